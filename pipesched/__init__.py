@@ -1,0 +1,77 @@
+"""pipesched: a pipeline-parallel scheduling runtime for PyTorch.
+
+General layout, each file importing only what stands above it:
+
+    errors, actions, placement, dependencies    the words and the rule of what comes before what
+    program, order, validation, lowering        a schedule as data
+    costs, trace, simulator                     time and memory of it, predicted
+    partitioner, plan                           layers -> stages; all decisions in one value
+    ---- below this line torch is imported ----
+    graph, profiler, randomness                 the model as layers, what they cost, keyed random numbers
+    backward, stage, executors                  running a program
+    pipeline, testing                           the front door
+    cli                                         the command
+
+``pipesched.schedules`` holds one file a schedule, ``pipesched.viz`` draws. Names are loaded when first used, so that
+schedules can be studied without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipesched import schedules as schedules
+    from pipesched import viz as viz
+    from pipesched.actions import Action as Action
+    from pipesched.actions import Kind as Kind
+    from pipesched.costs import Costs as Costs
+    from pipesched.lowering import lower as lower
+    from pipesched.order import Order as Order
+    from pipesched.order import Schedule as Schedule
+    from pipesched.order import Shape as Shape
+    from pipesched.order import schedule as schedule
+    from pipesched.partitioner import Partition as Partition
+    from pipesched.partitioner import partition as partition
+    from pipesched.pipeline import Pipeline as Pipeline
+    from pipesched.plan import Plan as Plan
+    from pipesched.program import Program as Program
+    from pipesched.simulator import simulate as simulate
+    from pipesched.trace import Span as Span
+    from pipesched.trace import Trace as Trace
+    from pipesched.validation import validate as validate
+
+_HOME = {
+    "Action": "actions",
+    "Costs": "costs",
+    "Kind": "actions",
+    "Order": "order",
+    "Partition": "partitioner",
+    "Pipeline": "pipeline",
+    "Plan": "plan",
+    "Program": "program",
+    "Schedule": "order",
+    "Shape": "order",
+    "Span": "trace",
+    "Trace": "trace",
+    "lower": "lowering",
+    "partition": "partitioner",
+    "schedule": "order",
+    "simulate": "simulator",
+    "validate": "validation",
+}
+_PACKAGES = ("errors", "schedules", "testing", "viz")
+
+__all__ = [*_HOME, *_PACKAGES]  # noqa: PLE0604
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

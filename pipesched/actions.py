@@ -1,0 +1,104 @@
+"""Actions: what one rank does at one moment, and the table of kinds.
+
+An action has a text form that is used everywhere (programs, errors, traces, pictures): ``2F0`` is the
+forward of stage 2 for micro-batch 0, ``0SEND_F3>1`` sends its output 3 from stage 0 to stage 1, and
+``1RECV_F3<0`` is the other end of it. ``str`` and ``Action.parse`` are inverses.
+"""
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from pipesched.errors import ScheduleError
+
+__all__ = ["KINDS", "Action", "Holding", "Kind", "KindRow", "Lane"]
+
+
+class Lane(StrEnum):
+    """The resource of a rank that an action occupies. Only compute counts for the bubble."""
+
+    COMPUTE = "compute"
+    COPY = "copy"
+
+
+class Kind(StrEnum):
+    """What an action does. ``str(kind)`` is its text form."""
+
+    F = "F"  # forward
+    B = "B"  # full backward: input and weight gradients
+    I = "I"  # noqa: E741  input gradients only
+    W = "W"  # weight gradients, after I
+    R = "R"  # recompute the activations that a checkpointed F dropped
+    SEND_F = "SEND_F"  # a stage's output, to a consumer
+    RECV_F = "RECV_F"  # a stage's input, from a producer
+    SEND_B = "SEND_B"  # the gradient of a stage's input, to its producer
+    RECV_B = "RECV_B"  # the gradient of a stage's output, from a consumer
+
+
+class Holding(StrEnum):
+    """What a rank holds in memory for one (stage, micro-batch) pair."""
+
+    INPUT = "input"  # the stage's input, all that a checkpointed forward keeps
+    ACTIVATIONS = "activations"  # what the backward needs
+    WEIGHT_GRAD = "weight_grad"  # what W needs, between I and W
+
+
+class KindRow(NamedTuple):
+    """One row of the table of kinds: the lane, the memory it takes when it starts and gives back at its end."""
+
+    lane: Lane
+    takes: Holding | None = None
+    gives: tuple[Holding, ...] = ()
+
+
+_EVERYTHING = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
+
+#: The table of kinds. F takes INPUT instead of ACTIVATIONS where the program has an R for its pair.
+KINDS: dict[Kind, KindRow] = {
+    Kind.F: KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
+    Kind.B: KindRow(Lane.COMPUTE, gives=_EVERYTHING),
+    Kind.I: KindRow(Lane.COMPUTE, takes=Holding.WEIGHT_GRAD, gives=(Holding.INPUT, Holding.ACTIVATIONS)),
+    Kind.W: KindRow(Lane.COMPUTE, gives=_EVERYTHING),
+    Kind.R: KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
+    Kind.SEND_F: KindRow(Lane.COPY),
+    Kind.RECV_F: KindRow(Lane.COPY),
+    Kind.SEND_B: KindRow(Lane.COPY),
+    Kind.RECV_B: KindRow(Lane.COPY),
+}
+
+_ARROWS = {Kind.SEND_F: ">", Kind.SEND_B: ">", Kind.RECV_F: "<", Kind.RECV_B: "<"}
+_TEXT = re.compile(r"(\d+)([A-Z_]+?)(\d+)(?:([<>])(\d+))?")
+
+
+class Action(NamedTuple):
+    """One thing that the rank holding ``stage`` does for ``microbatch``; ``peer`` is the stage at the other end."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        end = "" if self.peer is None else f"{_ARROWS.get(self.kind, '>')}{self.peer}"
+        return f"{self.stage}{self.kind.value}{self.microbatch}{end}"
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that the action occupies."""
+        return KINDS[self.kind].lane
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Read the text form. Raises ScheduleError naming what is wrong."""
+        match = _TEXT.fullmatch(text)
+        if match is None or match[2] not in Kind.__members__:
+            kinds = ", ".join(Kind)
+            raise ScheduleError(f"an action is <stage><kind><micro-batch>, such as 2F0; got {text!r}; kinds: {kinds}")
+        kind = Kind(match[2])
+        if (match[4] or "") != _ARROWS.get(kind, ""):
+            want = f"{match[1]}{kind}{match[3]}{_ARROWS.get(kind, '')}"
+            raise ScheduleError(
+                f"sends end in '>' and the stage they go to, receives in '<' and the stage they come from, "
+                f"others in neither; got {text!r}; write {want}{'<stage>' if kind in _ARROWS else ''}"
+            )
+        return cls(int(match[1]), kind, int(match[3]), int(match[5]) if match[5] else None)

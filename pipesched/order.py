@@ -1,0 +1,157 @@
+"""What the author of a schedule uses, and all that a file in ``schedules/`` imports.
+
+A schedule is a function ``def name(rank: int, shape: Shape) -> Order`` that writes down one rank's order:
+
+    @schedule("gpipe")
+    def gpipe(rank: int, shape: Shape) -> Order:
+        order = Order(shape)
+        for _ in range(shape.num_microbatches):
+            order.F(rank)
+        for _ in range(shape.num_microbatches):
+            order.B(rank)
+        return order
+
+Micro-batches number themselves: the first ``order.F(2)`` is 2F0, the next one 2F1. Asking for more than there are
+adds nothing, so a rule that is stated for many micro-batches also serves few.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from pipesched import placement
+from pipesched.actions import Action, Kind
+from pipesched.errors import ScheduleError
+from pipesched.placement import Placement, PlacementRule
+from pipesched.program import Program
+
+__all__ = ["Order", "Schedule", "Shape", "loop", "linear", "schedule", "v"]
+
+linear, loop, v = placement.linear, placement.loop, placement.v
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule is written for."""
+
+    num_ranks: int
+    num_microbatches: int
+    chunks_per_rank: int
+    placement: Placement
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.placement)
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, in stage order."""
+        return placement.chunks_of(self.placement, rank)
+
+
+class Order:
+    """One rank's order while it is written. Each method adds the stage's next micro-batch, if any is left."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.actions: list[Action] = []
+        self._limit = shape.num_microbatches
+        self._count: Counter[tuple[int, Kind]] = Counter()
+
+    def F(self, stage: int) -> None:
+        """Forward."""
+        self._add(stage, Kind.F)
+
+    def B(self, stage: int) -> None:
+        """Full backward."""
+        self._add(stage, Kind.B)
+
+    def I(self, stage: int) -> None:  # noqa: E743
+        """Input gradients only; a W for the same micro-batch must follow."""
+        self._add(stage, Kind.I)
+
+    def W(self, stage: int) -> None:
+        """Weight gradients, after I."""
+        self._add(stage, Kind.W)
+
+    def _add(self, stage: int, kind: Kind) -> None:
+        microbatch = self._count[stage, kind]
+        if microbatch < self._limit:
+            self._count[stage, kind] += 1
+            self.actions.append(Action(stage, kind, microbatch))
+
+
+class OrderFunction(Protocol):
+    """The function that an author writes. Keyword-only parameters with defaults are the schedule's own options."""
+
+    def __call__(self, rank: int, shape: Shape, /, **options: Any) -> Order: ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An algorithm that makes programs: a named function with a placement rule and options."""
+
+    name: str
+    function: OrderFunction
+    placement: PlacementRule
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def description(self) -> str:
+        """The docstring that the author wrote."""
+        return inspect.getdoc(self.function) or ""
+
+    @property
+    def module(self) -> str:
+        """The module that defines the schedule."""
+        return self.function.__module__
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """How many stages a rank holds: an option where the schedule has chunks, else 1."""
+        return int(self.options.get("chunks_per_rank", 1))
+
+    def with_options(self, **options: Any) -> "Schedule":
+        """The same schedule with other defaults. Raises ScheduleError for an unknown option."""
+        unknown = sorted(set(options) - set(self.options))
+        if unknown:
+            raise ScheduleError(
+                f"schedule {self.name!r} takes the options: {', '.join(self.options) or 'none'}; "
+                f"got {unknown[0]}={options[unknown[0]]!r}; leave it out"
+            )
+        return replace(self, options={**self.options, **options})
+
+    def program(self, num_ranks: int, num_microbatches: int, **options: Any) -> Program:
+        """Build the program for so many ranks and micro-batches. Raises ScheduleError for counts below 1."""
+        if options:
+            return self.with_options(**options).program(num_ranks, num_microbatches)
+        own = {name: value for name, value in self.options.items() if name != "chunks_per_rank"}
+        chunks_per_rank = self.chunks_per_rank
+        counts = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks a rank": chunks_per_rank}
+        for what, count in counts.items():
+            if not isinstance(count, int) or count < 1:
+                raise ScheduleError(
+                    f"schedule {self.name!r} needs a whole number of {what}, at least 1; got {count!r}; pass 1 or more"
+                )
+        shape = Shape(num_ranks, num_microbatches, chunks_per_rank, self.placement(num_ranks, chunks_per_rank))
+        orders = tuple(tuple(self.function(rank, shape, **own).actions) for rank in range(num_ranks))
+        return Program(orders, shape.placement, num_microbatches, name=self.name)
+
+
+def schedule(
+    name: str, *, placement: PlacementRule = linear, chunks_per_rank: int | None = None
+) -> Callable[[OrderFunction], Schedule]:
+    """Make a Schedule of a function. The placement rule lays the stages out on the ranks.
+
+    ``chunks_per_rank``: the default number of stages a rank holds; without it the schedule holds one and has no
+    such option.
+    """
+
+    def decorate(function: OrderFunction) -> Schedule:
+        parameters = inspect.signature(function).parameters.values()
+        own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        chunks = {} if chunks_per_rank is None else {"chunks_per_rank": chunks_per_rank}
+        return Schedule(name, function, placement, chunks | own)
+
+    return decorate

@@ -1,0 +1,33 @@
+"""Interleaved 1F1B: several chunks a rank (Megatron-LM, Narayanan et al. 2021, arXiv:2104.04473)."""
+
+from itertools import zip_longest
+
+from pipesched.order import Order, Shape, loop, schedule
+
+
+def groups(shape: Shape) -> list[int]:
+    """Split the micro-batches into even groups of at least p (Megatron takes groups of p and refuses a rest)."""
+    m = shape.num_microbatches
+    count = max(1, m // shape.num_ranks)
+    return [m // count + (group < m % count) for group in range(count)]
+
+
+@schedule("interleaved-1f1b", placement=loop, chunks_per_rank=2)
+def interleaved_1f1b(rank: int, shape: Shape) -> Order:
+    """1F1B over v chunks a rank, which cuts the bubble by v. Megatron-LM, Narayanan et al. 2021.
+
+    Forwards run group by group, in a group chunk by chunk; backwards likewise with the chunks reversed.
+
+    Bubble (p-1)(F+B)/v; rank 0 holds p + (p-1)/v micro-batches.
+    """
+    order, chunks, sizes = Order(shape), shape.chunks(rank), groups(shape)
+    forwards = [chunk for size in sizes for chunk in chunks for _ in range(size)]
+    backwards = [chunk for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+    warm_up = 2 * (shape.num_ranks - 1 - rank) + (len(chunks) - 1) * sizes[0]
+    for chunk in forwards[:warm_up]:
+        order.F(chunk)
+    for forward, backward in zip_longest(forwards[warm_up:], backwards):
+        if forward is not None:
+            order.F(forward)
+        order.B(backward)
+    return order
