@@ -84,7 +84,8 @@ class Costs:
     def seconds(self, action: Action) -> float:
         """How long a compute action takes; 0 for any other."""
         name = _TIME_OF.get(action.kind)
-        return getattr(self, name)[action.stage] if name else 0  # type: ignore[no-any-return]
+        seconds: float = getattr(self, name)[action.stage] if name else 0
+        return seconds
 
     def held_bytes(self, stage: int) -> Mapping[Holding, int]:
         """What a stage holds for one micro-batch, by holding."""
@@ -109,7 +110,9 @@ class Costs:
         known = [field.name for field in fields(cls)]
         wrong = sorted(set(values) - set(known)) + sorted({"forward_s", "input_grad_s", "weight_grad_s"} - set(values))
         if wrong:
-            raise ScheduleError(f"costs are {', '.join(known)}, the first three always; {wrong[0]!r} is unknown or missing")
+            raise ScheduleError(
+                f"costs are {', '.join(known)}, the first three always; {wrong[0]!r} is unknown or missing; correct it"
+            )
         return cls(**values)
 
 

@@ -8,7 +8,7 @@ from pipesched.dependencies import BACKWARDS
 from pipesched.errors import ScheduleError
 from pipesched.program import Program
 
-__all__ = ["CheckpointMode", "add_communication", "add_recompute", "lower"]
+__all__ = ["CheckpointMode", "add_communication", "add_recompute", "forward_then_backward", "halves", "lower"]
 
 CheckpointMode = Literal["never", "always", "except_last"]
 
@@ -118,3 +118,29 @@ def _with_recompute(order: tuple[Action, ...], keep: Callable[[Action, Action | 
             yield Action(action.stage, Kind.R, action.microbatch)
         yield action
         before = action
+
+
+def forward_then_backward(program: Program) -> Program:
+    """All forwards in the program's order, then all backwards in its order, whole: GPipe over the same placement.
+
+    What another program's validity proves holds here: taking actions out, or putting all forwards first, adds no wait.
+    """
+
+    def whole(action: Action) -> Action:
+        return Action(action.stage, Kind.B, action.microbatch)
+
+    return program.with_orders(
+        [a for a in order if a.kind is Kind.F] + [whole(a) for a in order if a.kind in BACKWARDS]
+        for order in program.orders
+    )
+
+
+def halves(program: Program) -> tuple[tuple[tuple[Action, ...], ...], tuple[tuple[Action, ...], ...]]:
+    """The orders of such a program, lowered, up to each rank's last forward or its send; and the rest."""
+    forward_kinds = (Kind.F, Kind.SEND_F, Kind.RECV_F)
+    cuts = [
+        next((i for i, action in enumerate(order) if action.kind not in forward_kinds), len(order))
+        for order in program.orders
+    ]
+    pairs = list(zip(program.orders, cuts, strict=True))
+    return tuple(order[:cut] for order, cut in pairs), tuple(order[cut:] for order, cut in pairs)

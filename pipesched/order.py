@@ -19,7 +19,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pipesched import placement
 from pipesched.actions import Action, Kind
@@ -82,10 +82,8 @@ class Order:
             self.actions.append(Action(stage, kind, microbatch))
 
 
-class OrderFunction(Protocol):
-    """The function that an author writes. Keyword-only parameters with defaults are the schedule's own options."""
-
-    def __call__(self, rank: int, shape: Shape, /, **options: Any) -> Order: ...
+#: What an author writes: (rank, shape) -> Order. Keyword-only parameters with defaults are the schedule's own options.
+OrderFunction = Callable[..., Order]
 
 
 @dataclass(frozen=True)

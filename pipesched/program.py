@@ -17,6 +17,8 @@ from pipesched.placement import Placement, chunks_of
 
 __all__ = ["Program", "marked_grid"]
 
+_ORDERED = ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W))
+_CHAIN = StageGraph((), ())  # stands for the chain of as many stages as there are
 _GRID_REACH = 5  # actions shown on either side of a mark
 
 
@@ -31,12 +33,12 @@ class Program:
     orders: tuple[tuple[Action, ...], ...]
     placement: Placement
     num_microbatches: int
-    graph: StageGraph = None  # type: ignore[assignment]  # filled in below: a chain
+    graph: StageGraph = _CHAIN
     forward_only: bool = False
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if self.graph is None:
+        if len(self.graph.producers) != len(self.placement):
             object.__setattr__(self, "graph", chain(len(self.placement)))
 
     @property
@@ -73,22 +75,23 @@ class Program:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether every stage runs its forwards, and its weight gradients (B or W), in ascending micro-batch order.
+        """Whether every stage runs its F, its B or I, and its B or W in ascending micro-batch order.
 
-        Sums then have one order, whatever the schedule, so that results are equal to the bit.
+        Buffers and sums of gradients then have one order, whatever the schedule, and results are equal to the bit.
+        (I counts too: it delivers the gradients that are too cheap to be deferred.)
         """
         return self.first_descent() is None
 
     def first_descent(self) -> tuple[int, int, Action] | None:
         """The first (rank, position, action) that breaks the ascending order of an exact program, or None."""
         for rank, order in enumerate(self.orders):
-            last: dict[tuple[int, bool], int] = {}
+            last: dict[tuple[int, tuple[Kind, ...]], int] = {}
             for position, action in enumerate(order):
-                if action.kind in (Kind.F, Kind.B, Kind.W):
-                    key = (action.stage, action.kind is Kind.F)
-                    if action.microbatch < last.get(key, -1):
-                        return rank, position, action
-                    last[key] = action.microbatch
+                for family in _ORDERED:
+                    if action.kind in family:
+                        if action.microbatch < last.get((action.stage, family), -1):
+                            return rank, position, action
+                        last[action.stage, family] = action.microbatch
         return None
 
     def with_orders(self, orders: Iterable[Iterable[Action]]) -> "Program":
@@ -188,12 +191,9 @@ def marked_grid(program: Program, marks: Mapping[int, int]) -> str:
     )
     lines = []
     for rank, order in enumerate(program.orders):
-        cells = [
-            f">{order[i]}<" if marks.get(rank) == i else f" {order[i]} " for i in reach if i < len(order)
-        ]
+        cells = [f">{order[i]}<" if marks.get(rank) == i else f" {order[i]} " for i in reach if i < len(order)]
         before, after = "... " if reach.start else "", " ..." if reach.stop < len(order) else ""
         width = 1 + max((len(str(a)) + 2 for o in program.orders for a in o[reach.start : reach.stop]), default=1)
         row = "".join(cell.ljust(width) for cell in cells).rstrip()
         lines.append(f"rank {rank} | {before}{row}{after}" + ("   <-- here" if rank in marks else ""))
     return "\n".join(lines)
-

@@ -55,7 +55,8 @@ def check_places(program: Program) -> None:
             if action.stage >= program.num_stages or action.microbatch >= program.num_microbatches:
                 raise ScheduleError(
                     f"{place}: {action} is outside the program's {program.num_stages} stages and "
-                    f"{program.num_microbatches} micro-batches. Count both from 0.\n" + marked_grid(program, {rank: position})
+                    f"{program.num_microbatches} micro-batches. Count both from 0.\n"
+                    + marked_grid(program, {rank: position})
                 )
             if program.placement[action.stage] != rank:
                 raise ScheduleError(
@@ -97,7 +98,7 @@ def _incomplete(program: Program, stage: int, rank: int, microbatch: int, kinds:
     wanted = min(_accepted(program), key=lambda accepted: len(accepted ^ kinds))
     remedy = [f"Add {stage}{kind}{microbatch}." for kind in sorted(wanted - kinds)]
     remedy += [f"Remove {stage}{kind}{microbatch}." for kind in sorted(kinds - wanted)]
-    marks = {rank: program.positions[Action(stage, kind, microbatch)][1] for kind in sorted(kinds)[:1]}
+    marks = dict(program.positions[Action(stage, kind, microbatch)] for kind in sorted(kinds)[:1])
     return (
         f"rank {rank}: stage {stage} runs {want} for each of {program.num_microbatches} micro-batches; "
         f"for micro-batch {microbatch} it has {has}. {' '.join(remedy)}\n" + marked_grid(program, marks)
@@ -153,7 +154,8 @@ def _deadlock(program: Program, waits: dict[int, tuple[Action, Action]]) -> str:
         rank = program.positions.get(waits[rank][1], (-1, -1))[0]
     cycle = chain[chain.index(rank) :] if rank in chain else chain
     lines = [
-        f"  rank {r}, position {program.positions[waits[r][0]][1]}: {waits[r][0]} waits for {waits[r][1]}" for r in cycle
+        f"  rank {r}, position {program.positions[waits[r][0]][1]}: {waits[r][0]} waits for {waits[r][1]}"
+        for r in cycle
     ]
     others = [f"rank {r} at {action}" for r, (action, _) in waits.items() if r not in cycle]
     behind = f"\nBehind them wait {', '.join(others)}." if others else ""

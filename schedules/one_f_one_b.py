@@ -1,4 +1,4 @@
-"""1F1B: one forward, one backward (PipeDream-Flush; Narayanan et al. 2021, arXiv:2006.09503; DAPPLE, Fan et al. 2021)."""
+"""1F1B: one forward, one backward (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503)."""
 
 from pipesched.order import Order, Shape, schedule
 

@@ -1,0 +1,1 @@
+"""Executors: one interpreter of a rank's order, and the transports it runs on."""

@@ -1,0 +1,336 @@
+"""Backward: whole (B), or split into input gradients (I) and weight gradients (W) (Qi et al. 2023, arXiv:2401.10241).
+
+Split without running anything twice. While a forward runs, each product with a weight, such as ``linear(x, w)``, is
+called with ``w`` detached: autograd then propagates to ``x`` alone. I is an ordinary backward over that graph: it also
+delivers what is cheap (norms, biases, embeddings) and what cannot be taken apart (custom functions, recurrent nets),
+and a hook keeps the gradient ``gy`` of each product's output. W computes ``gy^T x`` from it with the operations that
+autograd itself would have used, so that the bits are equal, and hands it to autograd, which fires all hooks.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import functional
+
+from pipesched.errors import ExecutionError
+from pipesched.interception import Handler
+
+__all__ = ["Deferral", "Product", "backward", "enter", "weight_grad"]
+
+#: (gradient of the product's output, the product's input) -> the gradients of the product's weights
+WeightRule = Callable[[Tensor, Tensor], Sequence[Tensor]]
+
+
+class Product:
+    """One product whose weight gradient waits for W: its input, its weights, and its output's gradient once I ran."""
+
+    __slots__ = ("_grads", "grad", "input", "rule", "version", "weights")
+
+    def __init__(self, input: Tensor, weights: tuple[Tensor, ...], rule: WeightRule) -> None:
+        self.input = input.detach()
+        self.version = input._version
+        self.weights = weights
+        self.rule = rule
+        self.grad: Tensor | None = None
+        self._grads: list[Tensor | None] = [None] * len(weights)
+
+    def keep(self, grads: Sequence[Tensor | None]) -> None:
+        """The hook on the product's node."""
+        self.grad = grads[0]
+
+    def weight_grad(self, index: int) -> Tensor | None:
+        """Hand over the gradient of one weight; None where no gradient came, or for the second time.
+
+        Raises ExecutionError where the product's input was modified since.
+        """
+        if self.input._version != self.version:
+            raise ExecutionError(
+                f"the input of a product is needed for its weight gradient; a tensor of shape "
+                f"{list(self.input.shape)} was modified in place after it was used; "
+                f"remove the in-place operation, or use a schedule that does not split the backward"
+            )
+        if self.grad is not None:
+            self._grads = list(self.rule(self.grad, self.input))
+            self.grad = None
+        grad, self._grads[index] = self._grads[index], None
+        return grad
+
+
+class Deferral:
+    """A provider that detaches weights in products and takes note of the products. One a stage.
+
+    Which weights may be deferred is learnt from the first micro-batch, whose backward runs whole: those that are used
+    in products alone. A weight that also goes other ways has one sum over all its uses, which W could not rebuild.
+    """
+
+    def __init__(self) -> None:
+        self._products: list[Product] = []
+        self._uses: Counter[Tensor] = Counter()
+        self._deferrable: frozenset[Tensor] | None = None
+        self._noting = True
+
+    def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
+        """End a forward: its products. Those of the first one are none, and its graph is learnt from."""
+        if self._deferrable is None:
+            uses = leaf_uses(outputs)
+            self._deferrable = frozenset(weight for weight, count in self._uses.items() if uses[weight] == count)
+        self._uses.clear()
+        products, self._products = self._products, []
+        return products
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Detach all the same but take no note: what a backward recomputes must be the graph that F built."""
+        self._noting = False
+        try:
+            yield
+        finally:
+            self._noting = True
+
+    def handler_for(self, function: Callable[..., Any]) -> Handler | None:
+        """Products with a weight: linear layers, matrix products and convolutions."""
+        if function is functional.linear:
+            return self._linear
+        if function in _MATRIX_PRODUCTS:
+            return self._matrix_product
+        if function is torch.addmm:
+            return self._addmm
+        return self._convolution if function in _CONVOLUTIONS else None
+
+    def _linear(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, weight, bias = _bind(("input", "weight", "bias"), args, kwargs)
+        if not self._defers(x, weight):
+            return function(*args, **kwargs)
+        return self._note(x, (weight,), _linear_rule, lambda entry: function(entry, weight.detach(), bias))
+
+    def _matrix_product(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs or len(args) != 2 or args[0].dim() < 2 or args[1].dim() != 2 or not self._defers(*args):
+            return function(*args, **kwargs)
+        x, weight = args
+        return self._note(x, (weight,), _matmul_rule, lambda entry: function(entry, weight.detach()))
+
+    def _addmm(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs or len(args) != 3 or not self._defers(*args[1:]):
+            return function(*args, **kwargs)
+        bias, x, weight = args
+        return self._note(x, (weight,), _matmul_rule, lambda entry: function(bias, entry, weight.detach()))
+
+    def _convolution(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+        x, weight, bias, stride, padding, dilation, groups = _bind(names, args, kwargs)
+        weights = (weight,) if bias is None else (weight, bias)
+        if isinstance(padding, str) or not self._defers(x, *weights):
+            return function(*args, **kwargs)
+        spatial = weight.dim() - 2
+        defaults = ((stride, 1), (padding, 0), (dilation, 1))
+        numbers = [_spread(default if value is None else value, spatial) for value, default in defaults]
+        rule = _ConvolutionRule(weight, bias, numbers, 1 if groups is None else groups)
+        return self._note(x, weights, rule, lambda entry: rule.forward(function, entry))
+
+    def _defers(self, x: Any, *weights: Any) -> bool:
+        """Whether this is a plain product with trainable leaves that are used in products alone."""
+        if (
+            not torch.is_grad_enabled()
+            or type(x) not in _PLAIN
+            or any(type(weight) not in _PLAIN for weight in weights)
+        ):
+            return False
+        if not all(weight.requires_grad and weight.is_leaf and weight is not x for weight in weights):
+            return False
+        if self._deferrable is None:
+            self._uses.update(weights)
+            return False
+        return all(weight in self._deferrable for weight in weights)
+
+    def _note(
+        self, x: Tensor, weights: tuple[Tensor, ...], rule: WeightRule, call: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        output = call(x)
+        if not output.requires_grad:  # no input of the product needs a gradient: it still needs a node to hook
+            (output,) = enter((output,), _ignore)
+        if self._noting:
+            product = Product(x, weights, rule)
+            get_gradient_edge(output).node.register_prehook(product.keep)
+            self._products.append(product)
+        return output
+
+
+_PLAIN = (Tensor, nn.Parameter)
+_MATRIX_PRODUCTS = frozenset({torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__})
+_CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
+
+
+def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return [given.get(name) for name in names]
+
+
+def _spread(value: Any, spatial: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * spatial if len(values) == 1 else values
+
+
+def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as matrices of one row a product; under autocast the input is cast as the product cast it."""
+    if x.dtype is not grad.dtype:
+        x = x.to(grad.dtype)
+    dims = x.dim()
+    if dims > 2:
+        return grad.flatten(0, -2), x.flatten(0, -2)
+    return (grad, x) if dims == 2 else (grad.unsqueeze(0), x.unsqueeze(0))
+
+
+def _linear_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
+    grad, x = _operands(grad, x)
+    return (grad.t().mm(x),)
+
+
+def _matmul_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
+    grad, x = _operands(grad, x)
+    return (x.t().mm(grad),)
+
+
+class _ConvolutionRule:
+    """Weight and bias gradients of a convolution, by the call that autograd makes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, numbers: list[list[int]], groups: int) -> None:
+        self._weight = weight.detach()
+        self._bias = None if bias is None else bias.detach()
+        self._numbers = numbers  # stride, padding, dilation
+        self._groups = groups
+
+    def forward(self, function: Callable[..., Any], x: Tensor) -> Tensor:
+        """The convolution with its weights detached."""
+        output: Tensor = function(x, self._weight, self._bias, *self._numbers, self._groups)
+        return output
+
+    def __call__(self, grad: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        spatial = self._weight.dim() - 2
+        if x.dim() == spatial + 1:  # one unbatched picture
+            grad, x = grad.unsqueeze(0), x.unsqueeze(0)
+        _, *grads = torch.ops.aten.convolution_backward(
+            grad,
+            x if x.dtype is grad.dtype else x.to(grad.dtype),
+            self._weight if self._weight.dtype is grad.dtype else self._weight.to(grad.dtype),
+            None if self._bias is None else list(self._bias.shape),
+            *self._numbers,
+            False,  # not transposed
+            [0] * spatial,
+            self._groups,
+            [False, True, self._bias is not None],
+        )
+        return tuple(grads[:1] if self._bias is None else grads)
+
+
+def leaf_uses(outputs: Sequence[GradientEdge]) -> Counter[Tensor]:
+    """How many edges of the graph lead to each leaf."""
+    uses: Counter[Tensor] = Counter()
+    seen: set[Node] = set()
+    front = [edge.node for edge in outputs]
+    while front:
+        node = front.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            if following is not None:
+                leaf = getattr(following, "variable", None)
+                if leaf is None:
+                    front.append(following)
+                else:
+                    uses[leaf] += 1
+    return uses
+
+
+class _Entry(torch.autograd.Function):
+    """Where a graph begins: tensors of which only their gradients' way out is known.
+
+    Unlike a leaf, what comes out may be modified in place, as the first layer of a stage may do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: tuple[Tensor, ...], keep: Callable[..., None]) -> tuple[Tensor, ...]:
+        ctx.keep = keep
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        ctx.keep(grads)
+        return None, None, None
+
+
+def enter(tensors: Sequence[Tensor], keep: Callable[[Sequence[Tensor | None]], None]) -> tuple[Tensor, ...]:
+    """The same tensors, now requiring gradients; the backward calls ``keep`` once with them all (None: not used)."""
+    anchor = torch.empty(0, requires_grad=True)
+    entered: tuple[Tensor, ...] = _Entry.apply(anchor, tuple(tensor.detach() for tensor in tensors), keep)
+    return entered
+
+
+def _ignore(_: Sequence[Tensor | None]) -> None:
+    return
+
+
+def backward(outputs: Sequence[GradientEdge], grads: Sequence[Tensor | None]) -> None:
+    """One pass over the graph: gradients of its leaves are added to their ``.grad``."""
+    torch.autograd.backward(list(outputs), list(grads))
+
+
+#: Weights are delivered in groups of about so many bytes: a large gradient is added while it lies in the cache, and
+#: its memory is used again for the next one; small ones share the fixed cost of a node.
+_GROUP_BYTES = 1 << 18
+
+
+def weight_grad(products: Sequence[Product]) -> None:
+    """The weight gradients (W): computed, summed over a weight's uses, and delivered with the hooks of each weight."""
+    uses: _Uses = {}
+    for product in products:
+        for index, weight in enumerate(product.weights):
+            uses.setdefault(weight, []).append((product, index))
+    roots = [_Delivery.apply(group, *group) for group in _groups(uses)]
+    if roots:
+        torch.autograd.backward(roots, [root.detach() for root in roots])
+
+
+_Uses = dict[Tensor, list[tuple[Product, int]]]
+
+
+def _groups(uses: _Uses) -> Iterator[_Uses]:
+    group: _Uses = {}
+    size = 0
+    for weight, of_weight in uses.items():
+        group[weight] = of_weight
+        size += weight.nbytes
+        if size >= _GROUP_BYTES:
+            yield group
+            group, size = {}, 0
+    if group:
+        yield group
+
+
+class _Delivery(torch.autograd.Function):
+    """A node above the AccumulateGrad nodes of some weights: autograd adds what it computes, and fires the hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: _Uses, *weights: Tensor) -> Tensor:
+        ctx.group = group
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        group, ctx.group = ctx.group, None
+        return None, *(_total(of_weight) for of_weight in group.values())
+
+
+def _total(of_weight: list[tuple[Product, int]]) -> Tensor | None:
+    total: Tensor | None = None
+    for product, index in of_weight:
+        grad = product.weight_grad(index)
+        if grad is not None:
+            total = grad if total is None else total + grad
+    return total

@@ -1,0 +1,53 @@
+"""Caller: the thread-local settings of the thread that calls a step, to hold in the ranks' threads too.
+
+(Default dtype, deterministic algorithms and matmul precision are the process's own and hold everywhere.)
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Caller"]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Grad mode and inference mode, and the autocast settings of forwards."""
+
+    grad: bool
+    inference: bool
+    autocasts: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def here(cls, device_types: Iterable[str], *, grad: bool) -> "Caller":
+        """The settings of this thread, with grad mode as given."""
+        autocasts = tuple(
+            {
+                "device_type": kind,
+                "dtype": torch.get_autocast_dtype(kind),
+                "cache_enabled": torch.is_autocast_cache_enabled(),
+            }
+            for kind in sorted({"cpu", *device_types})
+            if torch.is_autocast_enabled(kind)
+        )
+        return cls(grad, torch.is_inference_mode_enabled(), autocasts)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """For all that a rank does. Backwards of CUDA tensors, too, run in the rank's own thread."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """For forwards alone: a backward computes in the types of its forward."""
+        with ExitStack() as stack:
+            for settings in self.autocasts:
+                stack.enter_context(torch.autocast(**settings))
+            yield

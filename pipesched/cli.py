@@ -1,0 +1,245 @@
+"""The command ``pipesched``: list, show, check and compare schedules. It works without torch and in a moment."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import click
+
+from pipesched import __version__, schedules
+from pipesched.costs import Costs
+from pipesched.errors import PipeschedError, ScheduleError
+from pipesched.program import Program
+from pipesched.simulator import simulate
+from pipesched.trace import Trace
+from pipesched.validation import peak_in_flight, validate
+from pipesched.viz.text import text_timeline
+from pipesched.viz.units import quote_time
+
+__all__ = ["main"]
+
+_RANKS, _MICROBATCHES = 4, 8
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class _Commands(click.Group):
+    """Commands whose errors of pipesched are one message on stderr and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PipeschedError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="pipesched")
+def main() -> None:
+    """Study pipeline schedules: simulate, draw, check and compare them, without torch and without a GPU."""
+
+
+def _apply(command: _Command, *options: Callable[[_Command], _Command]) -> _Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _shape_options(command: _Command) -> _Command:
+    count = click.IntRange(min=1)
+    return _apply(
+        command,
+        click.option("--ranks", type=count, help=f"Number of ranks.  [default: {_RANKS}]"),
+        click.option("--microbatches", type=count, help=f"Number of micro-batches.  [default: {_MICROBATCHES}]"),
+    )
+
+
+def _cost_options(command: _Command) -> _Command:
+    """Times that all stages share. The names of the options are those of the fields of Costs."""
+    share = "Seconds that a rank's part of the model takes for one micro-batch's {}. A chunk takes its share of it."
+    work = {"forward": "forward", "input_grad": "input gradient", "weight_grad": "weight gradient"}
+    texts = {name: share.format(what) for name, what in work.items()}
+    texts["transfer"] = "Seconds that a tensor travels between two ranks."
+    return _apply(
+        command,
+        *(
+            click.option(
+                f"--{name.replace('_', '-')}",
+                f"{name}_s",
+                type=click.FloatRange(min=0),
+                default=0.0 if name == "transfer" else 1.0,
+                show_default=True,
+                help=text,
+            )
+            for name, text in texts.items()
+        ),
+    )
+
+
+def _simulate(program: Program, *, transfer_s: float, **rank_costs_s: float) -> Trace:
+    """Simulate with costs a rank, of which each of its chunks takes an equal share."""
+    chunks = [len(program.chunks(rank)) for rank in program.placement]
+    stage_costs = {name: tuple(cost / count for count in chunks) for name, cost in rank_costs_s.items()}
+    return simulate(program, Costs(**stage_costs, transfer_s=transfer_s))  # type: ignore[arg-type]
+
+
+def _read(file: IO[str], name: str, *, max_in_flight: int | None = None, exact: bool = False) -> Program:
+    """Read and validate a program; its errors name the file."""
+    try:
+        program = Program.parse(file.read())
+        validate(program, max_in_flight=max_in_flight, exact=exact)
+    except (ScheduleError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"{name}: {error}") from error
+    return program
+
+
+def _program(schedule: str, ranks: int | None, microbatches: int | None, chunks: int | None = None) -> Program:
+    """The program of a schedule's name, or the one that is written in a file."""
+    if Path(schedule).is_file():
+        with click.open_file(schedule, encoding="utf-8") as file:
+            return _read(file, schedule)
+    options = {} if chunks is None else {"chunks_per_rank": chunks}
+    return schedules.get(schedule).program(ranks or _RANKS, microbatches or _MICROBATCHES, **options)
+
+
+def _write(write: Callable[[Path], object], path: Path) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise click.FileError(str(path), error.strerror) from error
+    click.echo(f"wrote {path}", err=True)
+
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@main.command("list")
+def list_() -> None:
+    """List the schedules: name, chunks a rank by default, and what each does."""
+    width = max(map(len, schedules.names()))
+    for name in schedules.names():
+        schedule = schedules.get(name)
+        chunks = f"{schedule.chunks_per_rank} chunk{'s' * (schedule.chunks_per_rank > 1)}".ljust(9)
+        click.echo(f"{name.ljust(width)}  {chunks} {next(iter(schedule.description.splitlines()), '')}".rstrip())
+
+
+@main.command()
+@click.argument("schedule")
+@_shape_options
+@click.option("--chunks", type=click.IntRange(min=1), help="Chunks a rank.  [default: the schedule's]")
+@_cost_options
+@click.option("--text", is_flag=True, help="Print the timeline as text, and the figures: the default.")
+@click.option("--width", type=click.IntRange(min=20), help="Columns of the text.  [default: the terminal's]")
+@click.option("--png", type=_FILE, help="Draw the timeline into this file.")
+@click.option("--chrome", type=_FILE, help="Write Chrome's trace JSON, which Perfetto opens, into this file.")
+@click.option("--program", "as_program", is_flag=True, help="Print the program in the form that `check` reads.")
+def show(  # noqa: PLR0913  # one parameter an option
+    schedule: str,
+    *,
+    ranks: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    text: bool,
+    width: int | None,
+    png: Path | None,
+    chrome: Path | None,
+    as_program: bool,
+    **costs: float,
+) -> None:
+    """Simulate SCHEDULE, a name from `list` or a file with a program, and show who computes what and when.
+
+    Prints a text timeline with makespan, span (the longest of the ranks' own last end minus first start), bubble
+    (idle time over ranks x makespan) and the peaks of (stage, micro-batch) pairs in flight. Outputs combine.
+    """
+    if Path(schedule).is_file() and (ranks or microbatches or chunks):
+        raise click.UsageError(
+            f"the program in {schedule} has its own shape; leave out --ranks, --microbatches, --chunks"
+        )
+    program = _program(schedule, ranks, microbatches, chunks)
+    trace = _simulate(program, **costs)
+    if as_program:
+        click.echo(str(program), nl=False)
+    if text or not (as_program or png or chrome):
+        width = width or shutil.get_terminal_size((120, 24)).columns
+        lines = f"{text_timeline(trace, width)}\n{_figures(trace)}"
+        # After a program it is a comment, so that the whole still is one.
+        click.echo("# " + lines.replace("\n", "\n# ") if as_program else lines)
+    if png:
+        from pipesched.viz import plot_timeline
+
+        figure: Any = plot_timeline(trace).figure
+        _write(lambda path: figure.savefig(path, format="png"), png)
+    if chrome:
+        _write(trace.to_chrome, chrome)
+
+
+def _figures(trace: Trace) -> str:
+    return f"span {quote_time(trace.span_s)}; peak in flight a rank: {_numbers(trace.peak_in_flight)}"
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    return " ".join(map(str, values))
+
+
+@main.command()
+@click.argument("file", type=click.File(encoding="utf-8"))
+@click.option(
+    "--max-in-flight", type=click.IntRange(min=0), help="The most (stage, micro-batch) pairs a rank may hold."
+)
+@click.option("--exact", is_flag=True, help="Demand ascending micro-batch order, so that results are equal to the bit.")
+def check(file: IO[str], max_in_flight: int | None, exact: bool) -> None:
+    """Prove that the program in FILE ('-': standard input) is complete, ordered and free of deadlock.
+
+    Prints one line with its figures, or the first error with its place; the exit code then is 1.
+    """
+    program = _read(file, file.name, max_in_flight=max_in_flight, exact=exact)
+    peaks = tuple(peak_in_flight(order) for order in program.orders)
+    click.echo(
+        f"OK: {program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} micro-batches, "
+        f"{'exact' if program.exact else 'not exact'}, peak in flight a rank: {_numbers(peaks)}"
+    )
+
+
+@main.command()
+@click.argument("names", metavar="[SCHEDULE]...", nargs=-1)
+@_shape_options
+@_cost_options
+@click.option("--png", type=_FILE, help="Draw the timelines on one time scale into this file.")
+def compare(
+    names: tuple[str, ...], ranks: int | None, microbatches: int | None, png: Path | None, **costs: float
+) -> None:
+    """Compare each SCHEDULE, a name from `list` or a file with a program; all that are listed by default.
+
+    Each has its default chunks, and a program in a file its own shape. The peak is the most micro-batches in flight
+    on a rank, in its whole part of the model: a chunk of it counts as its share.
+    """
+    traces: dict[str, tuple[Trace, float]] = {}
+    for name in names or schedules.names():
+        try:
+            program = _program(name, ranks, microbatches)
+        except ScheduleError as error:
+            if names:
+                raise
+            click.echo(f"left out {name}: {error}", err=True)
+            continue
+        traces[name] = _simulate(program, **costs), _peak(program)
+    width = max(map(len, ["schedule", *traces]))
+    click.echo(f"{'schedule'.ljust(width)}  {'makespan':>10}  {'bubble':>6}  peak in flight")
+    for name, (trace, peak) in traces.items():
+        figures = f"{quote_time(trace.makespan_s):>10}  {trace.bubble_ratio:>6.1%}  {peak:>14.4g}"
+        click.echo(f"{name.ljust(width)}  {figures}")
+    if png:
+        from pipesched.viz import plot_compare
+
+        _write(
+            lambda path: plot_compare([(name, t) for name, (t, _) in traces.items()]).savefig(path, format="png"), png
+        )
+
+
+def _peak(program: Program) -> float:
+    """The most micro-batches in flight on a rank, each of its chunks counted as its share."""
+    return max(peak_in_flight(order) / max(1, len(program.chunks(r))) for r, order in enumerate(program.orders))
+
+
+if __name__ == "__main__":
+    main()

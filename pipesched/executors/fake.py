@@ -1,0 +1,184 @@
+"""Fake executor: the same interpreter over stages that only check and count, on a virtual clock or sleeping.
+
+Runs a program in one thread and in milliseconds, and says what is wrong with one that was not validated: a deadlock,
+work that is missing or done twice, a value that is not the one needed.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pipesched.actions import Action, Kind
+from pipesched.costs import Costs
+from pipesched.errors import DeadlockError, ExecutionError
+from pipesched.executors.interpreter import Rank, interpret
+from pipesched.lowering import lower
+from pipesched.program import Program
+from pipesched.trace import Trace
+
+__all__ = ["FakeStage", "VirtualClock", "run_fake"]
+
+
+class VirtualClock:
+    """One rank's clock: it moves when told."""
+
+    def __init__(self) -> None:
+        self.time_s: float = 0
+
+    def now(self) -> float:
+        """The present."""
+        return self.time_s
+
+    def pass_time(self, seconds: float) -> None:
+        """Compute for so long."""
+        self.time_s += seconds
+
+    def reach(self, moment_s: float) -> None:
+        """Wait until a moment that may lie in the past."""
+        self.time_s = max(self.time_s, moment_s)
+
+
+class _Value(NamedTuple):
+    """What a fake stage gives: enough to see whether the right one came."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+class FakeStage:
+    """A stage that computes nothing, takes the time its costs say, and checks what it is asked to do.
+
+    clock: whose time passes; without one the stage sleeps, as an accelerator would compute: the processor is free.
+    """
+
+    def __init__(self, index: int, costs: Costs, clock: VirtualClock | None = None) -> None:
+        self.index = index
+        self._costs = costs
+        self._clock = clock
+        self._state: dict[int, list[Kind]] = {}
+
+    def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> _Value:
+        """F."""
+        self._run(Kind.F, microbatch, after=())
+        self._check(arrived, Kind.F, microbatch)
+        return _Value(Kind.F, self.index, microbatch)
+
+    def recompute(self, microbatch: int, *, split: bool) -> None:
+        """R."""
+        self._run(Kind.R, microbatch, after=(Kind.F,))
+
+    def backward(self, microbatch: int, *grads: Any) -> _Value:
+        """B."""
+        self._run(Kind.B, microbatch, after=(Kind.F,))
+        self._check(grads, Kind.B, microbatch)
+        return _Value(Kind.B, self.index, microbatch)
+
+    def input_grad(self, microbatch: int, *grads: Any) -> _Value:
+        """I."""
+        self._run(Kind.I, microbatch, after=(Kind.F,))
+        self._check(grads, Kind.B, microbatch)
+        return _Value(Kind.B, self.index, microbatch)
+
+    def weight_grad(self, microbatch: int) -> None:
+        """W."""
+        self._run(Kind.W, microbatch, after=(Kind.F, Kind.I))
+
+    def _run(self, kind: Kind, microbatch: int, after: tuple[Kind, ...]) -> None:
+        done = self._state.setdefault(microbatch, [])
+        action = Action(self.index, kind, microbatch)
+        if kind in done or (kind in (Kind.B, Kind.I) and (Kind.B in done or Kind.I in done)):
+            raise ExecutionError(f"{action} would be done twice; it has done {_names(done)}")
+        if not all(need in done for need in after):
+            raise ExecutionError(f"{action} needs {_names(after)} before it; it has done {_names(done)}")
+        done.append(kind)
+        seconds = self._costs.seconds(action)
+        if self._clock is not None:
+            self._clock.pass_time(seconds)
+        else:
+            time.sleep(seconds)
+
+    def _check(self, values: tuple[Any, ...], kind: Kind, microbatch: int) -> None:
+        wrong = [value for value in values if value.kind is not kind or value.microbatch != microbatch]
+        if wrong:
+            raise ExecutionError(f"stage {self.index} got {wrong[0]} for micro-batch {microbatch}")
+
+    def missing(self, program: Program) -> Iterator[str]:
+        """What the stage has not done of the program's micro-batches."""
+        whole = ({Kind.F},) if program.forward_only else ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W})
+        for microbatch in range(program.num_microbatches):
+            done = set(self._state.get(microbatch, ())) - {Kind.R}
+            if done not in whole:
+                yield f"stage {self.index} has done {_names(done)} for micro-batch {microbatch}"
+
+
+def _names(kinds: Any) -> str:
+    return ", ".join(sorted(kinds)) or "nothing"
+
+
+class _Mail:
+    """Transport on virtual time: a message carries the moment at which it arrives."""
+
+    def __init__(self, program: Program, clocks: list[VirtualClock], transfer_s: float) -> None:
+        self._placement = program.placement
+        self._clocks = clocks
+        self._transfer_s = transfer_s
+        self._channels: dict[tuple[int, int, bool], deque[tuple[float, Any]]] = {}
+
+    def _channel(self, giver: int, taker: int, forward: bool) -> deque[tuple[float, Any]]:
+        key = self._placement[giver], self._placement[taker], forward
+        return self._channels.setdefault(key, deque())
+
+    def _incoming(self, action: Action) -> deque[tuple[float, Any]]:
+        return self._channel(action.peer or 0, action.stage, action.kind is Kind.RECV_F)
+
+    def has_arrived(self, action: Action) -> bool:
+        """Whether an action need not wait for a message that has not been sent."""
+        return action.kind not in (Kind.RECV_F, Kind.RECV_B) or bool(self._incoming(action))
+
+    def send(self, action: Action, value: Any) -> None:
+        """Put a message on its way."""
+        arrival = self._clocks[self._placement[action.stage]].now() + self._transfer_s
+        self._channel(action.stage, action.peer or 0, action.kind is Kind.SEND_F).append((arrival, value))
+
+    def receive(self, action: Action) -> Any:
+        """Take the channel's first message, waiting for its arrival."""
+        arrival, value = self._incoming(action).popleft()
+        self._clocks[self._placement[action.stage]].reach(arrival)
+        return value
+
+
+def run_fake(program: Program, costs: Costs | None = None) -> Trace:
+    """Run a program, lowered if it is not yet, with fake stages on a virtual clock; unit costs unless given.
+
+    Nothing is validated before. Raises DeadlockError where ranks wait for ever, ExecutionError where work is missing,
+    done twice, or done without what it needs.
+    """
+    costs = costs or Costs.uniform(program.num_stages)
+    lowered = lower(program)
+    clocks = [VirtualClock() for _ in range(program.num_ranks)]
+    stages = {s: FakeStage(s, costs, clocks[rank]) for s, rank in enumerate(program.placement)}
+    mail = _Mail(lowered, clocks, costs.transfer_s)
+    ranks = [Rank(r, lowered, stages, mail, clock) for r, clock in enumerate(clocks)]
+    _drive(ranks, mail)
+    missing = [text for stage in stages.values() for text in stage.missing(program)]
+    if missing:
+        raise ExecutionError(f"work is missing at the end: {missing[0]}")
+    spans = tuple(span for rank in ranks for span in rank.spans(float))
+    return Trace(spans, program.num_ranks, program.name, costs)
+
+
+def _drive(ranks: list[Rank], mail: _Mail) -> None:
+    """Resume ranks as long as one can go on."""
+    running = {rank.index: interpret(rank) for rank in ranks}
+    at = {index: next(loop, None) for index, loop in running.items()}
+    while any(action is not None for action in at.values()):
+        moved = False
+        for index, loop in running.items():
+            while (action := at[index]) is not None and mail.has_arrived(action):
+                at[index] = next(loop, None)
+                moved = True
+        if not moved:
+            waits = ", ".join(f"rank {index} at {action}" for index, action in at.items() if action is not None)
+            raise DeadlockError(f"deadlock: no rank can go on; waiting: {waits}; validate the program to see the cycle")

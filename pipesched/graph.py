@@ -1,0 +1,85 @@
+"""Graph: a model -> its layers, as a networkx graph with the layers' own names."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import networkx as nx
+from torch import nn
+
+from pipesched.errors import GraphError, ModelTypeError
+
+__all__ = ["chain_graph", "layers_of"]
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of an nn.Sequential in order, by qualified name; nested plain Sequentials are flattened.
+
+    Raises ModelTypeError for another model, GraphError where a layer or a parameter is used twice.
+    """
+    if not _is_plain(model):
+        raise ModelTypeError(
+            f"the model is an nn.Sequential without a forward of its own; got {type(model).__name__}; "
+            f"write it as an nn.Sequential of its layers (capture of any module is planned)"
+        )
+    if _hooks(model):
+        raise GraphError(
+            f"layers are called one by one, the model itself is not; it has {_hooks(model)} hooks that would never "
+            f"run; register them on its first or last layer"
+        )
+    layers = dict(_flatten(model, ""))
+    _check_unique(layers)
+    _check_parameters(model, layers)
+    return layers
+
+
+def chain_graph(layers: dict[str, nn.Module]) -> "nx.DiGraph[str]":
+    """Layers that feed each other in a row, as a graph."""
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(layers)
+    graph.add_edges_from(pairwise(layers))
+    return graph
+
+
+def _is_plain(module: Any) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _hooks(module: nn.Module) -> int:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(module, name)) for name in names)
+
+
+def _flatten(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_modules(remove_duplicate=False):
+        if name and "." not in name:
+            if _is_plain(child) and not _hooks(child):
+                yield from _flatten(child, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", child
+
+
+def _check_unique(layers: dict[str, nn.Module]) -> None:
+    first: dict[int, str] = {}
+    for name, layer in layers.items():
+        other = first.setdefault(id(layer), name)
+        if other != name:
+            raise GraphError(
+                f"a layer is used once; {name!r} is the same module as {other!r} ({type(layer).__name__}); "
+                f"give each place a module of its own"
+            )
+
+
+def _check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:
+    owner: dict[int, str] = {}
+    for name, layer in layers.items():
+        for parameter_name, parameter in layer.named_parameters():
+            other = owner.setdefault(id(parameter), name)
+            if other != name:
+                raise GraphError(
+                    f"a parameter belongs to one layer; {parameter_name!r} of {name!r} is shared with {other!r}; "
+                    f"give each layer a parameter of its own (tied weights are planned)"
+                )
+    stray = [name for name, parameter in model.named_parameters() if id(parameter) not in owner]
+    if stray:
+        raise GraphError(f"every parameter belongs to a layer; {stray[0]!r} to none; move it into a layer that uses it")

@@ -1,0 +1,118 @@
+"""Payload: what passes between stages, and what a micro-batch is: any pytree of tensors and plain values."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The one private module of torch that the project uses: pytrees have no public home yet.
+from torch.utils import _pytree as pytree
+
+from pipesched.errors import InputError
+
+__all__ = ["Gradients", "Payload", "gather", "pytree", "rows_of", "split"]
+
+#: One entry for each leaf of a payload that needs a gradient; None where none came.
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A value taken apart. ``needs_grad[i]`` says whether leaf i is a tensor whose gradient is to be sent back."""
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    needs_grad: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> "Payload":
+        """Take a value apart; its tensors are detached, sharing memory and version."""
+        leaves, spec = pytree.tree_flatten(value)
+        needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        return cls(tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec, needs_grad)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors among the leaves."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+
+    @property
+    def value(self) -> Any:
+        """The value put together again."""
+        return pytree.tree_unflatten(self.leaves, self.spec)
+
+    @property
+    def wanted(self) -> tuple[Tensor, ...]:
+        """The tensors whose gradient is to be sent back."""
+        return tuple(leaf for leaf, needs in zip(self.leaves, self.needs_grad, strict=True) if needs)
+
+    def with_wanted(self, tensors: Sequence[Tensor]) -> Any:
+        """The value put together again, with other tensors in place of those whose gradient is wanted."""
+        fill = iter(tensors)
+        leaves = [next(fill) if needs else leaf for leaf, needs in zip(self.leaves, self.needs_grad, strict=True)]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
+        """The same payload with each tensor changed, as by a copy to another device."""
+        leaves = tuple(change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        return Payload(leaves, self.spec, self.needs_grad)
+
+
+def rows_of(value: Any, dim: int | None, what: str) -> int | None:
+    """How many rows the tensors of a value have along ``dim``; None where there is nothing to split.
+
+    Raises InputError where they differ.
+    """
+    if dim is None:
+        return None
+    rows: int | None = None
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            if not -leaf.dim() <= dim < leaf.dim():
+                raise InputError(
+                    f"{what} is split along dim {dim}; a tensor of shape {list(leaf.shape)} has no such dim; "
+                    f"set split_dims for this argument, None to pass it whole"
+                )
+            if rows is not None and leaf.shape[dim] != rows:
+                raise InputError(
+                    f"all tensors of a batch have as many rows; {what} has one of {leaf.shape[dim]} rows "
+                    f"beside one of {rows}; set split_dims=None for what is not split"
+                )
+            rows = leaf.shape[dim]
+    return rows
+
+
+def split(value: Any, dim: int | None, parts: int) -> list[Any]:
+    """Cut every tensor along ``dim`` as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1); views, no copies.
+
+    Other leaves, tensors without dimensions, and all of it where dim is None go to every part as they are.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    cut = [
+        torch.tensor_split(leaf, parts, dim) if dim is not None and isinstance(leaf, Tensor) and leaf.dim() else None
+        for leaf in leaves
+    ]
+    return [
+        pytree.tree_unflatten(
+            [leaf if pieces is None else pieces[part] for leaf, pieces in zip(leaves, cut, strict=True)], spec
+        )
+        for part in range(parts)
+    ]
+
+
+def gather(values: Sequence[Any], dim: int = 0) -> Any:
+    """The inverse of ``split`` for outputs: tensors are concatenated, those without dimensions stacked.
+
+    Of other leaves the first micro-batch's is taken.
+    """
+    trees = [pytree.tree_flatten(value) for value in values]
+    merged = [_merge(column, dim) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
+    return pytree.tree_unflatten(merged, trees[0][1])
+
+
+def _merge(column: tuple[Any, ...], dim: int) -> Any:
+    if not isinstance(column[0], Tensor):
+        return column[0]
+    return torch.stack(column) if column[0].dim() == 0 else torch.cat(column, dim)

@@ -1,0 +1,399 @@
+"""Pipeline: the front door. Wraps a model and trains it through a schedule."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor, nn
+
+from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
+from pipesched.caller import Caller
+from pipesched.costs import Costs
+from pipesched.errors import GraphError, InputError
+from pipesched.executors.local import LocalExecutor, Run, Work
+from pipesched.graph import chain_graph, layers_of
+from pipesched.lowering import CheckpointMode, add_recompute, halves
+from pipesched.open_pass import OpenPass, attach
+from pipesched.order import Schedule
+from pipesched.payload import gather
+from pipesched.plan import Plan
+from pipesched.planning import Programs, Wishes, cut_layers
+from pipesched.profiler import LayerCosts, measure_layers, measured_costs, stage_costs
+from pipesched.program import Program
+from pipesched.simulator import simulate
+from pipesched.stage import Feed, Head, Stage
+from pipesched.trace import Trace
+
+__all__ = ["Pipeline"]
+
+_LOSS_PREFIX = "loss_fn."
+_REMEMBERED = 6  # steps whose times serve the next prediction
+
+
+class Pipeline:
+    """A model cut into stages that train together.
+
+    model: an nn.Sequential; its Parameters stay its own and are moved to the devices in place. sample: one
+    micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keywords). loss_fn(output, target)
+    -> scalar, a function or a Module; without one the model's own loss counts (a scalar output, or its ``loss``).
+    devices: one a rank; a device may repeat. schedule: a name, a Schedule or a Program; "auto" is 1f1b.
+    num_microbatches: 4 a rank unless given. boundaries: the first layer of every stage but stage 0, by position or
+    name; balanced by measured layer times unless given. checkpoint: "never", "always" or "except_last".
+    loss_weight(target, or the inputs without one) -> what a micro-batch counts; its rows unless given.
+    loss_reduction: "mean" or "sum", as loss_fn reduces. split_dims: the dim along which arguments are split, one for
+    all or one for each; None passes an argument whole. intra_op_threads: of each rank, 1 unless given. seed: of all
+    random numbers; the default generator's unless given. plan: a saved Plan, instead of all choices.
+
+    Raises GraphError, PartitionError, ScheduleError (all also ValueError), DeviceCountError (also IndexError),
+    ModelTypeError (also TypeError).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Any,
+        *,
+        devices: Sequence[Any],
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        num_stages: int | None = None,
+        schedule: str | Schedule | Program = "auto",
+        num_microbatches: int | None = None,
+        boundaries: Sequence[int | str] | None = None,
+        checkpoint: CheckpointMode = "never",
+        loss_weight: Callable[..., Any] | None = None,
+        loss_reduction: LossReduction = "mean",
+        split_dims: SplitDims = 0,
+        intra_op_threads: int = 1,
+        seed: int | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self._layers = layers_of(model)
+        self._sample = _as_call(sample)
+        self._threads = intra_op_threads
+        self._profile: dict[str, LayerCosts] | None = None
+        self._check_names()
+        self.devices = [torch.device(device) for device in devices]
+        wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint)
+        if plan is not None:
+            wishes = wishes.pinned(plan, list(self._layers))
+        self._programs = Programs(wishes, len(self.devices))
+        self.devices = self.devices[: self._programs.num_ranks]  # devices that no rank needs are left alone
+        self._splitter = Splitter(
+            self._programs.num_microbatches, self._programs.fixed, split_dims, loss_weight, loss_reduction
+        )
+        program = self._programs.plain(self._programs.num_microbatches)
+        self._programs.training(self._programs.num_microbatches)
+        self._cut = cut_layers(list(self._layers), program, wishes.boundaries, self._measured_graph)
+        self._stages = self._build_stages(program)
+        self._executor = LocalExecutor(self.devices, intra_op_threads)
+        self._runs: deque[Run] = deque(maxlen=_REMEMBERED)
+        self._seed = torch.initial_seed() if seed is None else seed
+        self._step = 0
+
+    def _check_names(self) -> None:
+        taken = any(name.startswith(_LOSS_PREFIX) for name in self.model.state_dict())
+        if taken and isinstance(self.loss_fn, nn.Module):
+            raise GraphError(
+                "the loss module's parameters are named loss_fn.*; the model has a layer of that name; rename the layer"
+            )
+
+    def _build_stages(self, program: Program) -> dict[int, Stage]:
+        stages: dict[int, Stage] = {}
+        for index, names in enumerate(self._cut):
+            device = self.devices[program.placement[index]]
+            last = index == program.num_stages - 1
+            layers = {name: self._layers[name].to(device) for name in names}
+            if last and isinstance(self.loss_fn, nn.Module):
+                self.loss_fn.to(device)
+            stages[index] = Stage(layers, device, Head(self.loss_fn) if last else None)
+        return stages
+
+    # ---- what was decided -------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs, with the costs known so far."""
+        program = self._programs.plain(self.num_microbatches)
+        return Plan(self._cut, program.name, program, self.checkpoint, self._costs)
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many micro-batches a full batch is cut into."""
+        return self._programs.num_microbatches
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return len(self._cut)
+
+    @property
+    def checkpoint(self) -> CheckpointMode:
+        """The checkpoint mode."""
+        return self._programs.checkpoint
+
+    @property
+    def boundaries(self) -> list[str]:
+        """The first layer of every stage but stage 0."""
+        return [names[0] for names in self._cut[1:]]
+
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """The layers of each stage; the layers themselves, not copies."""
+        return [nn.Sequential(*(self._layers[name] for name in names)) for names in self._cut]
+
+    # ---- running ----------------------------------------------------------------------------------------------
+
+    def step(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """Run every micro-batch forward and backward; gradients are added to ``.grad``.
+
+        args, kwargs: the model's inputs, a whole mini-batch. target: goes to loss_fn, split as the inputs are.
+        Returns the loss of the mini-batch, a 0-d tensor, detached; with return_outputs also the outputs, in the
+        mini-batch's order. Raises InputError for a batch that cannot be split, and what a layer raises, with a note
+        that says in which stage, micro-batch and rank; the pipeline is usable afterwards (zero the gradients).
+        """
+        if not torch.is_grad_enabled():
+            raise InputError("step computes gradients; it was called under no_grad; leave no_grad, or call evaluate")
+        batch = self._batch(args, kwargs, target)
+        feed = self._feed(batch, return_outputs)
+        self._runs.append(self._executor.run(self._work(self._programs.training(len(batch)), feed), grad=True))
+        self._step += 1
+        _deliver_input_grads(batch, feed)
+        return _result(feed, return_outputs)
+
+    def evaluate(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """As ``step``, without gradients: forwards alone, in the modules' present mode."""
+        batch = self._batch(args, kwargs, target)
+        feed = self._feed(batch, return_outputs)
+        self._executor.run(self._work(self._programs.inference(len(batch)), feed), grad=False)
+        return _result(feed, return_outputs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a mini-batch, on the last stage's device.
+
+        With gradients enabled the output can be differentiated: ``criterion(pipe(x), y).backward()`` runs the
+        backwards in GPipe's order. Under no_grad only forwards run.
+        """
+        batch = self._splitter.batch(args, kwargs)
+        feed = Feed(self._seed, self._step, list(batch.inputs), keep_outputs=True)
+        if not torch.is_grad_enabled():
+            self._executor.run(self._work(self._programs.inference(len(batch)), feed), grad=False)
+            return _outputs(feed)
+        program = self._programs.open_pass(len(batch))
+        there, back = halves(program)
+        stages = {index: stage.fresh() for index, stage in self._stages.items()}
+        work = self._work(program, feed, stages)
+        self._runs.append(self._executor.run(replace(work, orders=there), grad=True))
+        self._step += 1
+        back_work = replace(work, prepare=_nothing, orders=back)
+        return attach(OpenPass(batch, feed, lambda: self._executor.run(back_work, grad=True)))
+
+    __call__ = forward
+
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+        if self.loss_fn is not None and target is None:
+            raise InputError("loss_fn(output, target) needs a target; got none; pass target=, or call forward")
+        if self.loss_fn is None and target is not None:
+            raise InputError("a target goes to loss_fn; there is none; pass loss_fn= to Pipeline, or no target")
+        return self._splitter.batch(args, kwargs, target)
+
+    def _feed(self, batch: Batch, keep_outputs: bool) -> Feed:
+        factors = self._splitter.factors(batch)
+        return Feed(self._seed, self._step, list(batch.inputs), batch.targets, factors, keep_outputs=keep_outputs)
+
+    def _work(self, program: Program, feed: Feed, stages: dict[int, Stage] | None = None) -> Work:
+        own = self._stages if stages is None else stages
+
+        def begin(caller: Caller) -> None:
+            feed.autocast = caller.autocast
+            for stage in own.values():
+                stage.begin(feed)
+
+        return Work(program, own, begin)
+
+    # ---- what is known of time and memory ---------------------------------------------------------------------
+
+    @property
+    def trace(self) -> Trace | None:
+        """The last step, measured; None before the first. On a GPU this waits for the step to end."""
+        return self._read(self._runs[-1]) if self._runs else None
+
+    @property
+    def predicted(self) -> Trace:
+        """The step, simulated: from what actions took in the steps before the last one, else from layer times."""
+        training = add_recompute(self._programs.plain(self.num_microbatches), self.checkpoint)
+        return simulate(training, self._costs or self._profiled_costs())
+
+    def _read(self, run: Run) -> Trace:
+        name = f"{self._programs.plain(self.num_microbatches).name}, measured"
+        sizes = self._profiled_costs() if self._profile is not None else None
+        return Trace(tuple(run.spans()), len(self.devices), name, sizes)
+
+    @property
+    def _costs(self) -> Costs | None:
+        """The medians of earlier steps, with the profile's sizes; without earlier steps the profile's own figures."""
+        earlier = [self._read(run) for run in list(self._runs)[:-1]]
+        profiled = self._profiled_costs() if self._profile is not None else None
+        return measured_costs(earlier, self.num_stages, profiled) if earlier else profiled
+
+    def _profiled_costs(self) -> Costs:
+        profile = self._profiled()
+        return stage_costs([[profile[name] for name in names] for names in self._cut])
+
+    def _profiled(self) -> dict[str, LayerCosts]:
+        if self._profile is None:
+            self._profile = measure_layers(self._layers, self._sample, self.devices[0], self._threads)
+        return self._profile
+
+    def _measured_graph(self) -> "nx.DiGraph[str]":
+        graph = chain_graph(self._layers)
+        for name, costs in self._profiled().items():
+            graph.nodes[name].update(asdict(costs))
+        return graph
+
+    # ---- the model's parts ------------------------------------------------------------------------------------
+
+    def _modules(self) -> dict[str, nn.Module]:
+        """The modules by the prefix of their parameters' names."""
+        loss = {_LOSS_PREFIX: self.loss_fn} if isinstance(self.loss_fn, nn.Module) else {}
+        return {"": self.model, **loss}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own parameters under their own names; those of a loss module as ``loss_fn.…``."""
+        for prefix, module in self._modules().items():
+            for name, parameter in module.named_parameters():
+                yield prefix + name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's own buffers under their own names; those of a loss module as ``loss_fn.…``."""
+        for prefix, module in self._modules().items():
+            for name, buffer in module.named_buffers():
+                yield prefix + name, buffer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's own state under its own keys; that of a loss module as ``loss_fn.…``."""
+        return {
+            prefix + name: value
+            for prefix, module in self._modules().items()
+            for name, value in module.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what ``state_dict`` of this pipeline or of the bare model gave. Raises RuntimeError as torch does."""
+        modules = self._modules()
+        loss = {name: value for name, value in state.items() if len(modules) > 1 and name.startswith(_LOSS_PREFIX)}
+        self.model.load_state_dict({name: value for name, value in state.items() if name not in loss}, strict)
+        if loss and _LOSS_PREFIX in modules:
+            bare = {name.removeprefix(_LOSS_PREFIX): value for name, value in loss.items()}
+            modules[_LOSS_PREFIX].load_state_dict(bare, strict)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    def train(self, mode: bool = True) -> "Pipeline":
+        """Set the modules' mode, as nn.Module.train does."""
+        for module in self._modules().values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> "Pipeline":
+        """Set the modules to evaluation mode."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        for module in self._modules().values():
+            module.zero_grad(set_to_none)
+
+    def to(self, *args: Any, **kwargs: Any) -> "Pipeline":
+        """Change the parameters' dtype. Devices belong to the plan: raises TypeError where one is given."""
+        for value in (*args, *kwargs.values()):
+            if not isinstance(value, torch.dtype | bool):
+                raise TypeError(
+                    f"a pipeline's stages stay on their devices; got {value!r}; pass devices= to a new Pipeline"
+                )
+        for module in self._modules().values():
+            module.to(*args, **kwargs)
+        return self
+
+    def __len__(self) -> int:
+        return len(self._sequential())
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._sequential())
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        return self._sequential()[index]
+
+    def _sequential(self) -> nn.Sequential:
+        if not isinstance(self.model, nn.Sequential):
+            raise TypeError(f"only an nn.Sequential has a length and indices; the model is {type(self.model).__name__}")
+        return self.model
+
+    # ---- its life ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the ranks' threads. The model stays as it is; dropping the pipeline does the same."""
+        self._executor.close()
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        program = self._programs.plain(self.num_microbatches)
+        stages = "\n".join(
+            f"  stage {index} on rank {program.placement[index]} ({stage.device}): {', '.join(stage.layers) or 'empty'}"
+            for index, stage in self._stages.items()
+        )
+        return (
+            f"Pipeline({program.name}, {program.num_ranks} ranks, {program.num_stages} stages, "
+            f"{self.num_microbatches} micro-batches, checkpoint={self.checkpoint!r})\n{stages}"
+        )
+
+
+def _nothing(_: Caller) -> None:
+    return
+
+
+def _as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A sample as (args, kwargs): a dict is keywords, a tuple positional, anything else one argument."""
+    if isinstance(sample, dict):
+        return (), sample
+    return (sample, {}) if isinstance(sample, tuple) else ((sample,), {})
+
+
+def _outputs(feed: Feed) -> Any:
+    return gather([feed.outputs[microbatch].value for microbatch in range(len(feed.inputs))])
+
+
+def _result(feed: Feed, return_outputs: bool) -> Any:
+    losses = [feed.losses[microbatch] for microbatch in range(len(feed.inputs))]
+    loss = losses[0]
+    for other in losses[1:]:  # one order of sums, whatever the schedule
+        loss = loss + other
+    return (loss, _outputs(feed)) if return_outputs else loss
+
+
+def _deliver_input_grads(batch: Batch, feed: Feed) -> None:
+    """Hand the gradients of inputs that require one to the user's own graph."""
+    wanted = [
+        (tensor, grad)
+        for microbatch, tensors in enumerate(batch.wanted_inputs())
+        for tensor, grad in zip(tensors, feed.input_grads.get(microbatch, ()), strict=False)
+        if grad is not None
+    ]
+    if wanted:
+        torch.autograd.backward([tensor for tensor, _ in wanted], [grad.to(tensor.device) for tensor, grad in wanted])

@@ -1,0 +1,89 @@
+"""Plan: all decisions in one value: partition, schedule, shape and checkpointing; with its predicted trace."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pipesched.costs import Costs
+from pipesched.errors import PipeschedError, ScheduleError
+from pipesched.lowering import CheckpointMode, add_recompute
+from pipesched.program import Program
+from pipesched.simulator import simulate
+from pipesched.trace import Trace
+from pipesched.validation import validate
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs: stages (each a tuple of layer names), the program, checkpointing, and what a micro-batch costs.
+
+    schedule: the name of the algorithm that made the program.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    schedule: str
+    program: Program
+    checkpoint: CheckpointMode = "never"
+    costs: Costs | None = None
+
+    @property
+    def boundaries(self) -> list[str]:
+        """The first layer of every stage but stage 0."""
+        return [layers[0] for layers in self.stages[1:]]
+
+    def predicted(self) -> Trace | None:
+        """The simulated step; None where no costs are known."""
+        return simulate(add_recompute(self.program, self.checkpoint), self.costs) if self.costs else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON takes them. ``predicted`` is for the reader: it is computed anew on load."""
+        predicted = self.predicted()
+        summary = {"makespan_s": predicted.makespan_s, "bubble_ratio": predicted.bubble_ratio} if predicted else None
+        return {
+            "schedule": self.schedule,
+            "num_ranks": self.program.num_ranks,
+            "num_microbatches": self.program.num_microbatches,
+            "checkpoint": self.checkpoint,
+            "stages": [list(layers) for layers in self.stages],
+            "predicted": summary,
+            "costs": self.costs.to_dict() if self.costs else None,
+            "program": str(self.program).splitlines(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Plan":
+        """The inverse of ``to_dict``. The program is validated: raises ScheduleError where it is wrong."""
+        try:
+            program = Program.parse("\n".join(values["program"]))
+            costs = Costs.from_dict(values["costs"]) if values.get("costs") else None
+            stages = tuple(tuple(layers) for layers in values["stages"])
+            plan = cls(stages, values["schedule"], program, values["checkpoint"], costs)
+        except (KeyError, TypeError) as error:
+            raise ScheduleError(f"a plan has {', '.join(_KEYS)}; {error} is missing or wrong; save it again") from error
+        if len(stages) != program.num_stages:
+            raise ScheduleError(
+                f"a plan has as many stages as its program; it lists {len(stages)}, the program has "
+                f"{program.num_stages}; correct one of them"
+            )
+        validate(program)
+        return plan
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Plan":
+        """Read a plan. Raises ScheduleError naming the file where it is none."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except (json.JSONDecodeError, PipeschedError) as error:
+            raise ScheduleError(f"{path}: {error}") from error
+
+
+_KEYS = ("schedule", "stages", "checkpoint", "program")

@@ -1,0 +1,229 @@
+"""Planning: what the user asked for -> the programs to run, and the stages."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import networkx as nx
+
+from pipesched import schedules
+from pipesched.errors import DeviceCountError, PartitionError, ScheduleError
+from pipesched.lowering import CheckpointMode, add_recompute, forward_then_backward, lower
+from pipesched.order import Schedule
+from pipesched.partitioner import partition
+from pipesched.plan import Plan
+from pipesched.program import Program
+from pipesched.validation import validate
+
+__all__ = ["Programs", "Wishes", "cut_layers"]
+
+_AUTO = "1f1b"
+_MICROBATCHES_PER_RANK = 4  # from here on the bubble is small (GPipe, Huang et al. 2019)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user may choose; None leaves it to us."""
+
+    schedule: str | Schedule | Program = "auto"
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    boundaries: Sequence[int | str] | None = None
+    checkpoint: CheckpointMode = "never"
+
+    def pinned(self, plan: Plan, names: list[str]) -> "Wishes":
+        """The wishes that lead to ``plan``. Raises PartitionError where it is of another model or says otherwise."""
+        of_plan = [name for layers in plan.stages for name in layers]
+        if of_plan != names:
+            strange = next((name for name in of_plan if name not in names), None) or "its order"
+            raise PartitionError(
+                f"a plan is for one model; it has {len(of_plan)} layers, the model {len(names)}, and {strange} does "
+                f"not fit; make the plan anew for this model"
+            )
+        if self != Wishes():
+            raise PartitionError("a plan holds all choices; others were made beside it; pass the plan alone")
+        count = plan.program.num_microbatches
+        return Wishes(_maker(plan), plan.program.num_stages, count, plan.boundaries, plan.checkpoint)
+
+
+class Programs:
+    """The programs of one pipeline, validated and lowered; built once for each number of micro-batches."""
+
+    def __init__(self, wishes: Wishes, num_devices: int) -> None:
+        self.checkpoint = wishes.checkpoint
+        self._source = _source(wishes, num_devices)
+        self.fixed = isinstance(self._source, Program)
+        if isinstance(self._source, Program):
+            self.num_ranks = self._source.num_ranks
+            self.num_microbatches = self._source.num_microbatches
+        else:
+            self.num_ranks = min(num_devices, _num_stages(wishes, self._source, num_devices))
+            asked = wishes.num_microbatches
+            self.num_microbatches = self.num_ranks * _MICROBATCHES_PER_RANK if asked is None else asked
+        self.plain = lru_cache(maxsize=64)(self._plain)
+        self.training = lru_cache(maxsize=64)(self._training)
+        self.inference = lru_cache(maxsize=64)(self._inference)
+        self.open_pass = lru_cache(maxsize=64)(self._open_pass)
+
+    def _plain(self, num_microbatches: int) -> Program:
+        """As its author wrote it. Raises ScheduleError where the program's number of micro-batches is fixed."""
+        if not isinstance(self._source, Program):
+            program = self._source.program(self.num_ranks, num_microbatches)
+        elif num_microbatches == self.num_microbatches:
+            program = self._source
+        else:
+            raise ScheduleError(
+                f"a program is written for one number of micro-batches; {self.num_microbatches} here, but "
+                f"{num_microbatches} are asked for; drop the last short batch (drop_last=True)"
+            )
+        validate(program)
+        return program
+
+    def _training(self, num_microbatches: int) -> Program:
+        return lower(add_recompute(self.plain(num_microbatches), self.checkpoint))
+
+    def _inference(self, num_microbatches: int) -> Program:
+        return lower(self.plain(num_microbatches).forward())
+
+    def _open_pass(self, num_microbatches: int) -> Program:
+        return lower(add_recompute(forward_then_backward(self.plain(num_microbatches)), self.checkpoint))
+
+
+def cut_layers(
+    layers: list[str],
+    program: Program,
+    boundaries: Sequence[int | str] | None,
+    measured: Callable[[], "nx.DiGraph[str]"],
+) -> tuple[tuple[str, ...], ...]:
+    """The layers of each stage: at the boundaries, or balanced by the times that ``measured`` finds.
+
+    Raises PartitionError where there are more stages than layers, or the boundaries do not fit.
+    """
+    if program.num_stages > max(1, len(layers)):
+        raise PartitionError(
+            f"every stage holds at least one layer; {program.num_stages} stages on {program.num_ranks} ranks, but the "
+            f"model has {len(layers)} layers; use fewer devices, or fewer chunks a rank"
+        )
+    if boundaries is not None:
+        starts = starts_of(boundaries, layers)
+    elif 1 < program.num_stages < len(layers):
+        starts = [layers.index(stage[0]) for stage in partition(measured(), program.num_stages).stages]
+    else:
+        starts = list(range(program.num_stages))
+    if len(starts) != program.num_stages:
+        raise PartitionError(
+            f"boundaries name the first layer of every stage but stage 0; {len(starts) - 1} boundaries make "
+            f"{len(starts)} stages, but {program.num_stages} are asked for; give {program.num_stages - 1}"
+        )
+    ends = [*starts[1:], len(layers)]
+    return tuple(tuple(layers[start:end]) for start, end in zip(starts, ends, strict=True))
+
+
+def starts_of(boundaries: Sequence[int | str], names: list[str]) -> list[int]:
+    """Where each stage begins. Raises PartitionError for unknown, misplaced or unordered boundaries."""
+    starts = [0]
+    for boundary in boundaries:
+        start = _position(boundary, names)
+        if not 0 < start < len(names):
+            raise PartitionError(
+                f"a boundary is the first layer of a stage after stage 0, one of 1..{len(names) - 1} of "
+                f"{len(names)} layers; got {boundary!r}; leave it out or move it"
+            )
+        if start <= starts[-1]:
+            raise PartitionError(
+                f"boundaries ascend; got {boundary!r} (layer {start}) after layer {starts[-1]}; sort them, each once"
+            )
+        starts.append(start)
+    return starts
+
+
+def _position(boundary: Any, names: list[str]) -> int:
+    if isinstance(boundary, str):
+        if boundary not in names:
+            raise PartitionError(
+                f"a boundary names a layer; got {boundary!r}; the layers are {', '.join(names[:12])}"
+                f"{', ...' if len(names) > 12 else ''}; use one of these names, or a position"
+            )
+        return names.index(boundary)
+    if isinstance(boundary, bool) or not isinstance(boundary, int):
+        raise PartitionError(f"a boundary is a layer's position or name; got {boundary!r}; pass an int or a str")
+    return boundary
+
+
+def _num_stages(wishes: Wishes, schedule: Schedule, num_devices: int) -> int:
+    if wishes.num_stages is not None:
+        if wishes.num_stages < 1:
+            raise PartitionError(f"a pipeline has at least one stage; got {wishes.num_stages}; pass 1 or more")
+        return wishes.num_stages
+    return num_devices * schedule.chunks_per_rank if wishes.boundaries is None else len(wishes.boundaries) + 1
+
+
+def _source(wishes: Wishes, num_devices: int) -> Schedule | Program:
+    """What makes the programs: the schedule with as many chunks as are asked for, or a program as it is."""
+    if num_devices < 1:
+        raise DeviceCountError("a pipeline runs on at least one device; got none; pass devices=['cpu'], or more")
+    if isinstance(wishes.schedule, Program):
+        return _fixed(wishes.schedule, num_devices, wishes)
+    schedule = _schedule(wishes.schedule)
+    num_stages = _num_stages(wishes, schedule, num_devices)
+    num_ranks = min(num_devices, num_stages)
+    if num_stages % num_ranks:
+        raise PartitionError(
+            f"every rank holds as many stages; {num_stages} stages do not go evenly on {num_ranks} ranks; "
+            f"use a multiple of {num_ranks} stages, or another number of devices"
+        )
+    chunks = num_stages // num_ranks
+    if "chunks_per_rank" in schedule.options:
+        return schedule.with_options(chunks_per_rank=chunks)
+    if chunks > 1:
+        raise DeviceCountError(
+            f"schedule {schedule.name!r} holds one stage a rank; {num_stages} stages need {num_stages} devices, "
+            f"got {num_devices}; repeat a device, or use a schedule with chunks: {', '.join(_with_chunks())}"
+        )
+    return schedule
+
+
+def _maker(plan: Plan) -> Schedule | Program:
+    """The schedule that the plan names, where it makes the plan's program: it also makes it for short batches."""
+    program = plan.program
+    if plan.schedule in schedules.names():
+        schedule = schedules.get(plan.schedule)
+        chunks = program.num_stages // program.num_ranks
+        if "chunks_per_rank" in schedule.options:
+            schedule = schedule.with_options(chunks_per_rank=chunks)
+        if schedule.program(program.num_ranks, program.num_microbatches) == program:
+            return schedule
+    return program
+
+
+def _schedule(wish: Any) -> Schedule:
+    if isinstance(wish, Schedule):
+        return wish
+    if not isinstance(wish, str):
+        raise ScheduleError(f"schedule is a name, a Schedule or a Program; got {type(wish).__name__}; pass one of them")
+    return schedules.get(_AUTO if wish == "auto" else wish)
+
+
+def _with_chunks() -> list[str]:
+    return [name for name in schedules.names() if "chunks_per_rank" in schedules.get(name).options]
+
+
+def _fixed(program: Program, num_devices: int, wishes: Wishes) -> Program:
+    """A program as the user wrote it: its shape is what it is."""
+    if program.num_ranks > num_devices:
+        raise DeviceCountError(
+            f"every rank has a device; the program has {program.num_ranks} ranks, but there are {num_devices} devices; "
+            f"give as many (a device may repeat)"
+        )
+    for what, wish, has in (
+        ("micro-batches", wishes.num_microbatches, program.num_microbatches),
+        ("stages", wishes.num_stages, program.num_stages),
+    ):
+        if wish not in (None, has):
+            raise ScheduleError(f"a program's shape is fixed; it has {has} {what}, {wish} are asked for; ask for {has}")
+    if not program.is_chain or program.forward_only:
+        raise ScheduleError(
+            "a model's layers run as a chain, with backwards; this program is of another form; rewrite it"
+        )
+    return program

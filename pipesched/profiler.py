@@ -1,0 +1,226 @@
+"""Profiler: layers + one micro-batch -> measured costs. The model is left as it was: weights, buffers, grads, RNG.
+
+Layers are measured by the same Stage that later runs them, one layer a stage, over aliases of their parameters.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipesched.actions import Kind
+from pipesched.costs import Costs
+from pipesched.payload import Gradients, Payload
+from pipesched.stage import Feed, Stage
+from pipesched.trace import Trace
+
+__all__ = ["LayerCosts", "measure_layers", "measured_costs", "stage_costs"]
+
+_ROUNDS = 5
+_ENOUGH_S = 1.0  # no further round once so much time is spent
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What one layer costs for one micro-batch: seconds, and bytes."""
+
+    forward_s: float
+    backward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    input_bytes: int
+    output_bytes: int
+    activation_bytes: int
+    weight_grad_bytes: int
+    parameter_bytes: int
+
+
+def measure_layers(
+    layers: Mapping[str, nn.Module], sample: Any, device: torch.device, intra_op_threads: int
+) -> dict[str, LayerCosts]:
+    """Run one micro-batch through the layers on ``device``, each several times; the medians count.
+
+    sample: (args, kwargs) of the first layer. Layers are measured in training mode.
+    """
+    costs: dict[str, LayerCosts] = {}
+    with _intra_op_threads(intra_op_threads), _training(layers.values()), torch.enable_grad():
+        arrived = Payload.of(sample)
+        for name, layer in layers.items():
+            probe = _Probe(name, layer, device)
+            costs[name], arrived = probe.measure(arrived, first=not costs)
+    return costs
+
+
+def stage_costs(stages: Sequence[Sequence[LayerCosts]]) -> Costs:
+    """Sum the layers of each stage."""
+
+    def total(field: str) -> tuple[Any, ...]:
+        return tuple(sum(getattr(layer, field) for layer in layers) for layers in stages)
+
+    return Costs(
+        forward_s=total("forward_s"),
+        input_grad_s=total("input_grad_s"),
+        weight_grad_s=total("weight_grad_s"),
+        backward_s=total("backward_s"),
+        activation_bytes=total("activation_bytes"),
+        input_bytes=tuple(layers[0].input_bytes if layers else 0 for layers in stages),
+        weight_grad_bytes=total("weight_grad_bytes"),
+    )
+
+
+def measured_costs(traces: Sequence[Trace], num_stages: int, sizes: Costs | None = None) -> Costs:
+    """The medians of what each stage's actions took. Kinds that did not run cost nothing; sizes come from ``sizes``."""
+    seen: dict[tuple[int, Kind], list[float]] = {}
+    for trace in traces:
+        for span in trace.spans:
+            seen.setdefault((span.action.stage, span.action.kind), []).append(span.end_s - span.start_s)
+
+    def medians(kind: Kind) -> tuple[float, ...]:
+        return tuple(median(seen.get((stage, kind), [0.0])) for stage in range(num_stages))
+
+    times = Costs(medians(Kind.F), medians(Kind.I), medians(Kind.W), medians(Kind.B), medians(Kind.R))
+    if sizes is None:
+        return times
+    return replace(
+        times,
+        activation_bytes=sizes.activation_bytes,
+        input_bytes=sizes.input_bytes,
+        weight_grad_bytes=sizes.weight_grad_bytes,
+    )
+
+
+class _Aliased(nn.Module):
+    """A layer called on aliases of its parameters and copies of its buffers, so that its own are not touched."""
+
+    def __init__(self, layer: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self._layer = [layer]  # in a list: not a child, which would be moved and counted
+        self._tensors = {
+            name: parameter.detach().to(device).requires_grad_(parameter.requires_grad)
+            for name, parameter in layer.named_parameters()
+        } | {name: buffer.clone().to(device) for name, buffer in layer.named_buffers()}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self._layer[0], self._tensors, args, kwargs)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._layer[0].parameters())
+
+
+class _Probe:
+    """Measures one layer."""
+
+    def __init__(self, name: str, layer: nn.Module, device: torch.device) -> None:
+        self._layer = _Aliased(layer, device)
+        self._stage = Stage({name: self._layer}, device)
+        self._device = device
+
+    def measure(self, arrived: Payload, *, first: bool) -> tuple[LayerCosts, Payload]:
+        whole: list[tuple[float, ...]] = []
+        parts: list[tuple[float, ...]] = []
+        begin = time.perf_counter()
+        for round_ in range(_ROUNDS + 1):  # the first warms up
+            given = arrived.map_tensors(lambda tensor: tensor.to(self._device).clone())
+            times = self._whole(given, first)
+            split = self._split(given, first)
+            if round_ == 0:
+                continue
+            whole.append(times)
+            parts.append(split)
+            if time.perf_counter() - begin > _ENOUGH_S:
+                break
+        held, output = self._held_bytes(arrived, first)
+        forward_s, backward_s = (median(column) for column in zip(*whole, strict=True))
+        input_grad_s, weight_grad_s = (median(column) for column in zip(*parts, strict=True))
+        costs = LayerCosts(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            input_grad_s=input_grad_s,
+            weight_grad_s=weight_grad_s,
+            input_bytes=_nbytes(arrived.tensors),
+            output_bytes=_nbytes(output.tensors),
+            activation_bytes=held,
+            weight_grad_bytes=_nbytes(arrived.tensors) + _nbytes(output.tensors),
+            parameter_bytes=self._layer.parameter_bytes,
+        )
+        return costs, output
+
+    def _forward(self, given: Payload, first: bool, split: bool) -> Payload:
+        feed = Feed(0, 0, [given.with_wanted(given.wanted)] if first else [])
+        self._stage.begin(feed)
+        return self._stage.forward(0, *(() if first else (given,)), split=split)
+
+    def _whole(self, given: Payload, first: bool) -> tuple[float, ...]:
+        output, forward_s = self._timed(lambda: self._forward(given, first, split=False))
+        _, backward_s = self._timed(lambda: self._stage.backward(0, _ones(output)))
+        return forward_s, backward_s
+
+    def _split(self, given: Payload, first: bool) -> tuple[float, ...]:
+        output = self._forward(given, first, split=True)
+        _, input_grad_s = self._timed(lambda: self._stage.input_grad(0, _ones(output)))
+        _, weight_grad_s = self._timed(lambda: self._stage.weight_grad(0))
+        return input_grad_s, weight_grad_s
+
+    def _held_bytes(self, arrived: Payload, first: bool) -> tuple[int, Payload]:
+        """Bytes that autograd keeps for the backward, each memory once, the layer's own parameters not."""
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        given = arrived.map_tensors(lambda tensor: tensor.to(self._device))
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = self._forward(given, first, split=False)
+        own = {tensor.untyped_storage().data_ptr() for tensor in self._layer._tensors.values()}
+        self._stage.begin(Feed(0, 0, []))
+        return sum(size for memory, size in kept.items() if memory not in own), output
+
+    def _timed(self, function: Callable[[], Any]) -> tuple[Any, float]:
+        self._synchronize()
+        start = time.perf_counter()
+        result = function()
+        self._synchronize()
+        return result, time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _ones(output: Payload) -> Gradients:
+    return tuple(torch.ones_like(tensor) for tensor in output.wanted)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@contextmanager
+def _intra_op_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _training(layers: Any) -> Iterator[None]:
+    modules = [module for layer in layers for module in layer.modules()]
+    flags = [module.training for module in modules]
+    for module in modules:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module, flag in zip(modules, flags, strict=True):
+            module.training = flag

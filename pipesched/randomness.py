@@ -1,0 +1,144 @@
+"""Randomness: random numbers that depend on where they are drawn, never on the plan.
+
+Each draw is keyed by (seed, step, micro-batch, layer, call, op): the same bits in whatever stage, thread or order the
+layer runs, and again when it is recomputed. Dropout draws from a generator of its own; every other random function
+runs with the default generator seeded for it alone, under a lock, since all threads share that generator.
+"""
+
+import functools
+import hashlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.errors import ExecutionError
+from pipesched.interception import Handler
+
+__all__ = ["Key", "KeyedRandom", "NoRandom", "is_random"]
+
+_DROPOUTS = frozenset({nn.functional.dropout, torch.dropout, torch.dropout_})
+_DEFAULT_GENERATORS = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Where in training a forward runs. ``microbatch`` counts over all replicas."""
+
+    seed: int
+    step: int
+    microbatch: int
+
+
+@functools.cache
+def is_random(function: Callable[..., Any]) -> bool:
+    """Whether a torch function draws from a generator, as torch's own operator tags say."""
+    packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
+    if not isinstance(packet, type(torch.ops.aten.dropout)):
+        return False
+    tag = torch.Tag.nondeterministic_seeded
+    return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+class KeyedRandom:
+    """A provider of handlers that draw by key. One a stage: it is used by one thread at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._key = Key(0, 0, 0)
+        self._layer, self._call, self._op = "", 0, 0
+
+    def enter(self, key: Key, layer: str, call: int = 0) -> None:
+        """From now on draws belong to this call of this layer."""
+        self._key, self._layer, self._call, self._op = key, layer, call, 0
+
+    def handler_for(self, function: Callable[..., Any]) -> Handler | None:
+        """Dropout, and every function that torch tags as random."""
+        if function in _DROPOUTS:
+            return self._dropout
+        return self._seeded if is_random(function) else None
+
+    def _next_seed(self) -> int:
+        key = self._key
+        text = f"{key.seed}/{key.step}/{key.microbatch}/{self._layer}/{self._call}/{self._op}"
+        self._op += 1
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device].manual_seed(self._next_seed())
+
+    def _dropout(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is nn.functional.dropout:
+            return self._drop(*args, **kwargs)
+        values = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
+        return self._drop(values["input"], values["p"], values["train"], function is torch.dropout_)
+
+    def _drop(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if not training or p == 0.0:
+            return input
+        mask = torch.empty_like(input, requires_grad=False)
+        mask = mask.zero_() if p == 1.0 else mask.bernoulli_(1 - p, generator=self._generator(input.device)).div_(1 - p)
+        return input.mul_(mask) if inplace else input * mask
+
+    def _seeded(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("generator") is not None or _is_quiet(function.__name__, args, kwargs):
+            return function(*args, **kwargs)
+        generators = [torch.default_generator]
+        if self._device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self._device.index or 0])
+        seed = self._next_seed()
+        with _DEFAULT_GENERATORS:
+            states = [generator.get_state() for generator in generators]
+            try:
+                for generator in generators:
+                    generator.manual_seed(seed)
+                return function(*args, **kwargs)
+            finally:
+                for generator, state in zip(generators, states, strict=True):
+                    generator.set_state(state)
+
+
+def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of a function that may draw does not: attention or a recurrent net without dropout."""
+    if name == "scaled_dot_product_attention":
+        return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        at = next(i for i, value in enumerate(args) if isinstance(value, float))  # dropout; whether training follows
+        return not (args[at] and args[at + 1])
+    return False
+
+
+class NoRandom:
+    """A provider that refuses draws during a backward: a recomputation there could not know its key."""
+
+    def handler_for(self, function: Callable[..., Any]) -> Handler | None:
+        """The same functions as KeyedRandom."""
+        if function in _DROPOUTS:
+            return self._dropout
+        return self._refuse if is_random(function) else None
+
+    def _dropout(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        training = values.get("training", values.get("train", True))
+        return self._refuse(function, args, kwargs) if training and values.get("p", 0.5) else function(*args, **kwargs)
+
+    def _refuse(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("generator") is not None or _is_quiet(function.__name__, args, kwargs):
+            return function(*args, **kwargs)
+        return _refuse_draw(function.__name__)
+
+
+def _refuse_draw(name: str) -> NoReturn:
+    raise ExecutionError(
+        f"random numbers are drawn in forwards, where their key is known; {name} was called during a backward, "
+        f"most likely recomputed by torch.utils.checkpoint inside the model; checkpoint with "
+        f"Pipeline(checkpoint='always') instead, or set its dropout to 0"
+    )

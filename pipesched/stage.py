@@ -1,0 +1,257 @@
+"""Stage: runs F, B, I, W and R of one stage for a micro-batch, and owns what it saves between them.
+
+A stage knows nothing of order, ranks or transfers. It calls the user's own layers, with their own Parameters.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from pipesched.backward import Deferral, Product, backward, enter, weight_grad
+from pipesched.errors import ExecutionError, InputError
+from pipesched.interception import Intercept
+from pipesched.payload import Gradients, Payload, pytree
+from pipesched.randomness import Key, KeyedRandom, NoRandom
+
+__all__ = ["Feed", "Head", "Stage"]
+
+#: One layer's buffers by name.
+Buffers = dict[str, Tensor]
+
+
+@dataclass
+class Feed:
+    """What one step gives to its stages and takes from them. Lists are indexed by micro-batch.
+
+    inputs: (args, kwargs) of the model. factors: what each loss is multiplied by, None to leave it as it is; without
+    factors no loss is computed. output_grads: gradients of the outputs, where the loss is computed elsewhere.
+    """
+
+    seed: int
+    step: int
+    inputs: list[Any]
+    targets: list[Any] = field(default_factory=list)
+    factors: list[float | None] | None = None
+    output_grads: list[Gradients] = field(default_factory=list)
+    keep_outputs: bool = False
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Payload] = field(default_factory=dict)
+    input_grads: dict[int, Gradients] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Head:
+    """How the loss comes about on the last stage: the user's loss function, or none for the model's own loss."""
+
+    loss_fn: Callable[[Any, Any], Any] | None
+
+    def loss(self, output: Any, target: Any, buffers: Mapping[str, Tensor]) -> Tensor:
+        """The scalar loss of one micro-batch. Raises InputError where there is none."""
+        if self.loss_fn is not None:
+            loss = _call(self.loss_fn, buffers, (output, target), {})
+            return _scalar(loss, "what loss_fn(output, target) returns")
+        own = output if isinstance(output, Tensor) else _loss_entry(output)
+        return _scalar(own, "the model's output, or its 'loss',")
+
+
+def _loss_entry(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def _scalar(loss: Any, what: str) -> Tensor:
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise InputError(f"{what} is a scalar loss; got {shape}; pass loss_fn=, and reduce it with mean() or sum()")
+
+
+@dataclass
+class _Saved:
+    """What a stage keeps of one micro-batch from F to the end of B or W."""
+
+    key: Key
+    first: bool  # what arrives is the model's input
+    input_grads: Gradients = ()
+    edges: list[GradientEdge] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
+    # between a checkpointed F and its R:
+    arrived: Payload | None = None
+    buffers: list[Buffers] = field(default_factory=list)
+
+    def keep_input_grads(self, grads: Sequence[Tensor | None]) -> None:
+        self.input_grads = tuple(grads)
+
+
+class Stage:
+    """One stage: its layers in order, and on the last stage the head."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], device: torch.device, head: Head | None = None) -> None:
+        self.layers = dict(layers)
+        self.device = device
+        self.head = head
+        self._saved: dict[int, _Saved] = {}
+        self._feed = Feed(0, 0, [])
+        self._modifies_input: bool | None = None
+        self._random = KeyedRandom(device)
+        self._deferral = Deferral()
+        self._forward_mode = {False: Intercept(self._random), True: Intercept(self._random, self._deferral)}
+        self._backward_mode = {False: Intercept(NoRandom()), True: Intercept(NoRandom(), self._deferral)}
+
+    def fresh(self) -> "Stage":
+        """A stage over the same layers that holds nothing: for a pass that stays open beside others."""
+        return Stage(self.layers, self.device, self.head)
+
+    def begin(self, feed: Feed) -> None:
+        """Start a step; what a broken one left behind is dropped."""
+        self._saved.clear()
+        self._feed = feed
+
+    @property
+    def num_held(self) -> int:
+        """How many micro-batches are held."""
+        return len(self._saved)
+
+    def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Payload:
+        """F: the stage's output; on the last stage the loss, where the feed asks for one."""
+        payload = arrived[0] if arrived else Payload.of(self._feed.inputs[microbatch]).map_tensors(self._here)
+        saved = _Saved(Key(self._feed.seed, self._feed.step, microbatch), first=not arrived)
+        if not torch.is_grad_enabled():
+            value = self._run(saved, payload)
+        else:
+            self._saved[microbatch] = saved
+            value = self._run_dropping(saved, payload) if checkpointed else self._run_keeping(saved, payload, split)
+        output = Payload.of(value)
+        if self.head is not None and self._feed.factors is not None:
+            self._feed.losses[microbatch] = output.leaves[0]
+        return output
+
+    def recompute(self, microbatch: int, *, split: bool = False) -> None:
+        """R: run F again, with the same random numbers and buffers, and this time keep what the backward needs."""
+        saved = self._saved[microbatch]
+        if saved.arrived is None:
+            raise ExecutionError(f"R needs a checkpointed F before it; micro-batch {microbatch} has none; remove the R")
+        arrived, saved.arrived = saved.arrived, None
+        self._run_keeping(saved, arrived, split)
+        saved.buffers = []
+
+    def backward(self, microbatch: int, *grads: Gradients) -> Gradients:
+        """B: adds the gradients of all parameters; returns those of the stage's input."""
+        saved = self._saved.pop(microbatch)
+        with self._backward_mode[False]:
+            self._propagate(microbatch, saved, grads)
+        return self._sent_back(microbatch, saved)
+
+    def input_grad(self, microbatch: int, *grads: Gradients) -> Gradients:
+        """I: returns the gradients of the stage's input; the weight gradients that pay are left to W."""
+        saved = self._saved[microbatch]
+        with self._backward_mode[True], self._deferral.unnoted():
+            self._propagate(microbatch, saved, grads)
+        return self._sent_back(microbatch, saved)
+
+    def weight_grad(self, microbatch: int) -> None:
+        """W: adds the gradients that I left."""
+        weight_grad(self._saved.pop(microbatch).products)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+
+    def _run(self, saved: _Saved, arrived: Payload, split: bool = False) -> Any:
+        """Call the layers, and on the last stage the head. What is returned is the root of the backward."""
+        wanted = arrived.wanted
+        if wanted and torch.is_grad_enabled():
+            saved.input_grads = (None,) * len(wanted)
+            wanted = enter(wanted, saved.keep_input_grads)
+        value = arrived.with_wanted(wanted)
+        args, kwargs = value if saved.first else ((value,), {})
+        buffers = iter(saved.buffers)
+        with self._feed.autocast(), self._forward_mode[split]:
+            for name, layer in self.layers.items():
+                self._random.enter(saved.key, name)
+                args, kwargs = (_call(layer, next(buffers, {}), args, kwargs),), {}
+            self._random.enter(saved.key, "loss_fn")
+            return args[0] if self.head is None else self._loss(saved, args[0], next(buffers, {}))
+
+    def _loss(self, saved: _Saved, output: Any, buffers: Buffers) -> Any:
+        microbatch, feed = saved.key.microbatch, self._feed
+        if feed.keep_outputs:
+            feed.outputs.setdefault(microbatch, Payload.of(output))
+        if feed.factors is None or self.head is None:
+            return output
+        target = pytree.tree_map_only(Tensor, self._here, feed.targets[microbatch]) if feed.targets else None
+        loss = self.head.loss(output, target, buffers)
+        factor = feed.factors[microbatch]
+        return loss if factor is None else loss * factor
+
+    def _run_keeping(self, saved: _Saved, arrived: Payload, split: bool) -> Any:
+        value = self._run(saved, arrived, split)
+        leaves = pytree.tree_leaves(value)
+        saved.edges = [get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if split:
+            saved.products = self._deferral.finish(saved.edges)
+        return value
+
+    def _run_dropping(self, saved: _Saved, arrived: Payload) -> Any:
+        """Run in grad mode, so that the layers see what they see without checkpointing, and keep the input alone."""
+        snapshot = [_buffers(layer) for layer in self.layers.values()]
+        snapshot.append(_buffers(self.head.loss_fn) if self.head else {})
+        versions = [tensor._version for tensor in arrived.tensors]
+        kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
+        with saved_tensors_hooks(_drop, _dropped):
+            value = self._run(saved, arrived)
+        self._check_input(versions != [tensor._version for tensor in arrived.tensors])
+        saved.arrived = kept if self._modifies_input else arrived
+        saved.buffers = snapshot
+        return value
+
+    def _check_input(self, modified: bool) -> None:
+        """Learn from the first forward whether the stage modifies its input, and must recompute from a copy."""
+        if self._modifies_input is None:
+            self._modifies_input = modified
+        elif modified and not self._modifies_input:
+            raise ExecutionError(
+                f"a checkpointed stage recomputes from its input; the layers {', '.join(self.layers)} modified it in "
+                f"place now, but not in their first forward; use checkpoint='never', or do not modify it in place"
+            )
+
+    def _propagate(self, microbatch: int, saved: _Saved, arrived: tuple[Gradients, ...]) -> None:
+        edges, saved.edges = saved.edges, []
+        grads: Gradients = (None,) * len(edges)  # right for the loss: a scalar's gradient is one
+        if arrived or self._feed.factors is None:
+            given = arrived[0] if arrived else self._feed.output_grads[microbatch]
+            reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
+            edges, grads = [edge for edge, _ in reached], tuple(grad for _, grad in reached)
+        if edges:
+            backward(edges, grads)
+
+    def _sent_back(self, microbatch: int, saved: _Saved) -> Gradients:
+        grads, saved.input_grads = saved.input_grads, ()
+        if saved.first:
+            self._feed.input_grads[microbatch] = grads
+        return grads
+
+
+def _call(
+    layer: Callable[..., Any], buffers: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a layer; with buffers given, on those and not on its own, which stay as they are."""
+    if buffers and isinstance(layer, nn.Module):
+        return torch.func.functional_call(layer, dict(buffers), args, kwargs)
+    return layer(*args, **kwargs)
+
+
+def _buffers(layer: Any) -> Buffers:
+    return {name: buffer.clone() for name, buffer in layer.named_buffers()} if isinstance(layer, nn.Module) else {}
+
+
+def _drop(tensor: Tensor) -> None:
+    return None
+
+
+def _dropped(_: None) -> Tensor:
+    raise ExecutionError("a checkpointed forward was differentiated before it was recomputed: a bug in pipesched")

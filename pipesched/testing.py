@@ -1,0 +1,79 @@
+"""Testing: what tests of schedules and of pipelines use. ``reference_step`` is the loop that a pipeline must equal."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.batch import LossReduction, SplitDims, Splitter
+from pipesched.executors.fake import FakeStage, run_fake
+from pipesched.graph import layers_of
+from pipesched.interception import Intercept
+from pipesched.randomness import Key, KeyedRandom
+
+__all__ = ["FakeStage", "reference_step", "run_fake"]
+
+
+def reference_step(
+    model: nn.Module,
+    *args: Any,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    target: Any = None,
+    num_microbatches: int = 1,
+    step: int = 0,
+    seed: int | None = None,
+    loss_weight: Callable[..., Any] | None = None,
+    loss_reduction: LossReduction = "mean",
+    split_dims: SplitDims = 0,
+    intra_op_threads: int = 1,
+    **kwargs: Any,
+) -> Tensor:
+    """One step of the model without a pipeline: the same micro-batches, one after the other.
+
+    Forward, then ``(loss * factor).backward()``, with the pipeline's split, weights, keyed random numbers and order of
+    sums. Gradients are added to ``.grad``; returns the loss of the mini-batch, a 0-d tensor, detached.
+    seed: the default generator's unless given. step: how many steps ran before.
+    """
+    batch = Splitter(num_microbatches, False, split_dims, loss_weight, loss_reduction).batch(args, kwargs, target)
+    factors = Splitter(num_microbatches, False, split_dims, loss_weight, loss_reduction).factors(batch)
+    seed = torch.initial_seed() if seed is None else seed
+    threads = torch.get_num_threads()
+    torch.set_num_threads(intra_op_threads)
+    try:
+        total: Tensor | None = None
+        for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
+            target_part = batch.targets[microbatch] if batch.targets else None
+            loss = _forward(model, loss_fn, inputs, target_part, Key(seed, step, microbatch))
+            root = loss if factor is None else loss * factor
+            if root.requires_grad:
+                with _without_autocast():
+                    root.backward()
+            total = root.detach() if total is None else total + root.detach()
+    finally:
+        torch.set_num_threads(threads)
+    assert total is not None  # a batch has at least one micro-batch
+    return total
+
+
+def _forward(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, inputs: Any, target: Any, key: Key) -> Tensor:
+    random = KeyedRandom(torch.device("cpu"))
+    args, kwargs = inputs
+    with Intercept(random):
+        for name, layer in layers_of(model).items():
+            random.enter(key, name)
+            args, kwargs = (layer(*args, **kwargs),), {}
+        random.enter(key, "loss_fn")
+        if loss_fn is not None:
+            loss: Tensor = loss_fn(args[0], target)
+            return loss
+    output = args[0]
+    if isinstance(output, Tensor):
+        return output
+    own: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
+    return own
+
+
+def _without_autocast() -> Any:
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
