@@ -134,11 +134,7 @@ class Deferral:
 
     def _defers(self, x: Any, *weights: Any) -> bool:
         """Whether this is a plain product with trainable leaves that are used in products alone."""
-        if (
-            not torch.is_grad_enabled()
-            or type(x) not in _PLAIN
-            or any(type(weight) not in _PLAIN for weight in weights)
-        ):
+        if not torch.is_grad_enabled() or any(type(tensor) not in _PLAIN for tensor in (x, *weights)):
             return False
         if not all(weight.requires_grad and weight.is_leaf and weight is not x for weight in weights):
             return False
@@ -268,7 +264,8 @@ class _Entry(torch.autograd.Function):
 def enter(tensors: Sequence[Tensor], keep: Callable[[Sequence[Tensor | None]], None]) -> tuple[Tensor, ...]:
     """The same tensors, now requiring gradients; the backward calls ``keep`` once with them all (None: not used)."""
     anchor = torch.empty(0, requires_grad=True)
-    entered: tuple[Tensor, ...] = _Entry.apply(anchor, tuple(tensor.detach() for tensor in tensors), keep)
+    detached = tuple(tensor.detach() for tensor in tensors)
+    entered: tuple[Tensor, ...] = _Entry.apply(anchor, detached, keep)  # type: ignore[no-untyped-call]
     return entered
 
 
@@ -292,7 +289,7 @@ def weight_grad(products: Sequence[Product]) -> None:
     for product in products:
         for index, weight in enumerate(product.weights):
             uses.setdefault(weight, []).append((product, index))
-    roots = [_Delivery.apply(group, *group) for group in _groups(uses)]
+    roots = [_Delivery.apply(group, *group) for group in _groups(uses)]  # type: ignore[no-untyped-call]
     if roots:
         torch.autograd.backward(roots, [root.detach() for root in roots])
 

@@ -46,7 +46,8 @@ def attach(opened: OpenPass) -> Any:
     if tied:
         inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
         anchor = torch.empty(0, requires_grad=True)
-        results = _Through.apply(opened, tuple(leaves[index] for index in tied), anchor, *inputs)
+        outputs_now = tuple(leaves[index] for index in tied)
+        results = _Through.apply(opened, outputs_now, anchor, *inputs)  # type: ignore[no-untyped-call]
         for index, result in zip(tied, results, strict=True):
             leaves[index] = result
     return pytree.tree_unflatten(leaves, spec)

@@ -20,7 +20,7 @@ from pipesched.open_pass import OpenPass, attach
 from pipesched.order import Schedule
 from pipesched.payload import gather
 from pipesched.plan import Plan
-from pipesched.planning import Programs, Wishes, cut_layers
+from pipesched.planning import Programs, Wishes, check_boundaries, cut_layers
 from pipesched.profiler import LayerCosts, measure_layers, measured_costs, stage_costs
 from pipesched.program import Program
 from pipesched.simulator import simulate
@@ -81,6 +81,7 @@ class Pipeline:
         wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint)
         if plan is not None:
             wishes = wishes.pinned(plan, list(self._layers))
+        check_boundaries(wishes.boundaries, list(self._layers))
         self._programs = Programs(wishes, len(self.devices))
         self.devices = self.devices[: self._programs.num_ranks]  # devices that no rank needs are left alone
         self._splitter = Splitter(

@@ -16,7 +16,7 @@ from pipesched.plan import Plan
 from pipesched.program import Program
 from pipesched.validation import validate
 
-__all__ = ["Programs", "Wishes", "cut_layers"]
+__all__ = ["Programs", "Wishes", "check_boundaries", "cut_layers"]
 
 _AUTO = "1f1b"
 _MICROBATCHES_PER_RANK = 4  # from here on the bubble is small (GPipe, Huang et al. 2019)
@@ -120,6 +120,11 @@ def cut_layers(
     return tuple(tuple(layers[start:end]) for start, end in zip(starts, ends, strict=True))
 
 
+def check_boundaries(boundaries: Sequence[int | str] | None, names: list[str]) -> None:
+    """Raise PartitionError for unknown, misplaced or unordered boundaries."""
+    starts_of(boundaries or (), names)
+
+
 def starts_of(boundaries: Sequence[int | str], names: list[str]) -> list[int]:
     """Where each stage begins. Raises PartitionError for unknown, misplaced or unordered boundaries."""
     starts = [0]
@@ -168,20 +173,19 @@ def _source(wishes: Wishes, num_devices: int) -> Schedule | Program:
     schedule = _schedule(wishes.schedule)
     num_stages = _num_stages(wishes, schedule, num_devices)
     num_ranks = min(num_devices, num_stages)
+    if "chunks_per_rank" not in schedule.options:
+        if num_stages > num_ranks:
+            raise DeviceCountError(
+                f"schedule {schedule.name!r} holds one stage a rank; {num_stages} stages need {num_stages} devices, "
+                f"got {num_devices}; repeat a device, or use a schedule with chunks: {', '.join(_with_chunks())}"
+            )
+        return schedule
     if num_stages % num_ranks:
         raise PartitionError(
             f"every rank holds as many stages; {num_stages} stages do not go evenly on {num_ranks} ranks; "
             f"use a multiple of {num_ranks} stages, or another number of devices"
         )
-    chunks = num_stages // num_ranks
-    if "chunks_per_rank" in schedule.options:
-        return schedule.with_options(chunks_per_rank=chunks)
-    if chunks > 1:
-        raise DeviceCountError(
-            f"schedule {schedule.name!r} holds one stage a rank; {num_stages} stages need {num_stages} devices, "
-            f"got {num_devices}; repeat a device, or use a schedule with chunks: {', '.join(_with_chunks())}"
-        )
-    return schedule
+    return schedule.with_options(chunks_per_rank=num_stages // num_ranks)
 
 
 def _maker(plan: Plan) -> Schedule | Program:
@@ -223,7 +227,5 @@ def _fixed(program: Program, num_devices: int, wishes: Wishes) -> Program:
         if wish not in (None, has):
             raise ScheduleError(f"a program's shape is fixed; it has {has} {what}, {wish} are asked for; ask for {has}")
     if not program.is_chain or program.forward_only:
-        raise ScheduleError(
-            "a model's layers run as a chain, with backwards; this program is of another form; rewrite it"
-        )
+        raise ScheduleError("a model's layers run as a chain, with backwards; this program is another form; rewrite it")
     return program
