@@ -20,7 +20,7 @@ from torch.nn import functional
 from pipesched.errors import ExecutionError
 from pipesched.interception import Handler
 
-__all__ = ["Deferral", "Product", "backward", "enter", "weight_grad"]
+__all__ = ["PAYS_FLOPS", "Deferral", "Product", "backward", "enter", "weight_grad"]
 
 #: (gradient of the product's output, the product's input) -> the gradients of the product's weights
 WeightRule = Callable[[Tensor, Tensor], Sequence[Tensor]]
@@ -64,13 +64,15 @@ class Product:
 class Deferral:
     """A provider that detaches weights in products and takes note of the products. One a stage.
 
-    Which weights may be deferred is learnt from the first micro-batch, whose backward runs whole: those that are used
-    in products alone. A weight that also goes other ways has one sum over all its uses, which W could not rebuild.
+    Which weights are deferred is learnt from the first micro-batch, whose backward runs whole: those that are used in
+    products alone, and in enough work to pay for the detour. A weight that also goes other ways has one sum over all
+    its uses, which W could not rebuild.
     """
 
     def __init__(self) -> None:
         self._products: list[Product] = []
         self._uses: Counter[Tensor] = Counter()
+        self._flops: Counter[Tensor] = Counter()
         self._deferrable: frozenset[Tensor] | None = None
         self._noting = True
 
@@ -78,8 +80,13 @@ class Deferral:
         """End a forward: its products. Those of the first one are none, and its graph is learnt from."""
         if self._deferrable is None:
             uses = leaf_uses(outputs)
-            self._deferrable = frozenset(weight for weight, count in self._uses.items() if uses[weight] == count)
-        self._uses.clear()
+            self._deferrable = frozenset(
+                weight
+                for weight, count in self._uses.items()
+                if uses[weight] == count and self._flops[weight] >= PAYS_FLOPS
+            )
+            self._uses.clear()
+            self._flops.clear()
         products, self._products = self._products, []
         return products
 
@@ -106,47 +113,54 @@ class Deferral:
         x, weight, bias = _bind(("input", "weight", "bias"), args, kwargs)
         if not self._defers(x, weight):
             return function(*args, **kwargs)
-        return self._note(x, (weight,), _linear_rule, lambda entry: function(entry, weight.detach(), bias))
+        if _lies_in_rows(x):
+            return self._note(x, (weight,), _linear_rule, lambda: function(x, weight.detach(), bias))
+        rows = x.flatten(0, -2)
+        output = self._note(rows, (weight,), _linear_rule, lambda: function(rows, weight.detach()))
+        output = output.unflatten(0, x.shape[:-1])
+        return output if bias is None else output + bias
 
     def _matrix_product(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs or len(args) != 2 or args[0].dim() < 2 or args[1].dim() != 2 or not self._defers(*args):
             return function(*args, **kwargs)
         x, weight = args
-        return self._note(x, (weight,), _matmul_rule, lambda entry: function(entry, weight.detach()))
+        rows = x if _lies_in_rows(x) else x.flatten(0, -2)
+        output = self._note(rows, (weight,), _matmul_rule, lambda: function(rows, weight.detach()))
+        return output if rows is x else output.unflatten(0, x.shape[:-1])
 
     def _addmm(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs or len(args) != 3 or not self._defers(*args[1:]):
             return function(*args, **kwargs)
         bias, x, weight = args
-        return self._note(x, (weight,), _matmul_rule, lambda entry: function(bias, entry, weight.detach()))
+        return self._note(x, (weight,), _matmul_rule, lambda: function(bias, x, weight.detach()))
 
     def _convolution(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
         x, weight, bias, stride, padding, dilation, groups = _bind(names, args, kwargs)
         weights = (weight,) if bias is None else (weight, bias)
-        if isinstance(padding, str) or not self._defers(x, *weights):
-            return function(*args, **kwargs)
         spatial = weight.dim() - 2
+        if isinstance(padding, str) or not self._defers(x, *weights, channels=-1 - spatial):
+            return function(*args, **kwargs)
         defaults = ((stride, 1), (padding, 0), (dilation, 1))
         numbers = [_spread(default if value is None else value, spatial) for value, default in defaults]
         rule = _ConvolutionRule(weight, bias, numbers, 1 if groups is None else groups)
-        return self._note(x, weights, rule, lambda entry: rule.forward(function, entry))
+        return self._note(x, weights, rule, lambda: rule.forward(function, x))
 
-    def _defers(self, x: Any, *weights: Any) -> bool:
-        """Whether this is a plain product with trainable leaves that are used in products alone."""
+    def _defers(self, x: Any, *weights: Any, channels: int = -1) -> bool:
+        """Whether this is a plain product with trainable leaves that may be deferred. ``channels``: x's summed dim."""
         if not torch.is_grad_enabled() or any(type(tensor) not in _PLAIN for tensor in (x, *weights)):
             return False
         if not all(weight.requires_grad and weight.is_leaf and weight is not x for weight in weights):
             return False
         if self._deferrable is None:
-            self._uses.update(weights)
+            for weight in weights:
+                self._uses[weight] += 1
+                self._flops[weight] += 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels])
             return False
         return all(weight in self._deferrable for weight in weights)
 
-    def _note(
-        self, x: Tensor, weights: tuple[Tensor, ...], rule: WeightRule, call: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        output = call(x)
+    def _note(self, x: Tensor, weights: tuple[Tensor, ...], rule: WeightRule, call: Callable[[], Tensor]) -> Tensor:
+        output = call()
         if not output.requires_grad:  # no input of the product needs a gradient: it still needs a node to hook
             (output,) = enter((output,), _ignore)
         if self._noting:
@@ -156,9 +170,21 @@ class Deferral:
         return output
 
 
+#: Deferring one product costs about 20 us of host time; a smaller product is done sooner than that.
+PAYS_FLOPS = 2_000_000
+
 _PLAIN = (Tensor, nn.Parameter)
 _MATRIX_PRODUCTS = frozenset({torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__})
 _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
+
+
+def _lies_in_rows(x: Tensor) -> bool:
+    """Whether torch's own product takes x as a matrix of rows without a copy.
+
+    Otherwise it copies where the weight needs a gradient, and takes a slower way with other bits where it does not:
+    a detached weight would mislead it, so the copy is made here.
+    """
+    return x.dim() <= 2 or x.is_contiguous()
 
 
 def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -280,7 +306,7 @@ def backward(outputs: Sequence[GradientEdge], grads: Sequence[Tensor | None]) ->
 
 #: Weights are delivered in groups of about so many bytes: a large gradient is added while it lies in the cache, and
 #: its memory is used again for the next one; small ones share the fixed cost of a node.
-_GROUP_BYTES = 1 << 18
+_GROUP_BYTES = 1 << 20
 
 
 def weight_grad(products: Sequence[Product]) -> None:

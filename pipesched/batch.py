@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal, get_args
 
 import torch
@@ -55,6 +56,12 @@ class Splitter:
                 f"loss_reduction is one of {', '.join(get_args(LossReduction))}; got {self.loss_reduction!r}; "
                 f"say how loss_fn reduces over rows"
             )
+        for dim in self._given_dims():
+            if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+                raise InputError(
+                    f"split_dims is a dim, one for all arguments or one for each; got {self.split_dims!r}; "
+                    f"pass whole numbers, None for an argument that is not split"
+                )
 
     def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
         """Cut a mini-batch. Fewer rows than micro-batches make fewer micro-batches.
@@ -62,6 +69,11 @@ class Splitter:
         Raises InputError for no rows, unequal rows, a target that does not match, or too few rows for a program
         whose number of micro-batches is fixed.
         """
+        if isinstance(self.split_dims, Sequence) and len(self.split_dims) < len(args):
+            raise InputError(
+                f"split_dims has one dim for each argument; it has {len(self.split_dims)}, but {len(args)} arguments "
+                f"were given; give as many"
+            )
         dims = [self._dim(index) for index in range(len(args))]
         names = {name: self._dim(name) for name in kwargs}
         rows = self._rows(args, kwargs, dims, names, target)
@@ -80,6 +92,12 @@ class Splitter:
         ]
         targets = [] if target is None else split(target, 0, count)
         return Batch(inputs, targets, [rows // count + (part < rows % count) for part in range(count)])
+
+    def _given_dims(self) -> list[Any]:
+        dims: Any = self.split_dims
+        if isinstance(dims, Mapping):
+            return list(dims.values())
+        return list(dims) if isinstance(dims, Sequence) and not isinstance(dims, str) else [dims]
 
     def _dim(self, argument: int | str) -> int | None:
         dims = self.split_dims
@@ -123,6 +141,8 @@ class Splitter:
             given = [(target,) for target in batch.targets] or [args for args, _ in batch.inputs]
             weights = [float(self.loss_weight(*values)) for values in given]
         total = sum(weights)
-        if not total > 0:
-            raise InputError(f"loss weights add up to more than 0; got {total}; check loss_weight, or skip this batch")
+        if not 0 < total < inf:
+            raise InputError(
+                f"loss weights add up to a finite number above 0; got {total}; check loss_weight, or skip this batch"
+            )
         return [weight / total for weight in weights]

@@ -14,7 +14,7 @@ from typing import Any
 import networkx as nx
 
 from pipesched.costs import check_times
-from pipesched.errors import PartitionError
+from pipesched.errors import PartitionError, ScheduleError
 
 __all__ = ["Partition", "balance", "partition"]
 
@@ -34,15 +34,15 @@ def partition(graph: "nx.DiGraph[Any]", num_stages: int) -> Partition:
     """Cut a chain of layers into at most ``num_stages`` non-empty stages with the smallest bottleneck.
 
     graph: nodes with the attributes ``forward_s`` and ``backward_s`` (seconds), edges from producer to consumer.
-    Raises PartitionError where the graph branches, or a time is no finite number.
+    Raises PartitionError where the graph is no chain, or a time is missing or no finite number.
     """
-    order = list(nx.topological_sort(graph))
+    order = list(nx.topological_sort(graph)) if nx.is_directed_acyclic_graph(graph) else []
     if graph.number_of_edges() != len(order) - 1 or any(not graph.has_edge(a, b) for a, b in pairwise(order)):
         raise PartitionError(
-            f"the layers form a chain; this graph has {len(order)} layers and {graph.number_of_edges()} edges; "
+            f"the layers form a chain; this graph has {len(graph)} layers and {graph.number_of_edges()} edges; "
             f"cut a chain, such as the layers of an nn.Sequential"
         )
-    times = [graph.nodes[node]["forward_s"] + graph.nodes[node]["backward_s"] for node in order]
+    times = [_seconds(graph, node, "forward_s") + _seconds(graph, node, "backward_s") for node in order]
     starts = balance(times, min(num_stages, len(order)))
     ends = [*starts[1:], len(order)]
     stages = [order[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -50,12 +50,27 @@ def partition(graph: "nx.DiGraph[Any]", num_stages: int) -> Partition:
     return Partition(stages, max(loads, default=0), max([sum(times) / num_stages, *times], default=0))
 
 
+def _seconds(graph: "nx.DiGraph[Any]", node: Any, name: str) -> Any:
+    if name not in graph.nodes[node]:
+        raise PartitionError(f"a layer has the attributes forward_s and backward_s; {node!r} has no {name}; measure it")
+    time = graph.nodes[node][name]
+    _check([time], f"{name} of layer {node!r}: entry")
+    return time
+
+
+def _check(times: Sequence[Any], what: str) -> None:
+    try:
+        check_times(times, what)
+    except ScheduleError as error:
+        raise PartitionError(str(error)) from None
+
+
 def balance(times: Sequence[float], num_stages: int) -> list[int]:
     """Where each of ``num_stages`` non-empty stages begins, such that the slowest is as fast as can be.
 
     Raises PartitionError for more stages than layers, fewer than one, or bad times.
     """
-    check_times(times, "the time of layer")
+    _check(times, "the time of layer")
     if not 1 <= num_stages <= max(1, len(times)):
         raise PartitionError(
             f"every stage holds at least one layer; {num_stages} stages, {len(times)} layers; "

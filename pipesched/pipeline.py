@@ -1,5 +1,6 @@
 """Pipeline: the front door. Wraps a model and trains it through a schedule."""
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
 from pipesched.caller import Caller
 from pipesched.costs import Costs
-from pipesched.errors import GraphError, InputError
+from pipesched.errors import DeviceCountError, GraphError, InputError, ModelTypeError
 from pipesched.executors.local import LocalExecutor, Run, Work
 from pipesched.graph import chain_graph, layers_of
 from pipesched.lowering import CheckpointMode, add_recompute, halves
@@ -48,7 +49,7 @@ class Pipeline:
     random numbers; the default generator's unless given. plan: a saved Plan, instead of all choices.
 
     Raises GraphError, PartitionError, ScheduleError (all also ValueError), DeviceCountError (also IndexError),
-    ModelTypeError (also TypeError).
+    ModelTypeError (also TypeError), InputError (also ValueError).
     """
 
     def __init__(
@@ -71,13 +72,14 @@ class Pipeline:
         plan: Plan | None = None,
     ) -> None:
         self.model = model
-        self.loss_fn = loss_fn
+        self.loss_fn = _as_function(loss_fn, "loss_fn")
         self._layers = layers_of(model)
         self._sample = _as_call(sample)
-        self._threads = intra_op_threads
+        self._threads = _as_threads(intra_op_threads)
+        self._seed = torch.initial_seed() if seed is None else _as_seed(seed)
         self._profile: dict[str, LayerCosts] | None = None
         self._check_names()
-        self.devices = [torch.device(device) for device in devices]
+        self.devices = _as_devices(devices)
         wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint)
         if plan is not None:
             wishes = wishes.pinned(plan, list(self._layers))
@@ -85,7 +87,11 @@ class Pipeline:
         self._programs = Programs(wishes, len(self.devices))
         self.devices = self.devices[: self._programs.num_ranks]  # devices that no rank needs are left alone
         self._splitter = Splitter(
-            self._programs.num_microbatches, self._programs.fixed, split_dims, loss_weight, loss_reduction
+            self._programs.num_microbatches,
+            self._programs.fixed,
+            split_dims,
+            _as_function(loss_weight, "loss_weight"),
+            loss_reduction,
         )
         program = self._programs.plain(self._programs.num_microbatches)
         self._programs.training(self._programs.num_microbatches)
@@ -93,7 +99,6 @@ class Pipeline:
         self._stages = self._build_stages(program)
         self._executor = LocalExecutor(self.devices, intra_op_threads)
         self._runs: deque[Run] = deque(maxlen=_REMEMBERED)
-        self._seed = torch.initial_seed() if seed is None else seed
         self._step = 0
 
     def _check_names(self) -> None:
@@ -319,9 +324,10 @@ class Pipeline:
     def to(self, *args: Any, **kwargs: Any) -> "Pipeline":
         """Change the parameters' dtype. Devices belong to the plan: raises TypeError where one is given."""
         for value in (*args, *kwargs.values()):
-            if not isinstance(value, torch.dtype | bool):
+            if not isinstance(value, torch.dtype | torch.memory_format | bool):
+                got = f"a tensor on {value.device}" if isinstance(value, Tensor) else repr(value)
                 raise TypeError(
-                    f"a pipeline's stages stay on their devices; got {value!r}; pass devices= to a new Pipeline"
+                    f"a pipeline's stages stay on their devices; got {got}; pass devices= to a new Pipeline"
                 )
         for module in self._modules().values():
             module.to(*args, **kwargs)
@@ -374,6 +380,35 @@ def _as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample, dict):
         return (), sample
     return (sample, {}) if isinstance(sample, tuple) else ((sample,), {})
+
+
+def _as_function(function: Any, name: str) -> Any:
+    if function is not None and not callable(function):
+        raise ModelTypeError(f"{name} is a function or a Module; got {function!r}; pass one that can be called")
+    return function
+
+
+def _as_devices(devices: Any) -> list[torch.device]:
+    if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
+        raise DeviceCountError(
+            f"devices is a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', 'cpu']"
+        )
+    return [torch.device(device) for device in devices]
+
+
+def _as_threads(count: Any) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InputError(
+            f"every rank computes with at least one thread; got intra_op_threads={count!r}; pass 1 or more"
+        )
+    return count
+
+
+def _as_seed(seed: Any) -> int:
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise InputError(f"a seed is a whole number; got {seed!r}; pass an int, or none for torch's own") from None
 
 
 def _outputs(feed: Feed) -> Any:

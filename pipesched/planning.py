@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import networkx as nx
@@ -34,17 +35,24 @@ class Wishes:
 
     def pinned(self, plan: Plan, names: list[str]) -> "Wishes":
         """The wishes that lead to ``plan``. Raises PartitionError where it is of another model or says otherwise."""
+        if not isinstance(plan, Plan):
+            raise PartitionError(f"plan is a Plan; got {plan!r}; read a saved one with Plan.load(path)")
         of_plan = [name for layers in plan.stages for name in layers]
         if of_plan != names:
-            strange = next((name for name in of_plan if name not in names), None) or "its order"
             raise PartitionError(
-                f"a plan is for one model; it has {len(of_plan)} layers, the model {len(names)}, and {strange} does "
-                f"not fit; make the plan anew for this model"
+                f"a plan is for one model; it has {len(of_plan)} layers, the model {len(names)}; "
+                f"{_first_difference(of_plan, names)}; make the plan anew for this model"
             )
         if self != Wishes():
             raise PartitionError("a plan holds all choices; others were made beside it; pass the plan alone")
         count = plan.program.num_microbatches
         return Wishes(_maker(plan), plan.program.num_stages, count, plan.boundaries, plan.checkpoint)
+
+
+def _first_difference(of_plan: list[str], of_model: list[str]) -> str:
+    pairs = enumerate(zip_longest(of_plan, of_model))
+    position, (planned, own) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+    return f"layer {position} is {planned!r} in the plan and {own!r} in the model"
 
 
 class Programs:
@@ -122,12 +130,16 @@ def cut_layers(
 
 def check_boundaries(boundaries: Sequence[int | str] | None, names: list[str]) -> None:
     """Raise PartitionError for unknown, misplaced or unordered boundaries."""
-    starts_of(boundaries or (), names)
+    starts_of(() if boundaries is None else boundaries, names)
 
 
 def starts_of(boundaries: Sequence[int | str], names: list[str]) -> list[int]:
     """Where each stage begins. Raises PartitionError for unknown, misplaced or unordered boundaries."""
     starts = [0]
+    if isinstance(boundaries, str) or not isinstance(boundaries, Sequence):
+        raise PartitionError(
+            f"boundaries is a list of layers; got {boundaries!r}; pass a list, such as [{boundaries!r}]"
+        )
     for boundary in boundaries:
         start = _position(boundary, names)
         if not 0 < start < len(names):
@@ -158,8 +170,10 @@ def _position(boundary: Any, names: list[str]) -> int:
 
 def _num_stages(wishes: Wishes, schedule: Schedule, num_devices: int) -> int:
     if wishes.num_stages is not None:
-        if wishes.num_stages < 1:
-            raise PartitionError(f"a pipeline has at least one stage; got {wishes.num_stages}; pass 1 or more")
+        if not isinstance(wishes.num_stages, int) or wishes.num_stages < 1:
+            raise PartitionError(
+                f"a pipeline has a whole number of stages, at least one; got {wishes.num_stages!r}; pass 1 or more"
+            )
         return wishes.num_stages
     return num_devices * schedule.chunks_per_rank if wishes.boundaries is None else len(wishes.boundaries) + 1
 

@@ -52,8 +52,11 @@ def measure_layers(
     with _intra_op_threads(intra_op_threads), _training(layers.values()), torch.enable_grad():
         arrived = Payload.of(sample)
         for name, layer in layers.items():
-            probe = _Probe(name, layer, device)
-            costs[name], arrived = probe.measure(arrived, first=not costs)
+            try:
+                costs[name], arrived = _Probe(name, layer, device).measure(arrived, first=not costs)
+            except Exception as error:
+                error.add_note(f"while layer {name!r} was measured on {device} with the given sample")
+                raise
     return costs
 
 

@@ -130,7 +130,10 @@ class Program:
                 if words[0] == "rank":
                     orders.append(_parse_order(words, len(orders)))
                 else:
-                    header |= _parse_header(words)
+                    parsed = _parse_header(words)
+                    if not parsed.keys().isdisjoint(header):
+                        raise ScheduleError(f"a header line stands once; {words[0]!r} stands again; remove one")
+                    header |= parsed
             except ScheduleError as error:
                 raise ScheduleError(f"line {number}: {error}") from None
             except ValueError as error:

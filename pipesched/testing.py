@@ -8,12 +8,38 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.batch import LossReduction, SplitDims, Splitter
-from pipesched.executors.fake import FakeStage, run_fake
+from pipesched.costs import Costs
+from pipesched.executors.fake import FakeStage, run_virtual
+from pipesched.executors.local import LocalExecutor, Work
 from pipesched.graph import layers_of
 from pipesched.interception import Intercept
+from pipesched.lowering import lower
+from pipesched.program import Program
 from pipesched.randomness import Key, KeyedRandom
+from pipesched.trace import Trace
+from pipesched.validation import validate
 
 __all__ = ["FakeStage", "reference_step", "run_fake"]
+
+
+def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = False) -> Trace:
+    """Run a program, lowered if it is not yet, with fake stages; unit costs unless given.
+
+    On a virtual clock, in this thread, and without validating before; or sleeping: through the local executor, each stage sleeping for its time, as
+    an accelerator would leave the processor free. Raises DeadlockError where ranks wait for ever (virtual clock),
+    ExecutionError where work is missing, done twice, or done without what it needs.
+    """
+    if not sleeping:
+        return run_virtual(program, costs)
+    costs = costs or Costs.uniform(program.num_stages)
+    validate(program)  # threads that deadlock would wait for ever
+    stages = {index: FakeStage(index, costs) for index in range(program.num_stages)}
+    executor = LocalExecutor([torch.device("cpu")] * program.num_ranks, intra_op_threads=1)
+    try:
+        run = executor.run(Work(lower(program), stages, lambda caller: None), grad=False)
+    finally:
+        executor.close()
+    return Trace(tuple(run.spans()), program.num_ranks, program.name, costs)
 
 
 def reference_step(

@@ -103,13 +103,6 @@ class Trace:
                 total -= sum(given)
                 yield span.end_s, total
 
-    def summary(self) -> str:
-        """One line: makespan, bubble, peak."""
-        return (
-            f"makespan {self.makespan_s:.6g} s, bubble {self.bubble_ratio:.1%}, "
-            f"peak in flight {max(self.peak_in_flight, default=0)}"
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, as JSON takes them."""
         spans = [[str(s.action), s.rank, s.start_s, s.end_s] for s in self.spans]

@@ -12,7 +12,7 @@ from pipesched.dependencies import progress
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
 from pipesched.program import Program, marked_grid
 
-__all__ = ["peak_in_flight", "validate"]
+__all__ = ["in_flight_steps", "peak_in_flight", "validate"]
 
 
 def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = None, exact: bool = False) -> None:
@@ -42,7 +42,12 @@ def _grid(program: Program, *actions: Action) -> str:
 
 
 def check_places(program: Program) -> None:
-    """Every stage lies on a rank that exists, and every action on its stage's rank."""
+    """There is something to run, every stage lies on a rank that exists, and every action on its stage's rank."""
+    if program.num_microbatches < 1 or program.num_stages < 1:
+        raise ScheduleError(
+            f"a program has at least one stage and one micro-batch; this one has {program.num_stages} stages and "
+            f"{program.num_microbatches} micro-batches; correct its placement or its number of micro-batches"
+        )
     for stage, rank in enumerate(program.placement):
         if not 0 <= rank < program.num_ranks:
             raise ScheduleError(
@@ -170,16 +175,20 @@ def _deadlock(program: Program, waits: dict[int, tuple[Action, Action]]) -> str:
 def in_flight_steps(actions: Iterable[Action]) -> Iterable[tuple[Action, int]]:
     """One rank's actions, each with the number of (stage, micro-batch) pairs held while it runs.
 
-    A pair is held from its F to the end of its B or W; one that is recomputed from its R.
+    A pair is held from its F to the end of its B or W; one that is recomputed from its R; one without a backward
+    only while its F runs.
     """
     actions = list(actions)
-    recomputed = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.R}
+    pairs = [(action.stage, action.microbatch) for action in actions]
+    ends = [Holding.WEIGHT_GRAD in KINDS[action.kind].gives for action in actions]
+    recomputed = {pair for pair, action in zip(pairs, actions, strict=True) if action.kind is Kind.R}
+    kept = {pair for pair, end in zip(pairs, ends, strict=True) if end}
     held = 0
-    for action in actions:
-        starts = Kind.R if (action.stage, action.microbatch) in recomputed else Kind.F
-        held += action.kind is starts
+    for action, pair, end in zip(actions, pairs, ends, strict=True):
+        starts = action.kind is (Kind.R if pair in recomputed else Kind.F)
+        held += starts
         yield action, held
-        held -= Holding.WEIGHT_GRAD in KINDS[action.kind].gives
+        held -= end or (starts and pair not in kept)
 
 
 def peak_in_flight(actions: Iterable[Action]) -> int:

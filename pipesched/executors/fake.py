@@ -17,7 +17,7 @@ from pipesched.lowering import lower
 from pipesched.program import Program
 from pipesched.trace import Trace
 
-__all__ = ["FakeStage", "VirtualClock", "run_fake"]
+__all__ = ["FakeStage", "VirtualClock", "run_virtual"]
 
 
 class VirtualClock:
@@ -149,7 +149,7 @@ class _Mail:
         return value
 
 
-def run_fake(program: Program, costs: Costs | None = None) -> Trace:
+def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     """Run a program, lowered if it is not yet, with fake stages on a virtual clock; unit costs unless given.
 
     Nothing is validated before. Raises DeadlockError where ranks wait for ever, ExecutionError where work is missing,

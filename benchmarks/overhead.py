@@ -1,0 +1,120 @@
+"""What an action costs beside the work it does: empty stages through the in-process executor, and the pure loop.
+
+    python benchmarks/overhead.py [--microbatches 64] [--pairs 25]
+
+A stage is one nn.Identity on a tensor of 4 numbers that needs a gradient. "by hand" makes the same calls of the same
+stages in a row, in one thread; "runtime" is what remains of a whole step per compute action. "loop alone" runs the
+interpreter over stages that do nothing at all. With several ranks on few cores, threads also wait for each other.
+"""
+
+import argparse
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from measure import machine
+from torch import nn
+
+import pipesched
+from pipesched.actions import Kind, Lane
+from pipesched.executors.interpreter import interpret
+from pipesched.executors.local import LocalExecutor, Work
+from pipesched.lowering import lower
+from pipesched.payload import Payload
+from pipesched.program import Program
+from pipesched.stage import Feed, Stage
+
+
+class Nothing:
+    """A stage that does nothing."""
+
+    def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> None:
+        pass
+
+    def recompute(self, microbatch: int, *, split: bool) -> None:
+        pass
+
+    def backward(self, microbatch: int, *grads: Any) -> None:
+        pass
+
+    input_grad = backward
+    weight_grad = backward
+
+
+def real_stages(num_stages: int) -> dict[int, Stage]:
+    return {index: Stage({"empty": nn.Identity()}, torch.device("cpu")) for index in range(num_stages)}
+
+
+class Case:
+    """One program over empty stages."""
+
+    def __init__(self, schedule: str, num_ranks: int, num_microbatches: int) -> None:
+        self.program: Program = lower(pipesched.schedules.get(schedule).program(num_ranks, num_microbatches))
+        self.computes = sum(action.lane is Lane.COMPUTE for action in self.program.positions)
+        self.executor = LocalExecutor([torch.device("cpu")] * num_ranks, 1)
+        self.stages = real_stages(self.program.num_stages)
+        self.num_microbatches = num_microbatches
+
+    def begin(self, *_: Any) -> None:
+        x = torch.zeros(4, requires_grad=True)
+        inputs = [((x,), {}) for _ in range(self.num_microbatches)]
+        grads = [(torch.ones(4),)] * self.num_microbatches
+        feed = Feed(0, 0, inputs, output_grads=grads)
+        for stage in self.stages.values():
+            stage.begin(feed)
+
+    def whole_step(self) -> float:
+        """A step through the executor. The last stage has no consumer: its gradients come from the feed."""
+        start = time.perf_counter()
+        self.executor.run(Work(self.program, self.stages, self.begin), grad=True)
+        return time.perf_counter() - start
+
+    def by_hand(self) -> float:
+        """The same calls, without orders, ranks or transfers."""
+        self.begin()
+        start = time.perf_counter()
+        chain = [self.stages[index] for index in range(self.program.num_stages)]
+        splits = any(action.kind is Kind.I for action in self.program.positions)
+        for microbatch in range(self.num_microbatches):
+            value: tuple[Payload, ...] = ()
+            for stage in chain:
+                value = (stage.forward(microbatch, *value, split=splits),)
+            grads: tuple[Any, ...] = ()
+            for stage in reversed(chain):
+                grads = (stage.input_grad(microbatch, *grads) if splits else stage.backward(microbatch, *grads),)
+                if splits:
+                    stage.weight_grad(microbatch)
+        return time.perf_counter() - start
+
+    def loop_alone(self) -> float:
+        """The interpreter over stages that do nothing."""
+        nothing = {index: Nothing() for index in range(self.program.num_stages)}
+        start = time.perf_counter()
+        self.executor.run(Work(self.program, nothing, lambda caller: None), grad=True)
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    """Print one line a case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--microbatches", type=int, default=64)
+    parser.add_argument("--pairs", type=int, default=25)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(machine())
+    print("microseconds per compute action")
+    print(f"{'schedule':20}{'ranks':>6}{'step':>10}{'by hand':>10}{'runtime':>10}{'loop alone':>12}")
+    for schedule in pipesched.schedules.names():
+        for num_ranks in (1, 2):
+            case = Case(schedule, num_ranks, arguments.microbatches)
+            rows: list[tuple[float, float, float]] = []
+            for _ in range(arguments.pairs + 2):
+                rows.append((case.whole_step(), case.by_hand(), case.loop_alone()))
+            step, hand, loop = (median(column) / case.computes * 1e6 for column in zip(*rows[2:], strict=True))
+            print(f"{schedule:20}{num_ranks:6}{step:10.1f}{hand:10.1f}{step - hand:10.1f}{loop:12.1f}", flush=True)
+            case.executor.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Train a byte-level GPT on real text through a pipeline of two stages, and look at what ran.
+
+    python examples/train_gpt.py [--steps 120] [--schedule 1f1b] [--out runs/demo]
+
+The text is the source of Python's own standard library. Writes timeline.png (predicted above measured), trace.json
+(opens in Perfetto) and plan.json.
+"""
+
+import argparse
+import random
+import sysconfig
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+
+import pipesched
+
+
+class Embed(nn.Module):
+    """Bytes -> vectors that know their position."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.byte, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.byte(text) + self.position(torch.arange(text.shape[1], device=text.device))
+
+
+class Block(nn.Module):
+    """Causal attention and a feed-forward net, before each a norm."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, width = x.shape
+        qkv = self.qkv(self.norm_1(x)).view(rows, tokens, 3, self.heads, width // self.heads)
+        mixed = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(rows, tokens, width)))
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm_2(x)))))
+
+
+def gpt(width: int = 128, depth: int = 4, context: int = 64) -> nn.Sequential:
+    """The whole model is a Sequential: nothing in it knows of pipelines."""
+    blocks = (Block(width, heads=4, dropout=0.1) for _ in range(depth))
+    return nn.Sequential(Embed(width, context), *blocks, nn.LayerNorm(width), nn.Linear(width, 256))
+
+
+def next_byte_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy of the next byte, in nats."""
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def standard_library() -> Tensor:
+    """Python's standard library as one row of bytes."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in sorted(folder.glob("*.py")))), dtype=torch.uint8)
+
+
+def batch(text: Tensor, rows: int, context: int, draw: random.Random) -> tuple[Tensor, Tensor]:
+    """Random pieces of the text, and the same pieces one byte on."""
+    starts = [draw.randrange(len(text) - context - 1) for _ in range(rows)]
+    pieces = torch.stack([text[start : start + context + 1] for start in starts]).long()
+    return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+
+
+def two_devices() -> list[str]:
+    """What is there: two GPUs, one GPU twice, or the CPU twice."""
+    gpus = torch.cuda.device_count()
+    return ["cuda:0", f"cuda:{min(1, gpus - 1)}"] if gpus else ["cpu", "cpu"]
+
+
+def main() -> None:
+    """Train, report, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--schedule", default="1f1b", help="any name of: pipesched list")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    text, rows, context, microbatches = standard_library(), 32, 64, 8
+    test_x, test_y = batch(text, rows, context, draw)
+    pipe = pipesched.Pipeline(
+        gpt(context=context),
+        test_x[: rows // microbatches],
+        loss_fn=next_byte_loss,
+        devices=two_devices(),
+        schedule=options.schedule,
+        num_microbatches=microbatches,
+    )
+    print(pipe)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    before = pipe.eval().evaluate(test_x, target=test_y)
+    times = train(pipe.train(), optimizer, text, rows, context, options.steps, draw)
+    after = pipe.eval().evaluate(test_x, target=test_y)
+    print(f"loss before {before:.3f}, after {options.steps} steps {after:.3f} (nats a byte)")
+    report(pipe, times, options.out)
+
+
+def train(
+    pipe: pipesched.Pipeline,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+    rows: int,
+    context: int,
+    steps: int,
+    draw: random.Random,
+) -> list[float]:
+    """An ordinary training loop; returns the time of each step in seconds."""
+    times = []
+    progress = tqdm(range(steps), desc="training", unit="step", mininterval=1.0)
+    for _ in progress:
+        x, y = batch(text, rows, context, draw)
+        start = time.perf_counter()
+        loss = pipe.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+        progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
+    return times
+
+
+def report(pipe: pipesched.Pipeline, times: list[float], out: Path) -> None:
+    """Predicted beside measured, in words and as files."""
+    measured, predicted = pipe.trace, pipe.predicted
+    print(f"step time {median(times) * 1e3:.1f} ms with the optimizer (median of {len(times)})")
+    for name, trace in (("predicted", predicted), ("measured", measured)):
+        print(f"{name:9}: makespan {trace.makespan_s * 1e3:.1f} ms, bubble {trace.bubble_ratio:.1%}")
+    out.mkdir(parents=True, exist_ok=True)
+    figure = pipesched.viz.plot_compare([("predicted", predicted), ("measured", measured)])
+    figure.savefig(out / "timeline.png")
+    measured.to_chrome(out / "trace.json")
+    pipe.plan.save(out / "plan.json")
+    print(f"wrote {out}/timeline.png, {out}/trace.json (open it at ui.perfetto.dev), {out}/plan.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from pipesched import Program, __version__, cli, schedules
+from pipesched.cli import main
+from pipesched.errors import ScheduleError
+
+WRONG_ORDER = "microbatches 2\nrank 0: 0F0 0B0 0F1 0B1\nrank 1: 1B0 1F0 1F1 1B1\n"
+DEADLOCK = "microbatches 2\nrank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0\n"
+NOT_EXACT = "microbatches 2\nrank 0: 0F1 0F0 0B0 0B1\n"
+
+
+def run(*args, text=None):
+    return CliRunner().invoke(main, [str(arg) for arg in args], input=text)
+
+
+def lines(*args, text=None):
+    result = run(*args, text=text)
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text, name="program.txt"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_list_names_every_schedule_with_its_chunks():
+    rows = lines("list")
+    assert [row.split()[0] for row in rows] == schedules.names()
+    for row in rows:
+        schedule = schedules.get(row.split()[0])
+        assert int(row.split()[1]) == schedule.chunks_per_rank
+        assert row.endswith(schedule.description.splitlines()[0])
+
+
+def test_show_prints_the_timeline_and_the_figures():
+    assert lines("show", "1f1b", "--ranks", 2, "--microbatches", 3, "--width", 80) == [
+        "rank 0 | F0 F1 .. .. B0--- F2 B1--- .. B2---",
+        "rank 1 | .. F0 B0--- F1 B1--- F2 B2--- .. ..",
+        "1f1b: makespan 12 s, bubble 25.0%, peak in flight 2; 3 columns are 1 s",
+        "span 12 s; peak in flight a rank: 2 1",
+    ]
+
+
+def test_show_has_4_ranks_and_8_microbatches_unless_told():
+    assert lines("show", "1f1b") == lines("show", "1f1b", "--ranks", 4, "--microbatches", 8, "--text")
+    assert "makespan 33 s" in lines("show", "1f1b")[4]
+
+
+def test_span_is_the_longest_of_the_ranks_own(file):
+    assert "span 6 s; " in lines("show", "1f1b", "--ranks", 2, "--microbatches", 1)[-1]
+    # Each rank works for 2 s, the second one from 1 to 3.
+    forward_only = "microbatches 2\nforward-only\nrank 0: 0F0 0F1\nrank 1: 1F0 1F1\n"
+    *_, summary, figures = lines("show", file(forward_only))
+    assert "makespan 3 s" in summary
+    assert figures.startswith("span 2 s; ")
+
+
+def test_show_takes_costs():
+    costs = ["--forward", 2, "--input-grad", 3, "--weight-grad", 4, "--transfer", 0.5]
+    # One micro-batch: F, transfer, F, B, transfer, B.
+    assert "makespan 19 s" in lines("show", "gpipe", "--ranks", 2, "--microbatches", 1, *costs)[2]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_chunk_takes_its_share_of_a_ranks_costs(chunks):
+    # Without a bubble the makespan is the rank's work, whatever its chunks.
+    summary = lines("show", "interleaved-1f1b", "--chunks", chunks, "--ranks", 1)[1]
+    assert "makespan 24 s, bubble 0.0%" in summary
+
+
+def test_show_chunks():
+    program = Program.parse(run("show", "interleaved-1f1b", "--chunks", 3, "--ranks", 2, "--program").stdout)
+    assert program == schedules.get("interleaved-1f1b").program(2, 8, chunks_per_rank=3)
+
+
+def test_show_program_is_what_check_reads():
+    text = run("show", "interleaved-1f1b", "--program").stdout
+    assert text == str(schedules.get("interleaved-1f1b").program(4, 8))
+    assert lines("check", "-", text=text) == [
+        "OK: 4 ranks, 8 stages, 8 micro-batches, exact, peak in flight a rank: 11 9 7 5"
+    ]
+
+
+def test_show_program_with_text_still_is_a_program():
+    both = run("show", "1f1b", "--program", "--text", "--width", 120).stdout
+    assert Program.parse(both) == schedules.get("1f1b").program(4, 8)
+    assert "# 1f1b: makespan 33 s" in both
+
+
+def test_show_writes_pictures_and_says_so(tmp_path):
+    png, chrome = tmp_path / "a picture", tmp_path / "trace.json"
+    result = run("show", "1f1b", "--png", png, "--chrome", chrome)
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [f"wrote {png}", f"wrote {chrome}"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(chrome.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 4 * 8 * 2
+
+
+def test_show_reads_a_program_from_a_file(file):
+    text = str(schedules.get("gpipe").program(3, 2))
+    assert lines("show", file(text), "--width", 90) == lines(
+        "show", "gpipe", "--ranks", 3, "--microbatches", 2, "--width", 90
+    )
+
+
+def test_show_refuses_a_shape_for_a_file(file):
+    result = run("show", file(str(schedules.get("gpipe").program(3, 2))), "--ranks", 4)
+    assert result.exit_code == 2
+    assert "has its own shape" in result.stderr
+
+
+def test_show_with_a_narrow_width_is_narrow():
+    rows = lines("show", "1f1b", "--ranks", 8, "--microbatches", 40, "--width", 40)[:8]
+    assert max(map(len, rows)) == 40
+
+
+@pytest.mark.parametrize("command", ["show", "compare"])
+def test_an_unknown_schedule_lists_the_known_ones(command):
+    result = run(command, "2f2b")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: unknown schedule; got '2f2b'")
+    assert all(name in result.stderr for name in schedules.names())
+    assert "Traceback" not in result.output
+
+
+def test_a_schedule_without_chunks_refuses_them():
+    result = run("show", "gpipe", "--chunks", 2)
+    assert result.exit_code == 1
+    assert "chunks_per_rank=2" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("show",),
+        ("show", "1f1b", "--ranks", "0"),
+        ("show", "1f1b", "--microbatches", "-1"),
+        ("show", "1f1b", "--forward", "-1"),
+        ("show", "1f1b", "--ranks", "four"),
+        ("show", "1f1b", "--nothing"),
+        ("check", "no such file"),
+        ("nothing",),
+    ],
+)
+def test_wrong_usage_exits_with_2(args):
+    result = run(*args)
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+
+
+def test_costs_that_are_no_numbers_are_an_error():
+    result = run("show", "1f1b", "--forward", "nan")
+    assert result.exit_code == 1
+    assert "forward_s of stage 0 is nan" in result.stderr
+
+
+def test_costs_of_zero_are_no_error():
+    zeros = ["--forward", 0, "--input-grad", 0, "--weight-grad", 0]
+    assert lines("show", "1f1b", *zeros)[4].startswith("1f1b: makespan 0 s, bubble 0.0%")
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
+    for option in ("--png", "--chrome"):
+        result = run("show", "1f1b", option, tmp_path / "missing" / "file")
+        assert result.exit_code == 1
+        assert "No such file or directory" in result.stderr
+
+
+def test_check_says_ok(file):
+    path = file(str(schedules.get("1f1b").program(3, 5)))
+    want = "OK: 3 ranks, 3 stages, 5 micro-batches, exact, peak in flight a rank: 3 2 1"
+    assert lines("check", path, "--max-in-flight", 3, "--exact") == [want]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        (WRONG_ORDER, [], "rank 1, position 0: 1B0 needs 1F0 before it on this rank, but 1F0 is at position 1"),
+        (DEADLOCK, [], "deadlock: 2 of 2 ranks wait for each other in a cycle"),
+        ("rank 0: 0X0", [], "line 1: an action is <stage><kind><micro-batch>"),
+        ("", [], "add 'microbatches N'"),
+        (NOT_EXACT, ["--exact"], "in ascending micro-batch order"),
+        ("microbatches 2\nrank 0: 0F0 0F1 0B0 0B1", ["--max-in-flight", 1], "but the limit is 1"),
+        ("microbatches 2\nrank 0: 0F0 0B0 0F1", [], "Add 0B1."),
+    ],
+)
+def test_check_finds_what_is_wrong(file, text, options, said):
+    path = file(text)
+    for result in (run("check", path, *options), run("check", "-", *options, text=text)):
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert said in result.stderr
+        assert "Traceback" not in result.stderr
+    assert f"Error: {path}: " in run("check", path, *options).stderr
+
+
+def test_check_tells_what_is_not_exact():
+    assert ", not exact, " in lines("check", "-", text=NOT_EXACT)[0]
+
+
+def test_check_of_a_binary_file_is_an_error(tmp_path):
+    path = tmp_path / "binary"
+    path.write_bytes(b"\xff\xfe\x00")
+    for command in ("check", "show"):
+        result = run(command, path)
+        assert result.exit_code == 1
+        assert "can't decode" in result.stderr
+
+
+def test_compare_shows_all_schedules():
+    header, *rows = lines("compare")
+    assert header.split() == ["schedule", "makespan", "bubble", "peak", "in", "flight"]
+    assert [row.split()[0] for row in rows] == schedules.names()
+    figures = {row.split()[0]: row.split()[1:] for row in rows}
+    assert figures["1f1b"] == ["33", "s", "27.3%", "4"]
+    assert figures["gpipe"] == ["33", "s", "27.3%", "8"]
+    assert figures["zb-h1"] == ["27", "s", "11.1%", "4"]
+    # p + (p-1)/v micro-batches, and a bubble of (p-1)(F+B)/v
+    assert figures["interleaved-1f1b"] == ["28.5", "s", "15.8%", "5.5"]
+    assert len({len(row) for row in (header, *rows)}) == 1
+
+
+def test_compare_takes_names_files_costs_and_shape(file):
+    path = file(str(schedules.get("1f1b").program(2, 3)))
+    rows = lines("compare", "gpipe", path, "--ranks", 2, "--microbatches", 2, "--forward", 10)
+    assert [row.split() for row in rows[1:]] == [
+        ["gpipe", "36", "s", "33.3%", "2"],
+        [str(path), "48", "s", "25.0%", "2"],
+    ]
+
+
+def test_compare_names_the_file_that_is_wrong(file):
+    result = run("compare", "1f1b", file(DEADLOCK, "wrong.txt"))
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "wrong.txt: deadlock" in result.stderr
+
+
+def test_compare_of_all_leaves_out_what_refuses_the_shape(monkeypatch):
+    def gpipe_refuses(name, *shape):
+        if name == "gpipe":
+            raise ScheduleError("gpipe refuses 3 ranks")
+        return schedules.get(name).program(4, 8)
+
+    monkeypatch.setattr(cli, "_program", gpipe_refuses)
+    result = run("compare")
+    assert result.exit_code == 0
+    assert result.stderr == "left out gpipe: gpipe refuses 3 ranks\n"
+    assert [row.split()[0] for row in result.stdout.splitlines()[1:]] == [n for n in schedules.names() if n != "gpipe"]
+    assert run("compare", "1f1b", "gpipe").exit_code == 1
+
+
+def test_compare_draws(tmp_path):
+    png = tmp_path / "compare.png"
+    assert run("compare", "1f1b", "zb-h1", "--png", png).exit_code == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command", [[], ["list"], ["show"], ["check"], ["compare"]])
+def test_every_command_has_help(command):
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Usage:")
+    assert len(result.stdout) > 100
+
+
+def test_version():
+    assert __version__ in lines("--version")[0]
+
+
+def test_the_command_imports_neither_torch_nor_matplotlib():
+    code = (
+        "import sys, pipesched.cli\n"
+        "pipesched.cli.main(['show', 'zb-h1', '--width', '120'], standalone_mode=False)\n"
+        "print([name for name in ('torch', 'matplotlib', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_it_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "pipesched.cli", "list"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == lines("list")

@@ -1,0 +1,54 @@
+"""Bars: what a timeline shows, as plain numbers. Times are in seconds from the trace's start."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipesched.actions import Kind
+from pipesched.trace import Trace
+
+__all__ = ["Bar", "bars", "gaps", "kinds", "num_chunks"]
+
+
+class Bar(NamedTuple):
+    """One compute span. chunk: the place of its stage among the stages that its rank runs."""
+
+    rank: int
+    chunk: int
+    kind: Kind
+    stage: int
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+def bars(trace: Trace) -> Iterator[Bar]:
+    """Every compute span of a trace, rank by rank in time order."""
+    zero = trace.start_s
+    for rank, row in enumerate(trace.by_rank):
+        chunk = {stage: k for k, stage in enumerate(sorted({span.action.stage for span in row}))}
+        for (stage, kind, microbatch, _), _, start, end, _ in row:
+            yield Bar(rank, chunk[stage], kind, stage, microbatch, start - zero, end - zero)
+
+
+def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
+    """A rank's bubble: the (start, end) of its idle times inside the makespan."""
+    idle, now = [], trace.start_s
+    for span in trace.by_rank[rank]:
+        if span.start_s > now:
+            idle.append((now, span.start_s))
+        now = max(now, span.end_s)
+    if now < trace.start_s + trace.makespan_s:
+        idle.append((now, trace.start_s + trace.makespan_s))
+    return [(start - trace.start_s, end - trace.start_s) for start, end in idle]
+
+
+def kinds(*traces: Trace) -> list[Kind]:
+    """The compute kinds that occur, in the order of the table of kinds."""
+    present = {span.action.kind for trace in traces for row in trace.by_rank for span in row}
+    return [kind for kind in Kind if kind in present]
+
+
+def num_chunks(*traces: Trace) -> int:
+    """The most chunks that a rank runs."""
+    rows = (row for trace in traces for row in trace.by_rank)
+    return max((len({span.action.stage for span in row}) for row in rows), default=0)

@@ -1,0 +1,28 @@
+"""Colours: one a kind, from the palette of Okabe and Ito (2008), which colour-blind readers can tell apart.
+
+All of them are light enough for dark numbers. A rank's later chunks are lighter.
+"""
+
+from pipesched.actions import Kind
+
+__all__ = ["BUBBLE", "GREY", "HATCH", "INK", "colour", "lighter"]
+
+INK = "#1a1a1a"  # numbers in bars
+GREY = "#808080"  # what the legend shows chunks with
+BUBBLE = "#e6e6e6"
+HATCH = "#c2c2c2"
+
+_COLOURS = {Kind.F: "#56b4e9", Kind.B: "#e69f00", Kind.I: "#d55e00", Kind.W: "#009e73", Kind.R: "#cc79a7"}
+_LIGHTEST = 0.55  # how far the last chunk's colour goes towards white
+
+
+def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
+    """The colour of a kind as ``#rrggbb``, lighter for a later one of a rank's chunks; grey for kinds without one."""
+    return lighter(_COLOURS.get(kind, GREY), chunk, num_chunks)
+
+
+def lighter(base: str, chunk: int, num_chunks: int) -> str:
+    """``base`` mixed with white: chunk 0 as it is, the last of several chunks the lightest."""
+    share = _LIGHTEST * chunk / max(1, num_chunks - 1)
+    parts = (int(base[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)

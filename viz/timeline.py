@@ -1,0 +1,105 @@
+"""Timeline: a row a rank, a bar a compute span."""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from pipesched.trace import Trace
+from pipesched.viz.bars import Bar, bars, gaps, num_chunks
+from pipesched.viz.colours import BUBBLE, HATCH, INK, colour
+from pipesched.viz.legend import patches
+from pipesched.viz.units import Unit, headline, time_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["DPI", "draw_timeline", "plot_timeline", "rows_inches"]
+
+DPI = 150  # of new figures: bars of thousands of spans stay apart
+_HEIGHT = 0.84  # of a bar, in rows
+_EDGE_PT = 3  # where bars are narrower, none has a white edge: it would hide them
+_FONT_PT = (9, 8, 7, 6)
+_DIGIT = 0.64  # width of a digit over the font's size
+_MARGIN_PT = 1
+
+
+def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
+    """Draw who computes what and when: rank 0 on top, a colour a kind, a shade a chunk, the bubble hatched.
+
+    Numbers in the bars are micro-batches, where they fit. The title quotes makespan, bubble (idle time over
+    ranks x makespan) and the peak in flight. Draws on ``ax``, or on a new Figure: the result's ``figure``, which
+    saves itself by ``savefig``.
+    """
+    from matplotlib.figure import Figure
+
+    if ax is None:
+        ax = Figure(figsize=(12, 1.3 + rows_inches(trace)), dpi=DPI, layout="constrained").add_subplot()
+    unit = time_unit(trace.makespan_s)
+    draw_timeline(ax, trace, unit, trace.makespan_s)
+    entries = patches(trace)
+    ax.set_title(headline(trace), loc="left", fontsize=11, pad=24)
+    ax.set_xlabel(f"time [{unit.name}]")
+    if entries:
+        place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0.2}
+        ax.legend(handles=entries, ncols=len(entries), frameon=False, fontsize=9, handlelength=1.4, **place)
+    return ax
+
+
+def rows_inches(trace: Trace) -> float:
+    """A good height for a timeline's rows, in inches."""
+    return min(max(1.6, 0.42 * trace.num_ranks), max(3.2, 0.21 * trace.num_ranks), 16)
+
+
+def draw_timeline(ax: "Axes", trace: Trace, unit: Unit, until_s: float) -> None:
+    """Draw the rows of a timeline and its axes, with times in ``unit`` from 0 to ``until_s``."""
+    # The limits come first: whether numbers fit is decided in pixels.
+    ax.set_xlim(0, until_s * unit.per_one or 1)
+    ax.set_ylim(max(1, trace.num_ranks) - 0.5, -0.5)
+    every = 1 + int(13 * max(1, trace.num_ranks) / (ax.bbox.height * 72 / ax.figure.dpi))  # 13 points a label
+    ax.set_yticks(range(0, trace.num_ranks, every), [f"rank {rank}" for rank in range(0, trace.num_ranks, every)])
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    _draw_bubble(ax, trace, unit)
+    drawn = list(bars(trace))
+    _draw_bars(ax, drawn, unit, num_chunks(trace))
+    _draw_numbers(ax, drawn, unit)
+
+
+def _draw_bubble(ax: "Axes", trace: Trace, unit: Unit) -> None:
+    style: dict[str, Any] = {"facecolor": BUBBLE, "edgecolor": HATCH, "hatch": "////", "linewidth": 0}
+    for rank in range(trace.num_ranks):
+        spans = [(start * unit.per_one, (end - start) * unit.per_one) for start, end in gaps(trace, rank)]
+        ax.broken_barh(spans, (rank - _HEIGHT / 2, _HEIGHT), gid=f"rank {rank} bubble", **style)
+
+
+def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int) -> None:
+    """One collection for each rank, stage and kind: thousands of bars are a few hundred objects."""
+    groups: dict[tuple[int, int, int, str], list[Bar]] = defaultdict(list)
+    for bar in drawn:
+        groups[bar.rank, bar.chunk, bar.stage, bar.kind].append(bar)
+    edge = 0.6 if all(_width_pt(ax, bar, unit) > _EDGE_PT for bar in drawn) else 0
+    for (rank, chunk, stage, _), members in groups.items():
+        kind = members[0].kind
+        spans = [(bar.start_s * unit.per_one, (bar.end_s - bar.start_s) * unit.per_one) for bar in members]
+        style: dict[str, Any] = {"facecolor": colour(kind, chunk, chunks), "edgecolor": "white", "linewidth": edge}
+        ax.broken_barh(spans, (rank - _HEIGHT / 2, _HEIGHT), gid=f"rank {rank} {stage}{kind}", **style)
+
+
+def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit) -> None:
+    """Micro-batch numbers in one size: the largest that fits every bar, else the smallest, where it fits."""
+    bottom, top = ax.get_ylim()
+    row_pt = ax.bbox.height * 72 / ax.figure.dpi / (bottom - top)
+    sizes = [size for size in _FONT_PT if size <= 0.8 * row_pt]
+    room = [(bar, _width_pt(ax, bar, unit) - _MARGIN_PT) for bar in drawn]
+    # One need for all: bars of one width then have all a number or none.
+    need = _DIGIT * len(str(max((bar.microbatch for bar in drawn), default=0)))
+    size = next((size for size in sizes if all(size * need <= pt for _, pt in room)), min(sizes, default=0))
+    style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": size, "color": INK, "clip_on": True}
+    for bar, pt in room if size else ():
+        if size * need <= pt:
+            ax.text((bar.start_s + bar.end_s) / 2 * unit.per_one, bar.rank, str(bar.microbatch), **style)
+
+
+def _width_pt(ax: "Axes", bar: Bar, unit: Unit) -> float:
+    left, right = ax.get_xlim()
+    width = (bar.end_s - bar.start_s) * unit.per_one / (right - left)
+    return float(width * ax.bbox.width * 72 / ax.figure.dpi)
