@@ -2,7 +2,6 @@
 
 import platform
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +44,7 @@ def ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
 def machine() -> str:
     """One line: processor, cores, versions."""
     info = Path("/proc/cpuinfo")
-    names = (
-        [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        if info.exists()
-        else []
-    )
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or [platform.processor()]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    python = ".".join(map(str, sys.version_info[:3]))
-    return f"{names[0] if names else platform.processor()} x {len(names)}, {device}, Python {python}, torch {torch.__version__}"
+    return f"{names[0]} x {len(names)}, {device}, Python {platform.python_version()}, torch {torch.__version__}"

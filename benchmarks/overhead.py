@@ -18,7 +18,6 @@ from torch import nn
 
 import pipesched
 from pipesched.actions import Kind, Lane
-from pipesched.executors.interpreter import interpret
 from pipesched.executors.local import LocalExecutor, Work
 from pipesched.lowering import lower
 from pipesched.payload import Payload
@@ -43,6 +42,7 @@ class Nothing:
 
 
 def real_stages(num_stages: int) -> dict[int, Stage]:
+    """Stages of one layer that does nothing."""
     return {index: Stage({"empty": nn.Identity()}, torch.device("cpu")) for index in range(num_stages)}
 
 

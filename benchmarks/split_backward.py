@@ -9,6 +9,7 @@ row compares R + I + W with R + B. Gradients of both are compared bit by bit fir
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from measure import Ratio, machine, ratio
@@ -41,12 +42,12 @@ class Scale(torch.autograd.Function):
     """x * weight, with both gradients in one hand-written backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return x * weight
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return grad * weight, (grad * x).flatten(0, -2).sum(0)
 
@@ -107,6 +108,7 @@ def hooked(width: int) -> nn.Module:
 
 
 def stack(width: int, depth: int) -> nn.Module:
+    """Transformer blocks in a row."""
     return nn.Sequential(*(Block(width) for _ in range(depth)))
 
 

@@ -67,7 +67,7 @@ KINDS: dict[Kind, KindRow] = {
 }
 
 _ARROWS = {Kind.SEND_F: ">", Kind.SEND_B: ">", Kind.RECV_F: "<", Kind.RECV_B: "<"}
-_TEXT = re.compile(r"(\d+)([A-Z_]+?)(\d+)(?:([<>])(\d+))?")
+_TEXT = re.compile(r"([0-9]+)([A-Z_]+)([0-9]+)(?:([<>])([0-9]+))?")
 
 
 class Action(NamedTuple):

@@ -76,6 +76,11 @@ class Deferral:
         self._deferrable: frozenset[Tensor] | None = None
         self._noting = True
 
+    @property
+    def learnt(self) -> bool:
+        """Whether a forward has been learnt from."""
+        return self._deferrable is not None
+
     def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
         """End a forward: its products. Those of the first one are none, and its graph is learnt from."""
         if self._deferrable is None:

@@ -1,7 +1,7 @@
 """Costs: plain numbers a stage, with their units in their names. Times may be whole numbers: sums then are exact."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
 from typing import Any
@@ -36,19 +36,24 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in _TUPLES:
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            values = getattr(self, name)
+            if not isinstance(values, Iterable):
+                raise ScheduleError(f"costs have one number a stage; {name} is {values!r}; give a list of them")
+            object.__setattr__(self, name, tuple(values))
+        self._check(_GIVEN)
         if not self.backward_s:
-            whole = tuple(i + w for i, w in zip(self.input_grad_s, self.weight_grad_s, strict=False))
+            whole = tuple(i + w for i, w in zip(self.input_grad_s, self.weight_grad_s, strict=True))
             object.__setattr__(self, "backward_s", whole)
         if not self.recompute_s:
             object.__setattr__(self, "recompute_s", self.forward_s)
         for name in ("activation_bytes", "input_bytes", "weight_grad_bytes"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * self.num_stages)
-        self._check()
+        self._check(_TUPLES)
+        _check_number(self.transfer_s, "transfer_s")
 
-    def _check(self) -> None:
-        for name in _TUPLES:
+    def _check(self, names: Iterable[str]) -> None:
+        for name in names:
             values: tuple[Any, ...] = getattr(self, name)
             if len(values) != self.num_stages:
                 raise ScheduleError(
@@ -57,7 +62,6 @@ class Costs:
                 )
             for stage, value in enumerate(values):
                 _check_number(value, f"{name} of stage {stage}")
-        _check_number(self.transfer_s, "transfer_s")
 
     @property
     def num_stages(self) -> int:
@@ -123,6 +127,7 @@ _TIME_OF = {
     Kind.W: "weight_grad_s",
     Kind.R: "recompute_s",
 }
+_GIVEN = ("forward_s", "input_grad_s", "weight_grad_s")
 _TUPLES = (*_TIME_OF.values(), "activation_bytes", "input_bytes", "weight_grad_bytes")
 
 

@@ -108,7 +108,7 @@ class Schedule:
     @property
     def chunks_per_rank(self) -> int:
         """How many stages a rank holds: an option where the schedule has chunks, else 1."""
-        return int(self.options.get("chunks_per_rank", 1))
+        return self.options.get("chunks_per_rank", 1)  # type: ignore[no-any-return]
 
     def with_options(self, **options: Any) -> "Schedule":
         """The same schedule with other defaults. Raises ScheduleError for an unknown option."""
@@ -149,6 +149,11 @@ def schedule(
     def decorate(function: OrderFunction) -> Schedule:
         parameters = inspect.signature(function).parameters.values()
         own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        bare = [option for option, default in own.items() if default is inspect.Parameter.empty]
+        if bare:
+            raise ScheduleError(
+                f"a schedule builds without options; {bare[0]!r} of {name!r} has no default; give it one"
+            )
         chunks = {} if chunks_per_rank is None else {"chunks_per_rank": chunks_per_rank}
         return Schedule(name, function, placement, chunks | own)
 

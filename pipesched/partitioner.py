@@ -42,7 +42,8 @@ def partition(graph: "nx.DiGraph[Any]", num_stages: int) -> Partition:
             f"the layers form a chain; this graph has {len(graph)} layers and {graph.number_of_edges()} edges; "
             f"cut a chain, such as the layers of an nn.Sequential"
         )
-    times = [_seconds(graph, node, "forward_s") + _seconds(graph, node, "backward_s") for node in order]
+    columns = [_column(graph, order, name) for name in ("forward_s", "backward_s")]
+    times = [forward + backward for forward, backward in zip(*columns, strict=True)]
     starts = balance(times, min(num_stages, len(order)))
     ends = [*starts[1:], len(order)]
     stages = [order[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -50,12 +51,15 @@ def partition(graph: "nx.DiGraph[Any]", num_stages: int) -> Partition:
     return Partition(stages, max(loads, default=0), max([sum(times) / num_stages, *times], default=0))
 
 
-def _seconds(graph: "nx.DiGraph[Any]", node: Any, name: str) -> Any:
-    if name not in graph.nodes[node]:
-        raise PartitionError(f"a layer has the attributes forward_s and backward_s; {node!r} has no {name}; measure it")
-    time = graph.nodes[node][name]
-    _check([time], f"{name} of layer {node!r}: entry")
-    return time
+def _column(graph: "nx.DiGraph[Any]", order: list[Any], name: str) -> list[Any]:
+    missing = [node for node in order if name not in graph.nodes[node]]
+    if missing:
+        raise PartitionError(
+            f"a layer has the attributes forward_s and backward_s; {missing[0]!r} has no {name}; measure it"
+        )
+    column = [graph.nodes[node][name] for node in order]
+    _check(column, f"{name} of layer")
+    return column
 
 
 def _check(times: Sequence[Any], what: str) -> None:

@@ -38,8 +38,13 @@ class Program:
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if len(self.graph.producers) != len(self.placement):
+        if self.graph is _CHAIN:
             object.__setattr__(self, "graph", chain(len(self.placement)))
+        if len(self.graph.producers) != len(self.placement):
+            raise ScheduleError(
+                f"a stage graph has the program's stages; it has {len(self.graph.producers)}, the placement "
+                f"{len(self.placement)}; make them agree"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -121,6 +126,7 @@ class Program:
         Empty lines and what follows ``#`` do not count. Raises ScheduleError with the line's number.
         """
         header: dict[str, Any] = {}
+        edges_line = 0
         orders: list[tuple[Action, ...]] = []
         for number, line in enumerate(text.splitlines(), start=1):
             words = line.split("#")[0].split()
@@ -130,15 +136,13 @@ class Program:
                 if words[0] == "rank":
                     orders.append(_parse_order(words, len(orders)))
                 else:
-                    parsed = _parse_header(words)
-                    if not parsed.keys().isdisjoint(header):
-                        raise ScheduleError(f"a header line stands once; {words[0]!r} stands again; remove one")
-                    header |= parsed
+                    header |= _parse_header(words, header)
+                    edges_line = number if words[0] == "edges" else edges_line
             except ScheduleError as error:
                 raise ScheduleError(f"line {number}: {error}") from None
             except ValueError as error:
                 raise ScheduleError(f"line {number}: expected whole numbers; got {line.strip()!r}; {error}") from None
-        return cls(tuple(orders), **_complete(header, len(orders)))
+        return cls(tuple(orders), **_complete(header, len(orders), edges_line))
 
 
 def _parse_order(words: list[str], rank: int) -> tuple[Action, ...]:
@@ -149,8 +153,10 @@ def _parse_order(words: list[str], rank: int) -> tuple[Action, ...]:
     return tuple(Action.parse(word) for word in words[2:])
 
 
-def _parse_header(words: list[str]) -> dict[str, Any]:
+def _parse_header(words: list[str], before: Mapping[str, Any]) -> dict[str, Any]:
     key, values = words[0], words[1:]
+    if {"microbatches": "num_microbatches", "forward-only": "forward_only"}.get(key, key) in before:
+        raise ScheduleError(f"a header line stands once; {key!r} stands again; remove one")
     match key:
         case "name":
             return {"name": " ".join(values)}
@@ -168,7 +174,7 @@ def _parse_header(words: list[str]) -> dict[str, Any]:
     )
 
 
-def _complete(header: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+def _complete(header: dict[str, Any], num_ranks: int, edges_line: int) -> dict[str, Any]:
     """Fill in what the header left out: a linear placement, as many micro-batches as it says, a chain."""
     if "num_microbatches" not in header:
         raise ScheduleError("a program says how many micro-batches it has; no such line; add 'microbatches N'")
@@ -180,8 +186,8 @@ def _complete(header: dict[str, Any], num_ranks: int) -> dict[str, Any]:
         bad = [edge for edge in edges if not 0 <= edge[0] < edge[1] < len(placement)]
         if bad:
             raise ScheduleError(
-                f"an edge A-B goes from an earlier to a later one of the stages 0..{len(placement) - 1}; "
-                f"got {bad[0][0]}-{bad[0][1]}; correct it"
+                f"line {edges_line}: an edge A-B goes from an earlier to a later one of the stages "
+                f"0..{len(placement) - 1}; got {bad[0][0]}-{bad[0][1]}; correct it"
             )
         header["graph"] = StageGraph.of(len(placement), edges)
     return header

@@ -1,6 +1,6 @@
 """Simulator: a program and its costs -> the trace of one step, exactly."""
 
-from pipesched.actions import Action, Kind
+from pipesched.actions import Action, Kind, Lane
 from pipesched.costs import Costs
 from pipesched.dependencies import progress
 from pipesched.errors import ScheduleError
@@ -37,7 +37,8 @@ def simulate(program: Program, costs: Costs) -> Trace:
         end = max(start, ready) + costs.seconds(action)
         spans.append(Span(action, rank, start, end, action.lane))
         ends[action] = end
-        free[rank] = end
+        if action.lane is Lane.COMPUTE:
+            free[rank] = end
     return Trace(tuple(spans), program.num_ranks, program.name, costs)
 
 

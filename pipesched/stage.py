@@ -77,6 +77,7 @@ class _Saved:
 
     key: Key
     first: bool  # what arrives is the model's input
+    deferred: bool = False  # F left weight gradients to W
     input_grads: Gradients = ()
     edges: list[GradientEdge] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
@@ -150,7 +151,7 @@ class Stage:
     def input_grad(self, microbatch: int, *grads: Gradients) -> Gradients:
         """I: returns the gradients of the stage's input; the weight gradients that pay are left to W."""
         saved = self._saved[microbatch]
-        with self._backward_mode[True], self._deferral.unnoted():
+        with self._backward_mode[saved.deferred], self._deferral.unnoted():
             self._propagate(microbatch, saved, grads)
         return self._sent_back(microbatch, saved)
 
@@ -189,6 +190,7 @@ class Stage:
         return loss if factor is None else loss * factor
 
     def _run_keeping(self, saved: _Saved, arrived: Payload, split: bool) -> Any:
+        saved.deferred = split and self._deferral.learnt
         value = self._run(saved, arrived, split)
         leaves = pytree.tree_leaves(value)
         saved.edges = [get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -25,9 +25,9 @@ __all__ = ["FakeStage", "reference_step", "run_fake"]
 def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = False) -> Trace:
     """Run a program, lowered if it is not yet, with fake stages; unit costs unless given.
 
-    On a virtual clock, in this thread, and without validating before; or sleeping: through the local executor, each stage sleeping for its time, as
-    an accelerator would leave the processor free. Raises DeadlockError where ranks wait for ever (virtual clock),
-    ExecutionError where work is missing, done twice, or done without what it needs.
+    On a virtual clock, in this thread, and without validating before; or sleeping: through the local executor, each
+    stage sleeping for its time, as an accelerator would leave the processor free. Raises DeadlockError where ranks
+    wait for ever (virtual clock), ExecutionError where work is missing, done twice, or done without what it needs.
     """
     if not sleeping:
         return run_virtual(program, costs)

@@ -86,6 +86,7 @@ class Trace:
         """One rank's held bytes over time: (time in seconds, bytes from then on)."""
         row = self.by_rank[rank]
         recomputed = {(span.action.stage, span.action.microbatch) for span in row if span.action.kind is Kind.R}
+        kept = {(s.action.stage, s.action.microbatch) for s in row if Holding.WEIGHT_GRAD in KINDS[s.action.kind].gives}
         held: dict[tuple[int, int], dict[Holding, int]] = {}
         total = 0
         for span in row:
@@ -98,7 +99,8 @@ class Trace:
                 held.setdefault(pair, {})[takes] = sizes.get(takes, 0)
                 total += sizes.get(takes, 0)
                 yield span.start_s, total
-            given = [held.get(pair, {}).pop(holding, 0) for holding in KINDS[span.action.kind].gives]
+            gives = KINDS[span.action.kind].gives if pair in kept else tuple(Holding)
+            given = [held.get(pair, {}).pop(holding, 0) for holding in gives]
             if given:
                 total -= sum(given)
                 yield span.end_s, total

@@ -25,6 +25,7 @@ def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = No
     check_places(program)
     check_complete(program)
     check_dependencies(program)
+    check_transfers(program)
     check_deadlock(program)
     if max_in_flight is not None:
         check_memory(program, max_in_flight)
@@ -57,7 +58,7 @@ def check_places(program: Program) -> None:
     for rank, order in enumerate(program.orders):
         for position, action in enumerate(order):
             place = f"rank {rank}, position {position}"
-            if action.stage >= program.num_stages or action.microbatch >= program.num_microbatches:
+            if not (0 <= action.stage < program.num_stages and 0 <= action.microbatch < program.num_microbatches):
                 raise ScheduleError(
                     f"{place}: {action} is outside the program's {program.num_stages} stages and "
                     f"{program.num_microbatches} micro-batches. Count both from 0.\n"
@@ -128,6 +129,36 @@ def check_dependencies(program: Program) -> None:
                     )
 
 
+_OTHER_END = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+_RECEIVES = tuple(_OTHER_END.values())
+
+
+def check_transfers(program: Program) -> None:
+    """Every send has its receive, and each channel (from rank, to rank, kind) is first in, first out."""
+    sent: dict[tuple[int, int, Kind], list[Action]] = {}
+    received: dict[tuple[int, int, Kind], list[Action]] = {}
+    for rank, order in enumerate(program.orders):
+        for action in order:
+            stage, kind, microbatch, peer = action
+            if kind in _OTHER_END:
+                receive = Action(-1 if peer is None else peer, _OTHER_END[kind], microbatch, stage)
+                if receive not in program.positions:
+                    raise ScheduleError(
+                        f"{_place(program, action)}: {action} needs {receive}, which no rank runs. Add {receive}."
+                        + _grid(program, action)
+                    )
+                sent.setdefault((rank, program.placement[receive.stage], receive.kind), []).append(receive)
+            elif kind in _RECEIVES and peer is not None:
+                received.setdefault((program.placement[peer], rank, kind), []).append(action)
+    for channel, receives in received.items():
+        for receive, due in zip(receives, sent[channel], strict=True):
+            if receive != due:
+                raise ScheduleError(
+                    f"{_place(program, receive)}: {receive} is received before {due}, which rank {channel[0]} sends "
+                    f"first; a channel is first in, first out. Receive {due} first." + _grid(program, receive)
+                )
+
+
 def check_deadlock(program: Program) -> None:
     """The orders of all ranks, taken together, can be run to their ends."""
     reached = [0] * program.num_ranks
@@ -162,7 +193,7 @@ def _deadlock(program: Program, waits: dict[int, tuple[Action, Action]]) -> str:
         f"  rank {r}, position {program.positions[waits[r][0]][1]}: {waits[r][0]} waits for {waits[r][1]}"
         for r in cycle
     ]
-    others = [f"rank {r} at {action}" for r, (action, _) in waits.items() if r not in cycle]
+    others = [f"rank {r} at {action} for {need}" for r, (action, need) in waits.items() if r not in cycle]
     behind = f"\nBehind them wait {', '.join(others)}." if others else ""
     return (
         f"deadlock: {len(cycle)} of {program.num_ranks} ranks wait for each other in a cycle\n"

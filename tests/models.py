@@ -1,0 +1,81 @@
+"""Models and comparisons that several test files share."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipesched import backward, schedules
+
+
+class Scale(torch.autograd.Function):
+    """x * weight, with both gradients in one hand-written backward; counts how often that runs."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        Scale.calls += 1
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).flatten(0, -2).sum(0)
+
+
+class Scaled(nn.Module):
+    """A layer whose product lies inside a custom autograd.Function."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scale.apply(x, self.weight)
+
+
+def mixed_model(width: int = 8) -> nn.Sequential:
+    """Twelve layers: dropout of two kinds, in-place ReLU, norms with buffers, nested and named children."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(width, 2 * width),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.2),
+        nn.Sequential(nn.Linear(2 * width, 2 * width), nn.LayerNorm(2 * width)),
+        nn.Unflatten(1, (2, width)),
+        nn.BatchNorm1d(2),
+        nn.Dropout(0.1, inplace=True),
+        Scaled(width),
+        nn.Flatten(),
+        nn.AlphaDropout(0.1),
+        nn.Linear(2 * width, 4),
+    )
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients by name."""
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_equal_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Same names, same bits."""
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not different
+
+
+def shapes(max_stages: int = 4) -> Iterator[tuple[str, int]]:
+    """(schedule, ranks) for every schedule and every number of ranks up to so many stages."""
+    for name in schedules.names():
+        for num_ranks in range(1, max_stages + 1):
+            if num_ranks * schedules.get(name).chunks_per_rank <= 2 * max_stages:
+                yield name, num_ranks
+
+
+@pytest.fixture
+def every_product_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defer products however small they are, so that small models show what large ones do."""
+    monkeypatch.setattr(backward, "PAYS_FLOPS", 0)

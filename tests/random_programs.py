@@ -1,0 +1,53 @@
+"""Random valid programs: any placement, any stage graph, backwards whole or split, any order that is allowed."""
+
+import random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from pipesched import Action, Costs, Kind, Program
+from pipesched.dependencies import StageGraph, chain
+
+quick = settings(deadline=None, derandomize=True, max_examples=60)
+
+
+@st.composite
+def programs(draw, max_stages=5, max_microbatches=4):
+    """A valid compute-only program whose ranks run their actions in a random order that the dependencies allow."""
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    num_stages = draw(st.integers(1, max_stages))
+    num_microbatches = draw(st.integers(1, max_microbatches))
+    placement = tuple(rng.randrange(num_stages) for _ in range(num_stages))
+    graph = chain(num_stages)
+    if draw(st.booleans()):
+        pairs = [(a, b) for b in range(num_stages) for a in range(b)]
+        graph = StageGraph.of(num_stages, [pair for pair in pairs if rng.random() < 0.6])
+    actions = [
+        Action(stage, kind, microbatch)
+        for stage in range(num_stages)
+        for microbatch in range(num_microbatches)
+        for kind in rng.choice([(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)])
+    ]
+    program = Program(_shuffled(actions, placement, graph, rng), placement, num_microbatches, graph)
+    return program.forward() if draw(st.integers(0, 5)) == 0 else program
+
+
+def _shuffled(actions, placement, graph, rng):
+    """Run the actions in a random order, always one whose needs are done; each joins its rank's order."""
+    asked = Program((tuple(actions),), placement, 1, graph)
+    orders = [[] for _ in placement]
+    left, done = list(actions), set()
+    while left:
+        action = rng.choice([action for action in left if done.issuperset(asked.needs(action))])
+        left.remove(action)
+        done.add(action)
+        orders[placement[action.stage]].append(action)
+    return tuple(map(tuple, orders))
+
+
+@st.composite
+def costs_for(draw, program):
+    """Whole-number costs for the stages of a program, so that sums are exact."""
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    times = ([rng.randint(0, 9) for _ in range(program.num_stages)] for _ in range(4))
+    return Costs(*times, transfer_s=draw(st.integers(0, 6)))

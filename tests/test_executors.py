@@ -1,0 +1,299 @@
+"""Executors: the order that runs is the program's, ranks overlap, failures stop all, settings are the caller's."""
+
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from models import mixed_model
+from torch import nn
+from torch.nn import functional
+
+from pipesched import Action, Costs, Pipeline, Program, lower, schedules, simulate
+from pipesched.actions import Lane
+from pipesched.errors import DeadlockError, ExecutionError
+from pipesched.executors.local import LocalExecutor, Work
+from pipesched.lowering import add_recompute
+from pipesched.testing import FakeStage, run_fake
+from pipesched.trace import Trace
+
+X, Y = torch.randn(16, 8), torch.randint(0, 4, (16,))
+
+
+def wrapped(name: str, **options: Any) -> Pipeline:
+    return Pipeline(
+        mixed_model(),
+        X[:2],
+        loss_fn=functional.cross_entropy,
+        devices=["cpu"] * 2,
+        schedule=name,
+        num_microbatches=8,
+        **options,
+    )
+
+
+def ran(trace: Trace) -> list[list[Action]]:
+    rows: list[list[Action]] = [[] for _ in range(trace.num_ranks)]
+    for span in trace.spans:
+        rows[span.rank].append(span.action)
+    return rows
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("name", schedules.names())
+def test_the_order_that_ran_is_the_programs(name: str, checkpoint: str) -> None:
+    with wrapped(name, checkpoint=checkpoint) as pipe:
+        pipe.step(X, target=Y)
+        program = lower(add_recompute(pipe.plan.program, checkpoint))
+        assert ran(pipe.trace) == [list(order) for order in program.orders]
+        spans = pipe.trace.spans
+        assert all(span.start_s <= span.end_s for span in spans)
+        for rank in range(2):
+            row = [span for span in spans if span.rank == rank]
+            assert all(a.end_s <= b.start_s for a, b in pairwise(row))
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_ranks_overlap_and_dependencies_hold_in_time(name: str) -> None:
+    program = schedules.get(name).program(3, 6)
+    costs = Costs.uniform(program.num_stages, forward_s=0.004, input_grad_s=0.004, weight_grad_s=0.004)
+    trace = run_fake(program, costs, sleeping=True)
+    rows = trace.by_rank
+    for first, second in ((0, 1), (1, 2), (0, 2)):
+        assert any(a.start_s < b.end_s and b.start_s < a.end_s for a in rows[first] for b in rows[second])
+    ends = {span.action: span.end_s for span in trace.spans}
+    for span in trace.spans:
+        if span.lane is Lane.COMPUTE:
+            assert all(ends[need] <= span.start_s for need in program.needs(span.action))
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_the_virtual_clock_agrees_with_the_simulator(name: str) -> None:
+    program = schedules.get(name).program(4, 6)
+    costs = Costs.uniform(program.num_stages, forward_s=3, input_grad_s=2, weight_grad_s=5, transfer_s=1)
+    assert run_fake(program, costs).makespan_s == simulate(program, costs).makespan_s
+    checkpointed = add_recompute(program, "always")
+    assert run_fake(checkpointed, costs).peak_in_flight == simulate(checkpointed, costs).peak_in_flight
+
+
+def parsed(text: str) -> Program:
+    return Program.parse(text)
+
+
+def test_fake_stages_see_a_deadlock() -> None:
+    crossed = parsed("microbatches 2\nrank 0: 0F1 0B1 0F0 0B0\nrank 1: 1F0 1B0 1F1 1B1\n")
+    with pytest.raises(DeadlockError, match="rank 0 at 0RECV_B0<1, rank 1 at 1RECV_F0<0"):
+        run_fake(crossed)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("microbatches 1\nrank 0: 0F0\n", "work is missing"),
+        ("microbatches 1\nrank 0: 0F0 0F0 0B0\n", "0F0 would be done twice"),
+        ("microbatches 1\nrank 0: 0F0 0B0 0I0 0W0\n", "0I0 would be done twice"),
+        ("microbatches 1\nrank 0: 0B0 0F0\n", "0B0 needs F before it"),
+        ("microbatches 1\nrank 0: 0F0 0W0 0I0\n", "0W0 needs F, I before it"),
+        ("microbatches 1\nplacement 0 0\nrank 0: 1F0 0F0 1B0 0B0\n", "1F0 needs what stage 0 gives"),
+        ("microbatches 1\nrank 0: 0F0 0B0\nrank 1: 1B0 1F0\n", "1B0 needs F before it"),
+    ],
+)
+def test_fake_stages_see_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(ExecutionError, match=message):
+        run_fake(parsed(text))
+
+
+class Fails(nn.Module):
+    """A layer that raises at a given call, in its forward or in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: int | None = None
+        self.backward_too = False
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.at == self.calls and not self.backward_too:
+            raise ZeroDivisionError("a layer's own error")
+        if self.at == self.calls:
+            x.register_hook(self.fail)
+        return x
+
+    @staticmethod
+    def fail(grad: torch.Tensor) -> None:
+        raise ZeroDivisionError("a layer's own error")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("position", [1, 4, 7])
+def test_an_error_stops_all_ranks_and_the_next_step_works(name: str, position: int, backward: bool) -> None:
+    layers: list[nn.Module] = [nn.Linear(8, 8) for _ in range(8)]
+    bad = Fails()
+    layers.insert(position, bad)
+    stages = 4
+    ranks = stages // schedules.get(name).chunks_per_rank
+    with Pipeline(
+        nn.Sequential(*layers),
+        X[:2],
+        loss_fn=functional.mse_loss,
+        devices=["cpu"] * ranks,
+        schedule=name,
+        num_microbatches=8,
+        boundaries=[2, 5, 7],
+    ) as pipe:
+        bad.at, bad.backward_too = bad.calls + 3, backward
+        with pytest.raises(ZeroDivisionError, match="a layer's own error") as caught:
+            pipe.step(X, target=X)
+        stage = sum(boundary <= position for boundary in (2, 5, 7))
+        note = caught.value.__notes__[-1]
+        assert f"stage {stage}, micro-batch 2" in note
+        assert f"rank {pipe.plan.program.placement[stage]}" in note
+        bad.at = None
+        pipe.zero_grad()
+        assert pipe.step(X, target=X).isfinite()
+
+
+def test_other_ranks_stop_early() -> None:
+    """When a stage fails at its first micro-batch, the one before it does not go through all of its own."""
+
+    class Stage(FakeStage):
+        def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
+            if self.index == 1:
+                raise ZeroDivisionError
+            return super().forward(microbatch, *arrived, split=split, checkpointed=checkpointed)
+
+    program = lower(schedules.get("gpipe").program(2, 50))
+    costs = Costs.uniform(2, forward_s=0.002)
+    stages = {index: Stage(index, costs) for index in range(2)}
+    executor = LocalExecutor([torch.device("cpu")] * 2, 1)
+    with pytest.raises(ZeroDivisionError):
+        executor.run(Work(program, stages, lambda caller: None), grad=False)
+    executor.close()
+    assert len(stages[0]._state) < 25
+
+
+def test_settings_of_the_caller_hold_in_the_ranks_and_none_is_changed() -> None:
+    seen: dict[str, Any] = {}
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.update(
+                grad=torch.is_grad_enabled(),
+                autocast=torch.is_autocast_enabled("cpu"),
+                dtype=torch.get_autocast_dtype("cpu"),
+                default=torch.get_default_dtype(),
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                threads=torch.get_num_threads(),
+                name=threading.current_thread().name,
+            )
+            return x * 1
+
+    model = nn.Sequential(Looks(), nn.Linear(8, 4).double())
+    before = torch.get_num_threads(), torch.initial_seed(), torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Pipeline(model, X[:2].double(), devices=["cpu"], intra_op_threads=2) as pipe:
+            with torch.no_grad():
+                pipe(X.double())
+            assert seen["grad"] is False
+            with torch.autocast("cpu", dtype=torch.float16):
+                pipe(X.double())
+            assert seen == {
+                "grad": True,
+                "autocast": True,
+                "dtype": torch.float16,
+                "default": torch.float64,
+                "deterministic": True,
+                "threads": 2,
+                "name": "pipesched rank 0",
+            }
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    assert torch.get_num_threads() == before[0]
+    assert torch.initial_seed() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    counted: list[int] = []
+    thread = threading.Thread(target=lambda: counted.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert counted == [before[0]]
+
+
+def test_outputs_are_freed_once_sent() -> None:
+    """A stage that has sent its output keeps the graph, not the output."""
+    import weakref
+
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    class Marks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x + 1  # its backward needs neither x nor y
+            outputs.append(weakref.ref(y.untyped_storage()))
+            return y
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            alive.append(sum(ref() is not None for ref in outputs))
+            return x.mean().reshape(1, 1).expand(len(x), 1) * 1
+
+    model = nn.Sequential(nn.Linear(8, 8), Marks(), Looks())
+    with Pipeline(
+        model,
+        X[:2],
+        loss_fn=functional.mse_loss,
+        devices=["cpu"],
+        num_stages=2,
+        schedule="interleaved-1f1b",
+        num_microbatches=8,
+        boundaries=[2],
+    ) as pipe:
+        pipe.step(X, target=torch.zeros(16, 1))
+    assert max(alive) <= 8
+    assert sum(ref() is not None for ref in outputs) == 0
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_cuda
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("name", schedules.names())
+def test_stages_on_one_gpu_train_as_the_loop_does(name: str, checkpoint: str) -> None:
+    from models import assert_equal_bits, gradients
+
+    from pipesched.testing import reference_step
+
+    expected, actual = mixed_model().cuda(), mixed_model()
+    x, y = X.cuda(), Y.cuda()
+    with Pipeline(
+        actual,
+        x[:2],
+        loss_fn=functional.cross_entropy,
+        devices=["cuda:0"] * 2,
+        schedule=name,
+        num_microbatches=4,
+        checkpoint=checkpoint,
+        seed=1,
+    ) as pipe:
+        loss = pipe.step(x, target=y)
+        wanted = reference_step(expected, x, target=y, loss_fn=functional.cross_entropy, num_microbatches=4, seed=1)
+        assert pipe.trace.makespan_s > 0
+    assert torch.equal(loss, wanted)
+    assert_equal_bits(gradients(actual), gradients(expected))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_agree_with_one() -> None:
+    losses = []
+    for devices in (["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"]):
+        with Pipeline(
+            mixed_model(), X[:2].cuda(), loss_fn=functional.cross_entropy, devices=devices, num_microbatches=4, seed=1
+        ) as pipe:
+            losses.append(pipe.step(X.cuda(), target=Y.cuda()).cpu())
+    assert torch.equal(*losses)

@@ -1,0 +1,156 @@
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+from pipesched import Schedule, schedules, validate
+from pipesched.errors import ScheduleError
+from pipesched.order import Order, Shape, linear, loop, schedule, v
+
+
+@schedule("depth-first", placement=v, chunks_per_rank=2)
+def depth_first(rank: int, shape: Shape, *, split: bool = False) -> Order:
+    """One micro-batch at a time.
+
+    Second paragraph.
+    """
+    order = Order(shape)
+    for _ in range(shape.num_microbatches):
+        for stage in shape.chunks(rank):
+            order.F(stage)
+        for stage in reversed(shape.chunks(rank)):
+            if split:
+                order.I(stage)
+                order.W(stage)
+            else:
+                order.B(stage)
+    return order
+
+
+def text(program):
+    return [" ".join(map(str, order)) for order in program.orders]
+
+
+def test_an_own_schedule_makes_valid_programs():
+    program = depth_first.program(2, 2)
+    validate(program, max_in_flight=2, exact=True)
+    assert program.name == "depth-first"
+    assert program.placement == (0, 1, 1, 0)
+    assert text(program) == ["0F0 3F0 3B0 0B0 0F1 3F1 3B1 0B1", "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1"]
+
+
+def test_microbatches_number_themselves_and_asking_for_more_adds_nothing():
+    order = Order(Shape(num_ranks=1, num_microbatches=2, chunks_per_rank=2, placement=(0, 0)))
+    for _ in range(5):
+        order.F(0)
+    order.F(1)
+    order.B(1)
+    assert [str(action) for action in order.actions] == ["0F0", "0F1", "1F0", "1B0"]
+
+
+def test_a_shape_knows_its_stages():
+    shape = Shape(2, 4, 2, (0, 1, 1, 0))
+    assert shape.num_stages == 4
+    assert shape.chunks(0) == (0, 3)
+
+
+def test_options_are_the_keyword_only_parameters_and_the_chunks():
+    assert depth_first.options == {"chunks_per_rank": 2, "split": False}
+    assert text(depth_first.program(1, 1, split=True, chunks_per_rank=1)) == ["0F0 0I0 0W0"]
+
+
+def test_with_options_changes_defaults_of_a_copy():
+    three = depth_first.with_options(chunks_per_rank=3)
+    assert three.chunks_per_rank == 3
+    assert three.program(2, 1).num_stages == 6
+    assert three.program(2, 1, chunks_per_rank=1).num_stages == 2
+    assert depth_first.chunks_per_rank == 2
+
+
+@pytest.mark.parametrize("ask", [Schedule.with_options, lambda plan, **options: plan.program(2, 2, **options)])
+def test_an_unknown_option_is_refused_with_the_known_ones(ask):
+    with pytest.raises(ScheduleError, match=r"'depth-first' takes the options: chunks_per_rank, split; got waves=2"):
+        ask(depth_first, waves=2)
+    with pytest.raises(ScheduleError, match=r"'gpipe' takes the options: none; got chunks_per_rank=2; leave it out"):
+        ask(schedules.get("gpipe"), chunks_per_rank=2)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, "2", None])
+def test_counts_are_whole_numbers_from_1(count):
+    with pytest.raises(ScheduleError, match=f"whole number of ranks, at least 1; got {count!r}"):
+        depth_first.program(count, 1)
+    with pytest.raises(ScheduleError, match=f"whole number of micro-batches, at least 1; got {count!r}"):
+        depth_first.program(1, count)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "2", None])
+def test_chunks_are_whole_numbers_from_1(count):
+    with pytest.raises(ScheduleError, match=f"whole number of chunks a rank, at least 1; got {count!r}"):
+        depth_first.program(1, 1, chunks_per_rank=count)
+
+
+@pytest.mark.parametrize(
+    ("rule", "placement"),
+    [(linear, (0, 0, 1, 1)), (loop, (0, 1, 0, 1)), (v, (0, 1, 1, 0)), (lambda p, c: (1, 0), (1, 0))],
+)
+def test_the_placement_rule_lays_out_the_stages(rule, placement):
+    plan = schedule("any", placement=rule, chunks_per_rank=2)(depth_first.function)
+    assert plan.program(2, 1).placement == placement
+
+
+def test_without_chunks_a_rank_holds_one_stage():
+    @schedule("plain")
+    def plain(rank, shape):
+        assert shape.chunks(rank) == (rank,)
+        order = Order(shape)
+        order.F(rank)
+        return order
+
+    assert plain.chunks_per_rank == 1
+    assert plain.program(3, 1).placement == (0, 1, 2)
+
+
+def test_a_schedule_knows_its_words_and_its_module():
+    assert depth_first.description.startswith("One micro-batch at a time.\n\nSecond")
+    assert depth_first.module == __name__
+
+
+def test_names_are_sorted_and_get_finds_each():
+    names = schedules.names()
+    assert names == sorted(names)
+    assert {"gpipe", "1f1b", "interleaved-1f1b", "zb-h1"} <= set(names)
+    for name in names:
+        assert isinstance(schedules.get(name), Schedule)
+        assert schedules.get(name).name == name
+        assert schedules.get(name).description
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ScheduleError, match=r"got '1b1f'; choose one of: .*1f1b, .*gpipe, .*interleaved-1f1b, .*zb-h1"):
+        schedules.get("1b1f")
+
+
+def found_with(folder, **modules):
+    """Run ``names()`` in a fresh process with more modules lying among the schedules."""
+    for module, name in modules.items():
+        source = f"""
+            from pipesched.order import Order, Shape, schedule
+
+            @schedule({name!r})
+            def made(rank: int, shape: Shape) -> Order:
+                return Order(shape)
+        """
+        (folder / f"{module}.py").write_text(dedent(source))
+    code = f"import pipesched.schedules as s; s.__path__.append({str(folder)!r}); print(*s.names())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_a_module_that_lies_among_the_schedules_is_found_by_itself(tmp_path):
+    assert "added" in found_with(tmp_path, mine="added").stdout.split()
+
+
+def test_two_modules_with_one_name_are_refused_by_both_their_names(tmp_path):
+    error = found_with(tmp_path, mine="gpipe").stderr
+    assert "ScheduleError" in error
+    assert "'gpipe' of pipesched.schedules.mine is taken by pipesched.schedules.gpipe" in error
