@@ -43,7 +43,7 @@ $(VENV)/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo 'pipesched needs Python 3.11 or newer; "$(PYTHON)" is' "$$($(PYTHON) --version 2>&1);" \
 			'install a newer one, or name it: make PYTHON=python3.12' >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 # Each of these is an empty file that stands for the environment with some of the optional dependencies.

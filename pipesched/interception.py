@@ -14,15 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["COMPOSITES", "Handler", "Intercept", "Provider"]
 
-#: Functions that draw random numbers, or multiply by weights, inside a body of Python: the body is intercepted.
-COMPOSITES = frozenset(
-    {
-        functional.fractional_max_pool2d_with_indices,
-        functional.fractional_max_pool3d_with_indices,
-        functional.gumbel_softmax,
-        functional.multi_head_attention_forward,
-    }
-)
+#: Functions that multiply by weights inside a body of Python: the calls in the body are intercepted one by one.
+COMPOSITES = frozenset({functional.multi_head_attention_forward})
 
 #: (function, args, kwargs) -> result, in place of the call
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

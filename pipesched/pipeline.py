@@ -219,7 +219,11 @@ class Pipeline:
             for stage in own.values():
                 stage.begin(feed)
 
-        return Work(program, own, begin)
+        def end() -> None:
+            for stage in self._stages.values():
+                stage.begin(Feed(0, 0, []))  # nothing of a batch stays behind, nor of a step that failed
+
+        return Work(program, own, begin, finish=end)
 
     # ---- what is known of time and memory ---------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ class Program:
                 if words[0] == "rank":
                     orders.append(_parse_order(words, len(orders)))
                 else:
-                    header |= _parse_header(words, header)
+                    header |= _once(header, _parse_header(words), words[0])
                     edges_line = number if words[0] == "edges" else edges_line
             except ScheduleError as error:
                 raise ScheduleError(f"line {number}: {error}") from None
@@ -153,10 +153,14 @@ def _parse_order(words: list[str], rank: int) -> tuple[Action, ...]:
     return tuple(Action.parse(word) for word in words[2:])
 
 
-def _parse_header(words: list[str], before: Mapping[str, Any]) -> dict[str, Any]:
+def _once(header: Mapping[str, Any], parsed: dict[str, Any], word: str) -> dict[str, Any]:
+    if not parsed.keys().isdisjoint(header):
+        raise ScheduleError(f"a header line stands once; {word!r} stands again; remove one")
+    return parsed
+
+
+def _parse_header(words: list[str]) -> dict[str, Any]:
     key, values = words[0], words[1:]
-    if {"microbatches": "num_microbatches", "forward-only": "forward_only"}.get(key, key) in before:
-        raise ScheduleError(f"a header line stands once; {key!r} stands again; remove one")
     match key:
         case "name":
             return {"name": " ".join(values)}

@@ -21,6 +21,19 @@ from pipesched.interception import Handler
 __all__ = ["Key", "KeyedRandom", "NoRandom", "is_random"]
 
 _DROPOUTS = frozenset({nn.functional.dropout, torch.dropout, torch.dropout_})
+#: Functions of Python that draw inside their body, and so have no operator with a tag.
+_DRAW_INSIDE = frozenset(
+    {
+        nn.functional.dropout1d,
+        nn.functional.dropout2d,
+        nn.functional.dropout3d,
+        nn.functional.fractional_max_pool2d,
+        nn.functional.fractional_max_pool2d_with_indices,
+        nn.functional.fractional_max_pool3d,
+        nn.functional.fractional_max_pool3d_with_indices,
+        nn.functional.gumbel_softmax,
+    }
+)
 _DEFAULT_GENERATORS = threading.Lock()
 
 
@@ -35,7 +48,9 @@ class Key:
 
 @functools.cache
 def is_random(function: Callable[..., Any]) -> bool:
-    """Whether a torch function draws from a generator, as torch's own operator tags say."""
+    """Whether a torch function draws from a generator: as torch's own operator tags say, or inside its body."""
+    if function in _DRAW_INSIDE or getattr(function, "__module__", "") == nn.init.__name__:
+        return True
     packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
     if not isinstance(packet, type(torch.ops.aten.dropout)):
         return False
@@ -107,12 +122,18 @@ class KeyedRandom:
 
 
 def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of a function that may draw does not: attention or a recurrent net without dropout."""
+    """Whether this call of a function that may draw does not: no dropout, or not in training."""
     if name == "scaled_dot_product_attention":
         return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         at = next(i for i, value in enumerate(args) if isinstance(value, float))  # dropout; whether training follows
         return not (args[at] and args[at + 1])
+    if name in ("rrelu", "rrelu_"):
+        return not kwargs.get("training", args[3] if len(args) > 3 else False)
+    if "dropout" in name:
+        default = "alpha" not in name  # of the functions of Python; the others are always told
+        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else default))
+        return not (training and kwargs.get("p", args[1] if len(args) > 1 else 0.5))
     return False
 
 
@@ -121,14 +142,7 @@ class NoRandom:
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
         """The same functions as KeyedRandom."""
-        if function in _DROPOUTS:
-            return self._dropout
-        return self._refuse if is_random(function) else None
-
-    def _dropout(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-        training = values.get("training", values.get("train", True))
-        return self._refuse(function, args, kwargs) if training and values.get("p", 0.5) else function(*args, **kwargs)
+        return self._refuse if function in _DROPOUTS or is_random(function) else None
 
     def _refuse(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("generator") is not None or _is_quiet(function.__name__, args, kwargs):

@@ -1,7 +1,7 @@
 """Testing: what tests of schedules and of pipelines use. ``reference_step`` is the loop that a pipeline must equal."""
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -84,7 +84,8 @@ def reference_step(
 
 
 def _forward(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, inputs: Any, target: Any, key: Key) -> Tensor:
-    random = KeyedRandom(torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    random = KeyedRandom(device)
     args, kwargs = inputs
     with Intercept(random):
         for name, layer in layers_of(model).items():
@@ -101,5 +102,11 @@ def _forward(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, inputs
     return own
 
 
-def _without_autocast() -> Any:
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """A backward computes in the types of its forward."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

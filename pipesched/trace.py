@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pipesched.actions import KINDS, Action, Holding, Kind, Lane
 from pipesched.costs import Costs
-from pipesched.validation import peak_in_flight
+from pipesched.validation import in_flight_steps, peak_in_flight
 
 __all__ = ["Span", "Trace"]
 
@@ -81,6 +81,13 @@ class Trace:
     def peak_bytes(self) -> tuple[int, ...]:
         """The most bytes of activations, inputs and held weight-gradient work that each rank has at once."""
         return tuple(max((held for _, held in self.memory(rank)), default=0) for rank in range(self.num_ranks))
+
+    def in_flight(self, rank: int) -> Iterator[tuple[float, int]]:
+        """One rank's (stage, micro-batch) pairs over time: (time in seconds, pairs from then on)."""
+        row = self.by_rank[rank]
+        for span, (_, held, after) in zip(row, in_flight_steps(span.action for span in row), strict=True):
+            yield span.start_s, held
+            yield span.end_s, after
 
     def memory(self, rank: int) -> Iterator[tuple[float, int]]:
         """One rank's held bytes over time: (time in seconds, bytes from then on)."""

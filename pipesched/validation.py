@@ -203,8 +203,8 @@ def _deadlock(program: Program, waits: dict[int, tuple[Action, Action]]) -> str:
     )
 
 
-def in_flight_steps(actions: Iterable[Action]) -> Iterable[tuple[Action, int]]:
-    """One rank's actions, each with the number of (stage, micro-batch) pairs held while it runs.
+def in_flight_steps(actions: Iterable[Action]) -> Iterable[tuple[Action, int, int]]:
+    """One rank's actions, each with the number of (stage, micro-batch) pairs held while it runs, and after it.
 
     A pair is held from its F to the end of its B or W; one that is recomputed from its R; one without a backward
     only while its F runs.
@@ -218,13 +218,14 @@ def in_flight_steps(actions: Iterable[Action]) -> Iterable[tuple[Action, int]]:
     for action, pair, end in zip(actions, pairs, ends, strict=True):
         starts = action.kind is (Kind.R if pair in recomputed else Kind.F)
         held += starts
-        yield action, held
-        held -= end or (starts and pair not in kept)
+        after = held - (end or (starts and pair not in kept))
+        yield action, held, after
+        held = after
 
 
 def peak_in_flight(actions: Iterable[Action]) -> int:
     """The most (stage, micro-batch) pairs that one rank's order holds at once."""
-    return max((held for _, held in in_flight_steps(actions)), default=0)
+    return max((held for _, held, _ in in_flight_steps(actions)), default=0)
 
 
 def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
@@ -235,7 +236,7 @@ def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
             f"max_in_flight is one number or one a rank; got {len(limits)} for {program.num_ranks} ranks; pass as many"
         )
     for rank, (order, limit) in enumerate(zip(program.orders, limits, strict=True)):
-        for position, (action, held) in enumerate(in_flight_steps(order)):
+        for position, (action, held, _) in enumerate(in_flight_steps(order)):
             if held > limit:
                 raise MemoryLimitError(
                     f"rank {rank}, position {position}: {action} makes {held} micro-batches in flight, "

@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pipesched.actions import KINDS, Holding
 from pipesched.trace import Trace
-from pipesched.validation import in_flight_steps
 from pipesched.viz.timeline import DPI
 from pipesched.viz.units import byte_unit, quote_bytes, time_unit
 
@@ -77,12 +75,7 @@ def _bytes(trace: Trace, rank: int) -> list[tuple[float, int]]:
 
 def _pairs(trace: Trace, rank: int) -> list[tuple[float, int]]:
     """(time, pairs from then on), from the trace's start to its end."""
-    row = trace.by_rank[rank]
-    points: list[tuple[float, int]] = []
-    for span, (action, held) in zip(row, in_flight_steps(span.action for span in row), strict=True):
-        after = held - (Holding.WEIGHT_GRAD in KINDS[action.kind].gives)
-        points += [(span.start_s - trace.start_s, held), (span.end_s - trace.start_s, after)]
-    return _whole(trace, points)
+    return _whole(trace, [(time - trace.start_s, held) for time, held in trace.in_flight(rank)])
 
 
 def _whole(trace: Trace, points: list[tuple[float, int]]) -> list[tuple[float, int]]:

@@ -35,13 +35,15 @@ class _Stopped(Exception):  # noqa: N818  it is no error: it ends a rank's loop
 class Work:
     """What to run: a lowered program, its stages, and the part of its orders, all of it unless given.
 
-    prepare: called with the caller's settings before the ranks start, once nothing else runs.
+    prepare: called with the caller's settings before the ranks start, once nothing else runs; finish: called after
+    they have ended, also when one failed.
     """
 
     program: Program
     stages: Mapping[int, StageLike]
     prepare: Callable[[Caller], None]
     orders: tuple[tuple[Action, ...], ...] | None = None
+    finish: Callable[[], None] = lambda: None
 
 
 class Run:
@@ -170,6 +172,7 @@ class LocalExecutor:
         try:
             return self._run(work, Caller.here(self._device_types, grad=grad))
         finally:
+            work.finish()
             self._busy.release()
 
     def _run(self, work: Work, caller: Caller) -> Run:
