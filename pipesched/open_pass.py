@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipesched.batch import Batch
+from pipesched.errors import ExecutionError
 from pipesched.payload import Gradients, gather, pytree
 from pipesched.stage import Feed
 
@@ -66,4 +67,9 @@ class _Through(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         opened, ctx.opened = ctx.opened, None
+        if opened is None:
+            raise ExecutionError(
+                "what a forward holds is freed by its backward; this output was differentiated a second time; "
+                "add the losses and call backward once, or call forward again"
+            )
         return None, None, None, *opened.backward(grads)

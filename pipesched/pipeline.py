@@ -2,18 +2,18 @@
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import networkx as nx
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
 from pipesched.caller import Caller
 from pipesched.costs import Costs
-from pipesched.errors import DeviceCountError, GraphError, InputError, ModelTypeError
+from pipesched.errors import DeviceCountError, InputError, ModelTypeError
 from pipesched.executors.local import LocalExecutor, Run, Work
 from pipesched.graph import chain_graph, layers_of
 from pipesched.lowering import CheckpointMode, add_recompute, halves
@@ -27,14 +27,14 @@ from pipesched.program import Program
 from pipesched.simulator import simulate
 from pipesched.stage import Feed, Head, Stage
 from pipesched.trace import Trace
+from pipesched.wrapped import Wrapped
 
 __all__ = ["Pipeline"]
 
-_LOSS_PREFIX = "loss_fn."
 _REMEMBERED = 6  # steps whose times serve the next prediction
 
 
-class Pipeline:
+class Pipeline(Wrapped):
     """A model cut into stages that train together.
 
     model: an nn.Sequential; its Parameters stay its own and are moved to the devices in place. sample: one
@@ -71,14 +71,12 @@ class Pipeline:
         seed: int | None = None,
         plan: Plan | None = None,
     ) -> None:
-        self.model = model
-        self.loss_fn = _as_function(loss_fn, "loss_fn")
+        super().__init__(model, _as_function(loss_fn, "loss_fn"))
         self._layers = layers_of(model)
         self._sample = _as_call(sample)
         self._threads = _as_threads(intra_op_threads)
         self._seed = torch.initial_seed() if seed is None else _as_seed(seed)
         self._profile: dict[str, LayerCosts] | None = None
-        self._check_names()
         self.devices = _as_devices(devices)
         wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint)
         if plan is not None:
@@ -100,13 +98,6 @@ class Pipeline:
         self._executor = LocalExecutor(self.devices, intra_op_threads)
         self._runs: deque[Run] = deque(maxlen=_REMEMBERED)
         self._step = 0
-
-    def _check_names(self) -> None:
-        taken = any(name.startswith(_LOSS_PREFIX) for name in self.model.state_dict())
-        if taken and isinstance(self.loss_fn, nn.Module):
-            raise GraphError(
-                "the loss module's parameters are named loss_fn.*; the model has a layer of that name; rename the layer"
-            )
 
     def _build_stages(self, program: Program) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}
@@ -182,7 +173,8 @@ class Pipeline:
         """The model's output for a mini-batch, on the last stage's device.
 
         With gradients enabled the output can be differentiated: ``criterion(pipe(x), y).backward()`` runs the
-        backwards in GPipe's order. Under no_grad only forwards run.
+        backwards in GPipe's order, once, and adds the gradients of parameters to ``.grad`` (torch.autograd.grad yields
+        those of inputs only). Under no_grad only forwards run.
         """
         batch = self._splitter.batch(args, kwargs)
         feed = Feed(self._seed, self._step, list(batch.inputs), keep_outputs=True)
@@ -264,92 +256,6 @@ class Pipeline:
         for name, costs in self._profiled().items():
             graph.nodes[name].update(asdict(costs))
         return graph
-
-    # ---- the model's parts ------------------------------------------------------------------------------------
-
-    def _modules(self) -> dict[str, nn.Module]:
-        """The modules by the prefix of their parameters' names."""
-        loss = {_LOSS_PREFIX: self.loss_fn} if isinstance(self.loss_fn, nn.Module) else {}
-        return {"": self.model, **loss}
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own parameters under their own names; those of a loss module as ``loss_fn.…``."""
-        for prefix, module in self._modules().items():
-            for name, parameter in module.named_parameters():
-                yield prefix + name, parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's own buffers under their own names; those of a loss module as ``loss_fn.…``."""
-        for prefix, module in self._modules().items():
-            for name, buffer in module.named_buffers():
-                yield prefix + name, buffer
-
-    def state_dict(self) -> dict[str, Any]:
-        """The model's own state under its own keys; that of a loss module as ``loss_fn.…``."""
-        return {
-            prefix + name: value
-            for prefix, module in self._modules().items()
-            for name, value in module.state_dict().items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what ``state_dict`` of this pipeline or of the bare model gave. Raises RuntimeError as torch does."""
-        modules = self._modules()
-        loss = {name: value for name, value in state.items() if len(modules) > 1 and name.startswith(_LOSS_PREFIX)}
-        self.model.load_state_dict({name: value for name, value in state.items() if name not in loss}, strict)
-        if loss and _LOSS_PREFIX in modules:
-            bare = {name.removeprefix(_LOSS_PREFIX): value for name, value in loss.items()}
-            modules[_LOSS_PREFIX].load_state_dict(bare, strict)
-
-    @property
-    def training(self) -> bool:
-        """Whether the model is in training mode."""
-        return self.model.training
-
-    def train(self, mode: bool = True) -> "Pipeline":
-        """Set the modules' mode, as nn.Module.train does."""
-        for module in self._modules().values():
-            module.train(mode)
-        return self
-
-    def eval(self) -> "Pipeline":
-        """Set the modules to evaluation mode."""
-        return self.train(False)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters."""
-        for module in self._modules().values():
-            module.zero_grad(set_to_none)
-
-    def to(self, *args: Any, **kwargs: Any) -> "Pipeline":
-        """Change the parameters' dtype. Devices belong to the plan: raises TypeError where one is given."""
-        for value in (*args, *kwargs.values()):
-            if not isinstance(value, torch.dtype | torch.memory_format | bool):
-                got = f"a tensor on {value.device}" if isinstance(value, Tensor) else repr(value)
-                raise TypeError(
-                    f"a pipeline's stages stay on their devices; got {got}; pass devices= to a new Pipeline"
-                )
-        for module in self._modules().values():
-            module.to(*args, **kwargs)
-        return self
-
-    def __len__(self) -> int:
-        return len(self._sequential())
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._sequential())
-
-    def __getitem__(self, index: int | slice) -> nn.Module:
-        return self._sequential()[index]
-
-    def _sequential(self) -> nn.Sequential:
-        if not isinstance(self.model, nn.Sequential):
-            raise TypeError(f"only an nn.Sequential has a length and indices; the model is {type(self.model).__name__}")
-        return self.model
 
     # ---- its life ---------------------------------------------------------------------------------------------
 

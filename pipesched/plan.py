@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pipesched.costs import Costs
 from pipesched.errors import PipeschedError, ScheduleError
@@ -65,6 +65,11 @@ class Plan:
             plan = cls(stages, values["schedule"], program, values["checkpoint"], costs)
         except (KeyError, TypeError) as error:
             raise ScheduleError(f"a plan has {', '.join(_KEYS)}; {error} is missing or wrong; save it again") from error
+        if values["checkpoint"] not in get_args(CheckpointMode):
+            raise ScheduleError(
+                f"checkpoint is one of {', '.join(get_args(CheckpointMode))}; the plan has got {values['checkpoint']!r}; "
+                f"correct it"
+            )
         if len(stages) != program.num_stages:
             raise ScheduleError(
                 f"a plan has as many stages as its program; it lists {len(stages)}, the program has "

@@ -64,11 +64,14 @@ class Programs:
         self.fixed = isinstance(self._source, Program)
         if isinstance(self._source, Program):
             self.num_ranks = self._source.num_ranks
-            self.num_microbatches = self._source.num_microbatches
+            count: Any = self._source.num_microbatches
         else:
             self.num_ranks = min(num_devices, _num_stages(wishes, self._source, num_devices))
             asked = wishes.num_microbatches
-            self.num_microbatches = self.num_ranks * _MICROBATCHES_PER_RANK if asked is None else asked
+            count = self.num_ranks * _MICROBATCHES_PER_RANK if asked is None else asked
+        if isinstance(count, float) and count.is_integer():
+            count = int(count)  # as 8.0 from a configuration file; other types are refused by the schedule
+        self.num_microbatches: int = count
         self.plain = lru_cache(maxsize=64)(self._plain)
         self.training = lru_cache(maxsize=64)(self._training)
         self.inference = lru_cache(maxsize=64)(self._inference)

@@ -57,7 +57,7 @@ class Head:
             loss = _call(self.loss_fn, buffers, (output, target), {})
             return _scalar(loss, "what loss_fn(output, target) returns")
         own = output if isinstance(output, Tensor) else _loss_entry(output)
-        return _scalar(own, "the model's output, or its 'loss',")
+        return _scalar(own, "without loss_fn the model's output, or its 'loss',")
 
 
 def _loss_entry(output: Any) -> Any:
@@ -68,7 +68,9 @@ def _scalar(loss: Any, what: str) -> Tensor:
     if isinstance(loss, Tensor) and loss.dim() == 0:
         return loss
     shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise InputError(f"{what} is a scalar loss; got {shape}; pass loss_fn=, and reduce it with mean() or sum()")
+    raise InputError(
+        f"{what} is a scalar loss; got {shape}; pass loss_fn= and reduce it with mean() or sum(), or call forward"
+    )
 
 
 @dataclass
@@ -160,7 +162,10 @@ class Stage:
         weight_grad(self._saved.pop(microbatch).products)
 
     def _here(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+        """An input of the model, on this device. It is a view of the batch, but counts its own modifications: a layer
+        that works in place on one micro-batch does not spoil the others' backward.
+        """
+        return tensor.data if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
     def _run(self, saved: _Saved, arrived: Payload, split: bool = False) -> Any:
         """Call the layers, and on the last stage the head. What is returned is the root of the backward."""
@@ -194,6 +199,11 @@ class Stage:
         value = self._run(saved, arrived, split)
         leaves = pytree.tree_leaves(value)
         saved.edges = [get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not saved.edges and self.head is not None and self._feed.factors is not None:
+            raise InputError(
+                "a step trains something; the loss depends on no parameter that requires a gradient; "
+                "unfreeze one, or call evaluate"
+            )
         if split:
             saved.products = self._deferral.finish(saved.edges)
         return value

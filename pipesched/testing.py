@@ -73,9 +73,8 @@ def reference_step(
             target_part = batch.targets[microbatch] if batch.targets else None
             loss = _forward(model, loss_fn, inputs, target_part, Key(seed, step, microbatch))
             root = loss if factor is None else loss * factor
-            if root.requires_grad:
-                with _without_autocast():
-                    root.backward()
+            with _without_autocast():
+                root.backward()
             total = root.detach() if total is None else total + root.detach()
     finally:
         torch.set_num_threads(threads)

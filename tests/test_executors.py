@@ -156,6 +156,16 @@ def test_an_error_stops_all_ranks_and_the_next_step_works(name: str, position: i
         assert pipe.step(X, target=X).isfinite()
 
 
+def test_closing_from_within_a_step_is_an_error_and_no_hang() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    with Pipeline(model, X[:2], loss_fn=functional.cross_entropy, devices=["cpu"] * 2, num_microbatches=4) as pipe:
+        hook = model[1].register_forward_hook(lambda *_: pipe.close())
+        with pytest.raises(ExecutionError, match="after the step has returned"):
+            pipe.step(X, target=Y)
+        hook.remove()
+        assert pipe.step(X, target=Y).isfinite()
+
+
 def test_other_ranks_stop_early() -> None:
     """When a stage fails at its first micro-batch, the one before it does not go through all of its own."""
 

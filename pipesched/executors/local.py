@@ -192,7 +192,12 @@ class LocalExecutor:
         return run
 
     def close(self) -> None:
-        """End the threads and wait for them."""
+        """End the threads and wait for them. Raises ExecutionError when called by one of them."""
+        if threading.current_thread() in self._threads:
+            raise ExecutionError(
+                "a pipeline is closed from outside its steps; close was called by a layer or a hook that a rank runs; "
+                "call it after the step has returned"
+            )
         self._finalizer()
         for thread in self._threads:
             thread.join()

@@ -1,0 +1,133 @@
+"""Wrapped: what a pipeline shows of the model it wraps: parameters, state, modes, length and indices."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.errors import GraphError
+
+__all__ = ["Wrapped"]
+
+_LOSS_PREFIX = "loss_fn."
+
+
+class Wrapped:
+    """A model, and a loss function that may have parameters of its own, under one set of names."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        if isinstance(loss_fn, nn.Module) and any(name.startswith(_LOSS_PREFIX) for name in model.state_dict()):
+            raise GraphError(
+                "the loss module's parameters are named loss_fn.*; the model has a layer of that name; rename the layer"
+            )
+
+    def _modules(self) -> dict[str, nn.Module]:
+        """The modules by the prefix of their parameters' names."""
+        loss = {_LOSS_PREFIX: self.loss_fn} if isinstance(self.loss_fn, nn.Module) else {}
+        return {"": self.model, **loss}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own parameters under their own names; those of a loss module as ``loss_fn.…``."""
+        for prefix, module in self._modules().items():
+            for name, parameter in module.named_parameters():
+                yield prefix + name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's own buffers under their own names; those of a loss module as ``loss_fn.…``."""
+        for prefix, module in self._modules().items():
+            for name, buffer in module.named_buffers():
+                yield prefix + name, buffer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's own state under its own keys; that of a loss module as ``loss_fn.…``."""
+        return {
+            prefix + name: value
+            for prefix, module in self._modules().items()
+            for name, value in module.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what ``state_dict`` of this pipeline or of the bare model gave. Raises RuntimeError as torch does."""
+        modules = self._modules()
+        loss = {name: value for name, value in state.items() if len(modules) > 1 and name.startswith(_LOSS_PREFIX)}
+        self.model.load_state_dict({name: value for name, value in state.items() if name not in loss}, strict)
+        if loss and _LOSS_PREFIX in modules:
+            bare = {name.removeprefix(_LOSS_PREFIX): value for name, value in loss.items()}
+            modules[_LOSS_PREFIX].load_state_dict(bare, strict)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the modules' mode, as nn.Module.train does."""
+        for module in self._modules().values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the modules to evaluation mode."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
+        for module in self._modules().values():
+            module.zero_grad(set_to_none)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Change the parameters' dtype. Devices belong to the plan: raises TypeError where one is given."""
+        for value in (*args, *kwargs.values()):
+            if not isinstance(value, torch.dtype | torch.memory_format | bool):
+                got = f"a tensor on {value.device}" if isinstance(value, Tensor) else repr(value)
+                raise TypeError(
+                    f"a pipeline's stages stay on their devices; got {got}; pass devices= to a new Pipeline"
+                )
+        for module in self._modules().values():
+            module.to(*args, **kwargs)
+        return self
+
+    def half(self) -> Self:
+        """Parameters and buffers in float16."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Self:
+        """Parameters and buffers in bfloat16."""
+        return self.to(torch.bfloat16)
+
+    def float(self) -> Self:
+        """Parameters and buffers in float32."""
+        return self.to(torch.float32)
+
+    def double(self) -> Self:
+        """Parameters and buffers in float64."""
+        return self.to(torch.float64)
+
+    def cpu(self) -> Self:
+        """Raises TypeError: devices belong to the plan."""
+        return self.to("cpu")
+
+    def cuda(self, device: Any = "cuda") -> Self:
+        """Raises TypeError: devices belong to the plan."""
+        return self.to(device)
+
+    def __len__(self) -> int:
+        return len(self._sequential())
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._sequential())
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        return self._sequential()[index]
+
+    def _sequential(self) -> nn.Sequential:
+        if not isinstance(self.model, nn.Sequential):
+            raise TypeError(f"only an nn.Sequential has a length and indices; the model is {type(self.model).__name__}")
+        return self.model

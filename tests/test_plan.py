@@ -1,0 +1,203 @@
+"""A plan is a value: saved, loaded and run again it gives the same cut, the same program and the same bits."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from pipesched import Costs, Order, Pipeline, Plan, Program, schedule, schedules, simulate
+from pipesched.errors import DeadlockError, ScheduleError
+from pipesched.lowering import add_recompute
+
+
+def mse(output, target):
+    return (output - target).square().mean()
+
+
+def linears(count=6, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
+
+
+def pipeline(model, **choices):
+    return Pipeline(model, torch.ones(1, 3), loss_fn=mse, devices=["cpu"] * 2, **choices)
+
+
+def plan(checkpoint="never", costs=None, name="1f1b"):
+    program = schedules.get(name).program(2, 4)
+    return Plan((("a", "b"), ("c",)), name, program, checkpoint, costs)
+
+
+COSTS = Costs((1.0, 2.0), (1.5, 2.5), (0.5, 0.25), transfer_s=0.125, activation_bytes=(100, 200), input_bytes=(8, 16))
+
+
+@pytest.mark.parametrize("costs", [None, COSTS])
+@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
+def test_a_saved_plan_loads_as_it_was(tmp_path, checkpoint, costs):
+    original = plan(checkpoint, costs)
+    original.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == original
+    assert loaded.program.name == "1f1b"
+    assert loaded.predicted() == original.predicted()
+    assert loaded.to_dict() == original.to_dict()
+
+
+def test_the_file_is_json_that_a_reader_understands(tmp_path):
+    plan("always", COSTS).save(str(tmp_path / "plan.json"))
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values["stages"] == [["a", "b"], ["c"]]
+    assert (values["schedule"], values["num_ranks"], values["num_microbatches"]) == ("1f1b", 2, 4)
+    assert values["program"][-1].startswith("rank 1: 1F0 1B0")
+    assert values["predicted"]["makespan_s"] == plan("always", COSTS).predicted().makespan_s
+
+
+def test_boundaries_are_the_first_layers_of_the_later_stages():
+    assert plan().boundaries == ["c"]
+
+
+def test_the_prediction_is_the_simulated_step_with_recomputation():
+    assert plan().predicted() is None
+    planned = plan("always", COSTS)
+    assert planned.predicted() == simulate(add_recompute(planned.program, "always"), COSTS)
+    assert planned.predicted().makespan_s > plan("never", COSTS).predicted().makespan_s
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_pipeline_of_a_plan_has_the_same_cut_program_and_bits(tmp_path, name, checkpoint):
+    model, x, y = linears(), torch.randn(8, 3), torch.randn(8, 3)
+    other = copy.deepcopy(model)
+    with pipeline(model, schedule=name, num_microbatches=4, checkpoint=checkpoint) as pipe:
+        pipe.plan.save(tmp_path / "plan.json")
+        loss = pipe.step(x, target=y)
+        chosen = pipe.plan
+    with pipeline(other, plan=Plan.load(tmp_path / "plan.json")) as pipe:
+        assert pipe.plan.stages == chosen.stages
+        assert pipe.plan.program == chosen.program
+        assert pipe.plan.schedule == name
+        assert pipe.checkpoint == checkpoint
+        assert pipe.num_microbatches == 4
+        torch.testing.assert_close(pipe.step(x, target=y), loss, rtol=0, atol=0)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_a_pipeline_of_a_plan_takes_short_batches_where_the_schedule_can(name):
+    with pipeline(linears(), schedule=name, num_microbatches=4) as pipe:
+        saved = pipe.plan
+    with pipeline(linears(), plan=saved) as pipe:
+        pipe.step(torch.ones(3, 3), target=torch.ones(3, 3))
+        assert {span.action.microbatch for span in pipe.trace.spans} == {0, 1, 2}
+
+
+def test_a_plan_whose_program_was_edited_runs_the_edited_program(tmp_path):
+    """Here the last rank of 1F1B does all its forwards first."""
+    with pipeline(linears(), boundaries=[2], num_microbatches=2) as pipe:
+        pipe.plan.save(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    assert "rank 1: 1F0 1B0 1F1 1B1" in text
+    (tmp_path / "plan.json").write_text(text.replace("1F0 1B0 1F1 1B1", "1F0 1F1 1B0 1B1"))
+    with pipeline(linears(), plan=Plan.load(tmp_path / "plan.json")) as pipe:
+        pipe.step(torch.ones(2, 3), target=torch.ones(2, 3))
+        assert [str(span.action) for span in pipe.trace.by_rank[1]] == ["1F0", "1F1", "1B0", "1B1"]
+
+
+def test_a_plan_of_a_users_own_schedule_runs_its_program():
+    @schedule("one-at-a-time")
+    def one_at_a_time(rank, shape):
+        order = Order(shape)
+        for _ in range(shape.num_microbatches):
+            order.F(rank)
+            order.B(rank)
+        return order
+
+    with pipeline(linears(), schedule=one_at_a_time, num_microbatches=3) as pipe:
+        own = pipe.plan
+    assert own.schedule == "one-at-a-time"
+    with pipeline(linears(), plan=Plan.from_dict(own.to_dict())) as pipe:
+        assert pipe.plan.program == own.program == one_at_a_time.program(2, 3)
+
+
+def test_a_measured_plan_predicts_from_what_was_measured():
+    with pipeline(linears(), boundaries=[2]) as pipe:
+        assert pipe.plan.costs is None
+        assert pipe.predicted.makespan_s > 0
+        profiled = pipe.plan.costs
+        for _ in range(3):
+            pipe.step(torch.ones(8, 3), target=torch.ones(8, 3))
+        measured = pipe.plan.costs
+    assert profiled.num_stages == measured.num_stages == 2
+    assert measured.forward_s != profiled.forward_s
+    assert measured.activation_bytes == profiled.activation_bytes
+    assert min(profiled.activation_bytes) > 0
+
+
+# ---- wrong files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "not json", "{", '{"stages": 1'])
+def test_a_file_that_is_no_json_is_named(tmp_path, text):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ScheduleError, match=r"plan\.json: "):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"text"'])
+def test_a_file_of_another_kind_of_json_is_named(tmp_path, text):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ScheduleError, match=r"plan\.json: a plan has schedule, stages, checkpoint, program"):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("key", ["schedule", "stages", "checkpoint", "program"])
+def test_a_file_without_an_entry_names_it(tmp_path, key):
+    values = plan().to_dict()
+    del values[key]
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    with pytest.raises(ScheduleError, match=rf"plan\.json: a plan has .*; '{key}' is missing or wrong; save it again"):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("stages", [["a", "b", "c"]], r"it lists 1, the program has 2; correct one of them"),
+        ("program", ["rank 0: 0F0"], r"no such line; add 'microbatches N'"),
+        ("program", ["microbatches 1", "rank 0: 0F0 0Z0"], r"line 2: .*0Z0"),
+        ("program", 3, r"is missing or wrong"),
+        ("stages", 3, r"is missing or wrong"),
+        ("costs", {"forward_s": [1]}, r"'input_grad_s' is unknown or missing"),
+    ],
+)
+def test_a_wrong_entry_is_an_error_that_names_the_file(tmp_path, key, value, match):
+    (tmp_path / "plan.json").write_text(json.dumps(plan().to_dict() | {key: value}))
+    with pytest.raises(ScheduleError, match=r"(?s)plan\.json: .*" + match):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_with_an_unknown_checkpoint_mode_does_not_run():
+    with pipeline(linears(), boundaries=[2]) as pipe:
+        values = pipe.plan.to_dict() | {"checkpoint": "sometimes"}
+    with pytest.raises(ScheduleError, match=r"one of never, always, except_last; the plan has got 'sometimes'"):
+        Plan.from_dict(values)
+
+
+def test_a_program_that_deadlocks_is_refused_on_load(tmp_path):
+    values = plan().to_dict()
+    wrong = Program.parse("\n".join(values["program"]))
+    orders = [wrong.orders[0], tuple(reversed(wrong.orders[1]))]
+    values["program"] = str(wrong.with_orders(orders)).splitlines()
+    with pytest.raises((ScheduleError, DeadlockError), match="1B3"):
+        Plan.from_dict(values)
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    with pytest.raises(ScheduleError, match=r"plan\.json"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_file_that_is_not_there_is_pythons_own_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Plan.load(tmp_path / "no.json")
