@@ -8,7 +8,7 @@ autograd itself would have used, so that the bits are equal, and hands it to aut
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,37 +61,74 @@ class Product:
         return grad
 
 
+class _Lesson:
+    """What one forward shows about each weight: in how many products it is used, and in which other ways."""
+
+    def __init__(self) -> None:
+        self._uses: Counter[Tensor] = Counter()
+        self._flops: Counter[Tensor] = Counter()
+        self._nodes: dict[Tensor, list[Node | None]] = {}
+
+    def note(self, weights: Iterable[Tensor], flops: int, output: Tensor) -> None:
+        """A product of these weights, called as it is."""
+        for weight in weights:
+            self._uses[weight] += 1
+            self._flops[weight] += flops
+            self._nodes.setdefault(weight, []).append(output.grad_fn)
+
+    def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
+        """The weights whose every use is a product that the backward passes, and whose work pays for the detour.
+
+        A weight that also goes other ways has one sum over all its uses, which W could not rebuild; a product that the
+        outputs do not lead to was made for the layer's own differentiation, or without gradients.
+        """
+        passed, uses = _reached(outputs)
+        return frozenset(
+            weight
+            for weight, count in self._uses.items()
+            if uses[weight] == count
+            and self._flops[weight] >= PAYS_FLOPS
+            and all(node in passed for node in self._nodes[weight])
+        )
+
+
 class Deferral:
     """A provider that detaches weights in products and takes note of the products. One a stage.
 
-    Which weights are deferred is learnt from the first micro-batch, whose backward runs whole: those that are used in
-    products alone, and in enough work to pay for the detour. A weight that also goes other ways has one sum over all
-    its uses, which W could not rebuild.
+    Which weights are deferred is learnt from the first micro-batch of a kind, whose backward runs whole. What a step's
+    first micro-batch decides holds for the step: sums keep their order.
     """
 
     def __init__(self) -> None:
         self._products: list[Product] = []
-        self._uses: Counter[Tensor] = Counter()
-        self._flops: Counter[Tensor] = Counter()
-        self._deferrable: frozenset[Tensor] | None = None
+        self._learnt: dict[Hashable, frozenset[Tensor]] = {}
+        self._deferrable: frozenset[Tensor] = frozenset()
+        self._lesson: _Lesson | None = None
+        self._decided = False
+        self._kind: Hashable = None
         self._noting = True
 
-    @property
-    def learnt(self) -> bool:
-        """Whether a forward has been learnt from."""
-        return self._deferrable is not None
+    def begin(self) -> None:
+        """A step begins."""
+        self._decided, self._lesson = False, None
+        self._products.clear()
+
+    def decide(self, kind: Callable[[], Hashable]) -> bool:
+        """Before a forward: whether it defers; else it is learnt from. ``kind`` (shapes, trainable parameters) of a
+        step's first forward decides.
+        """
+        if not self._decided:
+            self._decided = True
+            self._kind = kind()
+            self._lesson = None if self._kind in self._learnt else _Lesson()
+            self._deferrable = self._learnt.get(self._kind, frozenset())
+        return self._lesson is None
 
     def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
-        """End a forward: its products. Those of the first one are none, and its graph is learnt from."""
-        if self._deferrable is None:
-            uses = leaf_uses(outputs)
-            self._deferrable = frozenset(
-                weight
-                for weight, count in self._uses.items()
-                if uses[weight] == count and self._flops[weight] >= PAYS_FLOPS
-            )
-            self._uses.clear()
-            self._flops.clear()
+        """End a forward: its products. Those of one that was learnt from are none."""
+        if self._lesson is not None:
+            self._deferrable = self._learnt[self._kind] = self._lesson.deferrable(outputs)
+            self._lesson = None
         products, self._products = self._products, []
         return products
 
@@ -116,8 +153,10 @@ class Deferral:
 
     def _linear(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, weight, bias = _bind(("input", "weight", "bias"), args, kwargs)
-        if not self._defers(x, weight):
+        if not _is_plain(x, weight) or weight.dim() != 2:
             return function(*args, **kwargs)
+        if not self._defers(weight):
+            return self._learn(function(*args, **kwargs), x, weight)
         if _lies_in_rows(x):
             return self._note(x, (weight,), _linear_rule, lambda: function(x, weight.detach(), bias))
         rows = x.flatten(0, -2)
@@ -126,43 +165,45 @@ class Deferral:
         return output if bias is None else output + bias
 
     def _matrix_product(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs or len(args) != 2 or args[0].dim() < 2 or args[1].dim() != 2 or not self._defers(*args):
+        if kwargs or len(args) != 2 or not _is_plain(*args) or args[0].dim() < 2 or args[1].dim() != 2:
             return function(*args, **kwargs)
         x, weight = args
+        if not self._defers(weight):
+            return self._learn(function(x, weight), x, weight)
         rows = x if _lies_in_rows(x) else x.flatten(0, -2)
         output = self._note(rows, (weight,), _matmul_rule, lambda: function(rows, weight.detach()))
         return output if rows is x else output.unflatten(0, x.shape[:-1])
 
     def _addmm(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs or len(args) != 3 or not self._defers(*args[1:]):
+        if kwargs or len(args) != 3 or not _is_plain(*args[1:]):
             return function(*args, **kwargs)
         bias, x, weight = args
+        if not self._defers(weight):
+            return self._learn(function(bias, x, weight), x, weight)
         return self._note(x, (weight,), _matmul_rule, lambda: function(bias, x, weight.detach()))
 
     def _convolution(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
         x, weight, bias, stride, padding, dilation, groups = _bind(names, args, kwargs)
         weights = (weight,) if bias is None else (weight, bias)
-        spatial = weight.dim() - 2
-        if isinstance(padding, str) or not self._defers(x, *weights, channels=-1 - spatial):
+        if isinstance(padding, str) or not _is_plain(x, *weights):
             return function(*args, **kwargs)
+        spatial = weight.dim() - 2
+        if not self._defers(*weights):
+            return self._learn(function(*args, **kwargs), x, *weights, channels=-1 - spatial)
         defaults = ((stride, 1), (padding, 0), (dilation, 1))
         numbers = [_spread(default if value is None else value, spatial) for value, default in defaults]
         rule = _ConvolutionRule(weight, bias, numbers, 1 if groups is None else groups)
         return self._note(x, weights, rule, lambda: rule.forward(function, x))
 
-    def _defers(self, x: Any, *weights: Any, channels: int = -1) -> bool:
-        """Whether this is a plain product with trainable leaves that may be deferred. ``channels``: x's summed dim."""
-        if not torch.is_grad_enabled() or any(type(tensor) not in _PLAIN for tensor in (x, *weights)):
-            return False
-        if not all(weight.requires_grad and weight.is_leaf and weight is not x for weight in weights):
-            return False
-        if self._deferrable is None:
-            for weight in weights:
-                self._uses[weight] += 1
-                self._flops[weight] += 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels])
-            return False
-        return all(weight in self._deferrable for weight in weights)
+    def _defers(self, *weights: Tensor) -> bool:
+        return torch.is_grad_enabled() and all(weight in self._deferrable for weight in weights)
+
+    def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
+        """Take note of a product that was called as it is. ``channels``: the dim of x that it sums over."""
+        if self._lesson is not None and self._noting:
+            self._lesson.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
+        return output
 
     def _note(self, x: Tensor, weights: tuple[Tensor, ...], rule: WeightRule, call: Callable[[], Tensor]) -> Tensor:
         output = call()
@@ -181,6 +222,13 @@ PAYS_FLOPS = 2_000_000
 _PLAIN = (Tensor, nn.Parameter)
 _MATRIX_PRODUCTS = frozenset({torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__})
 _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
+
+
+def _is_plain(x: Any, *weights: Any) -> bool:
+    """Whether these are real tensors of no subclass, and the weights trainable leaves."""
+    return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
+        weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
+    )
 
 
 def _lies_in_rows(x: Tensor) -> bool:
@@ -254,24 +302,25 @@ class _ConvolutionRule:
         return tuple(grads[:1] if self._bias is None else grads)
 
 
-def leaf_uses(outputs: Sequence[GradientEdge]) -> Counter[Tensor]:
-    """How many edges of the graph lead to each leaf."""
-    uses: Counter[Tensor] = Counter()
-    seen: set[Node] = set()
-    front = [edge.node for edge in outputs]
+def _reached(outputs: Sequence[GradientEdge]) -> tuple[set[Node], Counter[Tensor]]:
+    """The nodes that a backward passes, and how often each leaf is used.
+
+    A view or a cast of a weight, such as the transposed weight of a linear layer, is as many uses as are made of it.
+    """
+    above: dict[Node, list[Node | None]] = {}
+    front: list[tuple[Node | None, Node]] = [(None, edge.node) for edge in outputs]
     while front:
-        node = front.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for following, _ in node.next_functions:
-            if following is not None:
-                leaf = getattr(following, "variable", None)
-                if leaf is None:
-                    front.append(following)
-                else:
-                    uses[leaf] += 1
-    return uses
+        parent, node = front.pop()
+        if node not in above:
+            front += [(node, following) for following, _ in node.next_functions if following is not None]
+        above.setdefault(node, []).append(parent)
+
+    def uses(node: Node) -> int:
+        parents = above[node]
+        return sum(1 if parent is None or len(parent.next_functions) > 1 else uses(parent) for parent in parents)
+
+    leaves = {node: getattr(node, "variable", None) for node in above}
+    return set(above), Counter({leaf: uses(node) for node, leaf in leaves.items() if leaf is not None})
 
 
 class _Entry(torch.autograd.Function):
@@ -317,7 +366,7 @@ _GROUP_BYTES = 1 << 20
 def weight_grad(products: Sequence[Product]) -> None:
     """The weight gradients (W): computed, summed over a weight's uses, and delivered with the hooks of each weight."""
     uses: _Uses = {}
-    for product in products:
+    for product in reversed(products):  # the order in which a backward comes to them
         for index, weight in enumerate(product.weights):
             uses.setdefault(weight, []).append((product, index))
     roots = [_Delivery.apply(group, *group) for group in _groups(uses)]  # type: ignore[no-untyped-call]
@@ -352,13 +401,14 @@ class _Delivery(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         group, ctx.group = ctx.group, None
-        return None, *(_total(of_weight) for of_weight in group.values())
+        return None, *(_total(weight, of_weight) for weight, of_weight in group.items())
 
 
-def _total(of_weight: list[tuple[Product, int]]) -> Tensor | None:
+def _total(weight: Tensor, of_weight: list[tuple[Product, int]]) -> Tensor | None:
     total: Tensor | None = None
     for product, index in of_weight:
         grad = product.weight_grad(index)
         if grad is not None:
+            grad = grad.to(weight.dtype)  # autocast computes in another; sums are made in the weight's own
             total = grad if total is None else total + grad
     return total

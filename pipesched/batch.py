@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from pipesched.errors import InputError
-from pipesched.payload import pytree, rows_of, split
+from pipesched.payload import pytree, rows_of, split, trainable_leaves
 
 __all__ = ["Batch", "LossReduction", "SplitDims", "Splitter"]
 
 LossReduction = Literal["mean", "sum"]
-#: One dim for all arguments, or one for each: by position, or by keyword.
-SplitDims = int | None | Sequence[int | None] | Mapping[str, int | None]
+#: One dim for all; or one for each argument by position; or by name: positions, keywords, "target" and "output".
+#: What is not named is split along dim 0, and so are target and outputs without the batch's rows along the dim.
+SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,14 @@ class Batch:
     inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]
     targets: list[Any]
     rows: list[int]
+    output_dim: int = 0
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def wanted_inputs(self) -> list[list[Tensor]]:
         """The input tensors that require a gradient, by micro-batch."""
-        return [
-            [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            for value in self.inputs
-        ]
+        return [trainable_leaves(value) for value in self.inputs]
 
 
 @dataclass(frozen=True)
@@ -69,14 +68,13 @@ class Splitter:
         Raises InputError for no rows, unequal rows, a target that does not match, or too few rows for a program
         whose number of micro-batches is fixed.
         """
-        if isinstance(self.split_dims, Sequence) and len(self.split_dims) < len(args):
-            raise InputError(
-                f"split_dims has one dim for each argument; it has {len(self.split_dims)}, but {len(args)} arguments "
-                f"were given; give as many"
-            )
+        self._check_names(len(args), kwargs)
         dims = [self._dim(index) for index in range(len(args))]
         names = {name: self._dim(name) for name in kwargs}
-        rows = self._rows(args, kwargs, dims, names, target)
+        given = {f"argument {index}": (value, dims[index]) for index, value in enumerate(args)}
+        given |= {f"{name}=": (value, names[name]) for name, value in kwargs.items()}
+        target_dim = self._target_dim(target, given)
+        rows = _common_rows({**given, "the target": (target, target_dim)})
         count = min(self.num_microbatches, rows)
         if self.fixed and count < self.num_microbatches:
             raise InputError(
@@ -90,8 +88,36 @@ class Splitter:
             (tuple(column[part] for column in columns), {name: column[part] for name, column in named.items()})
             for part in range(count)
         ]
-        targets = [] if target is None else split(target, 0, count)
-        return Batch(inputs, targets, [rows // count + (part < rows % count) for part in range(count)])
+        targets = [] if target is None else split(target, target_dim, count)
+        sizes = [rows // count + (part < rows % count) for part in range(count)]
+        return Batch(inputs, targets, sizes, self._dim("output") or 0)
+
+    def _check_names(self, num_args: int, kwargs: Mapping[str, Any]) -> None:
+        dims = self.split_dims
+        if isinstance(dims, Mapping):
+            known = {*range(num_args), *kwargs, "target", "output"}
+            strange = [name for name in dims if name not in known]
+            if strange:
+                raise InputError(
+                    f"split_dims names arguments by position or keyword, 'target' and 'output'; {strange[0]!r} is none "
+                    f"of this call's; correct it"
+                )
+        elif isinstance(dims, Sequence) and len(dims) < num_args:
+            raise InputError(
+                f"split_dims has one dim for each argument; it has {len(dims)}, but {num_args} arguments were given; "
+                f"give as many"
+            )
+
+    def _target_dim(self, target: Any, given: "_Given") -> int | None:
+        """As named; with one dim for all, that dim where the target has the batch's rows there, else 0."""
+        dim = self._dim("target")
+        if not isinstance(self.split_dims, int) or not self.split_dims:
+            return dim
+        rows = next((r for what, (value, d) in given.items() if (r := rows_of(value, d, what)) is not None), None)
+        tensors = [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        return (
+            dim if all(leaf.dim() > self.split_dims and leaf.shape[self.split_dims] == rows for leaf in tensors) else 0
+        )
 
     def _given_dims(self) -> list[Any]:
         dims: Any = self.split_dims
@@ -104,33 +130,8 @@ class Splitter:
         if dims is None or isinstance(dims, int):
             return dims
         if isinstance(dims, Mapping):
-            return dims.get(argument, 0) if isinstance(argument, str) else 0
+            return dims.get(argument, 0)
         return dims[argument] if isinstance(argument, int) and argument < len(dims) else 0
-
-    def _rows(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dims: list[int | None],
-        names: dict[str, int | None],
-        target: Any,
-    ) -> int:
-        counts = {f"argument {i}": rows_of(value, dims[i], f"argument {i}") for i, value in enumerate(args)}
-        counts |= {f"{name}=": rows_of(value, names[name], f"{name}=") for name, value in kwargs.items()}
-        counts["target"] = rows_of(target, 0, "the target")
-        known = {what: rows for what, rows in counts.items() if rows is not None}
-        if not known:
-            raise InputError("a batch has a tensor whose rows are split into micro-batches; found none; pass a tensor")
-        first, rows = next(iter(known.items()))
-        for what, other in known.items():
-            if other != rows:
-                raise InputError(
-                    f"all tensors of a batch have as many rows; {first} has {rows}, {what} has {other}; "
-                    f"make them match, or set split_dims=None for an argument that is not split"
-                )
-        if rows == 0:
-            raise InputError(f"a batch has at least one row; {first} has none; leave the empty batch out")
-        return rows
 
     def factors(self, batch: Batch) -> list[float | None]:
         """What the loss of each micro-batch is multiplied by, so that gradients are those of the whole batch."""
@@ -138,11 +139,33 @@ class Splitter:
             return [None] * len(batch)
         weights: list[Any] = list(batch.rows)
         if self.loss_weight is not None:
-            given = [(target,) for target in batch.targets] or [args for args, _ in batch.inputs]
-            weights = [float(self.loss_weight(*values)) for values in given]
+            given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
+            weights = [float(self.loss_weight(*args, **kwargs)) for args, kwargs in given]
         total = sum(weights)
         if not 0 < total < inf:
             raise InputError(
                 f"loss weights add up to a finite number above 0; got {total}; check loss_weight, or skip this batch"
             )
         return [weight / total for weight in weights]
+
+
+#: What was given, by the name that errors call it: (value, the dim along which it is split).
+_Given = dict[str, tuple[Any, int | None]]
+
+
+def _common_rows(given: _Given) -> int:
+    """How many rows a batch has. Raises InputError where its tensors differ, or have none."""
+    counts = {what: rows_of(value, dim, what) for what, (value, dim) in given.items()}
+    known = {what: rows for what, rows in counts.items() if rows is not None}
+    if not known:
+        raise InputError("a batch has a tensor whose rows are split into micro-batches; found none; pass a tensor")
+    first, rows = next(iter(known.items()))
+    for what, other in known.items():
+        if other != rows:
+            raise InputError(
+                f"all tensors of a batch have as many rows; {first} has {rows}, {what} has {other}; "
+                f"make them match, or set split_dims=None for an argument that is not split"
+            )
+    if rows == 0:
+        raise InputError(f"a batch has at least one row; {first} has none; leave the empty batch out")
+    return rows

@@ -28,7 +28,7 @@ class Caller:
             {
                 "device_type": kind,
                 "dtype": torch.get_autocast_dtype(kind),
-                "cache_enabled": torch.is_autocast_cache_enabled(),
+                "cache_enabled": False,  # the cache of casts is the process's, and any rank that leaves clears it
             }
             for kind in sorted({"cpu", *device_types})
             if torch.is_autocast_enabled(kind)

@@ -73,13 +73,14 @@ def _check_unique(layers: dict[str, nn.Module]) -> None:
 def _check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     owner: dict[int, str] = {}
     for name, layer in layers.items():
-        for parameter_name, parameter in layer.named_parameters():
-            other = owner.setdefault(id(parameter), name)
-            if other != name:
-                raise GraphError(
-                    f"a parameter belongs to one layer; {parameter_name!r} of {name!r} is shared with {other!r}; "
-                    f"give each layer a parameter of its own (tied weights are planned)"
-                )
+        for kind, tensors in (("parameter", layer.named_parameters()), ("buffer", layer.named_buffers())):
+            for tensor_name, tensor in tensors:
+                other = owner.setdefault(id(tensor), name)
+                if other != name:
+                    raise GraphError(
+                        f"a {kind} belongs to one layer; {tensor_name!r} of {name!r} is shared with {other!r}; "
+                        f"give each layer a {kind} of its own (tied weights are planned)"
+                    )
     stray = [name for name, parameter in model.named_parameters() if id(parameter) not in owner]
     if stray:
         raise GraphError(f"every parameter belongs to a layer; {stray[0]!r} to none; move it into a layer that uses it")

@@ -1,7 +1,7 @@
 """Open pass: a forward through the pipeline whose backward the caller starts, by differentiating the output."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipesched.batch import Batch
 from pipesched.errors import ExecutionError
-from pipesched.payload import Gradients, gather, pytree
+from pipesched.payload import Gradients, Payload, gather, row_dim
 from pipesched.stage import Feed
 
 __all__ = ["OpenPass", "attach"]
@@ -26,32 +26,42 @@ class OpenPass:
     def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Gradients of the whole outputs -> gradients of the wanted inputs, micro-batch by micro-batch."""
         outputs = [self.feed.outputs[microbatch].wanted for microbatch in range(len(self.batch))]
-        columns = [_cut(grad, pieces) for grad, pieces in zip(grads, zip(*outputs, strict=True), strict=True)]
+        columns = [
+            _cut(grad, pieces, self.batch) for grad, pieces in zip(grads, zip(*outputs, strict=True), strict=True)
+        ]
         self.feed.output_grads = [tuple(column[m] for column in columns) for m in range(len(self.batch))]
         self.run_backwards()
         return [grad for microbatch in range(len(self.batch)) for grad in self.feed.input_grads[microbatch]]
 
 
-def _cut(grad: Tensor | None, pieces: tuple[Tensor, ...]) -> Gradients:
+def _cut(grad: Tensor | None, pieces: tuple[Tensor, ...], batch: Batch) -> Gradients:
     """The inverse of ``gather`` for one gradient."""
     if grad is None:
         return (None,) * len(pieces)
-    return grad.unbind(0) if pieces[0].dim() == 0 else grad.split([piece.shape[0] for piece in pieces])
+    if pieces[0].dim() == 0:
+        return grad.unbind(0)
+    dim = row_dim(pieces, batch.rows, batch.output_dim)
+    return tuple(torch.split(grad, [piece.shape[dim] for piece in pieces], dim))
 
 
 def attach(opened: OpenPass) -> Any:
     """The whole output, its differentiable tensors tied to the open pass."""
     outputs = [opened.feed.outputs[microbatch] for microbatch in range(len(opened.batch))]
-    leaves, spec = pytree.tree_flatten(gather([output.value for output in outputs]))
-    tied = [index for index, needs in enumerate(outputs[0].needs_grad) if needs]
-    if tied:
-        inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
-        anchor = torch.empty(0, requires_grad=True)
-        outputs_now = tuple(leaves[index] for index in tied)
-        results = _Through.apply(opened, outputs_now, anchor, *inputs)  # type: ignore[no-untyped-call]
-        for index, result in zip(tied, results, strict=True):
-            leaves[index] = result
-    return pytree.tree_unflatten(leaves, spec)
+    whole = Payload.of(gather([output.value for output in outputs], opened.batch.rows, opened.batch.output_dim))
+    whole = replace(
+        whole, places=outputs[0].places, needs_grad=outputs[0].needs_grad, leaves=_firsts(whole, outputs[0])
+    )
+    if not any(whole.needs_grad):
+        return whole.value
+    inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
+    anchor = torch.empty(0, requires_grad=True)
+    results = _Through.apply(opened, whole.wanted, anchor, *inputs)  # type: ignore[no-untyped-call]
+    return whole.with_wanted(results)
+
+
+def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
+    """The leaves of ``whole``, where each place is a leaf, at the first places of the pattern's leaves."""
+    return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 
 class _Through(torch.autograd.Function):

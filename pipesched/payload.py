@@ -1,7 +1,7 @@
 """Payload: what passes between stages, and what a micro-batch is: any pytree of tensors and plain values."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pipesched.errors import InputError
 
-__all__ = ["Gradients", "Payload", "gather", "pytree", "rows_of", "split"]
+__all__ = ["Gradients", "Payload", "gather", "pytree", "row_dim", "rows_of", "split", "trainable_leaves"]
 
 #: One entry for each leaf of a payload that needs a gradient; None where none came.
 Gradients = tuple[Tensor | None, ...]
@@ -20,18 +20,24 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A value taken apart. ``needs_grad[i]`` says whether leaf i is a tensor whose gradient is to be sent back."""
+    """A value taken apart. A tensor that stands in several places is one leaf.
+
+    places[i] is the leaf at place i of the value. needs_grad: for each leaf, whether it is a tensor whose gradient is
+    to be sent back.
+    """
 
     leaves: tuple[Any, ...]
+    places: tuple[int, ...]
     spec: pytree.TreeSpec
     needs_grad: tuple[bool, ...]
 
     @classmethod
     def of(cls, value: Any) -> "Payload":
         """Take a value apart; its tensors are detached, sharing memory and version."""
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, places, spec = _distinct(value)
         needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        return cls(tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec, needs_grad)
+        detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(detached, places, spec, needs_grad)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -41,7 +47,7 @@ class Payload:
     @property
     def value(self) -> Any:
         """The value put together again."""
-        return pytree.tree_unflatten(self.leaves, self.spec)
+        return pytree.tree_unflatten([self.leaves[place] for place in self.places], self.spec)
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
@@ -52,12 +58,28 @@ class Payload:
         """The value put together again, with other tensors in place of those whose gradient is wanted."""
         fill = iter(tensors)
         leaves = [next(fill) if needs else leaf for leaf, needs in zip(self.leaves, self.needs_grad, strict=True)]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return pytree.tree_unflatten([leaves[place] for place in self.places], self.spec)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
         """The same payload with each tensor changed, as by a copy to another device."""
         leaves = tuple(change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
-        return Payload(leaves, self.spec, self.needs_grad)
+        return replace(self, leaves=leaves)
+
+
+def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
+    flat, spec = pytree.tree_flatten(value)
+    leaves: list[Any] = []
+    index: dict[int, int] = {}
+    for leaf in flat:
+        if id(leaf) not in index:
+            index[id(leaf)] = len(leaves)
+            leaves.append(leaf)
+    return leaves, tuple(index[id(leaf)] for leaf in flat), spec
+
+
+def trainable_leaves(value: Any) -> list[Tensor]:
+    """The tensors of a value that require a gradient, each once, in the order of a Payload's leaves."""
+    return [leaf for leaf in _distinct(value)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def rows_of(value: Any, dim: int | None, what: str) -> int | None:
@@ -102,17 +124,27 @@ def split(value: Any, dim: int | None, parts: int) -> list[Any]:
     ]
 
 
-def gather(values: Sequence[Any], dim: int = 0) -> Any:
+def gather(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
     """The inverse of ``split`` for outputs: tensors are concatenated, those without dimensions stacked.
 
-    Of other leaves the first micro-batch's is taken.
+    rows: of each value. A tensor that has not so many along ``dim`` is concatenated along dim 0. Of other leaves the
+    first micro-batch's is taken.
     """
     trees = [pytree.tree_flatten(value) for value in values]
-    merged = [_merge(column, dim) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
+    merged = [_merge(column, rows, dim) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
     return pytree.tree_unflatten(merged, trees[0][1])
 
 
-def _merge(column: tuple[Any, ...], dim: int) -> Any:
+def _merge(column: tuple[Any, ...], rows: Sequence[int], dim: int) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
-    return torch.stack(column) if column[0].dim() == 0 else torch.cat(column, dim)
+    return torch.stack(column) if column[0].dim() == 0 else torch.cat(column, row_dim(column, rows, dim))
+
+
+def row_dim(pieces: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
+    """``dim`` where each piece has its rows there, else 0."""
+    fits = all(
+        -piece.dim() <= dim < piece.dim() and piece.shape[dim] == count
+        for piece, count in zip(pieces, rows, strict=True)
+    )
+    return dim if fits else 0

@@ -14,7 +14,7 @@ from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
 from pipesched.caller import Caller
 from pipesched.costs import Costs
 from pipesched.errors import DeviceCountError, InputError, ModelTypeError
-from pipesched.executors.local import LocalExecutor, Run, Work
+from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.graph import chain_graph, layers_of
 from pipesched.lowering import CheckpointMode, add_recompute, halves
 from pipesched.open_pass import OpenPass, attach
@@ -71,8 +71,8 @@ class Pipeline(Wrapped):
         seed: int | None = None,
         plan: Plan | None = None,
     ) -> None:
-        super().__init__(model, _as_function(loss_fn, "loss_fn"))
         self._layers = layers_of(model)
+        super().__init__(model, _as_function(loss_fn, "loss_fn"))
         self._sample = _as_call(sample)
         self._threads = _as_threads(intra_op_threads)
         self._seed = torch.initial_seed() if seed is None else _as_seed(seed)
@@ -96,7 +96,7 @@ class Pipeline(Wrapped):
         self._cut = cut_layers(list(self._layers), program, wishes.boundaries, self._measured_graph)
         self._stages = self._build_stages(program)
         self._executor = LocalExecutor(self.devices, intra_op_threads)
-        self._runs: deque[Run] = deque(maxlen=_REMEMBERED)
+        self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self._step = 0
 
     def _build_stages(self, program: Program) -> dict[int, Stage]:
@@ -160,32 +160,32 @@ class Pipeline(Wrapped):
         self._runs.append(self._executor.run(self._work(self._programs.training(len(batch)), feed), grad=True))
         self._step += 1
         _deliver_input_grads(batch, feed)
-        return _result(feed, return_outputs)
+        return _result(feed, batch, return_outputs)
 
     def evaluate(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
         """As ``step``, without gradients: forwards alone, in the modules' present mode."""
         batch = self._batch(args, kwargs, target)
         feed = self._feed(batch, return_outputs)
         self._executor.run(self._work(self._programs.inference(len(batch)), feed), grad=False)
-        return _result(feed, return_outputs)
+        return _result(feed, batch, return_outputs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a mini-batch, on the last stage's device.
 
         With gradients enabled the output can be differentiated: ``criterion(pipe(x), y).backward()`` runs the
         backwards in GPipe's order, once, and adds the gradients of parameters to ``.grad`` (torch.autograd.grad yields
-        those of inputs only). Under no_grad only forwards run.
+        those of inputs only). Under no_grad, and in eval mode, only forwards run.
         """
         batch = self._splitter.batch(args, kwargs)
         feed = Feed(self._seed, self._step, list(batch.inputs), keep_outputs=True)
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and self.training):
             self._executor.run(self._work(self._programs.inference(len(batch)), feed), grad=False)
-            return _outputs(feed)
+            return _outputs(feed, batch)
         program = self._programs.open_pass(len(batch))
         there, back = halves(program)
         stages = {index: stage.fresh() for index, stage in self._stages.items()}
         work = self._work(program, feed, stages)
-        self._runs.append(self._executor.run(replace(work, orders=there), grad=True))
+        self._executor.run(replace(work, orders=there, finish=_nothing), grad=True)
         self._step += 1
         back_work = replace(work, prepare=_nothing, orders=back)
         return attach(OpenPass(batch, feed, lambda: self._executor.run(back_work, grad=True)))
@@ -212,7 +212,7 @@ class Pipeline(Wrapped):
                 stage.begin(feed)
 
         def end() -> None:
-            for stage in self._stages.values():
+            for stage in own.values():
                 stage.begin(Feed(0, 0, []))  # nothing of a batch stays behind, nor of a step that failed
 
         return Work(program, own, begin, finish=end)
@@ -230,7 +230,7 @@ class Pipeline(Wrapped):
         training = add_recompute(self._programs.plain(self.num_microbatches), self.checkpoint)
         return simulate(training, self._costs or self._profiled_costs())
 
-    def _read(self, run: Run) -> Trace:
+    def _read(self, run: Timeline) -> Trace:
         name = f"{self._programs.plain(self.num_microbatches).name}, measured"
         sizes = self._profiled_costs() if self._profile is not None else None
         return Trace(tuple(run.spans()), len(self.devices), name, sizes)
@@ -263,6 +263,11 @@ class Pipeline(Wrapped):
         """End the ranks' threads. The model stays as it is; dropping the pipeline does the same."""
         self._executor.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a pipeline has threads and is neither copied nor pickled; save state_dict() and plan, and make a new one"
+        )
+
     def __enter__(self) -> "Pipeline":
         return self
 
@@ -281,7 +286,7 @@ class Pipeline(Wrapped):
         )
 
 
-def _nothing(_: Caller) -> None:
+def _nothing(*_: Any) -> None:
     return
 
 
@@ -303,7 +308,20 @@ def _as_devices(devices: Any) -> list[torch.device]:
         raise DeviceCountError(
             f"devices is a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', 'cpu']"
         )
-    return [torch.device(device) for device in devices]
+    return [_as_device(device) for device in devices]
+
+
+def _as_device(device: Any) -> torch.device:
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"a device is 'cpu', 'cuda:0' or a torch.device; got {device!r}; {error}") from None
+    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()):
+        raise DeviceCountError(
+            f"a rank runs on a CPU or on a CUDA device that is there; got {device!r}, "
+            f"with {torch.cuda.device_count()} CUDA devices; choose another"
+        )
+    return place
 
 
 def _as_threads(count: Any) -> int:
@@ -321,25 +339,26 @@ def _as_seed(seed: Any) -> int:
         raise InputError(f"a seed is a whole number; got {seed!r}; pass an int, or none for torch's own") from None
 
 
-def _outputs(feed: Feed) -> Any:
-    return gather([feed.outputs[microbatch].value for microbatch in range(len(feed.inputs))])
+def _outputs(feed: Feed, batch: Batch) -> Any:
+    return gather([feed.outputs[microbatch].value for microbatch in range(len(batch))], batch.rows, batch.output_dim)
 
 
-def _result(feed: Feed, return_outputs: bool) -> Any:
+def _result(feed: Feed, batch: Batch, return_outputs: bool) -> Any:
     losses = [feed.losses[microbatch] for microbatch in range(len(feed.inputs))]
     loss = losses[0]
     for other in losses[1:]:  # one order of sums, whatever the schedule
         loss = loss + other
-    return (loss, _outputs(feed)) if return_outputs else loss
+    return (loss, _outputs(feed, batch)) if return_outputs else loss
 
 
 def _deliver_input_grads(batch: Batch, feed: Feed) -> None:
-    """Hand the gradients of inputs that require one to the user's own graph."""
-    wanted = [
-        (tensor, grad)
-        for microbatch, tensors in enumerate(batch.wanted_inputs())
-        for tensor, grad in zip(tensors, feed.input_grads.get(microbatch, ()), strict=False)
-        if grad is not None
+    """Hand the gradients of inputs that require one to the user's own graph, micro-batch by micro-batch."""
+    parts = [
+        [(tensor, grad.to(tensor.device)) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
+        for tensors, grads in zip(batch.wanted_inputs(), map(feed.input_grads.get, range(len(batch))), strict=True)
+        if grads
     ]
-    if wanted:
-        torch.autograd.backward([tensor for tensor, _ in wanted], [grad.to(tensor.device) for tensor, grad in wanted])
+    parts = [part for part in parts if part]
+    for index, part in enumerate(parts):
+        more = index < len(parts) - 1
+        torch.autograd.backward([tensor for tensor, _ in part], [grad for _, grad in part], retain_graph=more)

@@ -67,8 +67,8 @@ class Plan:
             raise ScheduleError(f"a plan has {', '.join(_KEYS)}; {error} is missing or wrong; save it again") from error
         if values["checkpoint"] not in get_args(CheckpointMode):
             raise ScheduleError(
-                f"checkpoint is one of {', '.join(get_args(CheckpointMode))}; the plan has got {values['checkpoint']!r}; "
-                f"correct it"
+                f"checkpoint is one of {', '.join(get_args(CheckpointMode))}; the plan has got "
+                f"{values['checkpoint']!r}; correct it"
             )
         if len(stages) != program.num_stages:
             raise ScheduleError(

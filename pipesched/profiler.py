@@ -1,6 +1,6 @@
 """Profiler: layers + one micro-batch -> measured costs. The model is left as it was: weights, buffers, grads, RNG.
 
-Layers are measured by the same Stage that later runs them, one layer a stage, over aliases of their parameters.
+Layers are measured by the same Stage that later runs them, one layer a stage, over copies of its parameters.
 """
 
 import time
@@ -98,14 +98,14 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, sizes: Costs | None
     )
 
 
-class _Aliased(nn.Module):
-    """A layer called on aliases of its parameters and copies of its buffers, so that its own are not touched."""
+class _Copied(nn.Module):
+    """A layer called on copies of its parameters and buffers, so that its own are not touched."""
 
     def __init__(self, layer: nn.Module, device: torch.device) -> None:
         super().__init__()
         self._layer = [layer]  # in a list: not a child, which would be moved and counted
         self._tensors = {
-            name: parameter.detach().to(device).requires_grad_(parameter.requires_grad)
+            name: parameter.detach().to(device, copy=True).requires_grad_(parameter.requires_grad)
             for name, parameter in layer.named_parameters()
         } | {name: buffer.clone().to(device) for name, buffer in layer.named_buffers()}
 
@@ -121,7 +121,7 @@ class _Probe:
     """Measures one layer."""
 
     def __init__(self, name: str, layer: nn.Module, device: torch.device) -> None:
-        self._layer = _Aliased(layer, device)
+        self._layer = _Copied(layer, device)
         self._stage = Stage({name: self._layer}, device)
         self._device = device
 

@@ -153,6 +153,6 @@ class NoRandom:
 def _refuse_draw(name: str) -> NoReturn:
     raise ExecutionError(
         f"random numbers are drawn in forwards, where their key is known; {name} was called during a backward, "
-        f"most likely recomputed by torch.utils.checkpoint inside the model; checkpoint with "
-        f"Pipeline(checkpoint='always') instead, or set its dropout to 0"
+        f"recomputed by torch.utils.checkpoint inside the model, or by a hook; checkpoint with "
+        f"Pipeline(checkpoint='always') instead, set the dropout to 0, or give the hook a generator of its own"
     )

@@ -3,7 +3,7 @@
 A stage knows nothing of order, ranks or transfers. It calls the user's own layers, with their own Parameters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from pipesched.backward import Deferral, Product, backward, enter, weight_grad
 from pipesched.errors import ExecutionError, InputError
 from pipesched.interception import Intercept
-from pipesched.payload import Gradients, Payload, pytree
+from pipesched.payload import Gradients, Payload, pytree, trainable_leaves
 from pipesched.randomness import Key, KeyedRandom, NoRandom
 
 __all__ = ["Feed", "Head", "Stage"]
@@ -113,6 +113,7 @@ class Stage:
     def begin(self, feed: Feed) -> None:
         """Start a step; what a broken one left behind is dropped."""
         self._saved.clear()
+        self._deferral.begin()
         self._feed = feed
 
     @property
@@ -129,7 +130,7 @@ class Stage:
         else:
             self._saved[microbatch] = saved
             value = self._run_dropping(saved, payload) if checkpointed else self._run_keeping(saved, payload, split)
-        output = Payload.of(value)
+        output = self._apart_from_buffers(Payload.of(value))
         if self.head is not None and self._feed.factors is not None:
             self._feed.losses[microbatch] = output.leaves[0]
         return output
@@ -159,7 +160,17 @@ class Stage:
 
     def weight_grad(self, microbatch: int) -> None:
         """W: adds the gradients that I left."""
-        weight_grad(self._saved.pop(microbatch).products)
+        with self._backward_mode[False]:
+            weight_grad(self._saved.pop(microbatch).products)
+
+    def _apart_from_buffers(self, output: Payload) -> Payload:
+        """A buffer that leaves the stage is copied: the next forward may change it before it is read."""
+        if len(output.wanted) == len(output.tensors):
+            return output
+        own = {_memory(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
+        return (
+            output.map_tensors(lambda tensor: tensor.clone() if _memory(tensor) in own else tensor) if own else output
+        )
 
     def _here(self, tensor: Tensor) -> Tensor:
         """An input of the model, on this device. It is a view of the batch, but counts its own modifications: a layer
@@ -192,14 +203,16 @@ class Stage:
         target = pytree.tree_map_only(Tensor, self._here, feed.targets[microbatch]) if feed.targets else None
         loss = self.head.loss(output, target, buffers)
         factor = feed.factors[microbatch]
+        if factor == 0:
+            return torch.zeros_like(loss)  # counts nothing, whatever it is: nothing goes backward
         return loss if factor is None else loss * factor
 
     def _run_keeping(self, saved: _Saved, arrived: Payload, split: bool) -> Any:
-        saved.deferred = split and self._deferral.learnt
+        saved.deferred = split and self._deferral.decide(lambda: self._kind(arrived))
         value = self._run(saved, arrived, split)
-        leaves = pytree.tree_leaves(value)
-        saved.edges = [get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not saved.edges and self.head is not None and self._feed.factors is not None:
+        saved.edges = [get_gradient_edge(leaf) for leaf in trainable_leaves(value)]
+        factors = self._feed.factors
+        if not saved.edges and self.head is not None and factors is not None and factors[saved.key.microbatch] != 0:
             raise InputError(
                 "a step trains something; the loss depends on no parameter that requires a gradient; "
                 "unfreeze one, or call evaluate"
@@ -207,6 +220,11 @@ class Stage:
         if split:
             saved.products = self._deferral.finish(saved.edges)
         return value
+
+    def _kind(self, arrived: Payload) -> Hashable:
+        """What decides which weight gradients are left to W: shapes, and which parameters are trainable."""
+        shapes = tuple(tensor.shape for tensor in arrived.tensors)
+        return shapes, tuple(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
 
     def _run_dropping(self, saved: _Saved, arrived: Payload) -> Any:
         """Run in grad mode, so that the layers see what they see without checkpointing, and keep the input alone."""
@@ -261,9 +279,16 @@ def _buffers(layer: Any) -> Buffers:
     return {name: buffer.clone() for name, buffer in layer.named_buffers()} if isinstance(layer, nn.Module) else {}
 
 
+def _memory(tensor: Tensor) -> int:
+    return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
+
+
 def _drop(tensor: Tensor) -> None:
     return None
 
 
 def _dropped(_: None) -> Tensor:
-    raise ExecutionError("a checkpointed forward was differentiated before it was recomputed: a bug in pipesched")
+    raise ExecutionError(
+        "a checkpointed forward keeps nothing to differentiate; a layer differentiates inside its own forward "
+        "(autograd.grad); use checkpoint='never'"
+    )

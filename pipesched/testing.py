@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.batch import LossReduction, SplitDims, Splitter
+from pipesched.caller import Caller
 from pipesched.costs import Costs
 from pipesched.executors.fake import FakeStage, run_virtual
 from pipesched.executors.local import LocalExecutor, Work
@@ -62,8 +63,9 @@ def reference_step(
     sums. Gradients are added to ``.grad``; returns the loss of the mini-batch, a 0-d tensor, detached.
     seed: the default generator's unless given. step: how many steps ran before.
     """
-    batch = Splitter(num_microbatches, False, split_dims, loss_weight, loss_reduction).batch(args, kwargs, target)
-    factors = Splitter(num_microbatches, False, split_dims, loss_weight, loss_reduction).factors(batch)
+    splitter = Splitter(num_microbatches, False, split_dims, loss_weight, loss_reduction)
+    batch = splitter.batch(args, kwargs, target)
+    factors = splitter.factors(batch)
     seed = torch.initial_seed() if seed is None else seed
     threads = torch.get_num_threads()
     torch.set_num_threads(intra_op_threads)
@@ -72,9 +74,10 @@ def reference_step(
         for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
             target_part = batch.targets[microbatch] if batch.targets else None
             loss = _forward(model, loss_fn, inputs, target_part, Key(seed, step, microbatch))
-            root = loss if factor is None else loss * factor
-            with _without_autocast():
-                root.backward()
+            root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
+            if factor != 0:
+                with _without_autocast():
+                    root.backward()
             total = root.detach() if total is None else total + root.detach()
     finally:
         torch.set_num_threads(threads)
@@ -86,7 +89,7 @@ def _forward(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, inputs
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     random = KeyedRandom(device)
     args, kwargs = inputs
-    with Intercept(random):
+    with Caller.here([device.type], grad=True).autocast(), Intercept(random):
         for name, layer in layers_of(model).items():
             random.enter(key, name)
             args, kwargs = (layer(*args, **kwargs),), {}

@@ -23,6 +23,13 @@ class Wrapped:
             raise GraphError(
                 "the loss module's parameters are named loss_fn.*; the model has a layer of that name; rename the layer"
             )
+        own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        shared = [name for prefix, module in self._modules().items() if prefix for name in _tensors_in(module, own)]
+        if shared:
+            raise GraphError(
+                f"a parameter belongs to a layer or to the loss; {shared[0]!r} of the loss module is the model's too; "
+                f"give the loss one of its own (tied weights are planned)"
+            )
 
     def _modules(self) -> dict[str, nn.Module]:
         """The modules by the prefix of their parameters' names."""
@@ -131,3 +138,8 @@ class Wrapped:
         if not isinstance(self.model, nn.Sequential):
             raise TypeError(f"only an nn.Sequential has a length and indices; the model is {type(self.model).__name__}")
         return self.model
+
+
+def _tensors_in(module: nn.Module, own: set[int]) -> list[str]:
+    """The names of a module's parameters and buffers that are among ``own``."""
+    return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if id(tensor) in own]

@@ -229,3 +229,168 @@ def test_any_number_of_chunks(num_ranks: int, num_stages: int) -> None:
     wanted = reference_step(expected, X, target=Y, loss_fn=functional.cross_entropy, num_microbatches=5, seed=4)
     assert torch.equal(loss, wanted)
     assert_equal_bits(gradients(actual), gradients(expected))
+
+
+class Twice(nn.Module):
+    """Gives one tensor out twice."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (y := x * 3), y
+
+
+class Doubles(nn.Module):
+    """Modifies the first of two inputs that are one tensor."""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        first, second = pair
+        return first.mul_(2) + second
+
+
+class Remembers(nn.Module):
+    """Gives out a buffer that it updates in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return x, self.mean
+
+
+class Adds(nn.Module):
+    """The sum of a tuple."""
+
+    def forward(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return sum(values[1:], values[0])
+
+
+class Force(nn.Module):
+    """Differentiates inside its own forward, as force fields and score models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = self.b(torch.tanh(self.a(x))).sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0] + self.b(x)
+
+
+class Thrice(nn.Module):
+    """One weight in three products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(torch.tanh(self.a(torch.tanh(self.a(x)))))
+
+
+class Complex(nn.Module):
+    """A product of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+STRANGE = {
+    "one tensor twice": [Twice, Doubles],
+    "one tensor twice, read only": [Twice, Adds],
+    "a buffer that is updated": [Remembers, Adds],
+    "a layer that differentiates": [Force, nn.Identity],
+    "one weight three times": [Thrice, nn.Identity],
+    "complex numbers": [Complex, nn.Identity],
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("layers", STRANGE)
+def test_strange_layers(layers: str, name: str, autocast: bool) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        first, second = (layer() for layer in STRANGE[layers])
+        return nn.Sequential(nn.Linear(8, 8), first, second, nn.Linear(8, 4))
+
+    expected, actual = build(), build()
+    devices = ["cpu"] * (4 // schedules.get(name).chunks_per_rank)
+    for mode in ("never", "always") if layers != "a layer that differentiates" else ("never",):
+        with (
+            torch.autocast("cpu", enabled=autocast),
+            Pipeline(
+                actual,
+                X[:2],
+                loss_fn=functional.cross_entropy,
+                devices=devices,
+                schedule=name,
+                num_microbatches=5,
+                boundaries=[1, 2, 3],
+                checkpoint=mode,
+                seed=1,
+            ) as pipe,
+        ):
+            for step in range(2):
+                loss = pipe.step(X, target=Y)
+                wanted = reference_step(
+                    expected,
+                    X,
+                    target=Y,
+                    loss_fn=functional.cross_entropy,
+                    num_microbatches=5,
+                    seed=1,
+                    step=step,
+                )
+                assert torch.equal(loss, wanted)
+                assert_equal_bits(gradients(actual), gradients(expected))
+                assert_equal_bits(dict(actual.named_buffers()), dict(expected.named_buffers()))
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_a_micro_batch_that_counts_nothing_changes_nothing(name: str) -> None:
+    """Its loss may be no number at all, as a mean over nothing is."""
+
+    def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output, target, ignore_index=0)
+
+    target = Y.clone().clamp(min=1)
+    target[:4] = 0  # all of micro-batch 0
+    expected, actual = plain_model().eval(), plain_model().eval()
+    masked(expected(X), target).backward()
+    stages = 2 * schedules.get(name).chunks_per_rank
+    with Pipeline(
+        actual,
+        X[:2],
+        loss_fn=masked,
+        devices=["cpu"] * 2,
+        schedule=name,
+        num_microbatches=5,
+        boundaries=even_boundaries(9, stages),
+        loss_weight=lambda target: (target != 0).sum(),
+    ) as pipe:
+        torch.testing.assert_close(pipe.eval().step(X, target=target), masked(expected(X), target).detach())
+    for name_, grad in gradients(expected).items():
+        torch.testing.assert_close(gradients(actual)[name_], grad)
+
+
+def test_time_first_tensors_are_split_along_dim_1() -> None:
+    """Inputs, target and outputs of (time, rows, ...)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(5, 6, 8), torch.randn(5, 6, 3)
+    with Pipeline(
+        model, x[:, :2], loss_fn=functional.mse_loss, devices=["cpu"] * 2, num_microbatches=3, split_dims=1
+    ) as pipe:
+        loss, outputs = pipe.step(x, target=y, return_outputs=True)
+        torch.testing.assert_close(outputs, model(x))
+        torch.testing.assert_close(loss, functional.mse_loss(model(x), y))
+        expected = {name: grad.clone() for name, grad in gradients(model).items()}
+        pipe.zero_grad()
+        functional.mse_loss(pipe(x), y).backward()
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, expected[name])

@@ -126,9 +126,10 @@ def test_devices_that_are_no_list(devices):
     refused(DeviceCountError, ValueError, r"one device for each rank; got .*; pass a list, such as", devices=devices)
 
 
-def test_devices_that_torch_does_not_know_are_refused_by_torch():
-    with pytest.raises(RuntimeError, match="gpu0"):
-        build(devices=["gpu0"])
+@pytest.mark.parametrize("device", ["gpu0", None, "meta", "cuda:64", 64])
+def test_devices_that_cannot_be_used_are_named(device):
+    with pytest.raises((InputError, DeviceCountError), match=str(device)):
+        build(devices=[device])
 
 
 # ---- schedule and micro-batches -------------------------------------------------------------------------------------
@@ -369,7 +370,7 @@ def step_refused(model, calls, error, match, *args, choices=None, **kwargs):
 @pytest.mark.parametrize(
     ("args", "kwargs", "match"),
     [
-        ((ONES,), {"target": ONES[:3]}, r"as many rows; argument 0 has 4, target has 3; make them match"),
+        ((ONES,), {"target": ONES[:3]}, r"as many rows; argument 0 has 4, the target has 3; make them match"),
         ((ONES, ONES[:2]), {"target": ONES}, r"argument 0 has 4, argument 1 has 2; .* split_dims=None"),
         ((), {"x": ONES, "mask": ONES[:2], "target": ONES}, r"x= has 4, mask= has 2"),
         (((ONES, ONES[:2]),), {"target": ONES}, r"argument 0 has one of 2 rows beside one of 4"),
@@ -393,7 +394,8 @@ def test_a_target_without_a_loss_function(counted_model, calls):
     [
         (5, r"argument 0 is split along dim 5; a tensor of shape \[4, 3\] has no such dim; .* None to pass it whole"),
         (-3, r"split along dim -3; a tensor of shape \[4, 3\] has no such dim"),
-        (1, r"argument 0 has 3, target has 4"),
+        ({"maskk": 1}, r"by position or keyword, 'target' and 'output'; 'maskk' is none"),
+        ({0: 1, "target": 0}, r"argument 0 has 3, the target has 4"),
         ([], r"one dim for each argument; it has 0, but 1 arguments were given; give as many"),
     ],
 )

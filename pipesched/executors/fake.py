@@ -15,7 +15,7 @@ from pipesched.errors import DeadlockError, ExecutionError
 from pipesched.executors.interpreter import Rank, interpret
 from pipesched.lowering import lower
 from pipesched.program import Program
-from pipesched.trace import Trace
+from pipesched.trace import Span, Trace
 
 __all__ = ["FakeStage", "VirtualClock", "run_virtual"]
 
@@ -165,7 +165,9 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     missing = [text for stage in stages.values() for text in stage.missing(program)]
     if missing:
         raise ExecutionError(f"work is missing at the end: {missing[0]}")
-    spans = tuple(span for rank in ranks for span in rank.spans(float))
+    spans = tuple(
+        Span(action, rank.index, start, end, action.lane) for rank in ranks for action, start, end in rank.stamps
+    )
     return Trace(spans, program.num_ranks, program.name, costs)
 
 

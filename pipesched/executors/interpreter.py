@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 from pipesched.actions import Action, Kind
 from pipesched.errors import ExecutionError
 from pipesched.program import Program
-from pipesched.trace import Span
 
 __all__ = ["Rank", "StageLike", "Transport", "interpret"]
 
@@ -93,11 +92,6 @@ class Rank:
             Kind.RECV_B: self._receive,
         }
 
-    def spans(self, seconds: Callable[[Any], float]) -> Iterator[Span]:
-        """The spans of the actions that ran; ``seconds`` reads a stamp."""
-        for action, start, end in self.stamps:
-            yield Span(action, self.index, seconds(start), seconds(end), action.lane)
-
     def _splits(self, action: Action) -> bool:
         return Action(action.stage, Kind.I, action.microbatch) in self._program.positions
 
@@ -171,7 +165,7 @@ def interpret(rank: Rank) -> Iterator[Action]:
         start = now()
         try:
             handlers[action.kind](action)
-        except Exception as error:
+        except BaseException as error:
             error.add_note(
                 f"in {action} (stage {action.stage}, micro-batch {action.microbatch}), "
                 f"rank {rank.index}, position {position} of its order"

@@ -74,7 +74,8 @@ class Run:
         except _Stopped:
             pass
         except BaseException as error:  # raised again in the caller's thread
-            self.stop(error)
+            ended = isinstance(error.__cause__, StopIteration)  # a generator turns a layer's own into a RuntimeError
+            self.stop(error.__cause__ if ended else error)
         finally:
             with self._lock:
                 self._left -= 1
@@ -89,19 +90,43 @@ class Run:
         for channel in self._channels.values():
             channel.put(_STOP)
 
-    def wait(self) -> None:
-        """Until every rank has ended. An interrupt of the caller stops them first."""
+    def start(self, jobs: "Sequence[SimpleQueue[Callable[[], None] | None]]") -> None:
+        """Hand every rank to its thread and wait until all have ended. An interrupt of the caller stops them first."""
+        handed = 0
         try:
+            for index, queue in enumerate(jobs):
+                handed = index + 1
+                queue.put(_job(self, index))
             self._finished.wait()
         except BaseException:
             self.stop()
+            for index in range(handed, len(jobs)):
+                jobs[index].put(_job(self, index))
             self._finished.wait()
             raise
 
+    def wait(self) -> None:
+        """Until every rank has ended."""
+        self._finished.wait()
+
+    def timeline(self) -> "Timeline":
+        """What ran when; holds nothing else of the run."""
+        readers = [lane.reader() for lane in self.lanes]
+        return Timeline([rank.stamps for rank in self.ranks], readers)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The stamps of a run that has ended, by rank, and how to read them."""
+
+    stamps: list[list[tuple[Action, Any, Any]]]
+    readers: list[Callable[[Any], float]]
+
     def spans(self) -> Iterator[Span]:
-        """What ran when, in seconds since the step began."""
-        for rank, lane in zip(self.ranks, self.lanes, strict=True):
-            yield from rank.spans(lane.seconds)
+        """What ran when, in seconds since the step began. On a GPU this waits for the step to end."""
+        for rank, (stamps, seconds) in enumerate(zip(self.stamps, self.readers, strict=True)):
+            for action, start, end in stamps:
+                yield Span(action, rank, seconds(start), seconds(end), action.lane)
 
 
 _Channels = dict[tuple[int, int, Kind], "SimpleQueue[Message]"]
@@ -151,13 +176,14 @@ class LocalExecutor:
         self._jobs: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in devices]
         self._threads = _start_threads(self._jobs, intra_op_threads)
         self._finalizer = finalize(self, _end_threads, self._jobs)
+        self._last: Run | None = None
 
     @property
     def closed(self) -> bool:
         """Whether the threads have been ended."""
         return not self._finalizer.alive
 
-    def run(self, work: Work, *, grad: bool) -> Run:
+    def run(self, work: Work, *, grad: bool) -> Timeline:
         """Run a lowered program, with grad mode as given, until every rank has ended.
 
         Raises what a stage raised, with a note that says where; ExecutionError where a run is under way or after
@@ -175,21 +201,22 @@ class LocalExecutor:
             work.finish()
             self._busy.release()
 
-    def _run(self, work: Work, caller: Caller) -> Run:
+    def _run(self, work: Work, caller: Caller) -> Timeline:
+        if self._last is not None:
+            self._last.wait()  # an impatient interrupt may have left ranks behind
         work.prepare(caller)
-        run = Run(work, self.lanes, caller)
+        run = self._last = Run(work, self.lanes, caller)
         start_s = time.perf_counter()
         for lane in self.lanes:
             lane.begin(start_s)
-        for index, jobs in enumerate(self._jobs):
-            jobs.put(_job(run, index))
-        run.wait()
+        run.start(self._jobs)
         for lane in self.lanes:
             lane.end()
+        self._last = None
         if run.error is not None:
             error, run.error = run.error, None
             raise error
-        return run
+        return run.timeline()
 
     def close(self) -> None:
         """End the threads and wait for them. Raises ExecutionError when called by one of them."""

@@ -36,8 +36,8 @@ class Lane(Protocol):
     def now(self) -> Any:
         """A stamp."""
 
-    def seconds(self, stamp: Any) -> float:
-        """A stamp as seconds since the step's begin."""
+    def reader(self) -> Callable[[Any], float]:
+        """A function that reads a stamp of the present step as seconds since its begin."""
 
     def pack(self, value: Any) -> Message:
         """A value of this device, to be sent."""
@@ -75,8 +75,9 @@ class CpuLane:
     def entered(self) -> Iterator[None]:
         yield
 
-    def seconds(self, stamp: float) -> float:
-        return stamp - self._start_s
+    def reader(self) -> Callable[[float], float]:
+        start_s = self._start_s
+        return lambda stamp: stamp - start_s
 
     def pack(self, value: Any) -> Message:
         return Message(value)
@@ -119,9 +120,14 @@ class CudaLane:
         stamp.record(self._compute)
         return stamp
 
-    def seconds(self, stamp: torch.cuda.Event) -> float:
-        stamp.synchronize()
-        return self._base_s + float(self._base.elapsed_time(stamp)) / 1e3
+    def reader(self) -> Callable[[torch.cuda.Event], float]:
+        base, base_s = self._base, self._base_s
+
+        def seconds(stamp: torch.cuda.Event) -> float:
+            stamp.synchronize()
+            return base_s + float(base.elapsed_time(stamp)) / 1e3
+
+        return seconds
 
     def pack(self, value: Any) -> Message:
         ready = torch.cuda.Event()
