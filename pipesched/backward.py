@@ -208,7 +208,7 @@ class Deferral:
     def _note(self, x: Tensor, weights: tuple[Tensor, ...], rule: WeightRule, call: Callable[[], Tensor]) -> Tensor:
         output = call()
         if not output.requires_grad:  # no input of the product needs a gradient: it still needs a node to hook
-            (output,) = enter((output,), _ignore)
+            (output,) = enter((output,))
         if self._noting:
             product = Product(x, weights, rule)
             get_gradient_edge(output).node.register_prehook(product.keep)
@@ -330,27 +330,29 @@ class _Entry(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensors: tuple[Tensor, ...], keep: Callable[..., None]) -> tuple[Tensor, ...]:
-        ctx.keep = keep
+    def forward(
+        ctx: Any, anchor: Tensor, tensors: tuple[Tensor, ...], into: list[Tensor | None] | None
+    ) -> tuple[Tensor, ...]:
+        ctx.into = into
         ctx.set_materialize_grads(False)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
-        ctx.keep(grads)
+        if ctx.into is not None:
+            ctx.into[:] = grads
         return None, None, None
 
 
-def enter(tensors: Sequence[Tensor], keep: Callable[[Sequence[Tensor | None]], None]) -> tuple[Tensor, ...]:
-    """The same tensors, now requiring gradients; the backward calls ``keep`` once with them all (None: not used)."""
+def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) -> tuple[Tensor, ...]:
+    """The same tensors, now requiring gradients, which a backward writes into ``into`` (None: not used).
+
+    A list, and no callback: who holds the graph must not be held by it, since no garbage collector sees through graphs.
+    """
     anchor = torch.empty(0, requires_grad=True)
     detached = tuple(tensor.detach() for tensor in tensors)
-    entered: tuple[Tensor, ...] = _Entry.apply(anchor, detached, keep)  # type: ignore[no-untyped-call]
+    entered: tuple[Tensor, ...] = _Entry.apply(anchor, detached, into)  # type: ignore[no-untyped-call]
     return entered
-
-
-def _ignore(_: Sequence[Tensor | None]) -> None:
-    return
 
 
 def backward(outputs: Sequence[GradientEdge], grads: Sequence[Tensor | None]) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipesched.errors import GraphError, ModelTypeError
 
-__all__ = ["chain_graph", "layers_of"]
+__all__ = ["chain_graph", "layers_of", "normalised_over_rows"]
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -39,6 +39,12 @@ def chain_graph(layers: dict[str, nn.Module]) -> "nx.DiGraph[str]":
     graph.add_nodes_from(layers)
     graph.add_edges_from(pairwise(layers))
     return graph
+
+
+def normalised_over_rows(model: nn.Module) -> list[str]:
+    """The layers that normalise over the rows of a batch, such as BatchNorm, while they train."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is for replicas
+    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
 
 
 def _is_plain(module: Any) -> bool:

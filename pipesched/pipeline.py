@@ -1,6 +1,7 @@
 """Pipeline: the front door. Wraps a model and trains it through a schedule."""
 
 import operator
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -15,7 +16,7 @@ from pipesched.caller import Caller
 from pipesched.costs import Costs
 from pipesched.errors import DeviceCountError, InputError, ModelTypeError
 from pipesched.executors.local import LocalExecutor, Timeline, Work
-from pipesched.graph import chain_graph, layers_of
+from pipesched.graph import chain_graph, layers_of, normalised_over_rows
 from pipesched.lowering import CheckpointMode, add_recompute, halves
 from pipesched.open_pass import OpenPass, attach
 from pipesched.order import Schedule
@@ -94,10 +95,21 @@ class Pipeline(Wrapped):
         program = self._programs.plain(self._programs.num_microbatches)
         self._programs.training(self._programs.num_microbatches)
         self._cut = cut_layers(list(self._layers), program, wishes.boundaries, self._measured_graph)
+        self._warn_of_normalisation()
         self._stages = self._build_stages(program)
         self._executor = LocalExecutor(self.devices, intra_op_threads)
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self._step = 0
+
+    def _warn_of_normalisation(self) -> None:
+        names = normalised_over_rows(self.model)
+        if names and self.num_microbatches > 1:
+            warnings.warn(
+                f"BatchNorm sees one micro-batch at a time; layer {names[0]!r} and {len(names) - 1} others normalise "
+                f"each of {self.num_microbatches} micro-batches by itself; for the gradient of the whole batch use a "
+                f"norm over features, else ignore this warning",
+                stacklevel=3,
+            )
 
     def _build_stages(self, program: Program) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}

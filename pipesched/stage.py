@@ -3,7 +3,7 @@
 A stage knows nothing of order, ranks or transfers. It calls the user's own layers, with their own Parameters.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,15 +80,12 @@ class _Saved:
     key: Key
     first: bool  # what arrives is the model's input
     deferred: bool = False  # F left weight gradients to W
-    input_grads: Gradients = ()
+    input_grads: list[Tensor | None] = field(default_factory=list)
     edges: list[GradientEdge] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
     # between a checkpointed F and its R:
     arrived: Payload | None = None
     buffers: list[Buffers] = field(default_factory=list)
-
-    def keep_input_grads(self, grads: Sequence[Tensor | None]) -> None:
-        self.input_grads = tuple(grads)
 
 
 class Stage:
@@ -182,8 +179,8 @@ class Stage:
         """Call the layers, and on the last stage the head. What is returned is the root of the backward."""
         wanted = arrived.wanted
         if wanted and torch.is_grad_enabled():
-            saved.input_grads = (None,) * len(wanted)
-            wanted = enter(wanted, saved.keep_input_grads)
+            saved.input_grads = [None] * len(wanted)
+            wanted = enter(wanted, saved.input_grads)
         value = arrived.with_wanted(wanted)
         args, kwargs = value if saved.first else ((value,), {})
         buffers = iter(saved.buffers)
@@ -260,7 +257,7 @@ class Stage:
             backward(edges, grads)
 
     def _sent_back(self, microbatch: int, saved: _Saved) -> Gradients:
-        grads, saved.input_grads = saved.input_grads, ()
+        grads, saved.input_grads = tuple(saved.input_grads), []
         if saved.first:
             self._feed.input_grads[microbatch] = grads
         return grads

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,17 +11,20 @@ from torch import Tensor, nn
 from pipesched.batch import LossReduction, SplitDims, Splitter
 from pipesched.caller import Caller
 from pipesched.costs import Costs
+from pipesched.errors import ScheduleError
 from pipesched.executors.fake import FakeStage, run_virtual
 from pipesched.executors.local import LocalExecutor, Work
 from pipesched.graph import layers_of
 from pipesched.interception import Intercept
 from pipesched.lowering import lower
+from pipesched.order import Schedule
 from pipesched.program import Program
 from pipesched.randomness import Key, KeyedRandom
+from pipesched.simulator import simulate
 from pipesched.trace import Trace
 from pipesched.validation import validate
 
-__all__ = ["FakeStage", "reference_step", "run_fake"]
+__all__ = ["FakeStage", "check_schedule", "reference_step", "run_fake"]
 
 
 def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = False) -> Trace:
@@ -41,6 +45,40 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
     finally:
         executor.close()
     return Trace(tuple(run.spans()), program.num_ranks, program.name, costs)
+
+
+def check_schedule(
+    schedule: Schedule, *, max_ranks: int = 8, max_microbatches: int = 16, exact: bool = True, report: bool = True
+) -> None:
+    """Prove a schedule for every shape up to so many ranks and micro-batches, and print what it costs.
+
+    exact: also demand ascending micro-batch order (see ``Program.exact``). report: print makespan, bubble and peak in
+    flight for some shapes, at unit costs of a rank (a chunk costs 1/v). Raises what ``validate`` raises, and notes
+    the shape.
+    """
+    for num_ranks, num_microbatches in product(range(1, max_ranks + 1), range(1, max_microbatches + 1)):
+        program = schedule.program(num_ranks, num_microbatches)
+        try:
+            validate(program, exact=exact)
+            validate(lower(program))
+        except ScheduleError as error:
+            error.add_note(f"schedule {schedule.name!r} with {num_ranks} ranks and {num_microbatches} micro-batches")
+            raise
+    if report:
+        print(f"{schedule.name}: valid for 1..{max_ranks} ranks and 1..{max_microbatches} micro-batches")
+        print(f"{'ranks':>6}{'micro-batches':>15}{'makespan':>10}{'bubble':>8}{'peak in flight':>16}")
+        for num_ranks in sorted({2, 4, max_ranks}):
+            _report(schedule, num_ranks, 2 * num_ranks)
+
+
+def _report(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
+    program = schedule.program(num_ranks, num_microbatches)
+    chunks = max(1, program.num_stages // num_ranks)
+    unit = 1 / chunks
+    costs = Costs.uniform(program.num_stages, forward_s=unit, input_grad_s=unit, weight_grad_s=unit)
+    trace = simulate(program, costs)
+    peak = max(trace.peak_in_flight) / chunks
+    print(f"{num_ranks:6}{num_microbatches:15}{trace.makespan_s:10g}{trace.bubble_ratio:8.1%}{peak:16g}")
 
 
 def reference_step(

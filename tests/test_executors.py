@@ -1,6 +1,8 @@
 """Executors: the order that runs is the program's, ranks overlap, failures stop all, settings are the caller's."""
 
+import gc
 import threading
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -307,3 +309,38 @@ def test_two_gpus_agree_with_one() -> None:
         ) as pipe:
             losses.append(pipe.step(X.cuda(), target=Y.cuda()).cpu())
     assert torch.equal(*losses)
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_steps_and_dropped_passes_leave_nothing_behind(name: str) -> None:
+    with wrapped(name) as pipe:
+
+        def work() -> None:
+            pipe.step(X, target=Y, return_outputs=True)
+            pipe.zero_grad()
+            pipe(X)
+            pipe(X).sum().backward()
+            pipe.evaluate(X, target=Y)
+            pipe.zero_grad()
+
+        for _ in range(8):
+            work()
+        before = live_tensors()
+        for _ in range(4):
+            work()
+        assert live_tensors() <= before
+
+
+def test_normalisation_over_rows_is_warned_of() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    with pytest.warns(UserWarning, match="layer '1' and 0 others"):
+        Pipeline(model, X[:2], devices=["cpu"], num_microbatches=4).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Pipeline(model, X[:2], devices=["cpu"], num_microbatches=1).close()
+        Pipeline(model.eval(), X[:2], devices=["cpu"], num_microbatches=4).close()

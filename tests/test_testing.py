@@ -1,0 +1,31 @@
+"""What pipesched.testing offers to authors of schedules."""
+
+import pytest
+
+from pipesched import schedules
+from pipesched.errors import ScheduleError
+from pipesched.order import Order, Shape, schedule
+from pipesched.testing import check_schedule
+
+
+def test_a_good_schedule_is_proved_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    check_schedule(schedules.get("zb-h1"), max_ranks=4, max_microbatches=8)
+    printed = capsys.readouterr().out
+    assert "zb-h1: valid for 1..4 ranks and 1..8 micro-batches" in printed
+    assert printed.splitlines()[-1].split() == ["4", "8", "27", "11.1%", "4"]
+    check_schedule(schedules.get("interleaved-1f1b"), max_ranks=4, max_microbatches=8)
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["4", "8", "28.5", "15.8%", "5.5"]
+
+
+def test_a_bad_schedule_is_named_with_the_shape_that_breaks_it() -> None:
+    @schedule("forgets")
+    def forgets(rank: int, shape: Shape) -> Order:
+        order = Order(shape)
+        for _ in range(min(3, shape.num_microbatches)):
+            order.F(rank)
+            order.B(rank)
+        return order
+
+    with pytest.raises(ScheduleError, match="for micro-batch 3 it has none") as caught:
+        check_schedule(forgets, report=False)
+    assert caught.value.__notes__ == ["schedule 'forgets' with 1 ranks and 4 micro-batches"]
