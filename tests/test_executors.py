@@ -1,14 +1,16 @@
 """Executors: the order that runs is the program's, ranks overlap, failures stop all, settings are the caller's."""
 
+import _thread
 import gc
 import threading
+import time
 import warnings
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from models import mixed_model
+from models import assert_equal_bits, gradients, mixed_model
 from torch import nn
 from torch.nn import functional
 
@@ -277,8 +279,6 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("name", schedules.names())
 def test_stages_on_one_gpu_train_as_the_loop_does(name: str, checkpoint: str) -> None:
-    from models import assert_equal_bits, gradients
-
     from pipesched.testing import reference_step
 
     expected, actual = mixed_model().cuda(), mixed_model()
@@ -344,3 +344,35 @@ def test_normalisation_over_rows_is_warned_of() -> None:
         warnings.simplefilter("error")
         Pipeline(model, X[:2], devices=["cpu"], num_microbatches=1).close()
         Pipeline(model.eval(), X[:2], devices=["cpu"], num_microbatches=4).close()
+
+
+def test_an_interrupt_stops_the_ranks_and_the_next_step_is_right() -> None:
+    interrupts: list[int] = []
+
+    class Interrupts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if interrupts:
+                interrupts.pop()
+                _thread.interrupt_main()
+                time.sleep(0.05)  # the rank is still busy when the caller wakes up
+            return x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Interrupts(), nn.Linear(8, 4))
+    with Pipeline(
+        model,
+        X[:2],
+        loss_fn=functional.cross_entropy,
+        devices=["cpu"] * 2,
+        num_microbatches=4,
+        boundaries=[2],
+    ) as pipe:
+        wanted = pipe.step(X, target=Y)
+        grads = {name: grad.clone() for name, grad in gradients(model).items()}
+        pipe.zero_grad()
+        interrupts.append(1)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(X, target=Y)
+        pipe.zero_grad()
+        assert torch.equal(pipe.step(X, target=Y), wanted)
+        assert_equal_bits(gradients(model), grads)
