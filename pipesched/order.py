@@ -50,6 +50,11 @@ class Shape:
         """The stages that a rank holds, in stage order."""
         return placement.chunks_of(self.placement, rank)
 
+    def groups(self) -> list[int]:
+        """The micro-batches in even groups of at least p, for interleaving (Megatron-LM: groups of p, no rest)."""
+        count = max(1, self.num_microbatches // self.num_ranks)
+        return [self.num_microbatches // count + (group < self.num_microbatches % count) for group in range(count)]
+
 
 class Order:
     """One rank's order while it is written. Each method adds the stage's next micro-batch, if any is left."""

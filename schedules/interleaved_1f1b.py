@@ -5,13 +5,6 @@ from itertools import zip_longest
 from pipesched.order import Order, Shape, loop, schedule
 
 
-def groups(shape: Shape) -> list[int]:
-    """Split the micro-batches into even groups of at least p (Megatron takes groups of p and refuses a rest)."""
-    m = shape.num_microbatches
-    count = max(1, m // shape.num_ranks)
-    return [m // count + (group < m % count) for group in range(count)]
-
-
 @schedule("interleaved-1f1b", placement=loop, chunks_per_rank=2)
 def interleaved_1f1b(rank: int, shape: Shape) -> Order:
     """1F1B over v chunks a rank, which cuts the bubble by v. Megatron-LM, Narayanan et al. 2021.
@@ -20,7 +13,7 @@ def interleaved_1f1b(rank: int, shape: Shape) -> Order:
 
     Bubble (p-1)(F+B)/v; rank 0 holds p + (p-1)/v micro-batches.
     """
-    order, chunks, sizes = Order(shape), shape.chunks(rank), groups(shape)
+    order, chunks, sizes = Order(shape), shape.chunks(rank), shape.groups()
     forwards = [chunk for size in sizes for chunk in chunks for _ in range(size)]
     backwards = [chunk for size in sizes for chunk in reversed(chunks) for _ in range(size)]
     warm_up = 2 * (shape.num_ranks - 1 - rank) + (len(chunks) - 1) * sizes[0]

@@ -1,0 +1,25 @@
+"""GIS: grouped interleaved with a split backward (PipeOffload, Wan et al. 2025, arXiv:2503.01328)."""
+
+from itertools import zip_longest
+
+from pipesched.order import Order, Shape, loop, schedule
+
+
+@schedule("gis", placement=loop, chunks_per_rank=2)
+def gis(rank: int, shape: Shape) -> Order:
+    """Interleaved 1F1B with the shorter warm-up that a split backward allows. PipeOffload, Wan et al. 2025.
+
+    Bubble (p-1)(F+I)/v for m a multiple of p; rank r holds ((v-1)p + p-r)/v micro-batches.
+    """
+    order, chunks, sizes = Order(shape), shape.chunks(rank), shape.groups()
+    forwards = [chunk for size in sizes for chunk in chunks for _ in range(size)]
+    backwards = [chunk for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+    warm_up = (shape.num_ranks - 1 - rank) + (len(chunks) - 1) * sizes[0]
+    for chunk in forwards[:warm_up]:
+        order.F(chunk)
+    for forward, backward in zip_longest(forwards[warm_up:], backwards):
+        if forward is not None:
+            order.F(forward)
+        order.I(backward)
+        order.W(backward)
+    return order

@@ -1,0 +1,28 @@
+"""Interleaved zero bubble: interleaved 1F1B with a split backward (Qi et al. 2023, arXiv:2401.10241)."""
+
+from itertools import zip_longest
+
+from pipesched.order import Order, Shape, loop, schedule
+
+
+@schedule("interleaved-zb", placement=loop, chunks_per_rank=2)
+def interleaved_zb(rank: int, shape: Shape) -> Order:
+    """Interleaved 1F1B whose cool-down is filled with weight gradients, each r steps late. Qi et al. 2023.
+
+    Bubble (p-1)(F+I-min(F,W))/v for m a multiple of p; every rank holds p micro-batches at most.
+    """
+    order, chunks, sizes = Order(shape), shape.chunks(rank), shape.groups()
+    forwards = [chunk for size in sizes for chunk in chunks for _ in range(size)]
+    backwards = [chunk for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+    warm_up = (shape.num_ranks - 1 - rank) + (len(chunks) - 1) * sizes[0]
+    for chunk in forwards[:warm_up]:
+        order.F(chunk)
+    for step, (forward, backward) in enumerate(zip_longest(forwards[warm_up:], backwards)):
+        if forward is not None:
+            order.F(forward)
+        order.I(backward)
+        if step >= rank:
+            order.W(backwards[step - rank])
+    for chunk in backwards[max(0, len(backwards) - rank) :]:
+        order.W(chunk)
+    return order

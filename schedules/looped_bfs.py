@@ -1,0 +1,19 @@
+"""Looped BFS: GPipe over several chunks a rank (Breadth-First, Lamy-Poirier 2022, arXiv:2211.05953)."""
+
+from pipesched.order import Order, Shape, loop, schedule
+
+
+@schedule("looped-bfs", placement=loop, chunks_per_rank=2)
+def looped_bfs(rank: int, shape: Shape) -> Order:
+    """All micro-batches through each chunk before the next one. Breadth-First, Lamy-Poirier 2022.
+
+    Bubble (p-1)(F+B)/v for m >= p; holds every micro-batch at once.
+    """
+    order, chunks = Order(shape), shape.chunks(rank)
+    for chunk in chunks:
+        for _ in range(shape.num_microbatches):
+            order.F(chunk)
+    for chunk in reversed(chunks):
+        for _ in range(shape.num_microbatches):
+            order.B(chunk)
+    return order

@@ -1,0 +1,41 @@
+"""ZB-V: zero bubble on a V of two chunks a rank, within 1F1B's memory (Qi et al. 2023, arXiv:2401.10241, section 6)."""
+
+from pipesched.order import Order, Shape, schedule, v
+
+
+@schedule("zb-v", placement=v, chunks_per_rank=2)
+def zb_v(rank: int, shape: Shape) -> Order:
+    """Two chunks a rank, down the ranks and up again; the last stage lies beside the first. Qi et al. 2023.
+
+    Span bubble (p-1)(I-W) for W <= F <= I, so 0 at equal times; every rank holds p micro-batches at most.
+    Written for m >= 2p-1; fewer run the same order with gaps.
+    """
+    order, (down, up) = Order(shape), shape.chunks(rank)
+    p, ahead = shape.num_ranks, shape.num_ranks - rank
+    for _ in range(2 * ahead - 1):  # warm-up
+        order.F(down)
+    for _ in range(rank):
+        order.F(up)
+        order.F(down)
+    for _ in range(ahead):
+        order.F(up)
+        order.I(up)
+        order.W(up)
+    for _ in range(max(0, max(2 * p - 1, shape.num_microbatches) - p)):  # steady state
+        order.F(down)
+        order.I(down)
+        order.W(down)
+        order.F(up)
+        order.I(up)
+        order.W(up)
+    for _ in range(rank):  # cool-down
+        order.I(down)
+        order.I(up)
+    for _ in range(ahead):
+        order.I(down)
+        order.W(down)
+    for _ in range(rank):
+        order.W(up)
+    for _ in range(rank):
+        order.W(down)
+    return order
