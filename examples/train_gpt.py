@@ -8,6 +8,7 @@ The text is the source of Python's own standard library. Writes timeline.png (pr
 
 import argparse
 import random
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -121,7 +122,7 @@ def train(
 ) -> list[float]:
     """An ordinary training loop; returns the time of each step in seconds."""
     times = []
-    progress = tqdm(range(steps), desc="training", unit="step", mininterval=1.0)
+    progress = tqdm(range(steps), desc="training", unit="step", mininterval=1.0 if sys.stderr.isatty() else 10.0)
     for _ in progress:
         x, y = batch(text, rows, context, draw)
         start = time.perf_counter()

@@ -50,6 +50,15 @@ class Shape:
         """The stages that a rank holds, in stage order."""
         return placement.chunks_of(self.placement, rank)
 
+    def exactly(self, count: int, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, for a schedule written for so many. Raises ScheduleError for another number."""
+        if self.chunks_per_rank != count:
+            raise ScheduleError(
+                f"this schedule holds {count} stages on each rank; asked for {self.chunks_per_rank}; cut the model into "
+                f"{count * self.num_ranks} stages for {self.num_ranks} ranks (chunks_per_rank={count})"
+            )
+        return self.chunks(rank)
+
     def groups(self) -> list[int]:
         """The micro-batches in even groups of at least p, for interleaving (Megatron-LM: groups of p, no rest)."""
         count = max(1, self.num_microbatches // self.num_ranks)

@@ -10,7 +10,7 @@ def zb_v(rank: int, shape: Shape) -> Order:
     Span bubble (p-1)(I-W) for W <= F <= I, so 0 at equal times; every rank holds p micro-batches at most.
     Written for m >= 2p-1; fewer run the same order with gaps.
     """
-    order, (down, up) = Order(shape), shape.chunks(rank)
+    order, (down, up) = Order(shape), shape.exactly(2, rank)
     p, ahead = shape.num_ranks, shape.num_ranks - rank
     for _ in range(2 * ahead - 1):  # warm-up
         order.F(down)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from random_programs import quick
 
 from pipesched import Costs, Program, lower, schedules, simulate, validate
-from pipesched.errors import DeadlockError
+from pipesched.errors import DeadlockError, ScheduleError
 from pipesched.order import Order, Shape, loop, schedule
 from pipesched.validation import peak_in_flight
 
@@ -140,10 +140,65 @@ def test_zb_h1_with_no_more_microbatches_than_ranks(p, m, times):
     assert_makespan(timed("zb-h1", p, m, F=F, I=I, W=W, c=c), (m + p - 1) * (F + I) + W + latencies * c)
 
 
+@quick
+@given(RANKS, st.integers(0, 6), st.integers(2, 4), SECONDS, SECONDS, SECONDS)
+def test_looped_bfs_bubble(p, more, v, F, I, W):  # noqa: E741
+    """(p - 1) times a chunk's work, for m >= p; arXiv:2211.05953."""
+    m = p + more
+    trace = timed("looped-bfs", p, m, v=v, F=F, I=I, W=W)
+    assert_makespan(trace, m * (F + I + W) + Fraction((p - 1) * (F + I + W), v))
+
+
+@quick
+@given(RANKS, st.integers(0, 6), SECONDS, SECONDS, SECONDS)
+def test_zb_h2_bubble(p, more, F, I, W):  # noqa: E741
+    """No bubble from a rank's own start where F + I <= 2 min(F, W), for m >= 2p - 1; arXiv:2401.10241."""
+    m = 2 * p - 1 + more
+    trace = timed("zb-h2", p, m, F=F, I=I, W=W)
+    assert trace.span_s == m * (F + I + W) + (p - 1) * max(0, F + I - 2 * min(F, W))
+    if W <= F:
+        assert trace.makespan_s == m * (F + I + W) + (p - 1) * max(F, F + I - 2 * W)
+
+
+@quick
+@given(RANKS, st.integers(1, 4), st.integers(2, 4), SECONDS, SECONDS, SECONDS)
+def test_grouped_interleaved_bubble(p, rounds, v, F, I, W):  # noqa: E741
+    """(p - 1)(F + I) of a chunk, for m a multiple of p; arXiv:2503.01328."""
+    m = p * rounds
+    trace = timed("gis", p, m, v=v, F=F, I=I, W=W)
+    assert trace.makespan_s == m * (F + I + W) + Fraction((p - 1) * (F + I), v)
+
+
+@quick
+@given(RANKS, st.integers(1, 4), st.integers(2, 4), SECONDS, SECONDS, SECONDS)
+def test_interleaved_zero_bubble(p, rounds, v, F, I, W):  # noqa: E741
+    """(p - 1)(F + I - W) of a chunk, for m a multiple of p and W <= F and I; arXiv:2401.10241."""
+    m, W = p * rounds, min(W, F, I)
+    trace = timed("interleaved-zb", p, m, v=v, F=F, I=I, W=W)
+    assert trace.makespan_s == m * (F + I + W) + Fraction((p - 1) * (F + I - W), v)
+
+
+@quick
+@given(RANKS, st.integers(0, 6), SECONDS, SECONDS, SECONDS)
+def test_zb_v_bubble(p, more, F, I, W):  # noqa: E741
+    """(p - 1)(I - W) from a rank's own start, for m >= 2p - 1 and W <= F <= I; arXiv:2401.10241."""
+    m, (W, F, I) = 2 * p - 1 + more, sorted((F, I, W))  # noqa: E741
+    trace = timed("zb-v", p, m, v=2, F=F, I=I, W=W)
+    assert trace.span_s == m * (F + I + W) + (p - 1) * (I - W)
+    assert trace.makespan_s == m * (F + I + W) + (p - 1) * max(Fraction(I, 2), I - W)
+
+
+def test_a_v_has_two_chunks():
+    with pytest.raises(ScheduleError, match="holds 2 stages on each rank; asked for 3; cut the model into 8 stages"):
+        schedules.get("zb-v").program(4, 8, chunks_per_rank=3)
+
+
 PEAKS = {
     "gpipe": lambda p, m, r: m,
     "1f1b": lambda p, m, r: min(m, p - r),
     "zb-h1": lambda p, m, r: min(m, p),
+    "zb-h2": lambda p, m, r: min(m, 2 * p - 1),
+    "looped-bfs": lambda p, m, r: 2 * m,
 }
 
 
@@ -173,12 +228,18 @@ def test_peak_memory_of_interleaving(p, rounds, v):
         ("interleaved-1f1b", 2, 28.5, [5.5, 4.5, 3.5, 2.5]),
         ("interleaved-1f1b", 4, 26.25, [4.75, 4.25, 3.75, 3.25]),
         ("zb-h1", 1, 27, [4, 4, 4, 4]),
+        ("looped-bfs", 2, 28.5, [8, 8, 8, 8]),
+        ("zb-h2", 1, 27, [7, 7, 7, 7]),
+        ("gis", 2, 27, [4, 3.5, 3, 2.5]),
+        ("interleaved-zb", 2, 25.5, [4, 4, 4, 4]),
+        ("zb-v", 2, 25.5, [4, 4, 4, 4]),
     ],
 )
 def test_four_ranks_eight_microbatches_with_unit_costs(name, v, makespan, peaks):
     """Peaks in activations of one micro-batch on one rank: a chunk holds one v-th of it."""
     trace = timed(name, 4, 8, F=1, I=1, W=1, v=v)
-    assert_makespan(trace, makespan)
+    assert trace.makespan_s == makespan
+    assert trace.span_s == {"zb-h2": 24, "zb-v": 24}.get(name, makespan)  # each rank counted from its own start
     assert [Fraction(peak, v) for peak in trace.peak_in_flight] == peaks
 
 
@@ -253,7 +314,7 @@ def test_uneven_interleaving_keeps_the_even_bubble_where_naive_groups_double_it(
     assert other.makespan_s - m * T == 9.5
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", schedules.names())
 def test_golden_programs(name):
     text = (GOLDEN / f"{name}.txt").read_text()
     program = schedules.get(name).program(4, 8)
