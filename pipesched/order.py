@@ -54,8 +54,8 @@ class Shape:
         """The stages that a rank holds, for a schedule written for so many. Raises ScheduleError for another number."""
         if self.chunks_per_rank != count:
             raise ScheduleError(
-                f"this schedule holds {count} stages on each rank; asked for {self.chunks_per_rank}; cut the model into "
-                f"{count * self.num_ranks} stages for {self.num_ranks} ranks (chunks_per_rank={count})"
+                f"this schedule holds {count} stages on each rank; asked for {self.chunks_per_rank}; cut the model "
+                f"into {count * self.num_ranks} stages for {self.num_ranks} ranks (chunks_per_rank={count})"
             )
         return self.chunks(rank)
 
