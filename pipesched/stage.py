@@ -3,6 +3,7 @@
 A stage knows nothing of order, ranks or transfers. It calls the user's own layers, with their own Parameters.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -122,11 +123,18 @@ class Stage:
         """F: the stage's output; on the last stage the loss, where the feed asks for one."""
         payload = arrived[0] if arrived else Payload.of(self._feed.inputs[microbatch]).map_tensors(self._here)
         saved = _Saved(Key(self._feed.seed, self._feed.step, microbatch), first=not arrived)
+        overlapping = _overlapping(payload) if arrived else []
+        versions = [tensor._version for tensor in overlapping]
         if not torch.is_grad_enabled():
             value = self._run(saved, payload)
         else:
             self._saved[microbatch] = saved
             value = self._run_dropping(saved, payload) if checkpointed else self._run_keeping(saved, payload, split)
+        if versions != [tensor._version for tensor in overlapping]:
+            raise ExecutionError(
+                f"tensors that pass between stages are modified in place only where they share no memory; the layers "
+                f"{', '.join(self.layers)} modified one of {len(overlapping)} that do; clone it, or move the boundary"
+            )
         output = self._apart_from_buffers(Payload.of(value))
         if self.head is not None and self._feed.factors is not None:
             self._feed.losses[microbatch] = output.leaves[0]
@@ -274,6 +282,15 @@ def _call(
 
 def _buffers(layer: Any) -> Buffers:
     return {name: buffer.clone() for name, buffer in layer.named_buffers()} if isinstance(layer, nn.Module) else {}
+
+
+def _overlapping(payload: Payload) -> list[Tensor]:
+    """The tensors that share memory with another one, such as a view beside its base."""
+    tensors = payload.tensors
+    if len(tensors) < 2:
+        return []
+    counts = Counter(map(_memory, tensors))
+    return [tensor for tensor in tensors if counts[_memory(tensor)] > 1]
 
 
 def _memory(tensor: Tensor) -> int:

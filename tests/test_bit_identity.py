@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipesched import Pipeline, schedules
+from pipesched.errors import ExecutionError
 from pipesched.testing import reference_step
 
 pytestmark = pytest.mark.usefixtures("every_product_deferred")
@@ -394,3 +395,20 @@ def test_time_first_tensors_are_split_along_dim_1() -> None:
         functional.mse_loss(pipe(x), y).backward()
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, expected[name])
+
+
+class Part(nn.Module):
+    """Gives out a tensor and a view of it."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (y := x * 3), y[:, :]
+
+
+def test_a_view_beside_its_base_that_is_modified_by_the_next_stage_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Part(), Doubles(), nn.Linear(8, 4))
+    options = {"loss_fn": functional.cross_entropy, "devices": ["cpu"] * 2, "num_microbatches": 4}
+    refused = pytest.raises(ExecutionError, match=r"share no memory.*clone it")
+    with Pipeline(model, X[:2], boundaries=[2], **options) as pipe, refused:
+        pipe.step(X, target=Y)
+    with Pipeline(model, X[:2], boundaries=[1], **options) as pipe:
+        assert pipe.step(X, target=Y).isfinite()
