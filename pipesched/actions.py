@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pipesched.errors import ScheduleError
 
-__all__ = ["KINDS", "Action", "Holding", "Kind", "KindRow", "Lane"]
+__all__ = ["KINDS", "OTHER_END", "Action", "Holding", "Kind", "KindRow", "Lane"]
 
 
 class Lane(StrEnum):
@@ -64,6 +64,14 @@ KINDS: dict[Kind, KindRow] = {
     Kind.RECV_F: KindRow(Lane.COPY),
     Kind.SEND_B: KindRow(Lane.COPY),
     Kind.RECV_B: KindRow(Lane.COPY),
+}
+
+#: The kind at the other end of a transfer, both ways.
+OTHER_END: dict[Kind, Kind] = {
+    Kind.SEND_F: Kind.RECV_F,
+    Kind.SEND_B: Kind.RECV_B,
+    Kind.RECV_F: Kind.SEND_F,
+    Kind.RECV_B: Kind.SEND_B,
 }
 
 _ARROWS = {Kind.SEND_F: ">", Kind.SEND_B: ">", Kind.RECV_F: "<", Kind.RECV_B: "<"}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
-from pipesched.actions import Action, Kind
+from pipesched.actions import OTHER_END, Action, Kind
 from pipesched.dependencies import BACKWARDS
 from pipesched.errors import ScheduleError
 from pipesched.program import Program
@@ -70,7 +70,7 @@ class _Pending:
     def _expect(self, program: Program, send: Action) -> None:
         stage, kind, microbatch, peer = send
         assert peer is not None  # _sends gives every send its peer
-        receive = Action(peer, Kind.RECV_F if kind is Kind.SEND_F else Kind.RECV_B, microbatch, stage)
+        receive = Action(peer, OTHER_END[kind], microbatch, stage)
         channel = program.placement[stage], program.placement[peer], kind
         self._queues.setdefault(channel, []).append(receive)
         self._channel_of[receive] = channel

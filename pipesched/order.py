@@ -59,6 +59,15 @@ class Shape:
             )
         return self.chunks(rank)
 
+    def interleaved(self, rank: int) -> tuple[list[int], list[int]]:
+        """The stage of each forward and of each backward of a rank: group by group, and in a group chunk by chunk,
+        for backwards from the last chunk to the first (Megatron-LM, Narayanan et al. 2021).
+        """
+        chunks, sizes = self.chunks(rank), self.groups()
+        forwards = [chunk for size in sizes for chunk in chunks for _ in range(size)]
+        backwards = [chunk for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+        return forwards, backwards
+
     def groups(self) -> list[int]:
         """The micro-batches in even groups of at least p, for interleaving (Megatron-LM: groups of p, no rest)."""
         count = max(1, self.num_microbatches // self.num_ranks)

@@ -97,7 +97,7 @@ class Pipeline(Wrapped):
         self._cut = cut_layers(list(self._layers), program, wishes.boundaries, self._measured_graph)
         self._warn_of_normalisation()
         self._stages = self._build_stages(program)
-        self._executor = LocalExecutor(self.devices, intra_op_threads)
+        self._executor = LocalExecutor(self.devices, self._threads)
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self._step = 0
 

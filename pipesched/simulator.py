@@ -11,7 +11,6 @@ from pipesched.validation import validate
 __all__ = ["simulate"]
 
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
 
 
 def simulate(program: Program, costs: Costs) -> Trace:

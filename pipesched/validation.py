@@ -7,7 +7,7 @@ Each raises with rank, position, action and the marked grid.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pipesched.actions import KINDS, Action, Holding, Kind
+from pipesched.actions import KINDS, OTHER_END, Action, Holding, Kind
 from pipesched.dependencies import progress
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
 from pipesched.program import Program, marked_grid
@@ -129,10 +129,6 @@ def check_dependencies(program: Program) -> None:
                     )
 
 
-_OTHER_END = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
-_RECEIVES = tuple(_OTHER_END.values())
-
-
 def check_transfers(program: Program) -> None:
     """Every send has its receive, and each channel (from rank, to rank, kind) is first in, first out."""
     sent: dict[tuple[int, int, Kind], list[Action]] = {}
@@ -140,15 +136,15 @@ def check_transfers(program: Program) -> None:
     for rank, order in enumerate(program.orders):
         for action in order:
             stage, kind, microbatch, peer = action
-            if kind in _OTHER_END:
-                receive = Action(-1 if peer is None else peer, _OTHER_END[kind], microbatch, stage)
+            if kind in (Kind.SEND_F, Kind.SEND_B):
+                receive = Action(-1 if peer is None else peer, OTHER_END[kind], microbatch, stage)
                 if receive not in program.positions:
                     raise ScheduleError(
                         f"{_place(program, action)}: {action} needs {receive}, which no rank runs. Add {receive}."
                         + _grid(program, action)
                     )
                 sent.setdefault((rank, program.placement[receive.stage], receive.kind), []).append(receive)
-            elif kind in _RECEIVES and peer is not None:
+            elif kind in OTHER_END and peer is not None:
                 received.setdefault((program.placement[peer], rank, kind), []).append(action)
     for channel, receives in received.items():
         for receive, due in zip(receives, sent[channel], strict=True):

@@ -11,10 +11,8 @@ def gis(rank: int, shape: Shape) -> Order:
 
     Bubble (p-1)(F+I)/v for m a multiple of p; rank r holds ((v-1)p + p-r)/v micro-batches.
     """
-    order, chunks, sizes = Order(shape), shape.chunks(rank), shape.groups()
-    forwards = [chunk for size in sizes for chunk in chunks for _ in range(size)]
-    backwards = [chunk for size in sizes for chunk in reversed(chunks) for _ in range(size)]
-    warm_up = (shape.num_ranks - 1 - rank) + (len(chunks) - 1) * sizes[0]
+    order, (forwards, backwards) = Order(shape), shape.interleaved(rank)
+    warm_up = (shape.num_ranks - 1 - rank) + (shape.chunks_per_rank - 1) * shape.groups()[0]
     for chunk in forwards[:warm_up]:
         order.F(chunk)
     for forward, backward in zip_longest(forwards[warm_up:], backwards):

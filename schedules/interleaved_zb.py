@@ -11,10 +11,8 @@ def interleaved_zb(rank: int, shape: Shape) -> Order:
 
     Bubble (p-1)(F+I-min(F,W))/v for m a multiple of p; every rank holds p micro-batches at most.
     """
-    order, chunks, sizes = Order(shape), shape.chunks(rank), shape.groups()
-    forwards = [chunk for size in sizes for chunk in chunks for _ in range(size)]
-    backwards = [chunk for size in sizes for chunk in reversed(chunks) for _ in range(size)]
-    warm_up = (shape.num_ranks - 1 - rank) + (len(chunks) - 1) * sizes[0]
+    order, (forwards, backwards) = Order(shape), shape.interleaved(rank)
+    warm_up = (shape.num_ranks - 1 - rank) + (shape.chunks_per_rank - 1) * shape.groups()[0]
     for chunk in forwards[:warm_up]:
         order.F(chunk)
     for step, (forward, backward) in enumerate(zip_longest(forwards[warm_up:], backwards)):

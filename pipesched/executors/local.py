@@ -14,7 +14,7 @@ from weakref import finalize
 
 import torch
 
-from pipesched.actions import Action, Kind
+from pipesched.actions import OTHER_END, Action, Kind
 from pipesched.caller import Caller
 from pipesched.errors import ExecutionError
 from pipesched.executors.interpreter import Rank, StageLike, interpret
@@ -22,7 +22,7 @@ from pipesched.executors.streams import Lane, Message, lane_for
 from pipesched.program import Program
 from pipesched.trace import Span
 
-__all__ = ["LocalExecutor", "Run", "Work"]
+__all__ = ["LocalExecutor", "Timeline", "Work"]
 
 _STOP = Message("stop")
 
@@ -49,7 +49,7 @@ class Work:
 class Run:
     """One program run once: the ranks, their channels, and what became of them."""
 
-    def __init__(self, work: "Work", lanes: Sequence[Lane], caller: Caller) -> None:
+    def __init__(self, work: Work, lanes: Sequence[Lane], caller: Caller) -> None:
         program, orders = work.program, work.orders or work.program.orders
         self.caller = caller
         self.lanes = lanes
@@ -156,8 +156,7 @@ class _Wires:
 
     def receive(self, action: Action) -> Any:
         here, there = self._ends(action)
-        kind = Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B
-        message = self._channels[there, here, kind].get()
+        message = self._channels[there, here, OTHER_END[action.kind]].get()
         if message is _STOP:
             raise _Stopped
         return self._lane.unpack(message)
