@@ -105,8 +105,9 @@ class Order:
             self.actions.append(Action(stage, kind, microbatch))
 
 
-#: What an author writes: (rank, shape) -> Order. Keyword-only parameters with defaults are the schedule's own options.
-OrderFunction = Callable[..., Order]
+#: What an author writes: (rank, shape) -> Order, or (shape) -> the Orders of all ranks, where one rank's order depends on
+#: the others'. Keyword-only parameters with defaults are the schedule's own options.
+OrderFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,14 @@ class Schedule:
                     f"schedule {self.name!r} needs a whole number of {what}, at least 1; got {count!r}; pass 1 or more"
                 )
         shape = Shape(num_ranks, num_microbatches, chunks_per_rank, self.placement(num_ranks, chunks_per_rank))
-        orders = tuple(tuple(self.function(rank, shape, **own).actions) for rank in range(num_ranks))
-        return Program(orders, shape.placement, num_microbatches, name=self.name)
+        written = self._written(shape, own)
+        return Program(tuple(tuple(o.actions) for o in written), shape.placement, num_microbatches, name=self.name)
+
+    def _written(self, shape: Shape, options: Mapping[str, Any]) -> list[Order]:
+        parameters = inspect.signature(self.function).parameters.values()
+        if sum(p.kind is not p.KEYWORD_ONLY for p in parameters) == 1:
+            return list(self.function(shape, **options))
+        return [self.function(rank, shape, **options) for rank in range(shape.num_ranks)]
 
 
 def schedule(
