@@ -51,7 +51,7 @@ class Case:
 
     def __init__(self, schedule: str, num_ranks: int, num_microbatches: int) -> None:
         self.program: Program = lower(pipesched.schedules.get(schedule).program(num_ranks, num_microbatches))
-        self.computes = sum(action.lane is Lane.COMPUTE for action in self.program.positions)
+        self.computes = sum(action.lane is Lane.COMPUTE for action in self.program.columns)
         self.executor = LocalExecutor([torch.device("cpu")] * num_ranks, 1)
         self.stages = real_stages(self.program.num_stages)
         self.num_microbatches = num_microbatches
@@ -75,7 +75,7 @@ class Case:
         self.begin()
         start = time.perf_counter()
         chain = [self.stages[index] for index in range(self.program.num_stages)]
-        splits = any(action.kind is Kind.I for action in self.program.positions)
+        splits = any(action.kind is Kind.I for action in self.program.columns)
         for microbatch in range(self.num_microbatches):
             value: tuple[Payload, ...] = ()
             for stage in chain:

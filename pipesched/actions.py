@@ -29,6 +29,7 @@ class Kind(StrEnum):
     I = "I"  # noqa: E741  input gradients only
     W = "W"  # weight gradients, after I
     R = "R"  # recompute the activations that a checkpointed F dropped
+    UPDATE = "UPDATE"  # the optimizer's step on a stage's weights; its number counts the stage's updates
     SEND_F = "SEND_F"  # a stage's output, to a consumer
     RECV_F = "RECV_F"  # a stage's input, from a producer
     SEND_B = "SEND_B"  # the gradient of a stage's input, to its producer
@@ -41,6 +42,7 @@ class Holding(StrEnum):
     INPUT = "input"  # the stage's input, all that a checkpointed forward keeps
     ACTIVATIONS = "activations"  # what the backward needs
     WEIGHT_GRAD = "weight_grad"  # what W needs, between I and W
+    WEIGHTS = "weights"  # an older version of a stage's weights, which micro-batches in flight still use
 
 
 class KindRow(NamedTuple):
@@ -53,13 +55,15 @@ class KindRow(NamedTuple):
 
 _EVERYTHING = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
 
-#: The table of kinds. F takes INPUT instead of ACTIVATIONS where the program has an R for its pair.
+#: The table of kinds. F takes INPUT instead of ACTIVATIONS where the program has an R for its pair. UPDATE takes
+#: WEIGHTS where the version before it is still in use, until its last use.
 KINDS: dict[Kind, KindRow] = {
     Kind.F: KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
     Kind.B: KindRow(Lane.COMPUTE, gives=_EVERYTHING),
     Kind.I: KindRow(Lane.COMPUTE, takes=Holding.WEIGHT_GRAD, gives=(Holding.INPUT, Holding.ACTIVATIONS)),
     Kind.W: KindRow(Lane.COMPUTE, gives=_EVERYTHING),
     Kind.R: KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
+    Kind.UPDATE: KindRow(Lane.COMPUTE, takes=Holding.WEIGHTS),
     Kind.SEND_F: KindRow(Lane.COPY),
     Kind.RECV_F: KindRow(Lane.COPY),
     Kind.SEND_B: KindRow(Lane.COPY),
@@ -75,7 +79,7 @@ OTHER_END: dict[Kind, Kind] = {
 }
 
 _ARROWS = {Kind.SEND_F: ">", Kind.SEND_B: ">", Kind.RECV_F: "<", Kind.RECV_B: "<"}
-_TEXT = re.compile(r"([0-9]+)([A-Z_]+)([0-9]+)(?:([<>])([0-9]+))?")
+_TEXT = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})(?:([<>])([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):

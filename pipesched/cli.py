@@ -10,10 +10,11 @@ import click
 from pipesched import __version__, schedules
 from pipesched.costs import Costs
 from pipesched.errors import PipeschedError, ScheduleError
+from pipesched.holdings import peak_in_flight
 from pipesched.program import Program
 from pipesched.simulator import simulate
 from pipesched.trace import Trace
-from pipesched.validation import peak_in_flight, validate
+from pipesched.validation import validate
 from pipesched.viz.text import text_timeline
 from pipesched.viz.units import quote_time
 
@@ -193,7 +194,7 @@ def check(file: IO[str], max_in_flight: int | None, exact: bool) -> None:
     Prints one line with its figures, or the first error with its place; the exit code then is 1.
     """
     program = _read(file, file.name, max_in_flight=max_in_flight, exact=exact)
-    peaks = tuple(peak_in_flight(order) for order in program.orders)
+    peaks = tuple(peak_in_flight(program.orders.rank(rank)) for rank in range(program.num_ranks))
     click.echo(
         f"OK: {program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} micro-batches, "
         f"{'exact' if program.exact else 'not exact'}, peak in flight a rank: {_numbers(peaks)}"
@@ -238,7 +239,8 @@ def compare(
 
 def _peak(program: Program) -> float:
     """The most micro-batches in flight on a rank, each of its chunks counted as its share."""
-    return max(peak_in_flight(order) / max(1, len(program.chunks(r))) for r, order in enumerate(program.orders))
+    ranks = range(program.num_ranks)
+    return max(peak_in_flight(program.orders.rank(rank)) / max(1, len(program.chunks(rank))) for rank in ranks)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """Lowering: passes ``Program -> Program`` that add what the author of a schedule leaves out."""
 
-from collections.abc import Callable, Iterator
-from typing import Literal, get_args
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
 
 from pipesched.actions import OTHER_END, Action, Kind
+from pipesched.columns import CODES, Columns, Ints, Orders
 from pipesched.dependencies import BACKWARDS
 from pipesched.errors import ScheduleError
 from pipesched.program import Program
@@ -22,69 +26,76 @@ def add_communication(program: Program) -> Program:
     """Add a send behind each producer and a receive before each consumer on another rank.
 
     A channel is (sending rank, receiving rank, kind), first in first out. Receives stand in the order of the sends
-    of their channel: each as late as its consumer allows, and earlier where a later message is used first.
+    of their channel: each as late as its consumer allows, and earlier where a later message is used first. Actions
+    that overlap stay together: receives for both come before the first, sends of both behind the second.
     A program that already has transfers is returned as it is.
     """
-    if any(action.kind is Kind.SEND_F for action in program.positions):
+    if program.index.has(*OTHER_END):
         return program
-    sends = {action: tuple(_sends(program, action)) for action in program.positions}
-    pending = _Pending(program, sends)
-    return program.with_orders(
-        (lowered for action in order for lowered in (*pending.before(rank, action), action, *sends[action]))
-        for rank, order in enumerate(program.orders)
-    )
+    columns = program.columns
+    messages = _Messages.of(program)
+    overlapping = np.concatenate([[0], columns.joined[:-1]]).astype(np.int64) if len(columns) else np.zeros(0, np.int64)
+    sends = Columns.numbered(messages.giver, messages.send, messages.microbatch, messages.taker)
+    receives = Columns.numbered(messages.taker, messages.send + _TO_RECEIVE, messages.microbatch, messages.giver)
+    behind = messages.sender + columns.joined[messages.sender]
+    before = _places(program, messages)
+    before -= overlapping[before]
+    parts = [(before, receives, 0), (np.arange(len(columns)), columns, 1), (behind, sends, 2)]
+    return replace(program, orders=_inserted(program.orders, parts))
 
 
-def _sends(program: Program, action: Action) -> Iterator[Action]:
-    stage, kind, microbatch, _ = action
-    rank = program.placement[stage]
-    if kind is Kind.F:
-        ends, sent = program.graph.consumers[stage], Kind.SEND_F
-    elif kind in BACKWARDS:
-        ends, sent = program.graph.producers[stage], Kind.SEND_B
-    else:
-        return
-    for end in ends:
-        if program.placement[end] != rank:
-            yield Action(stage, sent, microbatch, end)
+_TO_RECEIVE = CODES[Kind.RECV_F] - CODES[Kind.SEND_F]  # from the code of a send to that of its receive
 
 
-_Channel = tuple[int, int, Kind]
+class _Messages(NamedTuple):
+    """What travels between ranks. sender, consumer: the rows that yield and that need it; giver, taker: stages."""
+
+    sender: Ints
+    consumer: Ints
+    giver: Ints
+    taker: Ints
+    microbatch: Ints
+    send: Ints  # the code of SEND_F or SEND_B
+
+    @classmethod
+    def of(cls, program: Program) -> "_Messages":
+        """All messages, by sender; those of one sender by where they go."""
+        columns, rank_of = program.columns, program.orders.rank_of
+        row, needed = program.requirements
+        kept = needed >= 0
+        kept &= rank_of[row] != rank_of[np.where(kept, needed, 0)]
+        row, needed = row[kept], needed[kept]
+        order = np.lexsort((columns.stage[row], needed))
+        row, needed = row[order], needed[order]
+        forward = columns.kind[needed] == CODES[Kind.F]
+        send = np.where(forward, CODES[Kind.SEND_F], CODES[Kind.SEND_B])
+        return cls(needed, row, columns.stage[needed], columns.stage[row], columns.microbatch[row], send)
 
 
-class _Pending:
-    """The receives of each channel that are not placed yet, in the order of the sends."""
+def _places(program: Program, messages: _Messages) -> Ints:
+    """The row before which each message is received: before its consumer, and before whatever its channel's later
+    messages are received for.
+    """
+    rank_of = program.orders.rank_of
+    ends = rank_of[messages.sender] * program.num_ranks + rank_of[messages.consumer]
+    channel = ends * 2 + (messages.send == CODES[Kind.SEND_B])
+    order = np.lexsort((messages.sender, channel))[::-1]  # each channel's last message first
+    _, segment = np.unique(-channel[order], return_inverse=True)
+    step = len(program.columns) + 1
+    lowered = messages.consumer[order] - segment.reshape(-1) * step  # a channel's values lie below those before it
+    places = np.empty(len(order), np.int64)
+    places[order] = np.minimum.accumulate(lowered) + segment.reshape(-1) * step
+    return places
 
-    def __init__(self, program: Program, sends: dict[Action, tuple[Action, ...]]) -> None:
-        self._consumer_kinds = {Kind.RECV_F: (Kind.F,), Kind.RECV_B: BACKWARDS}
-        self._queues: dict[_Channel, list[Action]] = {}
-        self._channel_of: dict[Action, _Channel] = {}
-        self._needed: dict[Action, list[Action]] = {}
-        for order in program.orders:
-            for send in (send for action in order for send in sends[action]):
-                self._expect(program, send)
-        for queue in self._queues.values():
-            queue.reverse()  # so that pop() takes the first
-        self._placed: set[Action] = set()
 
-    def _expect(self, program: Program, send: Action) -> None:
-        stage, kind, microbatch, peer = send
-        assert peer is not None  # _sends gives every send its peer
-        receive = Action(peer, OTHER_END[kind], microbatch, stage)
-        channel = program.placement[stage], program.placement[peer], kind
-        self._queues.setdefault(channel, []).append(receive)
-        self._channel_of[receive] = channel
-        for consumer in self._consumer_kinds[receive.kind]:
-            self._needed.setdefault(Action(peer, consumer, microbatch), []).append(receive)
-
-    def before(self, rank: int, action: Action) -> Iterator[Action]:
-        """The receives that must stand before ``action``, each channel's in the order of its sends."""
-        for receive in self._needed.pop(action, ()):
-            queue = self._queues[self._channel_of[receive]]
-            while queue and receive not in self._placed:
-                first = queue.pop()
-                self._placed.add(first)
-                yield first
+def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Orders:
+    """Merge parts, each (row of the orders that an action belongs to, the actions, its turn at that row)."""
+    turns = 3
+    keys = np.concatenate([rows * turns + turn for rows, _, turn in parts])
+    merged = Columns.joined_up([columns for _, columns, _ in parts])
+    order = np.argsort(keys, kind="stable")
+    offsets = np.searchsorted(keys[order], orders.offsets * turns)
+    return Orders(merged[order], offsets.astype(np.int64))
 
 
 def add_recompute(program: Program, mode: CheckpointMode) -> Program:
@@ -99,40 +110,34 @@ def add_recompute(program: Program, mode: CheckpointMode) -> Program:
         )
     if mode == "never" or program.forward_only:
         return program
-    keep: Callable[[Action, Action | None], bool] = (
-        (lambda action, before: False) if mode == "always" else _directly_follows
-    )
-    return program.with_orders(_with_recompute(order, keep) for order in program.orders)
-
-
-def _directly_follows(action: Action, before: Action | None) -> bool:
-    return before == Action(action.stage, Kind.F, action.microbatch)
-
-
-def _with_recompute(order: tuple[Action, ...], keep: Callable[[Action, Action | None], bool]) -> Iterator[Action]:
-    written = {(action.stage, action.microbatch) for action in order if action.kind is Kind.R}
-    before: Action | None = None
-    for action in order:
-        pair = action.stage, action.microbatch
-        if action.kind in BACKWARDS and pair not in written and not keep(action, before):
-            yield Action(action.stage, Kind.R, action.microbatch)
-        yield action
-        before = action
+    columns = program.columns
+    pair = columns.pair
+    written = np.isin(pair, pair[columns.are(Kind.R)])
+    spared = np.zeros(len(columns), np.bool_)
+    if mode == "except_last":
+        spared[1:] = columns.are(Kind.F)[:-1] & (pair[1:] == pair[:-1])
+    rows = np.flatnonzero(columns.are(*BACKWARDS) & ~written & ~spared)
+    again = Columns.numbered(columns.stage[rows], np.full(len(rows), CODES[Kind.R]), columns.microbatch[rows])
+    before = rows - np.concatenate([[0], columns.joined])[rows]
+    parts = [(before, again, 0), (np.arange(len(columns)), columns, 1)]
+    return replace(program, orders=_inserted(program.orders, parts))
 
 
 def forward_then_backward(program: Program) -> Program:
     """All forwards in the program's order, then all backwards in its order, whole: GPipe over the same placement.
 
+    Updates are left out: the caller's optimizer steps.
+
     What another program's validity proves holds here: taking actions out, or putting all forwards first, adds no wait.
     """
-
-    def whole(action: Action) -> Action:
-        return Action(action.stage, Kind.B, action.microbatch)
-
-    return program.with_orders(
-        [a for a in order if a.kind is Kind.F] + [whole(a) for a in order if a.kind in BACKWARDS]
-        for order in program.orders
-    )
+    columns = program.columns
+    backward = columns.are(*BACKWARDS)
+    rows = np.flatnonzero(columns.are(Kind.F) | backward)
+    kinds = np.where(backward, CODES[Kind.B], columns.kind)
+    kept = Columns.numbered(columns.stage[rows], kinds[rows], columns.microbatch[rows])
+    order = np.lexsort((rows, backward[rows], program.orders.rank_of[rows]))
+    offsets = np.searchsorted(rows, program.orders.offsets)
+    return replace(program, orders=Orders(kept[order], offsets.astype(np.int64)), versions=())
 
 
 def halves(program: Program) -> tuple[tuple[tuple[Action, ...], ...], tuple[tuple[Action, ...], ...]]:

@@ -16,13 +16,16 @@ adds nothing, so a rule that is stated for many micro-batches also serves few.
 """
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from pipesched import placement
 from pipesched.actions import Action, Kind
+from pipesched.columns import CODES, NUM_KINDS, Columns, Orders
+from pipesched.dependencies import chain
 from pipesched.errors import ScheduleError
 from pipesched.placement import Placement, PlacementRule
 from pipesched.program import Program
@@ -40,6 +43,7 @@ class Shape:
     num_microbatches: int
     chunks_per_rank: int
     placement: Placement
+    num_chains: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -49,6 +53,13 @@ class Shape:
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in stage order."""
         return placement.chunks_of(self.placement, rank)
+
+    def microbatches(self, stage: int) -> range:
+        """The micro-batches that visit a stage: with several chains each has its even share, in turn."""
+        share, rest = divmod(self.num_microbatches, self.num_chains)
+        own = stage * self.num_chains // self.num_stages
+        first = own * share + min(own, rest)
+        return range(first, first + share + (own < rest))
 
     def exactly(self, count: int, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, for a schedule written for so many. Raises ScheduleError for another number."""
@@ -78,35 +89,79 @@ class Order:
     """One rank's order while it is written. Each method adds the stage's next micro-batch, if any is left."""
 
     def __init__(self, shape: Shape) -> None:
-        self.actions: list[Action] = []
+        self._shape = shape
         self._limit = shape.num_microbatches
-        self._count: Counter[tuple[int, Kind]] = Counter()
+        self._numbers: list[int] = []  # each action as one: (stage x kinds + kind) x micro-batches + micro-batch
+        self._next: dict[int, int] = {}
+        self._joined: list[int] = []
+        self._versions: dict[tuple[int, int], int] = {}
 
-    def F(self, stage: int) -> None:
-        """Forward."""
-        self._add(stage, Kind.F)
+    def F(self, stage: int, *, version: int | None = None) -> None:
+        """Forward. version: with weights after so many updates of the stage, where not with the newest."""
+        if self._add(stage, _F) and version is not None:
+            self._versions[stage, self._numbers[-1] % self._limit] = version
 
     def B(self, stage: int) -> None:
         """Full backward."""
-        self._add(stage, Kind.B)
+        self._add(stage, _B)
 
     def I(self, stage: int) -> None:  # noqa: E743
         """Input gradients only; a W for the same micro-batch must follow."""
-        self._add(stage, Kind.I)
+        self._add(stage, _I)
 
     def W(self, stage: int) -> None:
         """Weight gradients, after I."""
-        self._add(stage, Kind.W)
+        self._add(stage, _W)
 
-    def _add(self, stage: int, kind: Kind) -> None:
-        microbatch = self._count[stage, kind]
-        if microbatch < self._limit:
-            self._count[stage, kind] += 1
-            self.actions.append(Action(stage, kind, microbatch))
+    def UPDATE(self, stage: int) -> None:
+        """The optimizer's step on the stage's weights, with the gradients since the one before."""
+        self._add(stage, _UPDATE)
+
+    def overlap(self, forward: int, backward: int) -> None:
+        """A forward and a full backward of another micro-batch at the same time: both end when both are done."""
+        first = self._add(forward, _F)
+        if self._add(backward, _B) and first:
+            self._joined.append(len(self._numbers) - 2)
+
+    def _add(self, stage: int, kind: int) -> bool:
+        line = stage * NUM_KINDS + kind
+        number = self._next.get(line)
+        if number is None:
+            number = line * self._limit + self._shape.microbatches(stage).start
+        if number >= line * self._limit + (
+            self._limit if self._shape.num_chains == 1 else self._shape.microbatches(stage).stop
+        ):
+            return False
+        self._next[line] = number + 1
+        self._numbers.append(number)
+        return True
+
+    @property
+    def actions(self) -> list[Action]:
+        """What is written so far."""
+        return list(self.columns())
+
+    def columns(self) -> Columns:
+        """What is written so far, as columns. Raises ScheduleError for stages that are no whole numbers."""
+        numbers = np.array(self._numbers)
+        if len(numbers) and not np.issubdtype(numbers.dtype, np.integer):
+            raise ScheduleError("a stage is a whole number; an order was written with another kind of number; pass int")
+        lines, microbatches = np.divmod(numbers.astype(np.int64), self._limit)
+        stages, kinds = np.divmod(lines, NUM_KINDS)
+        columns = Columns.numbered(stages, kinds, microbatches)
+        columns.joined[self._joined] = True
+        return columns
+
+    @property
+    def versions(self) -> dict[tuple[int, int], int]:
+        """The version of each (stage, micro-batch) whose forward was written with one."""
+        return self._versions
 
 
-#: What an author writes: (rank, shape) -> Order, or (shape) -> the Orders of all ranks, where one rank's order depends on
-#: the others'. Keyword-only parameters with defaults are the schedule's own options.
+_F, _B, _I, _W, _UPDATE = (CODES[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.UPDATE))
+
+#: What an author writes: (rank, shape) -> Order; or (shape) -> the Orders of all ranks, where one rank's order depends
+#: on the others'. Keyword-only parameters with defaults are the schedule's own options.
 OrderFunction = Callable[..., Any]
 
 
@@ -118,6 +173,7 @@ class Schedule:
     function: OrderFunction
     placement: PlacementRule
     options: Mapping[str, Any] = field(default_factory=dict)
+    num_chains: int = 1
 
     @property
     def description(self) -> str:
@@ -156,9 +212,18 @@ class Schedule:
                 raise ScheduleError(
                     f"schedule {self.name!r} needs a whole number of {what}, at least 1; got {count!r}; pass 1 or more"
                 )
-        shape = Shape(num_ranks, num_microbatches, chunks_per_rank, self.placement(num_ranks, chunks_per_rank))
-        written = self._written(shape, own)
-        return Program(tuple(tuple(o.actions) for o in written), shape.placement, num_microbatches, name=self.name)
+        placement = self.placement(num_ranks, chunks_per_rank * self.num_chains)
+        shape = Shape(num_ranks, num_microbatches, chunks_per_rank, placement, self.num_chains)
+        orders = self._written(shape, own)
+        program = Program(
+            Orders.of_ranks([order.columns() for order in orders]),
+            placement,
+            num_microbatches,
+            chain(len(placement), self.num_chains),
+            name=self.name,
+            versions=_versions(orders, shape),
+        )
+        return program if self.num_chains == 1 else _with_chains(program, shape)
 
     def _written(self, shape: Shape, options: Mapping[str, Any]) -> list[Order]:
         parameters = inspect.signature(self.function).parameters.values()
@@ -167,13 +232,35 @@ class Schedule:
         return [self.function(rank, shape, **options) for rank in range(shape.num_ranks)]
 
 
+def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
+    """The versions that were written, by stage and micro-batch; () for stages without."""
+    written = {pair: version for order in orders for pair, version in order.versions.items()}
+    stages = {stage for stage, _ in written}
+    return tuple(
+        tuple(written.get((stage, microbatch), 0) for microbatch in range(shape.num_microbatches))
+        if stage in stages
+        else ()
+        for stage in range(shape.num_stages if stages else 0)
+    )
+
+
+def _with_chains(program: Program, shape: Shape) -> Program:
+    """Several chains of stages over one set of weights."""
+    length = shape.num_stages // shape.num_chains
+    routes: list[tuple[int, ...]] = []
+    for first in range(0, shape.num_stages, length):
+        routes += [tuple(range(first, first + length))] * len(shape.microbatches(first))
+    return replace(program, weights=tuple(range(length)) * shape.num_chains, routes=tuple(routes))
+
+
 def schedule(
-    name: str, *, placement: PlacementRule = linear, chunks_per_rank: int | None = None
+    name: str, *, placement: PlacementRule = linear, chunks_per_rank: int | None = None, num_chains: int = 1
 ) -> Callable[[OrderFunction], Schedule]:
     """Make a Schedule of a function. The placement rule lays the stages out on the ranks.
 
     ``chunks_per_rank``: the default number of stages a rank holds; without it the schedule holds one and has no
-    such option.
+    such option. num_chains: how many pipelines run at once over the same weights, each on its share of the
+    micro-batches; stage ``s`` of the second of 2 chains of p is number ``p + s``.
     """
 
     def decorate(function: OrderFunction) -> Schedule:
@@ -185,6 +272,6 @@ def schedule(
                 f"a schedule builds without options; {bare[0]!r} of {name!r} has no default; give it one"
             )
         chunks = {} if chunks_per_rank is None else {"chunks_per_rank": chunks_per_rank}
-        return Schedule(name, function, placement, chunks | own)
+        return Schedule(name, function, placement, chunks | own, num_chains)
 
     return decorate

@@ -13,8 +13,8 @@ from typing import Any
 
 import networkx as nx
 
-from pipesched.costs import check_times
 from pipesched.errors import PartitionError, ScheduleError
+from pipesched.links import check_times
 
 __all__ = ["Partition", "balance", "partition"]
 

@@ -4,16 +4,18 @@ A program is a value: immutable, comparable, and equal to what its own text form
 validated, simulated, drawn and executed.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+
+import numpy as np
 
 from pipesched.actions import Action, Kind
-from pipesched.dependencies import StageGraph, chain, needs
+from pipesched.columns import Columns, Ints, Mask, Orders
+from pipesched.dependencies import Index, Requirements, StageGraph, chain, needs, requirements
 from pipesched.errors import ScheduleError
 from pipesched.placement import Placement, chunks_of
+from pipesched.text_form import order_words, parse_program, table_lines
 
 __all__ = ["Program", "marked_grid"]
 
@@ -26,25 +28,43 @@ _GRID_REACH = 5  # actions shown on either side of a mark
 class Program:
     """The orders of all ranks.
 
-    orders: a tuple of actions for each rank. placement: stage -> rank. graph: which stage feeds which, a chain
-    unless given. forward_only: the program has no backward, as for evaluation.
+    orders: a tuple of actions for each rank, kept as columns of integers. placement: stage -> rank. graph: which stage
+    feeds which, a chain unless given. forward_only: the program has no backward, as for evaluation.
+    weights: stage -> weight copy, its own unless given: stages of one copy hold the same layers. routes: the stages
+    that each micro-batch visits, all unless given: whole chains of the graph. versions: for each stage how many updates
+    lie behind the weights that each micro-batch uses, forward and backward; () for the newest when its F runs.
     """
 
-    orders: tuple[tuple[Action, ...], ...]
+    orders: Orders
     placement: Placement
     num_microbatches: int
     graph: StageGraph = _CHAIN
     forward_only: bool = False
     name: str = field(default="", compare=False)
+    weights: tuple[int, ...] = ()
+    routes: tuple[tuple[int, ...], ...] = ()
+    versions: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "orders", Orders.of(self.orders))
         if self.graph is _CHAIN:
             object.__setattr__(self, "graph", chain(len(self.placement)))
-        if len(self.graph.producers) != len(self.placement):
-            raise ScheduleError(
-                f"a stage graph has the program's stages; it has {len(self.graph.producers)}, the placement "
-                f"{len(self.placement)}; make them agree"
-            )
+        if not self.weights:
+            object.__setattr__(self, "weights", tuple(range(len(self.placement))))
+        for what, has, due in (
+            ("a stage graph", len(self.graph.producers), len(self.placement)),
+            ("weights", len(self.weights), len(self.placement)),
+            ("versions", len(self.versions or self.placement), len(self.placement)),
+            ("routes", len(self.routes) or self.num_microbatches, self.num_microbatches),
+        ):
+            if has != due:
+                of = "micro-batches" if what == "routes" else "stages"
+                raise ScheduleError(f"{what} has one entry for each of the {due} {of}; got {has}; make them agree")
+
+    @property
+    def columns(self) -> Columns:
+        """All actions, rank after rank."""
+        return self.orders.columns
 
     @property
     def num_ranks(self) -> int:
@@ -57,18 +77,24 @@ class Program:
         return len(self.placement)
 
     @property
+    def num_weights(self) -> int:
+        """How many weight copies there are: into so many parts the model is cut."""
+        return len(set(self.weights))
+
+    @property
     def is_chain(self) -> bool:
-        """Whether every stage feeds the next one and no other."""
+        """Whether the graph is the default: stage after stage."""
         return self.graph == chain(self.num_stages)
 
     @cached_property
-    def positions(self) -> dict[Action, tuple[int, int]]:
-        """Where each action stands: action -> (rank, position). Of a repeated one, the first place."""
-        places: dict[Action, tuple[int, int]] = {}
-        for rank, order in enumerate(self.orders):
-            for position, action in enumerate(order):
-                places.setdefault(action, (rank, position))
-        return places
+    def index(self) -> Index:
+        """Where each action stands."""
+        return Index(self.columns, self.graph, self.num_microbatches)
+
+    @cached_property
+    def requirements(self) -> Requirements:
+        """What every action needs, at once."""
+        return requirements(self.columns, self.index, self.graph)
 
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds."""
@@ -76,37 +102,45 @@ class Program:
 
     def needs(self, action: Action) -> Iterable[Action]:
         """What must have ended before ``action`` starts."""
-        return needs(action, self.graph, self.positions)
+        return needs(action, self.graph, self.index)
+
+    def place(self, action: Action) -> tuple[int, int]:
+        """The rank and the position at which an action runs. Raises KeyError where it does not."""
+        row = self.index.row(action)
+        if row < 0:
+            raise KeyError(str(action))
+        return self.orders.place(row)
+
+    @property
+    def visits(self) -> Mask:
+        """Which stage runs which micro-batch: by stage and micro-batch."""
+        visits = np.full((self.num_stages, self.num_microbatches), not self.routes)
+        for microbatch, route in enumerate(self.routes):
+            visits[list(route), microbatch] = True
+        return visits
 
     @cached_property
     def exact(self) -> bool:
-        """Whether every stage runs its F, its B or I, and its B or W in ascending micro-batch order.
+        """Whether every stage has weights of its own and runs its F, its B or I, and its B or W in ascending
+        micro-batch order.
 
         Buffers and sums of gradients then have one order, whatever the schedule, and results are equal to the bit.
         (I counts too: it delivers the gradients that are too cheap to be deferred.)
         """
-        return self.first_descent() is None
+        return self.num_weights == self.num_stages and self.first_descent() is None
 
     def first_descent(self) -> tuple[int, int, Action] | None:
         """The first (rank, position, action) that breaks the ascending order of an exact program, or None."""
-        for rank, order in enumerate(self.orders):
-            last: dict[tuple[int, tuple[Kind, ...]], int] = {}
-            for position, action in enumerate(order):
-                for family in _ORDERED:
-                    if action.kind in family:
-                        if action.microbatch < last.get((action.stage, family), -1):
-                            return rank, position, action
-                        last[action.stage, family] = action.microbatch
-        return None
+        rows = [row for family in _ORDERED for row in _descents(self.columns, family)]
+        return (*self.orders.place(min(rows)), self.columns.action(min(rows))) if rows else None
 
     def with_orders(self, orders: Iterable[Iterable[Action]]) -> "Program":
         """The same program with other orders."""
-        return replace(self, orders=tuple(tuple(order) for order in orders))
+        return replace(self, orders=Orders.of(orders))
 
     def forward(self) -> "Program":
         """The forwards of this program alone, in the same order: for evaluation."""
-        kept = [[action for action in order if action.kind is Kind.F] for order in self.orders]
-        return replace(self.with_orders(kept), forward_only=True)
+        return replace(self, orders=self.orders.where(self.columns.are(Kind.F)), forward_only=True, versions=())
 
     def __str__(self) -> str:
         lines = [f"name {self.name}"] if self.name else []
@@ -114,9 +148,13 @@ class Program:
         lines.append("placement " + " ".join(map(str, self.placement)))
         if not self.is_chain:
             lines.append("edges " + " ".join(f"{a}-{b}" for a, b in self.graph.edges))
+        if self.weights != tuple(range(self.num_stages)):
+            lines.append("weights " + " ".join(map(str, self.weights)))
+        lines += table_lines(self.routes, self.versions)
         if self.forward_only:
             lines.append("forward-only")
-        lines += [" ".join([f"rank {rank}:", *map(str, order)]) for rank, order in enumerate(self.orders)]
+        ranks = range(self.num_ranks)
+        lines += [" ".join([f"rank {rank}:", *order_words(self.orders.rank(rank))]) for rank in ranks]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -125,76 +163,16 @@ class Program:
 
         Empty lines and what follows ``#`` do not count. Raises ScheduleError with the line's number.
         """
-        header: dict[str, Any] = {}
-        edges_line = 0
-        orders: list[tuple[Action, ...]] = []
-        for number, line in enumerate(text.splitlines(), start=1):
-            words = line.split("#")[0].split()
-            if not words:
-                continue
-            try:
-                if words[0] == "rank":
-                    orders.append(_parse_order(words, len(orders)))
-                else:
-                    header |= _once(header, _parse_header(words), words[0])
-                    edges_line = number if words[0] == "edges" else edges_line
-            except ScheduleError as error:
-                raise ScheduleError(f"line {number}: {error}") from None
-            except ValueError as error:
-                raise ScheduleError(f"line {number}: expected whole numbers; got {line.strip()!r}; {error}") from None
-        return cls(tuple(orders), **_complete(header, len(orders), edges_line))
+        return cls(**parse_program(text))
 
 
-def _parse_order(words: list[str], rank: int) -> tuple[Action, ...]:
-    if len(words) < 2 or words[1] != f"{rank}:":
-        raise ScheduleError(
-            f"ranks are written in order, each as 'rank {rank}: ...'; got {' '.join(words[:2])!r}; write 'rank {rank}:'"
-        )
-    return tuple(Action.parse(word) for word in words[2:])
-
-
-def _once(header: Mapping[str, Any], parsed: dict[str, Any], word: str) -> dict[str, Any]:
-    if not parsed.keys().isdisjoint(header):
-        raise ScheduleError(f"a header line stands once; {word!r} stands again; remove one")
-    return parsed
-
-
-def _parse_header(words: list[str]) -> dict[str, Any]:
-    key, values = words[0], words[1:]
-    match key:
-        case "name":
-            return {"name": " ".join(values)}
-        case "microbatches" if len(values) == 1:
-            return {"num_microbatches": int(values[0])}
-        case "placement":
-            return {"placement": tuple(map(int, values))}
-        case "edges" if all(re.fullmatch(r"\d+-\d+", value) for value in values):
-            return {"edges": [tuple(map(int, value.split("-"))) for value in values]}
-        case "forward-only":
-            return {"forward_only": True}
-    raise ScheduleError(
-        f"a line is 'name', 'microbatches N', 'placement RANK...', 'edges A-B...', 'forward-only' or 'rank R: ...'; "
-        f"got {' '.join(words)!r}; correct or remove it"
-    )
-
-
-def _complete(header: dict[str, Any], num_ranks: int, edges_line: int) -> dict[str, Any]:
-    """Fill in what the header left out: a linear placement, as many micro-batches as it says, a chain."""
-    if "num_microbatches" not in header:
-        raise ScheduleError("a program says how many micro-batches it has; no such line; add 'microbatches N'")
-    if num_ranks == 0:
-        raise ScheduleError("a program has at least one rank; found none; add 'rank 0: 0F0 0B0'")
-    placement = header.setdefault("placement", tuple(range(num_ranks)))
-    edges = header.pop("edges", None)
-    if edges is not None:
-        bad = [edge for edge in edges if not 0 <= edge[0] < edge[1] < len(placement)]
-        if bad:
-            raise ScheduleError(
-                f"line {edges_line}: an edge A-B goes from an earlier to a later one of the stages "
-                f"0..{len(placement) - 1}; got {bad[0][0]}-{bad[0][1]}; correct it"
-            )
-        header["graph"] = StageGraph.of(len(placement), edges)
-    return header
+def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:
+    """The rows that run a micro-batch after a later one of the same stage, among the rows of some kinds."""
+    rows = np.flatnonzero(columns.are(*family))
+    rows = rows[np.argsort(columns.stage[rows], kind="stable")]
+    stage, microbatch = columns.stage[rows], columns.microbatch[rows]
+    descents: Ints = rows[1:][(stage[1:] == stage[:-1]) & (microbatch[1:] < microbatch[:-1])]
+    return descents
 
 
 def marked_grid(program: Program, marks: Mapping[int, int]) -> str:

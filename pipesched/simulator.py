@@ -1,23 +1,29 @@
 """Simulator: a program and its costs -> the trace of one step, exactly."""
 
-from pipesched.actions import Action, Kind, Lane
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesched.actions import Kind
+from pipesched.columns import CODES, Ints
 from pipesched.costs import Costs
-from pipesched.dependencies import progress
 from pipesched.errors import ScheduleError
+from pipesched.lowering import lower
 from pipesched.program import Program
-from pipesched.trace import Span, Trace
-from pipesched.validation import validate
+from pipesched.trace import Spans, Trace
+from pipesched.validation import check_order, deadlock_error
+from pipesched.walk import Timing, walk
 
 __all__ = ["simulate"]
-
-_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 
 def simulate(program: Program, costs: Costs) -> Trace:
     """Run a program on a virtual clock that starts at 0.
 
     Each action starts when its rank is free and what it needs has ended; what comes from another rank comes
-    ``costs.transfer_s`` later. A transfer occupies no rank, so a plain and a lowered program have equal makespan.
+    ``costs.transfer_s`` and what its link takes later. A transfer occupies no rank, so a plain and a lowered program
+    have equal makespan; where links are contended it occupies its link, and the program is lowered for that.
     Raises ScheduleError for an invalid program or costs of another number of stages.
     """
     if costs.num_stages != program.num_stages:
@@ -25,23 +31,65 @@ def simulate(program: Program, costs: Costs) -> Trace:
             f"costs have one number a stage; the program has {program.num_stages} stages, "
             f"the costs {costs.num_stages}; make the costs for {program.num_stages} stages"
         )
-    validate(program)
-    free: list[float] = [0] * program.num_ranks
-    ends: dict[Action, float] = {}
-    spans: list[Span] = []
-    for rank, _, action in progress(program.orders, program.needs):
-        arrivals = (ends[need] + _latency(program, costs, need, action) for need in program.needs(action))
-        ready = max(arrivals, default=0)
-        start = max(free[rank], ready) if action.kind not in _RECEIVES else free[rank]
-        end = max(start, ready) + costs.seconds(action)
-        spans.append(Span(action, rank, start, end, action.lane))
-        ends[action] = end
-        if action.lane is Lane.COMPUTE:
-            free[rank] = end
-    return Trace(tuple(spans), program.num_ranks, program.name, costs)
+    check_order(program)
+    if costs.links is not None and costs.links.contended:
+        program = lower(program)
+    walked = walk(program, _timing(program, costs))
+    if sum(walked.reached) < len(program.columns):
+        raise deadlock_error(program, walked.reached)
+    spans = Spans.of_program(program.orders, walked.starts, walked.ends)
+    return Trace(spans, program.num_ranks, program.name, costs, program.versions)
 
 
-def _latency(program: Program, costs: Costs, need: Action, action: Action) -> float:
-    """Time on the way between two actions: of a transfer, or of the edge that it stands for."""
-    between_ranks = program.placement[need.stage] != program.placement[action.stage]
-    return costs.transfer_s if between_ranks else 0
+def _timing(program: Program, costs: Costs) -> Timing:
+    columns = program.columns
+    seconds = np.zeros(len(columns), object)
+    for kind in Kind:
+        rows = columns.kind == CODES[kind]
+        times = costs.times(kind)
+        if times and rows.any():
+            seconds[rows] = _exactly(times)[columns.stage[rows]]
+    firsts = np.flatnonzero(columns.joined)
+    seconds[firsts] = (seconds[firsts] + seconds[firsts + 1]) * costs.overlap
+    lags = np.zeros(len(program.requirements.row), object)
+    messages = _messages(program, costs)
+    if costs.links is None:
+        lags[messages.at] = costs.transfer_s
+        return Timing(seconds, lags)
+    ends = messages.sender, messages.receiver
+    travel = costs.links.travel(*ends, messages.size)
+    lags[messages.at] = costs.transfer_s + costs.links.latencies(*ends)
+    if not costs.links.contended:
+        lags[messages.at] += travel
+        return Timing(seconds, lags)
+    seconds[messages.send] = travel
+    occupied = np.full(len(columns), -1, np.int64)
+    occupied[messages.send] = messages.sender * program.num_ranks + messages.receiver
+    return Timing(seconds, lags, occupied)
+
+
+class _Messages(NamedTuple):
+    """What travels between ranks: its place among the requirements, the row that gives it, its ranks and its bytes."""
+
+    at: Ints
+    send: Ints
+    sender: Ints
+    receiver: Ints
+    size: NDArray[Any]
+
+
+def _messages(program: Program, costs: Costs) -> _Messages:
+    columns, rank_of = program.columns, program.orders.rank_of
+    row, needed = program.requirements
+    at = np.flatnonzero(rank_of[row] != rank_of[needed])
+    row, needed = row[at], needed[at]
+    forward = columns.are(Kind.F, Kind.SEND_F)[needed]  # a gradient is as large as the output that it is of
+    producer = np.where(forward, columns.stage[needed], columns.stage[row])
+    return _Messages(at, needed, rank_of[needed], rank_of[row], _exactly(costs.output_bytes)[producer])
+
+
+def _exactly(values: tuple[Any, ...]) -> NDArray[Any]:
+    """An array of the numbers as they are: whole numbers and fractions stay exact."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array

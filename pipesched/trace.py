@@ -1,18 +1,25 @@
 """Trace: what ran when. One type for predicted and for measured time."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
-from pipesched.actions import KINDS, Action, Holding, Kind, Lane
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesched.actions import Action, Holding, Lane
+from pipesched.columns import Columns, Ints, Orders
 from pipesched.costs import Costs
-from pipesched.validation import in_flight_steps, peak_in_flight
+from pipesched.holdings import Held, bytes_held, pairs_held, versions_held
 
-__all__ = ["Span", "Trace"]
+__all__ = ["Span", "Spans", "Trace"]
+
+Times = NDArray[Any]
 
 
 class Span(NamedTuple):
@@ -25,46 +32,119 @@ class Span(NamedTuple):
     lane: Lane
 
 
+class Spans(Sequence[Span]):
+    """Spans, a row each: columns of their actions, ranks, starts and ends."""
+
+    def __init__(self, columns: Columns, rank: Ints, start_s: Times, end_s: Times) -> None:
+        self.columns, self.rank, self.start_s, self.end_s = columns, rank, start_s, end_s
+
+    @classmethod
+    def of(cls, spans: "Iterable[Span]") -> "Spans":
+        """The same spans as columns."""
+        if isinstance(spans, Spans):
+            return spans
+        spans = tuple(spans)
+        rank = np.array([span.rank for span in spans], np.int64)
+        times = (_times([span.start_s for span in spans]), _times([span.end_s for span in spans]))
+        return cls(Columns.of(span.action for span in spans), rank, *times)
+
+    @classmethod
+    def of_program(cls, orders: Orders, starts: list[Any], ends: list[Any]) -> "Spans":
+        """A span for each action of a program, in its rows' order."""
+        return cls(orders.columns, orders.rank_of, _times(starts), _times(ends))
+
+    def at(self, rows: Any) -> "Spans":
+        """The rows that a mask or an array of positions names."""
+        return Spans(self.columns[rows], self.rank[rows], self.start_s[rows], self.end_s[rows])
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __iter__(self) -> Iterator[Span]:
+        lists = (column.tolist() for column in (self.rank, self.start_s, self.end_s))
+        for action, rank, start_s, end_s in zip(self.columns, *lists, strict=True):
+            yield Span(action, rank, start_s, end_s, action.lane)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Span]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return tuple(self.at(index))
+        row = range(len(self))[index]
+        return next(iter(self.at(slice(row, row + 1))))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Spans):
+            return isinstance(other, tuple | list) and tuple(self) == tuple(other)
+        pairs = ((self.rank, other.rank), (self.start_s, other.start_s), (self.end_s, other.end_s))
+        return self.columns == other.columns and all(np.array_equal(a, b) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        return hash(self.columns)
+
+
+def _times(values: list[Any]) -> Times:
+    """Times as an array: of floats, or of whole numbers, or of whatever numbers they are, exactly."""
+    array = np.asarray(values) if values else np.zeros(0)
+    if array.dtype.kind in "fi":
+        return array
+    exact = np.empty(len(values), object)
+    exact[:] = values
+    return exact
+
+
 @dataclass(frozen=True)
 class Trace:
     """The spans of one step. Only compute spans count for times and bubble.
 
-    costs: what the step was simulated with, or the sizes that its stages hold: needed for bytes.
+    spans: a sequence of Span, kept as columns. costs: what the step was simulated with, or the sizes that its stages
+    hold: needed for bytes. versions: as the program's, which says how long older weights are held.
     """
 
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     num_ranks: int
     name: str = ""
     costs: Costs | None = None
+    versions: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", Spans.of(self.spans))
+
+    @cached_property
+    def _rows(self) -> tuple[Spans, ...]:
+        """Each rank's compute spans in time order."""
+        spans = Spans.of(self.spans)
+        spans = spans.at(spans.columns.compute)
+        spans = _in_time(spans)
+        cuts = np.searchsorted(spans.rank, np.arange(self.num_ranks + 1))
+        return tuple(spans.at(slice(start, end)) for start, end in pairwise(cuts.tolist()))
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Span, ...], ...]:
         """Each rank's compute spans in time order."""
-        rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
-        for span in self.spans:
-            if span.lane is Lane.COMPUTE:
-                rows[span.rank].append(span)
-        return tuple(tuple(sorted(row, key=lambda span: (span.start_s, span.end_s))) for row in rows)
+        return tuple(map(tuple, self._rows))
 
     @property
     def start_s(self) -> float:
         """The first start over all ranks."""
-        return min((row[0].start_s for row in self.by_rank if row), default=0)
+        return min((_number(row.start_s[0]) for row in self._filled), default=0)
 
     @property
     def makespan_s(self) -> float:
         """Last end minus first start over all ranks: what one isolated step takes."""
-        return max((row[-1].end_s for row in self.by_rank if row), default=0) - self.start_s
+        return max((_number(row.end_s[-1]) for row in self._filled), default=0) - self.start_s
 
     @property
     def span_s(self) -> float:
         """The longest of the ranks' own last end minus first start: what the zero-bubble papers call cost."""
-        return max((row[-1].end_s - row[0].start_s for row in self.by_rank if row), default=0)
+        return max((_number(row.end_s[-1] - row.start_s[0]) for row in self._filled), default=0)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """How long each rank computes."""
-        return tuple(sum(span.end_s - span.start_s for span in row) for row in self.by_rank)
+        """How long each rank computes; time in which two actions overlap counts once."""
+        return tuple(_busy(row) for row in self._rows)
 
     @property
     def bubble_ratio(self) -> float:
@@ -75,48 +155,48 @@ class Trace:
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """The most (stage, micro-batch) pairs that each rank holds at once."""
-        return tuple(peak_in_flight(span.action for span in row) for row in self.by_rank)
+        return tuple(pairs_held(row.columns).peak for row in self._rows)
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most bytes of activations, inputs and held weight-gradient work that each rank has at once."""
-        return tuple(max((held for _, held in self.memory(rank)), default=0) for rank in range(self.num_ranks))
+        """The most bytes of activations, inputs, held weight-gradient work and older weights of each rank at once."""
+        if self.costs is None:
+            return (0,) * self.num_ranks
+        return tuple(self._bytes(row.columns).peak for row in self._rows)
+
+    @property
+    def peak_versions(self) -> dict[int, int]:
+        """The most versions of its weights that each stage holds at once, the newest included."""
+        found = [versions_held(row.columns, self.versions) for row in self._rows]
+        return {stage: most for own in found for stage, most in sorted(own.items())}
 
     def in_flight(self, rank: int) -> Iterator[tuple[float, int]]:
         """One rank's (stage, micro-batch) pairs over time: (time in seconds, pairs from then on)."""
-        row = self.by_rank[rank]
-        for span, (_, held, after) in zip(row, in_flight_steps(span.action for span in row), strict=True):
-            yield span.start_s, held
-            yield span.end_s, after
+        return _steps(self._rows[rank], pairs_held(self._rows[rank].columns))
 
     def memory(self, rank: int) -> Iterator[tuple[float, int]]:
-        """One rank's held bytes over time: (time in seconds, bytes from then on)."""
-        row = self.by_rank[rank]
-        recomputed = {(span.action.stage, span.action.microbatch) for span in row if span.action.kind is Kind.R}
-        kept = {(s.action.stage, s.action.microbatch) for s in row if Holding.WEIGHT_GRAD in KINDS[s.action.kind].gives}
-        held: dict[tuple[int, int], dict[Holding, int]] = {}
-        total = 0
-        for span in row:
-            pair = span.action.stage, span.action.microbatch
-            sizes: Mapping[Holding, int] = self.costs.held_bytes(pair[0]) if self.costs else {}
-            takes = KINDS[span.action.kind].takes
-            if takes is Holding.ACTIVATIONS and span.action.kind is Kind.F and pair in recomputed:
-                takes = Holding.INPUT
-            if takes is not None:
-                held.setdefault(pair, {})[takes] = sizes.get(takes, 0)
-                total += sizes.get(takes, 0)
-                yield span.start_s, total
-            gives = KINDS[span.action.kind].gives if pair in kept else tuple(Holding)
-            given = [held.get(pair, {}).pop(holding, 0) for holding in gives]
-            if given:
-                total -= sum(given)
-                yield span.end_s, total
+        """One rank's held bytes over time, whenever they change: (time in seconds, bytes from then on)."""
+        held = 0
+        for time_s, amount in _steps(self._rows[rank], self._bytes(self._rows[rank].columns)):
+            if amount != held:
+                held = amount
+                yield time_s, held
+
+    @property
+    def _filled(self) -> list[Spans]:
+        return [row for row in self._rows if len(row)]
+
+    def _bytes(self, columns: Columns) -> Held:
+        num_stages = int(columns.stage.max(initial=0)) + 1
+        sizes = self.costs.sizes() if self.costs else dict.fromkeys(Holding, (0,) * num_stages)
+        return bytes_held(columns, sizes, self.versions)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, as JSON takes them."""
         spans = [[str(s.action), s.rank, s.start_s, s.end_s] for s in self.spans]
         costs = self.costs.to_dict() if self.costs else None
-        return {"name": self.name, "num_ranks": self.num_ranks, "costs": costs, "spans": spans}
+        versions = {"versions": [list(own) for own in self.versions]} if self.versions else {}
+        return {"name": self.name, "num_ranks": self.num_ranks, "costs": costs, **versions, "spans": spans}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Trace":
@@ -124,7 +204,8 @@ class Trace:
         actions = [(Action.parse(text), rank, start, end) for text, rank, start, end in values["spans"]]
         spans = tuple(Span(action, rank, start, end, action.lane) for action, rank, start, end in actions)
         costs = Costs.from_dict(values["costs"]) if values.get("costs") else None
-        return cls(spans, values["num_ranks"], values.get("name", ""), costs)
+        versions = tuple(map(tuple, values.get("versions", ())))
+        return cls(Spans.of(spans), values["num_ranks"], values.get("name", ""), costs, versions)
 
     def to_chrome(self, path: str | PathLike[str]) -> None:
         """Write Chrome's trace-event JSON, which Perfetto and chrome://tracing open: a process a rank, a row a lane."""
@@ -151,3 +232,36 @@ class Trace:
                 }
             )
         Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
+
+
+def _busy(row: Spans) -> float:
+    """The time that a rank's spans, in time order, cover."""
+    if not len(row):
+        return 0
+    lengths = row.end_s - row.start_s
+    if (row.start_s[1:] < row.end_s[:-1]).any():
+        begins = np.maximum(row.start_s[1:], row.end_s[:-1])
+        lengths[1:] = np.maximum(row.end_s[1:] - begins, 0)
+    return _number(lengths.sum())
+
+
+def _number(value: Any) -> float:
+    """A plain number, not one of numpy's."""
+    number: float = value.item() if isinstance(value, np.generic) else value
+    return number
+
+
+def _in_time(spans: Spans) -> Spans:
+    """Rank by rank in time order."""
+    if object in (spans.start_s.dtype, spans.end_s.dtype):
+        keys = list(zip(spans.rank.tolist(), spans.start_s, spans.end_s, strict=True))
+        return spans.at(np.array(sorted(range(len(spans)), key=keys.__getitem__), np.int64))
+    return spans.at(np.lexsort((spans.end_s, spans.start_s, spans.rank)))
+
+
+def _steps(row: Spans, held: Held) -> Iterator[tuple[float, int]]:
+    """What is held from each start and each end on."""
+    lists = (values.tolist() for values in (row.start_s, row.end_s, held.during, held.after))
+    for start_s, end_s, during, after in zip(*lists, strict=True):
+        yield start_s, during
+        yield end_s, after

@@ -1,18 +1,25 @@
 """Validation: one function a rule. A program that passes runs to its end without a deadlock.
 
-Rules are checked in this order: places, complete, dependencies, deadlock, and on request memory and exactness.
-Each raises with rank, position, action and the marked grid.
+Rules are checked in this order: places, routes, complete, overlaps, dependencies, transfers, versions, deadlock, and
+on request memory and exactness. Each raises with rank, position, action and the marked grid.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
-from pipesched.actions import KINDS, OTHER_END, Action, Holding, Kind
-from pipesched.dependencies import progress
+import numpy as np
+
+from pipesched.actions import OTHER_END, Action, Kind
+from pipesched.columns import Mask
+from pipesched.dependencies import BACKWARDS
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
+from pipesched.holdings import pairs_held, peak_in_flight
 from pipesched.program import Program, marked_grid
+from pipesched.walk import walk
 
-__all__ = ["in_flight_steps", "peak_in_flight", "validate"]
+__all__ = ["check_order", "deadlock_error", "validate"]
+
+_WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = None, exact: bool = False) -> None:
@@ -22,10 +29,7 @@ def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = No
     exact: also demand ascending micro-batch order (see ``Program.exact``).
     Raises ScheduleError, DeadlockError or MemoryLimitError.
     """
-    check_places(program)
-    check_complete(program)
-    check_dependencies(program)
-    check_transfers(program)
+    check_order(program)
     check_deadlock(program)
     if max_in_flight is not None:
         check_memory(program, max_in_flight)
@@ -33,13 +37,28 @@ def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = No
         check_exact(program)
 
 
-def _place(program: Program, action: Action) -> str:
-    rank, position = program.positions[action]
+def check_order(program: Program) -> None:
+    """All rules but deadlock, memory and exactness: what can be said without walking through the program."""
+    check_places(program)
+    check_routes(program)
+    check_complete(program)
+    check_overlaps(program)
+    check_dependencies(program)
+    check_transfers(program)
+    check_versions(program)
+
+
+def _place(program: Program, row: int) -> str:
+    rank, position = program.orders.place(row)
     return f"rank {rank}, position {position}"
 
 
-def _grid(program: Program, *actions: Action) -> str:
-    return "\n" + marked_grid(program, dict(program.positions[action] for action in actions))
+def _grid(program: Program, *rows: int) -> str:
+    return "\n" + marked_grid(program, dict(program.orders.place(row) for row in rows))
+
+
+def _first(rows: Mask) -> int | None:
+    return int(np.argmax(rows)) if rows.any() else None
 
 
 def check_places(program: Program) -> None:
@@ -55,173 +74,289 @@ def check_places(program: Program) -> None:
                 f"every stage lies on one of the ranks; stage {stage} is placed on rank {rank}, "
                 f"but there are {program.num_ranks} ranks; correct the placement"
             )
-    for rank, order in enumerate(program.orders):
-        for position, action in enumerate(order):
-            place = f"rank {rank}, position {position}"
-            if not (0 <= action.stage < program.num_stages and 0 <= action.microbatch < program.num_microbatches):
+    columns = program.columns
+    stage_in = (columns.stage >= 0) & (columns.stage < program.num_stages)
+    inside = stage_in & (columns.microbatch >= 0) & (columns.microbatch < program.num_microbatches)
+    home = np.asarray(program.placement)[np.where(stage_in, columns.stage, 0)]
+    row = _first(~inside | (home != program.orders.rank_of))
+    if row is None:
+        return
+    action = columns.action(row)
+    if not inside[row]:
+        raise ScheduleError(
+            f"{_place(program, row)}: {action} is outside the program's {program.num_stages} stages and "
+            f"{program.num_microbatches} micro-batches. Count both from 0." + _grid(program, row)
+        )
+    raise ScheduleError(
+        f"{_place(program, row)}: {action} belongs to rank {program.placement[action.stage]}, which holds stage "
+        f"{action.stage}. Move it there." + _grid(program, row)
+    )
+
+
+def check_routes(program: Program) -> None:
+    """A micro-batch that visits a stage also visits those that feed it and that it feeds."""
+    for route in set(program.routes):
+        for stage in route:
+            if not 0 <= stage < program.num_stages:
                 raise ScheduleError(
-                    f"{place}: {action} is outside the program's {program.num_stages} stages and "
-                    f"{program.num_microbatches} micro-batches. Count both from 0.\n"
-                    + marked_grid(program, {rank: position})
+                    f"a route visits stages of the program; it has 0..{program.num_stages - 1}, a route {stage}; "
+                    f"correct the route"
                 )
-            if program.placement[action.stage] != rank:
+            beside = {*program.graph.producers[stage], *program.graph.consumers[stage]} - set(route)
+            if beside:
                 raise ScheduleError(
-                    f"{place}: {action} belongs to rank {program.placement[action.stage]}, which holds stage "
-                    f"{action.stage}. Move it there.\n" + marked_grid(program, {rank: position})
+                    f"a route takes whole chains of stages; one has stage {stage} but not its neighbour "
+                    f"{min(beside)}; add that, or take the edge out of the graph"
                 )
 
 
 def check_complete(program: Program) -> None:
-    """Every stage runs every micro-batch once: F, and B or both I and W, unless the program is forward only."""
-    _check_repeats(program)
-    present = program.positions
-    for stage, rank in enumerate(program.placement):
-        for microbatch in range(program.num_microbatches):
-            kinds = {kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if Action(stage, kind, microbatch) in present}
-            if kinds not in _accepted(program):
-                raise ScheduleError(_incomplete(program, stage, rank, microbatch, kinds))
-
-
-def _check_repeats(program: Program) -> None:
-    counts = Counter(action for order in program.orders for action in order)
-    for action, count in counts.items():
-        if count > 1:
+    """Every stage runs every micro-batch that visits it once: F, and B or both I and W, or F alone in evaluation."""
+    index, columns = program.index, program.columns
+    for row in index.repeated().tolist():
+        action = columns.action(row)
+        same = (columns.stage == action.stage) & (columns.kind == columns.kind[row])
+        same &= (columns.microbatch == action.microbatch) & (columns.peer == columns.peer[row])
+        rows = np.flatnonzero(same)
+        if len(rows) > 1:
             raise ScheduleError(
-                f"{_place(program, action)}: {action} runs once; found {count} times. Remove the others."
-                + _grid(program, action)
+                f"{_place(program, int(rows[0]))}: {action} runs once; found {len(rows)} times. Remove the others."
+                + _grid(program, int(rows[0]))
             )
+        raise ScheduleError(
+            f"{_place(program, row)}: {action} goes along no edge of the stage graph. Correct or remove it."
+            + _grid(program, row)
+        )
+    has = {kind: index.grid(kind) >= 0 for kind in _WORK}
+    split = (has[Kind.I] & has[Kind.W] & ~has[Kind.B]) | (has[Kind.B] & ~has[Kind.I] & ~has[Kind.W])
+    none = ~(has[Kind.B] | has[Kind.I] | has[Kind.W])
+    due = has[Kind.F] & (none if program.forward_only else split)
+    good = np.where(program.visits, due, none & ~has[Kind.F]) if program.routes else due
+    row = _first(~good.ravel())
+    if row is not None:
+        stage, microbatch = divmod(row, program.num_microbatches)
+        kinds = {kind for kind in _WORK if has[kind][stage, microbatch]}
+        raise ScheduleError(_incomplete(program, stage, microbatch, kinds))
 
 
-def _accepted(program: Program) -> tuple[set[Kind], ...]:
+def _accepted(program: Program, stage: int, microbatch: int) -> tuple[set[Kind], ...]:
+    if not program.visits[stage, microbatch]:
+        return (set(),)
     if program.forward_only:
         return ({Kind.F},)
     return {Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}
 
 
-def _incomplete(program: Program, stage: int, rank: int, microbatch: int, kinds: set[Kind]) -> str:
-    want = "F" if program.forward_only else "F and either B or both I and W"
+def _incomplete(program: Program, stage: int, microbatch: int, kinds: set[Kind]) -> str:
+    accepted = _accepted(program, stage, microbatch)
+    want = "F and either B or both I and W" if len(accepted) > 1 else "F" if accepted[0] else "nothing"
     has = ", ".join(f"{stage}{kind}{microbatch}" for kind in sorted(kinds)) or "none of them"
-    wanted = min(_accepted(program), key=lambda accepted: len(accepted ^ kinds))
+    wanted = min(accepted, key=lambda choice: len(choice ^ kinds))
     remedy = [f"Add {stage}{kind}{microbatch}." for kind in sorted(wanted - kinds)]
     remedy += [f"Remove {stage}{kind}{microbatch}." for kind in sorted(kinds - wanted)]
-    marks = dict(program.positions[Action(stage, kind, microbatch)] for kind in sorted(kinds)[:1])
+    marks = dict(program.place(Action(stage, kind, microbatch)) for kind in sorted(kinds)[:1])
     return (
-        f"rank {rank}: stage {stage} runs {want} for each of {program.num_microbatches} micro-batches; "
-        f"for micro-batch {microbatch} it has {has}. {' '.join(remedy)}\n" + marked_grid(program, marks)
+        f"rank {program.placement[stage]}: stage {stage} runs {want} for each of {program.num_microbatches} "
+        f"micro-batches; for micro-batch {microbatch} it has {has}. {' '.join(remedy)}\n" + marked_grid(program, marks)
     )
+
+
+def check_overlaps(program: Program) -> None:
+    """Two actions that overlap are an F and a backward behind it, of different pairs, of one rank."""
+    columns = program.columns
+    firsts = np.flatnonzero(columns.joined)
+    for row in firsts.tolist():
+        rank, position = program.orders.place(row)
+        order = program.orders[rank]
+        pair = order[position : position + 2]
+        good = len(pair) == 2 and pair[0].kind is Kind.F and pair[1].kind in BACKWARDS
+        if not good or columns.joined[row + 1] or pair[0] in program.needs(pair[1]):
+            raise ScheduleError(
+                f"rank {rank}, position {position}: an F overlaps with a B or I directly behind it that does not need "
+                f"it; got {' & '.join(map(str, pair))}. Run them one after the other." + _grid(program, row)
+            )
 
 
 def check_dependencies(program: Program) -> None:
     """What an action needs is in the program, and earlier where it is on the same rank."""
-    for rank, order in enumerate(program.orders):
-        for position, action in enumerate(order):
-            for need in program.needs(action):
-                if need not in program.positions:
-                    raise ScheduleError(
-                        f"{_place(program, action)}: {action} needs {need}, which no rank runs. Add {need}."
-                        + _grid(program, action)
-                    )
-                other, at = program.positions[need]
-                if other == rank and at > position:
-                    raise ScheduleError(
-                        f"rank {rank}, position {position}: {action} needs {need} before it on this rank, "
-                        f"but {need} is at position {at}. Move {need} earlier." + _grid(program, action)
-                    )
+    row, needed = program.requirements
+    rank_of = program.orders.rank_of
+    late = (needed < 0) | ((rank_of[row] == rank_of[needed]) & (needed > row))
+    if not late.any():
+        return
+    first = int(row[late].min())
+    action, (rank, position) = program.columns.action(first), program.orders.place(first)
+    for need in program.needs(action):
+        at = program.index.row(need)
+        if at < 0:
+            raise ScheduleError(
+                f"{_place(program, first)}: {action} needs {need}, which no rank runs. Add {need}."
+                + _grid(program, first)
+            )
+        if rank_of[at] == rank and at > first:
+            raise ScheduleError(
+                f"rank {rank}, position {position}: {action} needs {need} before it on this rank, "
+                f"but {need} is at position {program.orders.place(at)[1]}. Move {need} earlier." + _grid(program, first)
+            )
 
 
 def check_transfers(program: Program) -> None:
     """Every send has its receive, and each channel (from rank, to rank, kind) is first in, first out."""
-    sent: dict[tuple[int, int, Kind], list[Action]] = {}
-    received: dict[tuple[int, int, Kind], list[Action]] = {}
-    for rank, order in enumerate(program.orders):
-        for action in order:
-            stage, kind, microbatch, peer = action
-            if kind in (Kind.SEND_F, Kind.SEND_B):
-                receive = Action(-1 if peer is None else peer, OTHER_END[kind], microbatch, stage)
-                if receive not in program.positions:
-                    raise ScheduleError(
-                        f"{_place(program, action)}: {action} needs {receive}, which no rank runs. Add {receive}."
-                        + _grid(program, action)
-                    )
-                sent.setdefault((rank, program.placement[receive.stage], receive.kind), []).append(receive)
-            elif kind in OTHER_END and peer is not None:
-                received.setdefault((program.placement[peer], rank, kind), []).append(action)
-    for channel, receives in received.items():
-        for receive, due in zip(receives, sent[channel], strict=True):
-            if receive != due:
+    for send in (Kind.SEND_F, Kind.SEND_B):
+        if program.index.has(send):
+            _check_channels(program, send)
+
+
+def _check_channels(program: Program, send: Kind) -> None:
+    columns, receive = program.columns, OTHER_END[send]
+    sends = np.flatnonzero(columns.are(send))
+    sent = columns[sends]
+    receives = program.index.rows(receive, sent.peer, sent.microbatch, sent.stage)
+    lost = _first(receives < 0)
+    if lost is not None:
+        stage, _, microbatch, peer = action = sent.action(lost)
+        missing = Action(-1 if peer is None else peer, receive, microbatch, stage)
+        raise ScheduleError(
+            f"{_place(program, int(sends[lost]))}: {action} needs {missing}, which no rank runs. Add {missing}."
+            + _grid(program, int(sends[lost]))
+        )
+    placement = np.asarray(program.placement)
+    channel = placement[sent.stage].astype(np.int64) * program.num_ranks + placement[sent.peer]
+    order = np.argsort(channel, kind="stable")  # within a channel: as they are sent
+    channel, receives = channel[order], receives[order]
+    swapped = np.flatnonzero((channel[1:] == channel[:-1]) & (receives[1:] < receives[:-1]))
+    if len(swapped):
+        # The first receive, in its rank's order, that is not the next one due.
+        own = channel == channel[swapped[0]]
+        due, by_place = receives[own], np.sort(receives[own])
+        at = int(np.argmax(due != by_place))
+        early, first = (columns.action(int(rows[at])) for rows in (by_place, due))
+        raise ScheduleError(
+            f"{_place(program, int(by_place[at]))}: {early} is received before {first}, which rank "
+            f"{int(channel[swapped[0]]) // program.num_ranks} sends first; a channel is first in, first out. "
+            f"Receive {first} first." + _grid(program, int(by_place[at]))
+        )
+
+
+def check_versions(program: Program) -> None:
+    """Updates follow each other, each behind the backwards of the same micro-batches on every stage, and what a
+    forward uses exists.
+    """
+    if not program.index.has(Kind.UPDATE):
+        if any(any(own) for own in program.versions):
+            raise ScheduleError("versions of weights come from updates; there is no UPDATE; add some, or no versions")
+        return
+    if program.num_weights < program.num_stages:
+        raise ScheduleError(
+            f"an UPDATE changes the weights of one stage; here {program.num_stages} stages share {program.num_weights} "
+            f"weight copies; update them after the step, when their gradients are summed"
+        )
+    models: dict[bytes, tuple[int, list[tuple[int, ...]]]] = {}
+    for stage, rank in enumerate(program.placement):
+        groups = _updated(program, stage, rank)
+        model, due = models.setdefault(program.visits[stage].tobytes(), (stage, groups))
+        if due != groups:
+            number = next(n for n, (mine, theirs) in enumerate(zip_longest(groups, due)) if mine != theirs)
+            raise ScheduleError(
+                f"rank {rank}: update {number} is of the same micro-batches on every stage; stage {model} has "
+                f"{_quoted(due, number)}, stage {stage} {_quoted(groups, number)}. Move {stage}UPDATE{number}."
+            )
+        _check_used(program, stage, rank)
+
+
+def _quoted(groups: list[tuple[int, ...]], number: int) -> str:
+    return f"micro-batches {', '.join(map(str, groups[number]))}" if number < len(groups) else "none"
+
+
+def _updated(program: Program, stage: int, rank: int) -> list[tuple[int, ...]]:
+    """The micro-batches whose gradients each update of a stage applies. All are applied."""
+    groups: list[tuple[int, ...]] = []
+    open_group: list[int] = []
+    for position, action in enumerate(program.orders[rank]):
+        if action.stage != stage:
+            continue
+        if action.kind in (Kind.B, Kind.W):
+            open_group.append(action.microbatch)
+        if action.kind is Kind.UPDATE:
+            if action.microbatch != len(groups) or not open_group:
+                due = f"{stage}UPDATE{len(groups)}, behind a backward"
                 raise ScheduleError(
-                    f"{_place(program, receive)}: {receive} is received before {due}, which rank {channel[0]} sends "
-                    f"first; a channel is first in, first out. Receive {due} first." + _grid(program, receive)
+                    f"rank {rank}, position {position}: updates count from 0, each behind the backwards that it "
+                    f"applies; got {action}, due is {due}.\n" + marked_grid(program, {rank: position})
                 )
+            groups.append(tuple(sorted(open_group)))
+            open_group = []
+    if open_group:
+        raise ScheduleError(
+            f"rank {rank}: every gradient is applied by an update; none follows the backward of micro-batch "
+            f"{open_group[0]} on stage {stage}. Add {stage}UPDATE{len(groups)} at the end."
+        )
+    return groups
+
+
+def _check_used(program: Program, stage: int, rank: int) -> None:
+    """A forward uses weights that its stage has had, and weight gradients of one version follow each other."""
+    wanted = program.versions[stage] if program.versions else ()
+    if wanted and len(wanted) != program.num_microbatches:
+        raise ScheduleError(
+            f"versions of a stage are one for each of {program.num_microbatches} micro-batches; stage {stage} has "
+            f"{len(wanted)}; give as many"
+        )
+    newest = 0
+    for position, action in enumerate(program.orders[rank]):
+        if action.stage == stage and action.kind is Kind.UPDATE:
+            newest += 1
+        if wanted and action.stage == stage and action.kind is Kind.F and not 0 <= wanted[action.microbatch] <= newest:
+            raise ScheduleError(
+                f"rank {rank}, position {position}: {action} uses the weights after {wanted[action.microbatch]} "
+                f"updates, but {newest} of stage {stage} ran before it. Move it behind the update, or use an older one.\n"
+                + marked_grid(program, {rank: position})
+            )
 
 
 def check_deadlock(program: Program) -> None:
     """The orders of all ranks, taken together, can be run to their ends."""
-    reached = [0] * program.num_ranks
-    for rank, position, _ in progress(program.orders, program.needs):
-        reached[rank] = position + 1
+    reached = walk(program).reached
+    if sum(reached) < len(program.columns):
+        raise deadlock_error(program, reached)
+
+
+def deadlock_error(program: Program, reached: Sequence[int]) -> DeadlockError:
+    """Name the cycle that the waiting ranks form, each at the position it reached."""
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, order in enumerate(program.orders):
         if reached[rank] < len(order):
-            action = order[reached[rank]]
-            ran = {need for need in program.needs(action) if _has_run(program, need, reached)}
-            waits[rank] = action, next(need for need in program.needs(action) if need not in ran)
-    if waits:
-        raise DeadlockError(_deadlock(program, waits))
+            at = reached[rank]
+            actions = order[at : at + 2] if program.orders.rank(rank).joined[at] else order[at : at + 1]
+            missing = (need for one in actions for need in program.needs(one) if not _has_run(program, need, reached))
+            waits[rank] = actions[0], next(missing)
+    return DeadlockError(_deadlock(program, waits))
 
 
 def _has_run(program: Program, action: Action, reached: Sequence[int]) -> bool:
-    if action not in program.positions:
-        return False
-    rank, position = program.positions[action]
-    return position < reached[rank]
+    row = program.index.row(action)
+    rank, position = program.orders.place(row)
+    return row >= 0 and position < reached[rank]
 
 
-def _deadlock(program: Program, waits: dict[int, tuple[Action, Action]]) -> str:
-    """Name the cycle that the waiting ranks form: each waits for an action of the next one."""
+def _deadlock(program: Program, waits: Mapping[int, tuple[Action, Action]]) -> str:
+    """Each rank of the cycle waits for an action of the next one."""
     chain: list[int] = []
     rank = next(iter(waits))
     while rank not in chain and rank in waits:
         chain.append(rank)
-        rank = program.positions.get(waits[rank][1], (-1, -1))[0]
+        rank = program.orders.place(program.index.row(waits[rank][1]))[0]
     cycle = chain[chain.index(rank) :] if rank in chain else chain
-    lines = [
-        f"  rank {r}, position {program.positions[waits[r][0]][1]}: {waits[r][0]} waits for {waits[r][1]}"
-        for r in cycle
-    ]
+    rows = {r: program.index.row(action) for r, (action, _) in waits.items()}
+    lines = [f"  {_place(program, rows[r])}: {waits[r][0]} waits for {waits[r][1]}" for r in cycle]
     others = [f"rank {r} at {action} for {need}" for r, (action, need) in waits.items() if r not in cycle]
     behind = f"\nBehind them wait {', '.join(others)}." if others else ""
     return (
         f"deadlock: {len(cycle)} of {program.num_ranks} ranks wait for each other in a cycle\n"
         + "\n".join(lines)
         + f"\nMove one of the awaited actions before the place where its rank waits.{behind}"
-        + _grid(program, *(action for action, _ in waits.values()))
+        + _grid(program, *rows.values())
     )
-
-
-def in_flight_steps(actions: Iterable[Action]) -> Iterable[tuple[Action, int, int]]:
-    """One rank's actions, each with the number of (stage, micro-batch) pairs held while it runs, and after it.
-
-    A pair is held from its F to the end of its B or W; one that is recomputed from its R; one without a backward
-    only while its F runs.
-    """
-    actions = list(actions)
-    pairs = [(action.stage, action.microbatch) for action in actions]
-    ends = [Holding.WEIGHT_GRAD in KINDS[action.kind].gives for action in actions]
-    recomputed = {pair for pair, action in zip(pairs, actions, strict=True) if action.kind is Kind.R}
-    kept = {pair for pair, end in zip(pairs, ends, strict=True) if end}
-    held = 0
-    for action, pair, end in zip(actions, pairs, ends, strict=True):
-        starts = action.kind is (Kind.R if pair in recomputed else Kind.F)
-        held += starts
-        after = held - (end or (starts and pair not in kept))
-        yield action, held, after
-        held = after
-
-
-def peak_in_flight(actions: Iterable[Action]) -> int:
-    """The most (stage, micro-batch) pairs that one rank's order holds at once."""
-    return max((held for _, held, _ in in_flight_steps(actions)), default=0)
 
 
 def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
@@ -231,18 +366,26 @@ def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
         raise ScheduleError(
             f"max_in_flight is one number or one a rank; got {len(limits)} for {program.num_ranks} ranks; pass as many"
         )
-    for rank, (order, limit) in enumerate(zip(program.orders, limits, strict=True)):
-        for position, (action, held, _) in enumerate(in_flight_steps(order)):
-            if held > limit:
-                raise MemoryLimitError(
-                    f"rank {rank}, position {position}: {action} makes {held} micro-batches in flight, "
-                    f"but the limit is {limit} (the order's peak is {peak_in_flight(order)}). "
-                    f"Run a backward before it, or raise the limit.\n" + marked_grid(program, {rank: position})
-                )
+    for rank, limit in enumerate(limits):
+        order = program.orders.rank(rank)
+        held = pairs_held(order).during
+        position = _first(held > limit)
+        if position is not None:
+            raise MemoryLimitError(
+                f"rank {rank}, position {position}: {order.action(position)} makes {held[position]} micro-batches in "
+                f"flight, but the limit is {limit} (the order's peak is {peak_in_flight(order)}). "
+                f"Run a backward before it, or raise the limit.\n" + marked_grid(program, {rank: position})
+            )
 
 
 def check_exact(program: Program) -> None:
     """Forwards and weight gradients of each stage run in ascending micro-batch order, so that sums have one order."""
+    if program.num_weights < program.num_stages:
+        raise ScheduleError(
+            f"an exact program has weights of its own on every stage; here {program.num_stages} stages share "
+            f"{program.num_weights} weight copies, whose gradients are sums of sums; validate without exact=True: "
+            f"results then agree within rounding only"
+        )
     descent = program.first_descent()
     if descent is not None:
         rank, position, action = descent

@@ -28,13 +28,13 @@ def programs(draw, max_stages=5, max_microbatches=4):
         for microbatch in range(num_microbatches)
         for kind in rng.choice([(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)])
     ]
-    program = Program(_shuffled(actions, placement, graph, rng), placement, num_microbatches, graph)
+    program = Program(_shuffled(actions, placement, num_microbatches, graph, rng), placement, num_microbatches, graph)
     return program.forward() if draw(st.integers(0, 5)) == 0 else program
 
 
-def _shuffled(actions, placement, graph, rng):
+def _shuffled(actions, placement, num_microbatches, graph, rng):
     """Run the actions in a random order, always one whose needs are done; each joins its rank's order."""
-    asked = Program((tuple(actions),), placement, 1, graph)
+    asked = Program((tuple(actions),), placement, num_microbatches, graph)
     orders = [[] for _ in placement]
     left, done = list(actions), set()
     while left:

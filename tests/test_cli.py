@@ -285,7 +285,7 @@ def test_the_command_imports_neither_torch_nor_matplotlib():
     code = (
         "import sys, pipesched.cli\n"
         "pipesched.cli.main(['show', 'zb-h1', '--width', '120'], standalone_mode=False)\n"
-        "print([name for name in ('torch', 'matplotlib', 'numpy') if name in sys.modules])"
+        "print([name for name in ('torch', 'matplotlib', 'networkx') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

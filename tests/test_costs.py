@@ -11,8 +11,11 @@ from random_programs import quick
 from pipesched import Action, Costs
 from pipesched.actions import Holding
 from pipesched.errors import ScheduleError
+from pipesched.links import Link, Links
 
 NAMES = [field.name for field in fields(Costs)]
+SCALARS = ["transfer_s", "overlap"]
+BY_STAGE = [name for name in NAMES if name not in {*SCALARS, "links"}]
 TIMES = [name for name in NAMES if name.endswith("_s")]
 SIZES = [name for name in NAMES if name.endswith("_bytes")]
 WRONG = [math.nan, math.inf, -math.inf, -1, "1", None, 1j]
@@ -26,9 +29,10 @@ def any_costs(draw):
         name: draw(
             st.lists(seconds if name in TIMES else st.integers(0, 2**40), min_size=num_stages, max_size=num_stages)
         )
-        for name in NAMES
+        for name in BY_STAGE
     }
-    return Costs(**values | {"transfer_s": draw(seconds)})
+    links = draw(st.none() | st.just(Links.of_hosts(2, num_stages, between=Link(1, 2), special={(0, 1): Link(3)})))
+    return Costs(**values, transfer_s=draw(seconds), overlap=draw(st.floats(0, 1)), links=links)
 
 
 @quick
@@ -39,7 +43,7 @@ def test_from_dict_is_the_inverse_of_to_dict_also_through_json(costs):
 
 
 def test_the_names_carry_their_units():
-    assert sorted(TIMES + SIZES) == sorted(NAMES)
+    assert sorted([*TIMES, *SIZES, "overlap", "links"]) == sorted(NAMES)
 
 
 def test_uniform_costs_one_second_an_action_unless_given():
@@ -72,7 +76,12 @@ def test_seconds_are_those_of_the_kind_and_stage_and_none_for_transfers():
 
 def test_held_bytes_of_a_stage():
     costs = Costs.uniform(1, activation_bytes=5, input_bytes=2, weight_grad_bytes=3)
-    assert costs.held_bytes(0) == {Holding.ACTIVATIONS: 5, Holding.INPUT: 2, Holding.WEIGHT_GRAD: 3}
+    assert costs.sizes() == {
+        Holding.ACTIVATIONS: (5,),
+        Holding.INPUT: (2,),
+        Holding.WEIGHT_GRAD: (3,),
+        Holding.WEIGHTS: (0,),
+    }
 
 
 def test_scaling_multiplies_times_and_leaves_sizes():
@@ -86,7 +95,7 @@ def test_fractions_stay_exact():
 
 
 @pytest.mark.parametrize("value", WRONG)
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "transfer_s"])
+@pytest.mark.parametrize("name", BY_STAGE)
 def test_a_cost_is_finite_and_not_negative(name, value):
     given = {"forward_s": [1, 1], "input_grad_s": [1, 1], "weight_grad_s": [1, 1]} | {name: [1, value]}
     with pytest.raises(ScheduleError, match=f"{name} of stage 1 is {value!r}".replace("(", r"\(").replace(")", r"\)")):
@@ -94,12 +103,13 @@ def test_a_cost_is_finite_and_not_negative(name, value):
 
 
 @pytest.mark.parametrize("value", WRONG)
-def test_a_latency_is_finite_and_not_negative(value):
-    with pytest.raises(ScheduleError, match="transfer_s is"):
-        Costs.uniform(2, transfer_s=value)
+@pytest.mark.parametrize("name", SCALARS)
+def test_a_number_for_all_stages_is_finite_and_not_negative(name, value):
+    with pytest.raises(ScheduleError, match=f"{name} is"):
+        Costs.uniform(2, **{name: value})
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"transfer_s", "forward_s"}])
+@pytest.mark.parametrize("name", [name for name in BY_STAGE if name != "forward_s"])
 @pytest.mark.parametrize("length", [1, 3])
 def test_there_is_one_cost_a_stage_and_the_error_names_what_was_given(name, length):
     given = {"forward_s": [1, 1], "input_grad_s": [1, 1], "weight_grad_s": [1, 1]} | {name: [1] * length}
@@ -108,7 +118,9 @@ def test_there_is_one_cost_a_stage_and_the_error_names_what_was_given(name, leng
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ScheduleError, match=r"costs are forward_s, .*weight_grad_bytes; got 'forward'; leave it out"):
+    with pytest.raises(
+        ScheduleError, match=r"costs are forward_s, .*weight_grad_bytes, .*; got 'forward'; leave it out"
+    ):
         Costs.uniform(2, forward=1)
     with pytest.raises(ScheduleError, match=r"costs are forward_s, .*'latency' is unknown or missing"):
         Costs.from_dict(Costs.uniform(2).to_dict() | {"latency": 1})

@@ -2,8 +2,10 @@ import pytest
 from hypothesis import given
 from random_programs import programs, quick
 
-from pipesched import Action, Program
-from pipesched.dependencies import StageGraph, chain, needs, progress
+from pipesched import Action, Program, lower
+from pipesched.dependencies import StageGraph, chain, needs
+from pipesched.lowering import add_recompute
+from pipesched.walk import walk
 
 SKIP = StageGraph.of(3, [(0, 1), (1, 2), (0, 2)])
 
@@ -65,19 +67,22 @@ def test_a_chain_is_the_graph_of_neighbours(num_stages):
 
 @quick
 @given(programs())
-def test_progress_runs_a_valid_program_to_its_end_with_every_need_first(program):
-    done = set()
-    reached = [0] * program.num_ranks
-    for rank, position, action in progress(program.orders, program.needs):
-        assert program.orders[rank][position] == action
-        assert position == reached[rank]
-        assert done.issuperset(program.needs(action))
-        done.add(action)
-        reached[rank] += 1
-    assert reached == [len(order) for order in program.orders]
+def test_what_all_actions_need_at_once_is_what_each_needs(program):
+    for variant in (program, lower(program), lower(add_recompute(program, "always"))):
+        rows = list(variant.columns)
+        expected = {(action, need) for action in rows for need in variant.needs(action)}
+        assert {(rows[a], rows[b]) for a, b in zip(*variant.requirements, strict=True)} == expected
 
 
-def test_progress_ends_where_ranks_wait_for_each_other():
+@quick
+@given(programs())
+def test_the_walk_runs_a_valid_program_to_its_end_with_every_need_first(program):
+    walked = walk(program)
+    assert walked.reached == [len(order) for order in program.orders]
+    assert None not in walked.ends
+
+
+def test_the_walk_ends_where_ranks_wait_for_each_other():
     program = Program.parse("microbatches 2\nrank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F0 1F1 1B0 1B1")
-    ran = [str(action) for _, _, action in progress(program.orders, program.needs)]
-    assert sorted(ran) == ["0F0", "1F0"]
+    ran = [str(a) for a, end in zip(program.columns, walk(program).ends, strict=True) if end is not None]
+    assert ran == ["0F0", "1F0"]

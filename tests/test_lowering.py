@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from random_programs import programs, quick
 
 from pipesched import Action, Kind, Program, lower, schedules, validate
-from pipesched.dependencies import progress
 from pipesched.errors import ScheduleError
 from pipesched.lowering import add_recompute, forward_then_backward, halves
+from pipesched.walk import walk
 
 SENDS = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
@@ -131,7 +131,7 @@ def test_never_recomputes_nothing():
 def test_always_recomputes_every_pair_just_before_its_backward(name):
     program = schedules.get(name).program(3, 4)
     recomputed = add_recompute(program, "always")
-    assert sum(a.kind is Kind.R for a in recomputed.positions) == program.num_stages * 4
+    assert sum(recomputed.columns.are(Kind.R)) == program.num_stages * 4
     for order in recomputed.orders:
         for before, action in pairwise(order):
             assert (before == Action(action.stage, Kind.R, action.microbatch)) == (action.kind in {Kind.B, Kind.I})
@@ -146,8 +146,8 @@ def test_except_last_leaves_out_the_backwards_that_directly_follow_their_forward
         for before, action in pairwise(order)
         if action.kind in {Kind.B, Kind.I} and before == Action(action.stage, Kind.F, action.microbatch)
     }
-    pairs = {(a.stage, a.microbatch) for a in program.positions if a.kind in {Kind.B, Kind.I}}
-    recomputed = {(a.stage, a.microbatch) for a in add_recompute(program, "except_last").positions if a.kind is Kind.R}
+    pairs = {(a.stage, a.microbatch) for a in program.columns if a.kind in {Kind.B, Kind.I}}
+    recomputed = {(a.stage, a.microbatch) for a in add_recompute(program, "except_last").columns if a.kind is Kind.R}
     assert recomputed == pairs - spared
 
 
@@ -195,7 +195,8 @@ def test_all_forwards_then_all_backwards_of_a_valid_program_is_valid(program):
 def test_the_first_half_runs_alone_and_has_every_forward(program):
     low = lower(forward_then_backward(program))
     first, second = halves(low)
-    assert tuple(a + b for a, b in zip(first, second, strict=True)) == low.orders
-    assert len(list(progress(first, low.needs))) == sum(map(len, first))
+    assert low.orders == tuple(a + b for a, b in zip(first, second, strict=True))
+    alone = low.with_orders(first)
+    assert walk(alone).reached == [len(order) for order in first]
     assert not {action.kind for order in second for action in order} & {Kind.F, Kind.SEND_F, Kind.RECV_F}
     assert {action.kind for order in first for action in order} <= {Kind.F, Kind.SEND_F, Kind.RECV_F}

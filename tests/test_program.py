@@ -123,7 +123,7 @@ def test_counts_and_chunks():
     program = schedules.get("interleaved-1f1b").program(3, 4, chunks_per_rank=2)
     assert (program.num_ranks, program.num_stages, program.num_microbatches) == (3, 6, 4)
     assert program.chunks(1) == (1, 4)
-    assert program.positions[Action(1, Kind.F, 0)] == (1, 0)
+    assert program.place(Action(1, Kind.F, 0)) == (1, 0)
 
 
 def test_forward_keeps_the_forwards_in_their_order():

@@ -15,8 +15,8 @@ from random_programs import quick
 
 from pipesched import Costs, Program, lower, schedules, simulate, validate
 from pipesched.errors import DeadlockError, ScheduleError
+from pipesched.holdings import peak_in_flight
 from pipesched.order import Order, Shape, loop, schedule
-from pipesched.validation import peak_in_flight
 
 GOLDEN = Path(__file__).parent / "golden"
 RANKS, MICROBATCHES, SECONDS = st.integers(1, 8), st.integers(1, 24), st.integers(1, 9)

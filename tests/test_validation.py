@@ -8,7 +8,7 @@ from random_programs import programs, quick
 
 from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
-from pipesched.validation import peak_in_flight
+from pipesched.holdings import peak_in_flight
 
 SKIP = "microbatches 1\nedges 0-1 0-2 1-2\n"
 
@@ -141,7 +141,7 @@ def test_what_an_action_needs_is_in_the_program():
 @pytest.mark.parametrize("kind", [Kind.RECV_F, Kind.RECV_B])
 def test_a_send_has_a_receive(kind):
     lowered = lower(schedules.get("1f1b").program(2, 2))
-    lost = next(action for action in lowered.positions if action.kind is kind)
+    lost = next(action for action in lowered.columns if action.kind is kind)
     refused(lowered.with_orders([[a for a in order if a != lost] for order in lowered.orders]), str(lost))
 
 

@@ -78,6 +78,9 @@ class Rank:
         self._program = program
         self._stages = stages
         self._transport = transport
+        whole = program.orders[index]  # also what runs in another part of the order
+        self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
+        self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
         self._inbox: dict[_Slot, Any] = {}
         self._outbox: dict[_Slot, Any] = {}
         self.handlers: dict[Kind, Callable[[Action], None]] = {
@@ -92,21 +95,21 @@ class Rank:
             Kind.RECV_B: self._receive,
         }
 
-    def _splits(self, action: Action) -> bool:
-        return Action(action.stage, Kind.I, action.microbatch) in self._program.positions
-
     def _forward(self, action: Action) -> None:
         stage, _, microbatch, _ = action
         arrived = [self._take(action, Kind.F, producer) for producer in self._program.graph.producers[stage]]
-        checkpointed = Action(stage, Kind.R, microbatch) in self._program.positions
         output = self._stages[stage].forward(
-            microbatch, *arrived, split=self._splits(action), checkpointed=checkpointed
+            microbatch,
+            *arrived,
+            split=(stage, microbatch) in self._split,
+            checkpointed=(stage, microbatch) in self._recomputed,
         )
         for consumer in self._program.graph.consumers[stage]:
             self._give(action, Kind.F, consumer, output)
 
     def _recompute(self, action: Action) -> None:
-        self._stages[action.stage].recompute(action.microbatch, split=self._splits(action))
+        split = (action.stage, action.microbatch) in self._split
+        self._stages[action.stage].recompute(action.microbatch, split=split)
 
     def _backward(self, action: Action) -> None:
         self._give_back(action, self._stages[action.stage].backward(action.microbatch, *self._grads(action)))

@@ -134,11 +134,10 @@ _Channels = dict[tuple[int, int, Kind], "SimpleQueue[Message]"]
 
 def _channels(program: Program) -> _Channels:
     channels: _Channels = {}
-    for action in program.positions:
-        if action.kind in (Kind.SEND_F, Kind.SEND_B) and action.peer is not None:
-            channels.setdefault(
-                (program.placement[action.stage], program.placement[action.peer], action.kind), SimpleQueue()
-            )
+    sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
+    for stage, kind, _, peer in sends:
+        if peer is not None:
+            channels.setdefault((program.placement[stage], program.placement[peer], kind), SimpleQueue())
     return channels
 
 

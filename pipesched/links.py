@@ -1,0 +1,114 @@
+"""Links: what lies between ranks: latency, bandwidth, and whether messages wait for each other."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesched.columns import Ints
+from pipesched.errors import ScheduleError
+
+__all__ = ["Link", "Links", "check_number", "check_times"]
+
+
+def check_number(value: Any, what: str) -> None:
+    """Raise ScheduleError for what is not a finite number, or negative."""
+    if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+        raise ScheduleError(f"costs are finite numbers, not negative; {what} is {value!r}; measure it again")
+
+
+def check_times(times: Sequence[float], what: str) -> None:
+    """Raise ScheduleError where a time is not a finite number or is negative."""
+    for index, value in enumerate(times):
+        check_number(value, f"{what} {index}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of n bytes takes latency_s + n / bytes_per_s; None: no time for its size."""
+
+    latency_s: float = 0
+    bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number(self.latency_s, "the latency_s of a link")
+        if self.bytes_per_s is not None:
+            check_number(self.bytes_per_s, "the bytes_per_s of a link")
+            if not self.bytes_per_s:
+                raise ScheduleError("a link moves something; its bytes_per_s is 0; pass more, or None for no limit")
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between ranks, each in its own direction.
+
+    inside: between ranks of one host; between: of different ones. hosts: the host of each rank, one for all unless
+    given. special: the links of single pairs, ((from rank, to rank), link). contended: a link carries one message at
+    a time, in the order in which they are sent; otherwise each has it for itself.
+    """
+
+    inside: Link = Link()
+    between: Link = Link()
+    hosts: tuple[int, ...] = ()
+    special: tuple[tuple[tuple[int, int], Link], ...] = ()
+    contended: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hosts", tuple(self.hosts))
+        pairs = self.special.items() if isinstance(self.special, Mapping) else self.special
+        object.__setattr__(self, "special", tuple(sorted(((int(a), int(b)), link) for (a, b), link in pairs)))
+
+    @classmethod
+    def of_hosts(cls, ranks_per_host: int, num_ranks: int, **links: Any) -> "Links":
+        """Ranks on hosts of so many, one host after the other; ``links`` are the other fields."""
+        if ranks_per_host < 1:
+            raise ScheduleError(f"a host has at least one rank; got ranks_per_host={ranks_per_host}; pass 1 or more")
+        return cls(hosts=tuple(rank // ranks_per_host for rank in range(num_ranks)), **links)
+
+    def latencies(self, senders: Ints, receivers: Ints) -> NDArray[Any]:
+        """The latency of each message, in seconds."""
+        return self._spread(senders, receivers, lambda link: link.latency_s)
+
+    def travel(self, senders: Ints, receivers: Ints, sizes: NDArray[Any]) -> NDArray[Any]:
+        """How long each message of so many bytes occupies its link, in seconds."""
+        per_byte = self._spread(
+            senders, receivers, lambda link: 0 if link.bytes_per_s is None else 1 / link.bytes_per_s
+        )
+        travel: NDArray[Any] = sizes * per_byte
+        return travel
+
+    def _spread(self, senders: Ints, receivers: Ints, figure: Any) -> NDArray[Any]:
+        figures = np.full(len(senders), figure(self.inside), object)
+        if self.hosts:
+            most = int(max(senders.max(initial=0), receivers.max(initial=0)))
+            if most >= len(self.hosts):
+                raise ScheduleError(
+                    f"hosts say where each rank is; rank {most} is missing from {len(self.hosts)}; give one a rank"
+                )
+            hosts = np.asarray(self.hosts)
+            figures[hosts[senders] != hosts[receivers]] = figure(self.between)
+        for (sender, receiver), link in self.special:
+            figures[(senders == sender) & (receivers == receiver)] = figure(link)
+        return figures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, as JSON takes them."""
+        return asdict(self) | {
+            "hosts": list(self.hosts),
+            "special": [[sender, receiver, asdict(link)] for (sender, receiver), link in self.special],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Links":
+        """The inverse of ``to_dict``."""
+        return cls(
+            Link(**values["inside"]),
+            Link(**values["between"]),
+            tuple(values["hosts"]),
+            tuple(((sender, receiver), Link(**link)) for sender, receiver, link in values["special"]),
+            values["contended"],
+        )
