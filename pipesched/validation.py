@@ -309,7 +309,7 @@ def _check_used(program: Program, stage: int, rank: int) -> None:
         if wanted and action.stage == stage and action.kind is Kind.F and not 0 <= wanted[action.microbatch] <= newest:
             raise ScheduleError(
                 f"rank {rank}, position {position}: {action} uses the weights after {wanted[action.microbatch]} "
-                f"updates, but {newest} of stage {stage} ran before it. Move it behind the update, or use an older one.\n"
+                f"updates, but {newest} of stage {stage} ran before it. Use an older version, or move it.\n"
                 + marked_grid(program, {rank: position})
             )
 
