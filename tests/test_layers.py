@@ -8,6 +8,7 @@ import pipesched
 
 CORE = [
     "actions",
+    "building_blocks",
     "costs",
     "dependencies",
     "errors",
