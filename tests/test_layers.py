@@ -23,6 +23,7 @@ CORE = [
     "trace",
     "validation",
     "viz",
+    "zero_bubble",
 ]
 BUILT = [f"pipesched.{name}" for name in CORE if find_spec(f"pipesched.{name}")]
 
