@@ -8,6 +8,7 @@ import pipesched
 
 CORE = [
     "actions",
+    "building_blocks",
     "costs",
     "dependencies",
     "errors",
@@ -22,6 +23,7 @@ CORE = [
     "trace",
     "validation",
     "viz",
+    "zero_bubble",
 ]
 BUILT = [f"pipesched.{name}" for name in CORE if find_spec(f"pipesched.{name}")]
 

@@ -1,0 +1,20 @@
+"""V-Half: about half of 1F1B's memory (Qi et al. 2024, arXiv:2405.15362)."""
+
+from pipesched.building_blocks import repeated
+from pipesched.order import Order, Shape, schedule, v
+
+
+@schedule("v-half", placement=v, chunks_per_rank=2)
+def v_half(shape: Shape) -> list[Order]:
+    """Two chunks a rank, down the ranks and up again, repeating a block of forwards two slots apart. Qi et al. 2024.
+
+    Every rank holds floor((p+2)/2) micro-batches at most. For equal times and m >= p the bubble is 3p-4 chunk times
+    for odd p, 3p-7 for even p from 4 on.
+    """
+    p, block = shape.num_ranks, {}
+    wait = 0 if p % 2 else 3  # keeps the passes of each rank apart, modulo 6
+    for rank in range(p):
+        down, up = shape.exactly(2, rank)
+        block[down] = 2 * rank, 6 * p + wait - 2 - rank
+        block[up] = 3 * p - 2 - rank, 3 * p + wait - 1 + 2 * rank
+    return repeated(shape, block, interval=6, max_in_flight=2 * ((p + 2) // 2), early_forwards=wait > 0)

@@ -1,0 +1,20 @@
+"""V-Min: about a third of 1F1B's memory (Qi et al. 2024, arXiv:2405.15362)."""
+
+from pipesched.building_blocks import repeated
+from pipesched.order import Order, Shape, schedule, v
+
+
+@schedule("v-min", placement=v, chunks_per_rank=2)
+def v_min(shape: Shape) -> list[Order]:
+    """Two chunks a rank, down the ranks and up again, repeating the shortest block there is. Qi et al. 2024.
+
+    Every rank holds floor((p+4)/3) micro-batches at most. For equal times and m >= p the bubble is 4p-5 chunk times,
+    4p-7 for p a multiple of 3; with unequal ones it grows with m.
+    """
+    p, block = shape.num_ranks, {}
+    wait = 0 if p % 3 else 2  # keeps the passes of each rank apart, modulo 6
+    for rank in range(p):
+        down, up = shape.exactly(2, rank)
+        block[down] = rank, 4 * p + wait - 1 - rank
+        block[up] = 2 * p - 1 - rank, 2 * p + wait + rank
+    return repeated(shape, block, interval=6, max_in_flight=2 * ((p + 4) // 3), early_forwards=wait > 0)
