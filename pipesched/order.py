@@ -44,6 +44,7 @@ class Shape:
     chunks_per_rank: int
     placement: Placement
     num_chains: int = 1
+    num_steps: int = 1  # an asynchronous schedule runs on from step to step: num_microbatches counts those of all
 
     @property
     def num_stages(self) -> int:
@@ -200,29 +201,38 @@ class Schedule:
             )
         return replace(self, options={**self.options, **options})
 
-    def program(self, num_ranks: int, num_microbatches: int, **options: Any) -> Program:
-        """Build the program for so many ranks and micro-batches. Raises ScheduleError for counts below 1."""
+    def program(self, num_ranks: int, num_microbatches: int, *, steps: int = 1, **options: Any) -> Program:
+        """Build the program for so many ranks and micro-batches. Raises ScheduleError for counts below 1.
+
+        steps: so many steps, of so many micro-batches each, that run on into each other: for schedules with updates.
+        """
         if options:
-            return self.with_options(**options).program(num_ranks, num_microbatches)
+            return self.with_options(**options).program(num_ranks, num_microbatches, steps=steps)
         own = {name: value for name, value in self.options.items() if name != "chunks_per_rank"}
         chunks_per_rank = self.chunks_per_rank
         counts = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks a rank": chunks_per_rank}
+        counts["steps"] = steps
         for what, count in counts.items():
             if not isinstance(count, int) or count < 1:
                 raise ScheduleError(
                     f"schedule {self.name!r} needs a whole number of {what}, at least 1; got {count!r}; pass 1 or more"
                 )
         placement = self.placement(num_ranks, chunks_per_rank * self.num_chains)
-        shape = Shape(num_ranks, num_microbatches, chunks_per_rank, placement, self.num_chains)
+        shape = Shape(num_ranks, num_microbatches * steps, chunks_per_rank, placement, self.num_chains, steps)
         orders = self._written(shape, own)
         program = Program(
             Orders.of_ranks([order.columns() for order in orders]),
             placement,
-            num_microbatches,
+            shape.num_microbatches,
             chain(len(placement), self.num_chains),
             name=self.name,
             versions=_versions(orders, shape),
         )
+        if steps > 1 and not program.has_updates:
+            raise ScheduleError(
+                f"steps run on into each other where a schedule updates its weights itself; {self.name!r} does not; "
+                f"ask for one step"
+            )
         return program if self.num_chains == 1 else _with_chains(program, shape)
 
     def _written(self, shape: Shape, options: Mapping[str, Any]) -> list[Order]:

@@ -87,6 +87,11 @@ class Program:
         return self.graph == chain(self.num_stages)
 
     @cached_property
+    def has_updates(self) -> bool:
+        """Whether it updates the weights itself, as asynchronous schedules do."""
+        return bool(self.columns.are(Kind.UPDATE).any())
+
+    @cached_property
     def index(self) -> Index:
         """Where each action stands."""
         return Index(self.columns, self.graph, self.num_microbatches)

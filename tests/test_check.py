@@ -7,10 +7,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 TREE = ("pipesched", "schedules", "viz", "pyproject.toml")
 MYPY = [sys.executable, "-m", "mypy"]
 LINT_IMPORTS = [
@@ -101,10 +103,10 @@ def test_forbidden_imports_are_found(tree, path, line, contract):
 @pytest.fixture
 def with_example(tree):
     """The copy with the schedule that CONTRIBUTING.md shows, in the file that it names."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     path, source = re.search(
-        r"^`(schedules/\w+\.py)`:\n\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
+        r"^`(schedules/\w+\.py)`:\n\n```python\n(.*?)^```$", CONTRIBUTING, re.MULTILINE | re.DOTALL
     ).groups()
+    assert not (tree / path).exists()  # it shows how to add one that is not there yet
     (tree / path).write_text(source, encoding="utf-8")
     return tree, path
 
@@ -121,11 +123,15 @@ def test_the_schedule_of_contributing_passes_every_check(with_example):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_schedule_of_contributing_is_found_and_valid(with_example):
+def test_the_schedule_of_contributing_is_found_and_valid_and_keeps_its_law(with_example):
     tree, path = with_example
     shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    law = dedent(re.search(r"^ {7}@quick\n(?: {7}.*\n)+", CONTRIBUTING, re.MULTILINE)[0])
+    with (tree / "tests/test_schedules.py").open("a", encoding="utf-8") as file:
+        file.write(f"\n\n{law}")
     name = re.search(r'@schedule\("([^"]+)"', (tree / path).read_text(encoding="utf-8"))[1]
-    tests = ["tests/test_budget.py", "tests/test_schedules.py", "-q", "-k", f"{name} or {Path(path).name}"]
+    chosen = " or ".join([name, Path(path).name, re.search(r"def (\w+)", law)[1]])
+    tests = ["tests/test_budget.py", "tests/test_schedules.py", "-q", "-k", chosen]
     result = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests], tree)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"^1[0-9] passed", result.stdout, re.MULTILINE), result.stdout  # 8 shapes, the picture, 2 sizes
+    assert re.search(r"^12 passed", result.stdout, re.MULTILINE), result.stdout  # 8 shapes, picture, 2 sizes, law

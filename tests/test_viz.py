@@ -381,6 +381,6 @@ def test_headline():
 
 
 def test_importing_viz_imports_no_matplotlib():
-    code = "import sys, pipesched.viz\nprint([name for name in ('matplotlib', 'networkx', 'torch') if name in sys.modules])"
+    code = "import sys, pipesched.viz; print(sorted({'matplotlib', 'networkx', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,22 @@
+"""PipeDream: asynchronous 1F1B, an update after every micro-batch (Narayanan et al. 2019, SOSP, arXiv:1806.03377)."""
+
+from pipesched.order import Order, Shape, schedule
+
+
+@schedule("pipedream")
+def pipedream(rank: int, shape: Shape, *, vertical_sync: bool = False) -> Order:
+    """1F1B that never drains: every backward is followed by an update. PipeDream, Narayanan et al. 2019.
+
+    Rank r computes with weights that are p-1-r updates old, forward and backward of a micro-batch with the same ones:
+    it stashes p-r versions. vertical_sync: all ranks use those that rank 0 used, p-1 updates old.
+
+    No bubble in the steady state; rank r holds p-r micro-batches.
+    """
+    order, oldest = Order(shape), shape.num_ranks - 1
+    ahead = oldest - rank
+    for number in range(shape.num_microbatches + ahead):
+        order.F(rank, version=max(0, number - oldest) if vertical_sync else None)
+        if number >= ahead:
+            order.B(rank)
+            order.UPDATE(rank)
+    return order

@@ -1,0 +1,27 @@
+"""PipeDream-2BW: asynchronous 1F1B with two versions of the weights (Narayanan et al. 2021, arXiv:2006.09503)."""
+
+from pipesched.order import Order, Shape, schedule
+
+
+@schedule("pipedream-2bw")
+def pipedream_2bw(rank: int, shape: Shape) -> Order:
+    """1F1B that never drains, with one update a step, one step old on every rank. PipeDream-2BW, Narayanan et al. 2021.
+
+    Gradients add up over the micro-batches of a step; the next step still uses the weights from before. Two versions
+    are held, where a step has at least p-1 micro-batches; fewer need older ones.
+
+    No bubble in the steady state; rank r holds p-r micro-batches.
+    """
+    order, ahead = Order(shape), shape.num_ranks - 1 - rank
+    step = shape.num_microbatches // shape.num_steps
+    delay = max(1, -(-(shape.num_ranks - 1) // step))
+    versions = [max(0, number // step - delay) for number in range(shape.num_microbatches)]
+    for version in versions[:ahead]:
+        order.F(rank, version=version)
+    for number in range(shape.num_microbatches):
+        if ahead + number < shape.num_microbatches:
+            order.F(rank, version=versions[ahead + number])
+        order.B(rank)
+        if (number + 1) % step == 0:
+            order.UPDATE(rank)
+    return order

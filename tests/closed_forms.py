@@ -1,0 +1,44 @@
+"""What the tests of schedules share: simulation with uniform costs of a rank, and strategies for shapes and times.
+
+F, I, W: the time of a forward, an input gradient and a weight gradient of one rank and micro-batch; a chunk takes
+one v-th of it. T = F + I + W. c: the latency between two ranks. p ranks, m micro-batches, v chunks a rank.
+"""
+
+from fractions import Fraction
+
+from hypothesis import strategies as st
+
+from pipesched import Costs, schedules, simulate
+from pipesched.holdings import peak_in_flight
+
+RANKS, MICROBATCHES, SECONDS = st.integers(1, 8), st.integers(1, 24), st.integers(1, 9)
+
+
+def built(name, p, m, *, v=1):
+    """The program of a schedule, with v chunks a rank if it has chunks."""
+    plan = schedules.get(name)
+    return plan.program(p, m, **({"chunks_per_rank": v} if "chunks_per_rank" in plan.options else {}))
+
+
+def timed(name, p, m, *, F, I, W, c=0, v=1):  # noqa: E741
+    """Simulate a schedule with uniform costs."""
+    chunk = {"forward_s": Fraction(F, v), "input_grad_s": Fraction(I, v), "weight_grad_s": Fraction(W, v)}
+    return simulate(built(name, p, m, v=v), Costs.uniform(p * v, transfer_s=c, **chunk))
+
+
+def peaks(program):
+    """The most (stage, micro-batch) pairs that each rank holds at once."""
+    return [peak_in_flight(order) for order in program.orders]
+
+
+def assert_makespan(trace, expected):
+    """The makespan is as expected, and no rank's own span is shorter than it: no gain without a barrier."""
+    assert trace.makespan_s == expected
+    assert trace.span_s == expected
+
+
+@st.composite
+def times_with_short_weight_gradients(draw):
+    """(F, I, W, c) with W <= F, W <= I and c <= W / 2."""
+    W = draw(st.integers(1, 9))
+    return draw(st.integers(W, 12)), draw(st.integers(W, 12)), W, draw(st.integers(0, W // 2))
