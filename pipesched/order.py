@@ -105,8 +105,8 @@ class Order:
             self.actions.append(Action(stage, kind, microbatch))
 
 
-#: What an author writes: (rank, shape) -> Order, or (shape) -> the Orders of all ranks, where one rank's order depends on
-#: the others'. Keyword-only parameters with defaults are the schedule's own options.
+#: What an author writes: (rank, shape) -> Order, or (shape) -> the Orders of all ranks, where one rank's order depends
+#: on the others'. Keyword-only parameters with defaults are the schedule's own options.
 OrderFunction = Callable[..., Any]
 
 

@@ -8,6 +8,7 @@ import pipesched
 
 CORE = [
     "actions",
+    "bounds",
     "costs",
     "dependencies",
     "errors",
