@@ -21,7 +21,7 @@ from pipesched.errors import ScheduleError
 from pipesched.placement import Placement
 from pipesched.program import Program
 
-__all__ = ["gap", "lower_bound", "program_bound"]
+__all__ = ["above_bound", "lower_bound", "program_bound"]
 
 
 def lower_bound(
@@ -69,9 +69,12 @@ def program_bound(program: Program, costs: Costs) -> float | None:
     return lower_bound(costs, program.num_microbatches, placement=program.placement)
 
 
-def gap(makespan_s: float, bound_s: float) -> float:
-    """How far a makespan is above a bound, as a share of the bound: 0.03 is 3 %; 0 where both are 0."""
-    return max(0.0, float(makespan_s / bound_s) - 1) if bound_s else 0.0
+def above_bound(program: Program, costs: Costs, makespan_s: float) -> float | None:
+    """How far a makespan is above ``program_bound``, as a share of it: 0.03 is 3 %. None where there is none."""
+    bound = program_bound(program, costs)
+    if bound is None:
+        return None
+    return max(0.0, float(makespan_s / bound) - 1) if bound else 0.0  # floats may lie below it by their rounding
 
 
 def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
@@ -237,6 +240,7 @@ def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
     )
 
 
-def _ratio(seconds: Any, count: int) -> Any:
+def _ratio(seconds: Any, count: int) -> float:
     """A quotient that stays exact where the time is."""
-    return Fraction(seconds) / count if isinstance(seconds, Rational) else seconds / count
+    quotient: Any = Fraction(seconds) / count if isinstance(seconds, Rational) else seconds / count
+    return quotient  # type: ignore[no-any-return]  # a Fraction serves as a float, but is no kind of one

@@ -12,6 +12,7 @@ CORE = [
     "costs",
     "dependencies",
     "errors",
+    "files",
     "lowering",
     "order",
     "partitioner",
