@@ -27,6 +27,4 @@ with pipesched.Pipeline(model, x[:8], loss_fn=torch.nn.MSELoss(), devices=["cpu"
         optimizer.step()
         optimizer.zero_grad()
     Path("runs").mkdir(exist_ok=True)
-    pipesched.viz.plot_compare([("predicted", pipe.predicted), ("measured", pipe.trace)]).savefig(
-        "runs/own_schedule.png"
-    )
+    pipesched.viz.plot_timeline(pipe.predicted).figure.savefig("runs/own_schedule.png")

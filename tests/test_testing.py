@@ -43,7 +43,7 @@ def test_a_plain_function_is_checked_under_its_own_name(capsys: pytest.CaptureFi
     check_schedule(one_by_one, max_ranks=4, max_microbatches=3)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "one_by_one: valid for 1..4 ranks and 1..3 micro-batches"
-    assert printed[1].split() == "ranks micro-batches makespan bubble above bound peak in flight".split()
+    assert " ".join(printed[1].split()) == "ranks micro-batches makespan bubble above bound peak in flight"
     # The last rank starts after 3 s and has 24 s of work; its last weight gradient may lie in the way back.
     assert printed[-1].split() == ["4", "8", "96", "75.0%", "255.6%", "1"]
 
