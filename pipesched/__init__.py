@@ -3,8 +3,8 @@
 General layout, each file importing only what stands above it:
 
     errors, actions, placement, dependencies    the words and the rule of what comes before what
-    program, order, validation, lowering        a schedule as data
-    costs, trace, simulator                     time and memory of it, predicted
+    program, files, order, validation, lowering a schedule as data
+    costs, bounds, trace, simulator             time and memory of it, predicted, and the least there can be
     partitioner, plan                           layers -> stages; all decisions in one value
     ---- below this line torch is imported ----
     graph, profiler, randomness                 the model as layers, what they cost, keyed random numbers
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from pipesched import viz as viz
     from pipesched.actions import Action as Action
     from pipesched.actions import Kind as Kind
+    from pipesched.bounds import lower_bound as lower_bound
     from pipesched.costs import Costs as Costs
+    from pipesched.files import load_program as load_program
     from pipesched.lowering import lower as lower
     from pipesched.order import Order as Order
     from pipesched.order import Schedule as Schedule
@@ -53,7 +55,9 @@ _HOME = {
     "Shape": "order",
     "Span": "trace",
     "Trace": "trace",
+    "load_program": "files",
     "lower": "lowering",
+    "lower_bound": "bounds",
     "partition": "partitioner",
     "schedule": "order",
     "simulate": "simulator",

@@ -3,13 +3,15 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from pipesched import __version__, schedules
+from pipesched.bounds import above_bound, program_bound
 from pipesched.costs import Costs
 from pipesched.errors import PipeschedError, ScheduleError
+from pipesched.files import load_program
 from pipesched.holdings import peak_in_flight
 from pipesched.program import Program
 from pipesched.simulator import simulate
@@ -84,21 +86,31 @@ def _simulate(program: Program, *, transfer_s: float, **rank_costs_s: float) -> 
     return simulate(program, Costs(**stage_costs, transfer_s=transfer_s))  # type: ignore[arg-type]
 
 
-def _read(file: IO[str], name: str, *, max_in_flight: int | None = None, exact: bool = False) -> Program:
-    """Read and validate a program; its errors name the file."""
+def _read(path: str, *, max_in_flight: int | None = None, exact: bool = False) -> Program:
+    """Read and validate a program, '-' from standard input; errors name the file."""
     try:
-        program = Program.parse(file.read())
+        program = _standard_input() if path == "-" else load_program(path)
+    except OSError as error:
+        raise click.FileError(path, error.strerror) from error
+    try:
         validate(program, max_in_flight=max_in_flight, exact=exact)
-    except (ScheduleError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"{name}: {error}") from error
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error
     return program
+
+
+def _standard_input() -> Program:
+    try:
+        with click.open_file("-", encoding="utf-8") as file:
+            return Program.parse(file.read())
+    except (ScheduleError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"-: {error}") from error
 
 
 def _program(schedule: str, ranks: int | None, microbatches: int | None, chunks: int | None = None) -> Program:
     """The program of a schedule's name, or the one that is written in a file."""
     if Path(schedule).is_file():
-        with click.open_file(schedule, encoding="utf-8") as file:
-            return _read(file, schedule)
+        return _read(schedule)
     options = {} if chunks is None else {"chunks_per_rank": chunks}
     return schedules.get(schedule).program(ranks or _RANKS, microbatches or _MICROBATCHES, **options)
 
@@ -149,8 +161,10 @@ def show(  # noqa: PLR0913  # one parameter an option
 ) -> None:
     """Simulate SCHEDULE, a name from `list` or a file with a program, and show who computes what and when.
 
-    Prints a text timeline with makespan, span (the longest of the ranks' own last end minus first start), bubble
-    (idle time over ranks x makespan) and the peaks of (stage, micro-batch) pairs in flight. Outputs combine.
+    Prints a text timeline with makespan, bubble (idle time over ranks x makespan), how far the makespan is above the
+    bound that no schedule of these stages on these ranks can beat, span (the longest of the ranks' own last end minus
+    first start) and the peaks of (stage, micro-batch) pairs in flight. Outputs combine. A file is what --program
+    prints, or a .csv with a row a rank, as torch.distributed.pipelining writes.
     """
     if Path(schedule).is_file() and (ranks or microbatches or chunks):
         raise click.UsageError(
@@ -162,7 +176,7 @@ def show(  # noqa: PLR0913  # one parameter an option
         click.echo(str(program), nl=False)
     if text or not (as_program or png or chrome):
         width = width or shutil.get_terminal_size((120, 24)).columns
-        lines = f"{text_timeline(trace, width)}\n{_figures(trace)}"
+        lines = f"{text_timeline(trace, width)}\n{_figures(program, trace)}"
         # After a program it is a comment, so that the whole still is one.
         click.echo("# " + lines.replace("\n", "\n# ") if as_program else lines)
     if png:
@@ -174,8 +188,15 @@ def show(  # noqa: PLR0913  # one parameter an option
         _write(trace.to_chrome, chrome)
 
 
-def _figures(trace: Trace) -> str:
-    return f"span {quote_time(trace.span_s)}; peak in flight a rank: {_numbers(trace.peak_in_flight)}"
+def _figures(program: Program, trace: Trace) -> str:
+    bound = program_bound(program, trace.costs) if trace.costs else None
+    above = "" if bound is None else f"{_above(program, trace)} above the bound of {quote_time(bound)}; "
+    return f"{above}span {quote_time(trace.span_s)}; peak in flight a rank: {_numbers(trace.peak_in_flight)}"
+
+
+def _above(program: Program, trace: Trace) -> str:
+    share = above_bound(program, trace.costs, trace.makespan_s) if trace.costs else None
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _numbers(values: tuple[int, ...]) -> str:
@@ -183,17 +204,18 @@ def _numbers(values: tuple[int, ...]) -> str:
 
 
 @main.command()
-@click.argument("file", type=click.File(encoding="utf-8"))
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @click.option(
     "--max-in-flight", type=click.IntRange(min=0), help="The most (stage, micro-batch) pairs a rank may hold."
 )
 @click.option("--exact", is_flag=True, help="Demand ascending micro-batch order, so that results are equal to the bit.")
-def check(file: IO[str], max_in_flight: int | None, exact: bool) -> None:
+def check(file: str, max_in_flight: int | None, exact: bool) -> None:
     """Prove that the program in FILE ('-': standard input) is complete, ordered and free of deadlock.
 
-    Prints one line with its figures, or the first error with its place; the exit code then is 1.
+    FILE is in the form that `show --program` prints, or a .csv with a row a rank, as torch.distributed.pipelining
+    writes. Prints one line with its figures, or the first error with its place; the exit code then is 1.
     """
-    program = _read(file, file.name, max_in_flight=max_in_flight, exact=exact)
+    program = _read(file, max_in_flight=max_in_flight, exact=exact)
     peaks = tuple(peak_in_flight(program.orders.rank(rank)) for rank in range(program.num_ranks))
     click.echo(
         f"OK: {program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} micro-batches, "
@@ -212,9 +234,10 @@ def compare(
     """Compare each SCHEDULE, a name from `list` or a file with a program; all that are listed by default.
 
     Each has its default chunks, and a program in a file its own shape. The peak is the most micro-batches in flight
-    on a rank, in its whole part of the model: a chunk of it counts as its share.
+    on a rank, in its whole part of the model: a chunk of it counts as its share. "above bound": how far the makespan
+    is above what no schedule for these micro-batches, stages and ranks can beat, whatever its memory.
     """
-    traces: dict[str, tuple[Trace, float]] = {}
+    traces: dict[str, tuple[Program, Trace]] = {}
     for name in names or schedules.names():
         try:
             program = _program(name, ranks, microbatches)
@@ -223,17 +246,17 @@ def compare(
                 raise
             click.echo(f"left out {name}: {error}", err=True)
             continue
-        traces[name] = _simulate(program, **costs), _peak(program)
+        traces[name] = program, _simulate(program, **costs)
     width = max(map(len, ["schedule", *traces]))
-    click.echo(f"{'schedule'.ljust(width)}  {'makespan':>10}  {'bubble':>6}  peak in flight")
-    for name, (trace, peak) in traces.items():
-        figures = f"{quote_time(trace.makespan_s):>10}  {trace.bubble_ratio:>6.1%}  {peak:>14.4g}"
-        click.echo(f"{name.ljust(width)}  {figures}")
+    click.echo(f"{'schedule'.ljust(width)}  {'makespan':>10}  {'bubble':>6}  above bound  peak in flight")
+    for name, (program, trace) in traces.items():
+        times = f"{quote_time(trace.makespan_s):>10}  {trace.bubble_ratio:>6.1%}  {_above(program, trace):>11}"
+        click.echo(f"{name.ljust(width)}  {times}  {_peak(program):>14.4g}")
     if png:
         from pipesched.viz import plot_compare
 
         _write(
-            lambda path: plot_compare([(name, t) for name, (t, _) in traces.items()]).savefig(path, format="png"), png
+            lambda path: plot_compare([(name, t) for name, (_, t) in traces.items()]).savefig(path, format="png"), png
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.batch import LossReduction, SplitDims, Splitter
+from pipesched.bounds import above_bound
 from pipesched.caller import Caller
 from pipesched.costs import Costs
 from pipesched.errors import ScheduleError
@@ -17,7 +18,8 @@ from pipesched.executors.local import LocalExecutor, Work
 from pipesched.graph import layers_of
 from pipesched.interception import Intercept
 from pipesched.lowering import lower
-from pipesched.order import Schedule
+from pipesched.order import OrderFunction, Schedule
+from pipesched.order import schedule as schedule_of
 from pipesched.program import Program
 from pipesched.randomness import Key, KeyedRandom
 from pipesched.simulator import simulate
@@ -25,6 +27,8 @@ from pipesched.trace import Trace
 from pipesched.validation import validate
 
 __all__ = ["FakeStage", "check_schedule", "reference_step", "run_fake"]
+
+_ROW = "{:>6}{:>15}{:>10}{:>8}{:>13}{:>16}"
 
 
 def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = False) -> Trace:
@@ -48,14 +52,22 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
 
 
 def check_schedule(
-    schedule: Schedule, *, max_ranks: int = 8, max_microbatches: int = 16, exact: bool = True, report: bool = True
+    schedule: Schedule | OrderFunction,
+    *,
+    max_ranks: int = 8,
+    max_microbatches: int = 16,
+    exact: bool = True,
+    report: bool = True,
 ) -> None:
     """Prove a schedule for every shape up to so many ranks and micro-batches, and print what it costs.
 
-    exact: also demand ascending micro-batch order (see ``Program.exact``). report: print makespan, bubble and peak in
-    flight for some shapes, at unit costs of a rank (a chunk costs 1/v). Raises what ``validate`` raises, and notes
-    the shape.
+    schedule: a Schedule, or a plain function (rank, shape) -> Order, taken under its own name with one stage a rank.
+    exact: also demand ascending micro-batch order (see ``Program.exact``). report: print makespan, bubble, how far the
+    makespan is above what no schedule of these stages can beat (``lower_bound``, backwards whole or split, any memory)
+    and peak in flight, for some shapes, at unit costs of a rank (a chunk costs 1/v). Raises what ``validate`` raises,
+    and notes the shape; ScheduleError for what is neither.
     """
+    schedule = _as_schedule(schedule)
     for num_ranks, num_microbatches in product(range(1, max_ranks + 1), range(1, max_microbatches + 1)):
         program = schedule.program(num_ranks, num_microbatches)
         try:
@@ -66,9 +78,20 @@ def check_schedule(
             raise
     if report:
         print(f"{schedule.name}: valid for 1..{max_ranks} ranks and 1..{max_microbatches} micro-batches")
-        print(f"{'ranks':>6}{'micro-batches':>15}{'makespan':>10}{'bubble':>8}{'peak in flight':>16}")
+        print(_ROW.format("ranks", "micro-batches", "makespan", "bubble", "above bound", "peak in flight"))
         for num_ranks in sorted({2, 4, max_ranks}):
             _report(schedule, num_ranks, 2 * num_ranks)
+
+
+def _as_schedule(given: Schedule | OrderFunction) -> Schedule:
+    if isinstance(given, Schedule):
+        return given
+    if not callable(given):
+        raise ScheduleError(
+            f"what is checked is a Schedule or a function (rank, shape) -> Order; got {given!r}; "
+            f"pass pipesched.schedules.get(name), or the function"
+        )
+    return schedule_of(getattr(given, "__name__", type(given).__name__))(given)
 
 
 def _report(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
@@ -77,8 +100,10 @@ def _report(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
     unit = 1 / chunks
     costs = Costs.uniform(program.num_stages, forward_s=unit, input_grad_s=unit, weight_grad_s=unit)
     trace = simulate(program, costs)
+    above = above_bound(program, costs, trace.makespan_s)
     peak = max(trace.peak_in_flight) / chunks
-    print(f"{num_ranks:6}{num_microbatches:15}{trace.makespan_s:10g}{trace.bubble_ratio:8.1%}{peak:16g}")
+    shares = f"{trace.bubble_ratio:.1%}", "-" if above is None else f"{above:.1%}"
+    print(_ROW.format(num_ranks, num_microbatches, f"{trace.makespan_s:g}", *shares, f"{peak:g}"))
 
 
 def reference_step(

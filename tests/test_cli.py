@@ -48,7 +48,7 @@ def test_show_prints_the_timeline_and_the_figures():
         "rank 0 | F0 F1 .. .. B0--- F2 B1--- .. B2---",
         "rank 1 | .. F0 B0--- F1 B1--- F2 B2--- .. ..",
         "1f1b: makespan 12 s, bubble 25.0%, peak in flight 2; 3 columns are 1 s",
-        "span 12 s; peak in flight a rank: 2 1",
+        "20.0% above the bound of 10 s; span 12 s; peak in flight a rank: 2 1",
     ]
 
 
@@ -114,6 +114,27 @@ def test_show_reads_a_program_from_a_file(file):
     assert lines("show", file(text), "--width", 90) == lines(
         "show", "gpipe", "--ranks", 3, "--microbatches", 2, "--width", 90
     )
+
+
+def test_show_and_check_read_tables(file):
+    program = schedules.get("zb-v").program(2, 3)
+    path = file("".join(",".join(map(str, order)) + "\n" for order in program.orders), "zb-v.csv")
+    assert lines("show", path, "--width", 150) == lines(
+        "show", "zb-v", "--ranks", 2, "--microbatches", 3, "--width", 150
+    )
+    assert lines("show", path, "--program") == str(program).splitlines()
+    assert lines("check", path)[0].startswith("OK: 2 ranks, 4 stages, 3 micro-batches, exact")
+    wrong = file("0F0,0F1,0B0,0X1\n", "wrong.csv")
+    for command in ("show", "check", "compare"):
+        assert f"Error: {wrong}: row 1, column 4: a cell is empty or" in run(command, wrong).stderr
+    deadlock = file("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlock.csv")
+    assert f"Error: {deadlock}: deadlock: 2 of 2 ranks wait" in run("check", deadlock).stderr
+
+
+def test_where_there_is_no_bound_none_is_shown(file):
+    path = file("microbatches 2\nforward-only\nrank 0: 0F0 0F1\n")
+    assert lines("compare", path)[1].split()[-5:] == ["2", "s", "0.0%", "-", "1"]
+    assert "bound" not in lines("show", path)[-1]
 
 
 def test_show_refuses_a_shape_for_a_file(file):
@@ -222,14 +243,14 @@ def test_check_of_a_binary_file_is_an_error(tmp_path):
 
 def test_compare_shows_all_schedules():
     header, *rows = lines("compare")
-    assert header.split() == ["schedule", "makespan", "bubble", "peak", "in", "flight"]
+    assert header.split() == ["schedule", "makespan", "bubble", "above", "bound", "peak", "in", "flight"]
     assert [row.split()[0] for row in rows] == schedules.names()
     figures = {row.split()[0]: row.split()[1:] for row in rows}
-    assert figures["1f1b"] == ["33", "s", "27.3%", "4"]
-    assert figures["gpipe"] == ["33", "s", "27.3%", "8"]
-    assert figures["zb-h1"] == ["27", "s", "11.1%", "4"]
+    assert figures["1f1b"] == ["33", "s", "27.3%", "22.2%", "4"]
+    assert figures["gpipe"] == ["33", "s", "27.3%", "22.2%", "8"]
+    assert figures["zb-h1"] == ["27", "s", "11.1%", "0.0%", "4"]
     # p + (p-1)/v micro-batches, and a bubble of (p-1)(F+B)/v
-    assert figures["interleaved-1f1b"] == ["28.5", "s", "15.8%", "5.5"]
+    assert figures["interleaved-1f1b"] == ["28.5", "s", "15.8%", "11.8%", "5.5"]
     assert len({len(row) for row in (header, *rows)}) == 1
 
 
@@ -237,8 +258,8 @@ def test_compare_takes_names_files_costs_and_shape(file):
     path = file(str(schedules.get("1f1b").program(2, 3)))
     rows = lines("compare", "gpipe", path, "--ranks", 2, "--microbatches", 2, "--forward", 10)
     assert [row.split() for row in rows[1:]] == [
-        ["gpipe", "36", "s", "33.3%", "2"],
-        [str(path), "48", "s", "25.0%", "2"],
+        ["gpipe", "36", "s", "33.3%", "5.9%", "2"],
+        [str(path), "48", "s", "25.0%", "4.3%", "2"],
     ]
 
 

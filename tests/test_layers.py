@@ -9,9 +9,11 @@ import pipesched
 CORE = [
     "actions",
     "building_blocks",
+    "bounds",
     "costs",
     "dependencies",
     "errors",
+    "files",
     "lowering",
     "order",
     "partitioner",

@@ -154,3 +154,57 @@ def test_two_modules_with_one_name_are_refused_by_both_their_names(tmp_path):
     error = found_with(tmp_path, mine="gpipe").stderr
     assert "ScheduleError" in error
     assert "'gpipe' of pipesched.schedules.mine is taken by pipesched.schedules.gpipe" in error
+
+
+ENTRY = """
+from pipesched import Order, schedule
+
+@schedule("from-a-package")
+def made(rank, shape):
+    order = Order(shape)
+    for _ in range(shape.num_microbatches):
+        order.F(rank)
+        order.B(rank)
+    return order
+"""
+
+
+def names_with_package(folder, value, source=ENTRY):
+    """Run ``names()`` in a fresh process where a package with an entry point is installed."""
+    (folder / "their_schedules.py").write_text(source)
+    info = folder / "theirs-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[pipesched.schedules]\nmine = {value}\n")
+    code = f"import sys; sys.path.append({str(folder)!r}); from pipesched import schedules as s; print(*s.names())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("value", ["their_schedules", "their_schedules:made"])
+def test_schedules_of_installed_packages_are_found_by_their_entry_point(tmp_path, value):
+    ran = names_with_package(tmp_path, value)
+    assert ran.stdout.split() == sorted([*schedules.names(), "from-a-package"]), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "said"),
+    [
+        (
+            "their_schedules",
+            ENTRY.replace("from-a-package", "gpipe"),
+            "'gpipe' of their_schedules is taken by pipesched.schedules.gpipe; rename one",
+        ),
+        (
+            "their_schedules",
+            "import no_such_module",
+            "'mine = their_schedules' of theirs 1.2 raises ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        ("their_schedules:gone", ENTRY, "'mine = their_schedules:gone' of theirs 1.2 raises AttributeError"),
+        ("their_schedules", "", "a module that holds some; 'mine = their_schedules' of theirs 1.2 is <module"),
+        ("their_schedules:made.name", ENTRY, "'mine = their_schedules:made.name' of theirs 1.2 is 'from-a-package'"),
+    ],
+)
+def test_a_package_that_is_wrong_is_named(tmp_path, value, source, said):
+    error = names_with_package(tmp_path, value, source).stderr.splitlines()[-1]
+    assert error.startswith("pipesched.errors.ScheduleError: ")
+    assert said in error

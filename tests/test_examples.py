@@ -1,0 +1,28 @@
+"""The examples run, and show what they say."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OWN = ROOT / "examples" / "own_schedule.py"
+
+
+def test_an_own_schedule_is_proved_trained_with_and_drawn_in_30_lines(tmp_path):
+    assert len(OWN.read_text().splitlines()) <= 30
+    ran = subprocess.run(
+        [sys.executable, str(OWN)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "eager-1f1b: valid for 1..8 ranks and 1..16 micro-batches" in ran.stdout
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", ran.stdout, re.MULTILINE)]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "runs" / "own_schedule.png").read_bytes().startswith(b"\x89PNG")
