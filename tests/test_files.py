@@ -1,6 +1,6 @@
-from dataclasses import replace
-
 """Programs from files: text, and the tables of torch.distributed.pipelining."""
+
+from dataclasses import replace
 
 import pytest
 
