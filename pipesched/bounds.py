@@ -21,7 +21,7 @@ from pipesched.errors import ScheduleError
 from pipesched.placement import Placement
 from pipesched.program import Program
 
-__all__ = ["above_bound", "lower_bound", "program_bound"]
+__all__ = ["lower_bound", "program_bound"]
 
 
 def lower_bound(
@@ -69,14 +69,6 @@ def program_bound(program: Program, costs: Costs) -> float | None:
     if program.forward_only or not program.is_chain:
         return None
     return lower_bound(costs, program.num_microbatches, placement=program.placement)
-
-
-def above_bound(program: Program, costs: Costs, makespan_s: float) -> float | None:
-    """How far a makespan is above ``program_bound``, as a share of it: 0.03 is 3 %. None where there is none."""
-    bound = program_bound(program, costs)
-    if bound is None:
-        return None
-    return max(0.0, float(makespan_s / bound) - 1) if bound else 0.0  # floats may lie below it by their rounding
 
 
 def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:

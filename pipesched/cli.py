@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import click
 
 from pipesched import __version__, schedules
-from pipesched.bounds import above_bound, program_bound
 from pipesched.costs import Costs
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.files import load_program
@@ -176,7 +175,7 @@ def show(  # noqa: PLR0913  # one parameter an option
         click.echo(str(program), nl=False)
     if text or not (as_program or png or chrome):
         width = width or shutil.get_terminal_size((120, 24)).columns
-        lines = f"{text_timeline(trace, width)}\n{_figures(program, trace)}"
+        lines = f"{text_timeline(trace, width)}\n{_figures(trace)}"
         # After a program it is a comment, so that the whole still is one.
         click.echo("# " + lines.replace("\n", "\n# ") if as_program else lines)
     if png:
@@ -188,15 +187,9 @@ def show(  # noqa: PLR0913  # one parameter an option
         _write(trace.to_chrome, chrome)
 
 
-def _figures(program: Program, trace: Trace) -> str:
-    bound = program_bound(program, trace.costs) if trace.costs else None
-    above = "" if bound is None else f"{_above(program, trace)} above the bound of {quote_time(bound)}; "
-    return f"{above}span {quote_time(trace.span_s)}; peak in flight a rank: {_numbers(trace.peak_in_flight)}"
-
-
-def _above(program: Program, trace: Trace) -> str:
-    share = above_bound(program, trace.costs, trace.makespan_s) if trace.costs else None
-    return "-" if share is None else f"{share:.1%}"
+def _figures(trace: Trace) -> str:
+    bound = "" if trace.bound_s is None else f"bound {quote_time(trace.bound_s)}; "
+    return f"{bound}span {quote_time(trace.span_s)}; peak in flight a rank: {_numbers(trace.peak_in_flight)}"
 
 
 def _numbers(values: tuple[int, ...]) -> str:
@@ -250,7 +243,8 @@ def compare(
     width = max(map(len, ["schedule", *traces]))
     click.echo(f"{'schedule'.ljust(width)}  {'makespan':>10}  {'bubble':>6}  above bound  peak in flight")
     for name, (program, trace) in traces.items():
-        times = f"{quote_time(trace.makespan_s):>10}  {trace.bubble_ratio:>6.1%}  {_above(program, trace):>11}"
+        above = "-" if trace.above_bound is None else f"{trace.above_bound:.1%}"
+        times = f"{quote_time(trace.makespan_s):>10}  {trace.bubble_ratio:>6.1%}  {above:>11}"
         click.echo(f"{name.ljust(width)}  {times}  {_peak(program):>14.4g}")
     if png:
         from pipesched.viz import plot_compare

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesched.actions import Kind
+from pipesched.bounds import program_bound
 from pipesched.columns import CODES, Ints
 from pipesched.costs import Costs
 from pipesched.errors import ScheduleError
@@ -38,7 +39,8 @@ def simulate(program: Program, costs: Costs) -> Trace:
     if sum(walked.reached) < len(program.columns):
         raise deadlock_error(program, walked.reached)
     spans = Spans.of_program(program.orders, walked.starts, walked.ends)
-    return Trace(spans, program.num_ranks, program.name, costs, program.versions)
+    bound_s = program_bound(program, costs)
+    return Trace(spans, program.num_ranks, program.name, costs, program.versions, bound_s)
 
 
 def _timing(program: Program, costs: Costs) -> Timing:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.batch import LossReduction, SplitDims, Splitter
-from pipesched.bounds import above_bound
 from pipesched.caller import Caller
 from pipesched.costs import Costs
 from pipesched.errors import ScheduleError
@@ -100,7 +99,7 @@ def _report(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
     unit = 1 / chunks
     costs = Costs.uniform(program.num_stages, forward_s=unit, input_grad_s=unit, weight_grad_s=unit)
     trace = simulate(program, costs)
-    above = above_bound(program, costs, trace.makespan_s)
+    above = trace.above_bound
     peak = max(trace.peak_in_flight) / chunks
     shares = f"{trace.bubble_ratio:.1%}", "-" if above is None else f"{above:.1%}"
     print(_ROW.format(num_ranks, num_microbatches, f"{trace.makespan_s:g}", *shares, f"{peak:g}"))

@@ -100,7 +100,8 @@ class Trace:
     """The spans of one step. Only compute spans count for times and bubble.
 
     spans: a sequence of Span, kept as columns. costs: what the step was simulated with, or the sizes that its stages
-    hold: needed for bytes. versions: as the program's, which says how long older weights are held.
+    hold: needed for bytes. versions: as the program's, which says how long older weights are held. bound_s: what no
+    schedule of these stages can beat, whatever its memory (``lower_bound``); None where it is not known.
     """
 
     spans: Sequence[Span]
@@ -108,6 +109,7 @@ class Trace:
     name: str = ""
     costs: Costs | None = None
     versions: tuple[tuple[int, ...], ...] = ()
+    bound_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", Spans.of(self.spans))
@@ -153,6 +155,14 @@ class Trace:
         return 1 - sum(self.busy_s) / whole if whole else 0.0
 
     @property
+    def above_bound(self) -> float | None:
+        """How far the makespan is above the bound, as a share of it: 0.03 is 3 %. None where no bound is known."""
+        if self.bound_s is None:
+            return None
+        # Floats may lie below it by their rounding.
+        return max(0.0, float(self.makespan_s / self.bound_s) - 1) if self.bound_s else 0.0
+
+    @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """The most (stage, micro-batch) pairs that each rank holds at once."""
         return tuple(pairs_held(row.columns).peak for row in self._rows)
@@ -196,7 +206,8 @@ class Trace:
         spans = [[str(s.action), s.rank, s.start_s, s.end_s] for s in self.spans]
         costs = self.costs.to_dict() if self.costs else None
         versions = {"versions": [list(own) for own in self.versions]} if self.versions else {}
-        return {"name": self.name, "num_ranks": self.num_ranks, "costs": costs, **versions, "spans": spans}
+        bound = {} if self.bound_s is None else {"bound_s": self.bound_s}
+        return {"name": self.name, "num_ranks": self.num_ranks, "costs": costs, **versions, **bound, "spans": spans}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Trace":
@@ -205,7 +216,7 @@ class Trace:
         spans = tuple(Span(action, rank, start, end, action.lane) for action, rank, start, end in actions)
         costs = Costs.from_dict(values["costs"]) if values.get("costs") else None
         versions = tuple(map(tuple, values.get("versions", ())))
-        return cls(Spans.of(spans), values["num_ranks"], values.get("name", ""), costs, versions)
+        return cls(Spans.of(spans), values["num_ranks"], values.get("name", ""), costs, versions, values.get("bound_s"))
 
     def to_chrome(self, path: str | PathLike[str]) -> None:
         """Write Chrome's trace-event JSON, which Perfetto and chrome://tracing open: a process a rank, a row a lane."""

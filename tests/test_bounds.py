@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from random_programs import costs_for, programs, quick
 
 from pipesched import Costs, Kind, Program, lower_bound, schedules, simulate
-from pipesched.bounds import above_bound, program_bound
+from pipesched.bounds import program_bound
 from pipesched.errors import ScheduleError
 from pipesched.lowering import add_recompute
 from pipesched.placement import loop, v
@@ -200,10 +201,11 @@ def test_a_program_without_a_bound_says_so():
 
 def test_the_gap_is_a_share_of_the_bound():
     program, costs = schedules.get("1f1b").program(4, 8), Costs.uniform(4)
-    assert above_bound(program, costs, 33) == pytest.approx(6 / 27)
-    assert above_bound(program, costs, 26.999999999999996) == 0
-    assert above_bound(program, costs.scaled(0), 0) == 0
-    assert above_bound(program.forward(), costs, 11) is None
+    trace = simulate(program, costs)
+    assert (trace.bound_s, trace.above_bound) == (27, pytest.approx(6 / 27))
+    assert replace(trace, bound_s=33.000000000000004).above_bound == 0
+    assert simulate(program, costs.scaled(0)).above_bound == 0
+    assert simulate(program.forward(), costs).above_bound is None
 
 
 def test_it_is_quick_where_there_are_many_stages():

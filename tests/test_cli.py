@@ -47,8 +47,8 @@ def test_show_prints_the_timeline_and_the_figures():
     assert lines("show", "1f1b", "--ranks", 2, "--microbatches", 3, "--width", 80) == [
         "rank 0 | F0 F1 .. .. B0--- F2 B1--- .. B2---",
         "rank 1 | .. F0 B0--- F1 B1--- F2 B2--- .. ..",
-        "1f1b: makespan 12 s, bubble 25.0%, peak in flight 2; 3 columns are 1 s",
-        "20.0% above the bound of 10 s; span 12 s; peak in flight a rank: 2 1",
+        "1f1b: makespan 12 s, bubble 25.0%, 20.0% above the bound, peak in flight 2; 3 columns are 1 s",
+        "bound 10 s; span 12 s; peak in flight a rank: 2 1",
     ]
 
 

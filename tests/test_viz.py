@@ -80,7 +80,7 @@ def test_rank_0_is_on_top():
 
 def test_title_and_axis_tell_the_figures():
     ax = viz.plot_timeline(trace_of("1f1b", forward_s=0.001, input_grad_s=0.001, weight_grad_s=0.001))
-    assert ax.get_title(loc="left") == "1f1b: makespan 33 ms, bubble 27.3%, peak in flight 4"
+    assert ax.get_title(loc="left") == "1f1b: makespan 33 ms, bubble 27.3%, 22.2% above the bound, peak in flight 4"
     assert ax.get_xlabel() == "time [ms]"
     assert ax.get_xlim() == pytest.approx((0, 33))
     assert legend(ax) == ["F", "B", "bubble"]
@@ -200,8 +200,12 @@ def test_compare_has_one_time_scale_and_one_legend():
     predicted, other = trace_of("1f1b"), measured(trace_of("zb-h1"), stretch=2)
     figure = viz.plot_compare([("predicted", predicted), ("measured", other)])
     above, below = figure.axes
-    assert above.get_title(loc="left") == "predicted: makespan 33 s, bubble 27.3%, peak in flight 4"
-    assert below.get_title(loc="left") == "measured: makespan 54 s, bubble 11.1%, peak in flight 4"
+    assert (
+        above.get_title(loc="left") == "predicted: makespan 33 s, bubble 27.3%, 22.2% above the bound, peak in flight 4"
+    )
+    assert (
+        below.get_title(loc="left") == "measured: makespan 54 s, bubble 11.1%, 0.0% above the bound, peak in flight 4"
+    )
     assert above.get_xlim() == below.get_xlim() == pytest.approx((0, 54))
     assert max(end for _, _, _, end, _ in drawn_bars(above)["bubble"]) == 33
     assert legend(figure) == ["F", "B", "I", "W", "bubble"]
@@ -277,34 +281,35 @@ def test_memory_has_no_dips_that_last_no_time():
 TEXT_1F1B = """\
 rank 0 | F0 F1 .. .. B0--- F2 B1--- .. B2---
 rank 1 | .. F0 B0--- F1 B1--- F2 B2--- .. ..
-1f1b: makespan 12 s, bubble 25.0%, peak in flight 2; 3 columns are 1 s"""
+1f1b: makespan 12 s, bubble 25.0%, 20.0% above the bound, peak in flight 2; 3 columns are 1 s"""
 
 TEXT_1F1B_NARROW = """\
 rank 0 | F0F1....B0--F2B1--..B2--
 rank 1 | ..F0B0--F1B1--F2B2--....
-1f1b: makespan 12 s, bubble 25.0%, peak in flight 2; 2 columns are 1 s"""
+1f1b: makespan 12 s, bubble 25.0%, 20.0% above the bound, peak in flight 2; 2 columns are 1 s"""
 
 TEXT_1F1B_SCALED = """\
 rank 0 | FF1..B0-FB1-.B2-
 rank 1 | .F0B0F1B1F2B2...
-1f1b: makespan 12 s, bubble 25.0%, peak in flight 2; a column is 750 ms"""
+1f1b: makespan 12 s, bubble 25.0%, 20.0% above the bound, peak in flight 2; a column is 750 ms"""
 
 TEXT_ZB_H1 = """\
 rank 0 | F0 F1 F2 F3 .. .. .. I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
 rank 1 | .. F0 F1 F2 .. .. I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
 rank 2 | .. .. F0 F1 .. I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
 rank 3 | .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
-zb-h1: makespan 27 s, bubble 11.1%, peak in flight 4; 3 columns are 1 s"""
+zb-h1: makespan 27 s, bubble 11.1%, 0.0% above the bound, peak in flight 4; 3 columns are 1 s"""
 
 TEXT_CHUNKS = """\
 rank 0 | 0F0 0F1 2F0 2F1 ... ... 2B0---- ... 2B1---- 0B0---- 0B1----
 rank 1 | ... 1F0 1F1 3F0 3B0---- 3F1 3B1---- 1B0---- 1B1---- ... ...
-interleaved-1f1b: makespan 15 s, bubble 20.0%, peak in flight 4 / 2 chunks; 4 columns are 1 s"""
+interleaved-1f1b: makespan 15 s, bubble 20.0%, 15.4% above the bound, peak in flight 4 / 2 chunks; 4 columns are 1 s"""
 
 TEXT_CHUNKS_NARROW = """\
 rank 0 | F0F1f0f1....b0--..b1--B0--B1--
 rank 1 | ..F0F1f0b0--f1b1--B0--B1--....
-interleaved-1f1b: makespan 15 s, bubble 20.0%, peak in flight 4 / 2 chunks; 2 columns are 1 s; lower case: odd chunks"""
+interleaved-1f1b: makespan 15 s, bubble 20.0%, 15.4% above the bound, peak in flight 4 / 2 chunks; \
+2 columns are 1 s; lower case: odd chunks"""
 
 
 @pytest.mark.parametrize(
@@ -376,7 +381,10 @@ def test_units():
 
 
 def test_headline():
-    assert headline(trace_of("1f1b"), "predicted") == "predicted: makespan 33 s, bubble 27.3%, peak in flight 4"
+    assert (
+        headline(trace_of("1f1b"), "predicted")
+        == "predicted: makespan 33 s, bubble 27.3%, 22.2% above the bound, peak in flight 4"
+    )
     assert headline(trace_of("interleaved-1f1b")).endswith("peak in flight 11 / 2 chunks")
 
 
