@@ -46,8 +46,8 @@ def _shuffled(actions, placement, num_microbatches, graph, rng):
 
 
 @st.composite
-def costs_for(draw, program):
+def costs_for(draw, program, **others):
     """Whole-number costs for the stages of a program, so that sums are exact."""
     rng = random.Random(draw(st.integers(0, 10**6)))
     times = ([rng.randint(0, 9) for _ in range(program.num_stages)] for _ in range(4))
-    return Costs(*times, transfer_s=draw(st.integers(0, 6)))
+    return Costs(*times, transfer_s=draw(st.integers(0, 6)), **others)
