@@ -1,0 +1,158 @@
+"""Simulate: programs of up to 1,024 ranks built, validated, lowered and simulated; beside torch's own constructor.
+
+Ours: each shape in a fresh process: seconds of each step, compute and lowered actions, actions a second, peak memory.
+The peer: ``torch.distributed.pipelining`` builds the same schedule (its constructor also adds the communication, for
+all ranks) and runs its ``_simulate_comms_compute``, after the actions that it does not know (UNSHARD, RESHARD,
+REDUCE_GRAD) are taken out. Both in turn, ours first, each in a fresh process with a time limit; what fails is printed.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from measure import machine
+
+SHAPES = [  # name, ranks, micro-batches, chunks a rank, lowered too
+    ("1f1b", 64, 512, 1, True),
+    ("interleaved-1f1b", 256, 1024, 2, True),
+    ("1f1b", 1024, 4096, 1, False),
+]
+PEER_SHAPES = [
+    ("interleaved-1f1b", 8, 64, 2, 5),
+    ("interleaved-1f1b", 32, 128, 2, 3),
+    ("interleaved-1f1b", 64, 256, 2, 1),
+]
+PEER_SHAPES += [("1f1b", 64, 512, 1, 1), ("interleaved-1f1b", 256, 1024, 2, 1)]
+TORCH = {"interleaved-1f1b": "Interleaved1F1B", "1f1b": "1F1B"}
+UNKNOWN = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds, and what the work returned."""
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
+def ours(name: str, ranks: int, microbatches: int, chunks: int, lowered: bool) -> dict[str, Any]:
+    """Build, validate, lower and simulate."""
+    from pipesched import Costs, lower, schedules, simulate, validate
+
+    schedule = schedules.get(name)
+    if chunks > 1:
+        schedule = schedule.with_options(chunks_per_rank=chunks)
+    build, program = timed(lambda: schedule.program(ranks, microbatches))
+    check, _ = timed(lambda: validate(program))
+    lowering, runs = timed(lambda: lower(program)) if lowered else (0.0, program)
+    costs = Costs.uniform(program.num_stages)
+    run, trace = timed(lambda: simulate(runs, costs))
+    figures, _ = timed(lambda: (trace.makespan_s, trace.bubble_ratio, trace.peak_in_flight))
+    return {
+        "steps": {"build": build, "validate": check, "lower": lowering, "simulate": run + figures},
+        "actions": len(program.columns),
+        "all actions": len(runs.columns),
+        "makespan": float(trace.makespan_s),
+    }
+
+
+def peer(name: str, ranks: int, microbatches: int, chunks: int) -> dict[str, Any]:
+    """Torch's constructor and its simulation, with the stand-in for a stage that its own plot tool uses."""
+    from unittest import mock
+
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _simulate_comms_compute, get_schedule_class
+
+    stage = mock.create_autospec(PipelineStage, instance=True)
+    stage.group_rank, stage.group_size, stage.submod, stage.num_stages = 0, ranks, None, ranks * chunks
+    stages = stage if chunks == 1 else [stage] * chunks
+    build, schedule = timed(lambda: get_schedule_class(TORCH[name])(stages, microbatches))
+    steps = {"build": build}
+    order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
+    known = {
+        rank: [a for a in actions if a is not None and a.computation_type.name not in UNKNOWN]
+        for rank, actions in order.items()
+    }
+    print(json.dumps({"steps": steps}), flush=True)  # if what follows fails or takes too long, this is the result
+    steps["simulate"], _ = timed(lambda: _simulate_comms_compute(known, lambda s: s % ranks, ranks * chunks))
+    return {"steps": steps, "all actions": sum(map(len, known.values()))}
+
+
+def in_a_process(who: str, shape: tuple[Any, ...], limit_s: float) -> dict[str, Any]:
+    """Run one side in a fresh process; the last line that it prints is its result."""
+    command = [sys.executable, __file__, "--run", json.dumps([who, *shape])]
+    note = ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        output, error = done.stdout, done.stderr
+        if done.returncode:
+            note = error.strip().splitlines()[-1][:90] if error.strip() else f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired as stopped:
+        output = (stopped.stdout or b"").decode()
+        note = f"not done after {limit_s:.0f} s"
+    lines = output.strip().splitlines()
+    return {**(json.loads(lines[-1]) if lines else {"steps": {}}), "note": note}
+
+
+def row(label: str, result: dict[str, Any]) -> str:
+    """One line of the table."""
+    steps, total = result["steps"], sum(result["steps"].values())
+    times = "".join(f"{steps[step]:>10.3f}" if step in steps else " " * 10 for step in STEPS)
+    rate = f"{result['all actions'] / total:>12,.0f}" if "all actions" in result else " " * 12
+    memory = f"{result['memory']:>8.2f}" if "memory" in result else " " * 8
+    return f"{label:<38}{times}{total:>10.3f}{rate}{memory}  {result['note']}".rstrip()
+
+
+STEPS = ("build", "validate", "lower", "simulate")
+
+
+def medians(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run whose total is the median."""
+    totals = [sum(result["steps"].values()) for result in results]
+    middle = sorted(totals)[len(totals) // 2]
+    chosen = results[totals.index(middle)]
+    return {**chosen, "note": chosen["note"] or f"{min(totals):.3f} to {max(totals):.3f} in {len(totals)}"}
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--peer-limit", type=float, default=240, help="seconds after which a run of the peer is stopped"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each of our shapes")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        who, *shape = json.loads(args.run)
+        result = (ours if who == "ours" else peer)(*shape)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(json.dumps({**result, "memory": memory}))
+        return
+    print(machine())
+    head = "".join(f"{step:>10}" for step in (*STEPS, "total"))
+    print(f"\n{'seconds':<38}{head}{'actions/s':>12}{'GiB':>8}  range of totals")
+    for shape in SHAPES:
+        results = [in_a_process("ours", shape, 600) for _ in range(args.repeats)]
+        actions = results[0].get("all actions", 0)
+        print(row(f"{shape[0]} {shape[1]}x{shape[2]}x{shape[3]} ({actions:,})", medians(results)), flush=True)
+    print(f"\n{'seconds, in turn':<38}{head}{'actions/s':>12}{'GiB':>8}")
+    for *shape, repeats in PEER_SHAPES:
+        pairs = [
+            (in_a_process("ours", (*shape, True), 600), in_a_process("peer", tuple(shape), args.peer_limit))
+            for _ in range(repeats)
+        ]
+        label = f"{shape[0]} {shape[1]}x{shape[2]}x{shape[3]}"
+        for side, results in zip(("pipesched", "torch"), zip(*pairs, strict=True), strict=True):
+            print(row(f"{label} {side}", medians(list(results))), flush=True)
+        ratios = [sum(b["steps"].values()) / sum(a["steps"].values()) for a, b in pairs]
+        print(f"{'':<38}torch takes {median(ratios):.1f} times as long ({min(ratios):.1f} to {max(ratios):.1f})")
+
+
+if __name__ == "__main__":
+    main()
