@@ -23,12 +23,13 @@ SHAPES = [  # name, ranks, micro-batches, chunks a rank, lowered too
     ("interleaved-1f1b", 256, 1024, 2, True),
     ("1f1b", 1024, 4096, 1, False),
 ]
-PEER_SHAPES = [
+PEER_SHAPES = [  # name, ranks, micro-batches, chunks a rank, pairs of runs
     ("interleaved-1f1b", 8, 64, 2, 5),
     ("interleaved-1f1b", 32, 128, 2, 3),
     ("interleaved-1f1b", 64, 256, 2, 1),
+    ("1f1b", 64, 512, 1, 1),
+    ("interleaved-1f1b", 256, 1024, 2, 1),
 ]
-PEER_SHAPES += [("1f1b", 64, 512, 1, 1), ("interleaved-1f1b", 256, 1024, 2, 1)]
 TORCH = {"interleaved-1f1b": "Interleaved1F1B", "1f1b": "1F1B"}
 UNKNOWN = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 
@@ -95,7 +96,7 @@ def in_a_process(who: str, shape: tuple[Any, ...], limit_s: float) -> dict[str, 
     except subprocess.TimeoutExpired as stopped:
         output = (stopped.stdout or b"").decode()
         note = f"not done after {limit_s:.0f} s"
-    lines = output.strip().splitlines()
+    lines = [line for line in output.splitlines() if line.startswith('{"steps')]  # the peer prints much more
     return {**(json.loads(lines[-1]) if lines else {"steps": {}}), "note": note}
 
 
@@ -122,9 +123,7 @@ def medians(results: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--peer-limit", type=float, default=240, help="seconds after which a run of the peer is stopped"
-    )
+    parser.add_argument("--peer-limit", type=float, default=240, help="seconds until a run of it is stopped")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each of our shapes")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
