@@ -24,7 +24,7 @@ import numpy as np
 
 from pipesched import placement
 from pipesched.actions import Action, Kind
-from pipesched.columns import CODES, NUM_KINDS, Columns, Orders
+from pipesched.columns import CODES, NUM_KINDS, Columns, Ints, Orders
 from pipesched.dependencies import chain
 from pipesched.errors import ScheduleError
 from pipesched.placement import Placement, PlacementRule
@@ -45,6 +45,7 @@ class Shape:
     placement: Placement
     num_chains: int = 1
     num_steps: int = 1  # an asynchronous schedule runs on from step to step: num_microbatches counts those of all
+    slices_per_microbatch: int = 1  # token slices: num_microbatches counts slices, those of a micro-batch in a row
 
     @property
     def num_stages(self) -> int:
@@ -149,9 +150,17 @@ class Order:
             raise ScheduleError("a stage is a whole number; an order was written with another kind of number; pass int")
         lines, microbatches = np.divmod(numbers.astype(np.int64), self._limit)
         stages, kinds = np.divmod(lines, NUM_KINDS)
+        if self._shape.slices_per_microbatch > 1:
+            microbatches = np.where(np.isin(kinds, _BACKWARD), self._last_slice_first(microbatches), microbatches)
         columns = Columns.numbered(stages, kinds, microbatches)
         columns.joined[self._joined] = True
         return columns
+
+    def _last_slice_first(self, numbers: Ints) -> Ints:
+        """Backwards go through a micro-batch's slices from the last, which depends on all others, to the first."""
+        whole, part = np.divmod(numbers, self._shape.slices_per_microbatch)
+        slices: Ints = (whole + 1) * self._shape.slices_per_microbatch - 1 - part
+        return slices
 
     @property
     def versions(self) -> dict[tuple[int, int], int]:
@@ -160,6 +169,7 @@ class Order:
 
 
 _F, _B, _I, _W, _UPDATE = (CODES[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.UPDATE))
+_BACKWARD = (_B, _I, _W)
 
 #: What an author writes: (rank, shape) -> Order; or (shape) -> the Orders of all ranks, where one rank's order depends
 #: on the others'. Keyword-only parameters with defaults are the schedule's own options.
@@ -208,17 +218,19 @@ class Schedule:
         """
         if options:
             return self.with_options(**options).program(num_ranks, num_microbatches, steps=steps)
-        own = {name: value for name, value in self.options.items() if name != "chunks_per_rank"}
+        own = {name: value for name, value in self.options.items() if name not in _OF_THE_SHAPE}
+        slices = self.options.get("slices_per_microbatch", 1)
         chunks_per_rank = self.chunks_per_rank
         counts = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks a rank": chunks_per_rank}
-        counts["steps"] = steps
+        counts |= {"steps": steps, "slices a micro-batch": slices}
         for what, count in counts.items():
             if not isinstance(count, int) or count < 1:
                 raise ScheduleError(
                     f"schedule {self.name!r} needs a whole number of {what}, at least 1; got {count!r}; pass 1 or more"
                 )
         placement = self.placement(num_ranks, chunks_per_rank * self.num_chains)
-        shape = Shape(num_ranks, num_microbatches * steps, chunks_per_rank, placement, self.num_chains, steps)
+        units = num_microbatches * steps * slices
+        shape = Shape(num_ranks, units, chunks_per_rank, placement, self.num_chains, steps, slices)
         orders = self._written(shape, own)
         program = Program(
             Orders.of_ranks([order.columns() for order in orders]),
@@ -227,6 +239,7 @@ class Schedule:
             chain(len(placement), self.num_chains),
             name=self.name,
             versions=_versions(orders, shape),
+            slices_per_microbatch=slices,
         )
         if steps > 1 and not program.has_updates:
             raise ScheduleError(
@@ -263,14 +276,24 @@ def _with_chains(program: Program, shape: Shape) -> Program:
     return replace(program, weights=tuple(range(length)) * shape.num_chains, routes=tuple(routes))
 
 
+#: Options that say what a schedule is written for.
+_OF_THE_SHAPE = ("chunks_per_rank", "slices_per_microbatch")
+
+
 def schedule(
-    name: str, *, placement: PlacementRule = linear, chunks_per_rank: int | None = None, num_chains: int = 1
+    name: str,
+    *,
+    placement: PlacementRule = linear,
+    chunks_per_rank: int | None = None,
+    num_chains: int = 1,
+    slices_per_microbatch: int | None = None,
 ) -> Callable[[OrderFunction], Schedule]:
     """Make a Schedule of a function. The placement rule lays the stages out on the ranks.
 
     ``chunks_per_rank``: the default number of stages a rank holds; without it the schedule holds one and has no
     such option. num_chains: how many pipelines run at once over the same weights, each on its share of the
-    micro-batches; stage ``s`` of the second of 2 chains of p is number ``p + s``.
+    micro-batches; stage ``s`` of the second of 2 chains of p is number ``p + s``. slices_per_microbatch: the default
+    number of token slices, for a schedule of causal models that runs slice by slice.
     """
 
     def decorate(function: OrderFunction) -> Schedule:
@@ -281,7 +304,8 @@ def schedule(
             raise ScheduleError(
                 f"a schedule builds without options; {bare[0]!r} of {name!r} has no default; give it one"
             )
-        chunks = {} if chunks_per_rank is None else {"chunks_per_rank": chunks_per_rank}
-        return Schedule(name, function, placement, chunks | own, num_chains)
+        shape = {"chunks_per_rank": chunks_per_rank, "slices_per_microbatch": slices_per_microbatch}
+        given = {option: count for option, count in shape.items() if count is not None}
+        return Schedule(name, function, placement, given | own, num_chains)
 
     return decorate

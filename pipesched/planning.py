@@ -88,6 +88,12 @@ class Programs:
                 f"a program is written for one number of micro-batches; {self.num_microbatches} here, but "
                 f"{num_microbatches} are asked for; drop the last short batch (drop_last=True)"
             )
+        if program.slices_per_microbatch > 1:
+            raise ScheduleError(
+                f"a model's layers run whole micro-batches; {program.name!r} cuts each into "
+                f"{program.slices_per_microbatch} token slices, for which layers must keep what earlier slices left; "
+                f"study it with simulate, or choose one of: {', '.join(schedules.names())}"
+            )
         validate(program)
         return program
 

@@ -33,6 +33,8 @@ class Program:
     weights: stage -> weight copy, its own unless given: stages of one copy hold the same layers. routes: the stages
     that each micro-batch visits, all unless given: whole chains of the graph. versions: for each stage how many updates
     lie behind the weights that each micro-batch uses, forward and backward; () for the newest when its F runs.
+    slices_per_microbatch: into so many token slices each micro-batch is cut; what an action and num_microbatches count
+    are then slices, those of a micro-batch in a row.
     """
 
     orders: Orders
@@ -44,6 +46,7 @@ class Program:
     weights: tuple[int, ...] = ()
     routes: tuple[tuple[int, ...], ...] = ()
     versions: tuple[tuple[int, ...], ...] = ()
+    slices_per_microbatch: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "orders", Orders.of(self.orders))
@@ -126,13 +129,14 @@ class Program:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether every stage has weights of its own and runs its F, its B or I, and its B or W in ascending
-        micro-batch order.
+        """Whether every stage has weights of its own and runs its F, its B or I, and its B or W in ascending order of
+        whole micro-batches.
 
         Buffers and sums of gradients then have one order, whatever the schedule, and results are equal to the bit.
         (I counts too: it delivers the gradients that are too cheap to be deferred.)
         """
-        return self.num_weights == self.num_stages and self.first_descent() is None
+        own_weights = self.num_weights == self.num_stages
+        return own_weights and self.slices_per_microbatch == 1 and self.first_descent() is None
 
     def first_descent(self) -> tuple[int, int, Action] | None:
         """The first (rank, position, action) that breaks the ascending order of an exact program, or None."""
@@ -155,6 +159,8 @@ class Program:
             lines.append("edges " + " ".join(f"{a}-{b}" for a, b in self.graph.edges))
         if self.weights != tuple(range(self.num_stages)):
             lines.append("weights " + " ".join(map(str, self.weights)))
+        if self.slices_per_microbatch > 1:
+            lines.append(f"slices {self.slices_per_microbatch}")
         lines += table_lines(self.routes, self.versions)
         if self.forward_only:
             lines.append("forward-only")

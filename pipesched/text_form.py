@@ -16,7 +16,7 @@ from pipesched.errors import ScheduleError
 __all__ = ["order_words", "parse_program", "table_lines"]
 
 _LINES = (
-    "a line is 'name', 'microbatches N', 'placement RANK...', 'edges A-B...', 'weights COPY...', "
+    "a line is 'name', 'microbatches N', 'placement RANK...', 'edges A-B...', 'weights COPY...', 'slices N', "
     "'route STAGE... : MICROBATCH...', 'versions STAGE : VERSION...', 'forward-only' or 'rank R: ...'"
 )
 
@@ -125,6 +125,8 @@ def _parse_header(words: list[str]) -> dict[str, Any]:
             return {"name": " ".join(values)}
         case "microbatches" if len(values) == 1:
             return {"num_microbatches": int(values[0])}
+        case "slices" if len(values) == 1:
+            return {"slices_per_microbatch": int(values[0])}
         case "placement" | "weights":
             return {key: tuple(map(int, values))}
         case "edges" if all(re.fullmatch(r"\d+-\d+", value) for value in values):

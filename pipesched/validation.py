@@ -1,7 +1,7 @@
 """Validation: one function a rule. A program that passes runs to its end without a deadlock.
 
-Rules are checked in this order: places, routes, complete, overlaps, dependencies, transfers, versions, deadlock, and
-on request memory and exactness. Each raises with rank, position, action and the marked grid.
+Rules are checked in this order: places, routes, complete, slices, overlaps, dependencies, transfers, versions,
+deadlock, and on request memory and exactness. Each raises with rank, position, action and the marked grid.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,6 +42,7 @@ def check_order(program: Program) -> None:
     check_places(program)
     check_routes(program)
     check_complete(program)
+    check_slices(program)
     check_overlaps(program)
     check_dependencies(program)
     check_transfers(program)
@@ -159,6 +160,31 @@ def _incomplete(program: Program, stage: int, microbatch: int, kinds: set[Kind])
         f"rank {program.placement[stage]}: stage {stage} runs {want} for each of {program.num_microbatches} "
         f"micro-batches; for micro-batch {microbatch} it has {has}. {' '.join(remedy)}\n" + marked_grid(program, marks)
     )
+
+
+def check_slices(program: Program) -> None:
+    """The slices of a micro-batch run forward from the first to the last, backward from the last to the first."""
+    slices = program.slices_per_microbatch
+    if slices == 1:
+        return
+    if slices < 1 or program.num_microbatches % slices:
+        raise ScheduleError(
+            f"every micro-batch has as many slices; {program.num_microbatches} slices in all, {slices} a micro-batch; "
+            f"make them a multiple"
+        )
+    forward = program.index.grid(Kind.F)
+    backward = np.maximum(program.index.grid(Kind.B), program.index.grid(Kind.I))[:, ::-1]
+    for rows, direction in ((forward, "first to the last"), (backward, "last to the first")):
+        in_order = np.diff(rows.reshape(program.num_stages, -1, slices), axis=2) > 0
+        if program.forward_only and direction.startswith("last"):
+            continue
+        if not in_order.all():
+            stage, microbatch, part = np.argwhere(~in_order)[0].tolist()
+            row = int(rows.reshape(program.num_stages, -1, slices)[stage, microbatch, part + 1])
+            raise ScheduleError(
+                f"{_place(program, row)}: {program.columns.action(row)} runs too early; the slices of a micro-batch "
+                f"run from the {direction}. Move it." + _grid(program, row)
+            )
 
 
 def check_overlaps(program: Program) -> None:
@@ -385,6 +411,11 @@ def check_exact(program: Program) -> None:
             f"an exact program has weights of its own on every stage; here {program.num_stages} stages share "
             f"{program.num_weights} weight copies, whose gradients are sums of sums; validate without exact=True: "
             f"results then agree within rounding only"
+        )
+    if program.slices_per_microbatch > 1:
+        raise ScheduleError(
+            f"an exact program runs whole micro-batches; this one cuts each into {program.slices_per_microbatch} "
+            f"slices, whose gradients are summed; validate without exact=True: results then agree within rounding only"
         )
     descent = program.first_descent()
     if descent is not None:

@@ -72,12 +72,15 @@ def _place(entry: EntryPoint) -> str:
 
 
 def names() -> list[str]:
-    """The names of all schedules, sorted. Raises ScheduleError where two have one name or a package's are broken."""
-    return list(_found())
+    """The names of all schedules, sorted; those that run token slices, which not every model can, are left out.
+
+    Raises ScheduleError where two have one name or a package's are broken.
+    """
+    return [name for name, schedule in _found().items() if "slices_per_microbatch" not in schedule.options]
 
 
 def get(name: str) -> Schedule:
     """The schedule of this name. Raises ScheduleError listing the known ones."""
     if name not in _found():
-        raise ScheduleError(f"unknown schedule; got {name!r}; choose one of: {', '.join(names())}")
+        raise ScheduleError(f"unknown schedule; got {name!r}; choose one of: {', '.join(_found())}")
     return _found()[name]

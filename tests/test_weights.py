@@ -153,7 +153,7 @@ def test_a_micro_batch_runs_on_its_route_alone():
     program = both_ways.program(2, 2)
     refused(replace(program, routes=((0, 1), (0, 1))), "rank 0: stage 0 runs F and either B .*none of them. Add 0B1")
     refused(replace(program, routes=((0,), (2, 3))), "stage 0 but not its neighbour 1")
-    refused(replace(program, routes=((0, 1), (2, 7))), "a route 7; correct")
+    refused(replace(program, routes=((0, 1), (7,))), "a route 7; correct")
     with pytest.raises(ScheduleError, match="routes has one entry for each of the 2 micro-batches; got 1"):
         replace(program, routes=((0, 1),))
 
@@ -221,3 +221,37 @@ def test_an_author_writes_pairs():
         "rank 0: 0F0 0F1 0F2&0B0 0B1 0B2",
         "rank 1: 1F0 1F1&1B0 1F2&1B1 1B2",
     ]
+
+
+# ---- token slices ----
+
+
+@pytest.mark.parametrize("p", range(1, 6))
+@pytest.mark.parametrize("k", range(1, 5))
+def test_seq1f1b_has_a_smaller_bubble_and_peak_by_its_slices(p, k):
+    """(p-1)(F+B)/k and (p-1-r+k)/k, for slices of equal time; arXiv:2406.03488."""
+    for m in range(1, 8):
+        program = schedules.get("seq1f1b").program(p, m, slices_per_microbatch=k)
+        validate(program)
+        validate(lower(program))
+        assert Program.parse(str(program)) == program
+        trace = simulate(program, Costs.uniform(p))
+        assert trace.makespan_s == 3 * (m * k + p - 1)
+        assert trace.peak_in_flight == tuple(min(m * k, p - 1 - rank + k) for rank in range(p))
+
+
+def test_slices_run_in_their_order():
+    header = "microbatches 2\nslices 2"
+    validate(parsed("0F0 0F1 0B1 0B0", header=header))
+    refused(parsed("0F1 0F0 0B1 0B0", header=header), "0F1 runs too early.*first to the last")
+    refused(parsed("0F0 0F1 0B0 0B1", header=header), "0B0 runs too early.*last to the first")
+    refused(parsed("0F0 0F1 0F2 0B0 0B1 0B2", header="microbatches 3\nslices 2"), "3 slices in all, 2 a micro-batch")
+    validate(parsed("0F0 0F1 0B1 0B0", header=header).forward())
+    assert not parsed("0F0 0F1 0B1 0B0", header=header).exact
+    with pytest.raises(ScheduleError, match="cuts each into 2 slices"):
+        validate(parsed("0F0 0F1 0B1 0B0", header=header), exact=True)
+
+
+def test_token_slices_are_found_by_name_and_not_among_the_names():
+    assert "seq1f1b" not in schedules.names()
+    assert schedules.get("seq1f1b").name == "seq1f1b"
