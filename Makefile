@@ -12,10 +12,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check gallery bench clean
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/demo ## Train a small GPT through a pipeline and draw what happened.
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -23,12 +23,16 @@ demo: $(VENV)/demo ## Train a small GPT through a pipeline and draw what happene
 test: $(VENV)/develop ## Run the tests; ARGS="-k name" chooses some.
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(VENV)/develop ## Lint, format, types, layers, private imports.
+check: $(VENV)/develop ## Lint, format, types, layers, private imports, the gallery.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/test_private_torch.py
+	$(BIN)/python docs/gallery.py --check
+
+gallery: $(VENV)/develop ## Write docs/schedules.md: every schedule with its picture and figures.
+	$(BIN)/python docs/gallery.py
 
 bench: $(VENV)/bench ## Run every benchmark in turn.
 	@set -e; for file in $$(grep -l __main__ benchmarks/*.py); do \

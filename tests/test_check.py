@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-TREE = ("pipesched", "schedules", "viz", "pyproject.toml")
+TREE = ("pipesched", "schedules", "viz", "docs", "pyproject.toml")
 MYPY = [sys.executable, "-m", "mypy"]
 LINT_IMPORTS = [
     sys.executable,
