@@ -24,7 +24,6 @@ from matplotlib import style
 from matplotlib.figure import Figure
 
 from pipesched import schedules
-from pipesched.bounds import above_bound
 from pipesched.costs import Costs
 from pipesched.errors import ScheduleError
 from pipesched.order import Schedule
@@ -69,7 +68,8 @@ A row is a rank, and time runs to the right. The number in a bar is the micro-ba
 blue F, the forward; orange B, a whole backward; or, where the backward is split, red I, the input gradients, for which
 the stage before waits, and green W, the weight gradients, for which nobody waits. Hatched grey is bubble. Where a rank
 holds several chunks, the full colour is the first of them in stage order, and lighter shades are later ones. Grey
-UPDATE is the optimizer's step, where the schedule says when that is.
+UPDATE is the optimizer's step, where the schedule says when that is. Where micro-batches are cut into token slices, the
+numbers count slices.
 """
 
 
@@ -93,7 +93,7 @@ class Exhibit:
     @property
     def shape(self) -> tuple[int, int]:
         """Ranks and micro-batches."""
-        return self.program.num_ranks, self.program.num_microbatches
+        return self.program.num_ranks, self.program.num_microbatches // self.program.slices_per_microbatch
 
     @property
     def span_bubble(self) -> float:
@@ -139,7 +139,7 @@ class Exhibit:
 
 def exhibits() -> list[Exhibit]:
     """The schedules of the folder schedules/, not those of installed packages: the least bubble, then memory, first."""
-    known = map(schedules.get, schedules.names())
+    known = map(schedules.get, schedules.names(sliced=True))
     own = [Exhibit(each, nearest(each)) for each in known if each.module.startswith("pipesched.schedules.")]
     return sorted(own, key=lambda one: (round(one.trace.bubble_ratio, 9), max(one.held), one.schedule.name))
 
@@ -156,8 +156,11 @@ def nearest(schedule: Schedule) -> Program:
 
 
 def share(program: Program, rank: int) -> float:
-    """Which part of its rank's work one stage is for a micro-batch. It visits one of those that share weights."""
-    return program.num_stages / program.num_weights / len(program.chunks(rank))
+    """Which part of its rank's work one stage is for a micro-batch, or for a slice of one. It visits one of those that
+    share weights.
+    """
+    whole = program.num_stages / program.num_weights / len(program.chunks(rank))
+    return whole / program.slices_per_microbatch
 
 
 def unit_costs(program: Program, update_s: float = 0) -> Costs:
@@ -277,7 +280,7 @@ def figures(one: Exhibit) -> str:
 
 def above(one: Exhibit) -> str:
     """How far above the bound; a dash where there is none."""
-    value = above_bound(one.program, unit_costs(one.program), one.trace.makespan_s)
+    value = one.trace.above_bound
     return "-" if value is None else percent(value)
 
 

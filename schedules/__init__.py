@@ -71,12 +71,12 @@ def _place(entry: EntryPoint) -> str:
     return f"'{entry.name} = {entry.value}' of {package}"
 
 
-def names() -> list[str]:
-    """The names of all schedules, sorted; those that run token slices, which not every model can, are left out.
+def names(*, sliced: bool = False) -> list[str]:
+    """The names of all schedules, sorted; those that run token slices, which not every model can, only if ``sliced``.
 
     Raises ScheduleError where two have one name or a package's are broken.
     """
-    return [name for name, schedule in _found().items() if "slices_per_microbatch" not in schedule.options]
+    return [name for name, each in _found().items() if sliced or "slices_per_microbatch" not in each.options]
 
 
 def get(name: str) -> Schedule:
