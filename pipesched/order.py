@@ -16,7 +16,7 @@ adds nothing, so a rule that is stated for many micro-batches also serves few.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,7 +94,7 @@ class Order:
         self._shape = shape
         self._limit = shape.num_microbatches
         self._numbers: list[int] = []  # each action as one: (stage x kinds + kind) x micro-batches + micro-batch
-        self._next: dict[int, int] = {}
+        self._left: list[dict[int, Iterator[int]]] = [{} for _ in range(NUM_KINDS)]  # by kind and stage
         self._joined: list[int] = []
         self._versions: dict[tuple[int, int], int] = {}
 
@@ -126,17 +126,24 @@ class Order:
             self._joined.append(len(self._numbers) - 2)
 
     def _add(self, stage: int, kind: int) -> bool:
-        line = stage * NUM_KINDS + kind
-        number = self._next.get(line)
+        left = self._left[kind].get(stage)
+        if left is None:
+            left = self._left[kind][stage] = self._numbers_of(stage, kind)
+        number = next(left, None)
         if number is None:
-            number = line * self._limit + self._shape.microbatches(stage).start
-        if number >= line * self._limit + (
-            self._limit if self._shape.num_chains == 1 else self._shape.microbatches(stage).stop
-        ):
             return False
-        self._next[line] = number + 1
         self._numbers.append(number)
         return True
+
+    def _numbers_of(self, stage: int, kind: int) -> Iterator[int]:
+        """The numbers of a stage's actions of one kind, in turn."""
+        if not isinstance(stage, int) or not 0 <= stage < self._shape.num_stages:
+            raise ScheduleError(
+                f"an order's actions are of the stages 0..{self._shape.num_stages - 1}; got {stage!r}; "
+                f"take them from shape.chunks(rank)"
+            )
+        line, own = (stage * NUM_KINDS + kind) * self._limit, self._shape.microbatches(stage)
+        return iter(range(line + own.start, line + own.stop))
 
     @property
     def actions(self) -> list[Action]:
@@ -144,11 +151,8 @@ class Order:
         return list(self.columns())
 
     def columns(self) -> Columns:
-        """What is written so far, as columns. Raises ScheduleError for stages that are no whole numbers."""
-        numbers = np.array(self._numbers)
-        if len(numbers) and not np.issubdtype(numbers.dtype, np.integer):
-            raise ScheduleError("a stage is a whole number; an order was written with another kind of number; pass int")
-        lines, microbatches = np.divmod(numbers.astype(np.int64), self._limit)
+        """What is written so far, as columns."""
+        lines, microbatches = np.divmod(np.array(self._numbers, np.int64), self._limit)
         stages, kinds = np.divmod(lines, NUM_KINDS)
         if self._shape.slices_per_microbatch > 1:
             microbatches = np.where(np.isin(kinds, _BACKWARD), self._last_slice_first(microbatches), microbatches)
@@ -251,8 +255,17 @@ class Schedule:
     def _written(self, shape: Shape, options: Mapping[str, Any]) -> list[Order]:
         parameters = inspect.signature(self.function).parameters.values()
         if sum(p.kind is not p.KEYWORD_ONLY for p in parameters) == 1:
-            return list(self.function(shape, **options))
-        return [self.function(rank, shape, **options) for rank in range(shape.num_ranks)]
+            orders = list(self.function(shape, **options))
+        else:
+            orders = [self.function(rank, shape, **options) for rank in range(shape.num_ranks)]
+        strange = [order for order in orders if not isinstance(order, Order)]
+        if strange or len(orders) != shape.num_ranks:
+            got = repr(strange[0]) if strange else f"{len(orders)} Orders"
+            raise ScheduleError(
+                f"a schedule returns an Order for each of {shape.num_ranks} ranks; {self.name!r} returned {got}; "
+                f"end the function with 'return order'"
+            )
+        return orders
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:

@@ -208,3 +208,23 @@ def test_a_package_that_is_wrong_is_named(tmp_path, value, source, said):
     error = names_with_package(tmp_path, value, source).stderr.splitlines()[-1]
     assert error.startswith("pipesched.errors.ScheduleError: ")
     assert said in error
+
+
+@pytest.mark.parametrize("stage", [-1, 2, 0.0, None])
+def test_a_stage_is_one_of_the_programs(stage):
+    @schedule("lost")
+    def lost(rank, shape):
+        order = Order(shape)
+        order.F(stage)
+        return order
+
+    with pytest.raises(ScheduleError, match=r"stages 0\.\.1; got .*; take them from shape.chunks"):
+        lost.program(2, 2)
+
+
+@pytest.mark.parametrize("returned", [None, 3])
+def test_a_schedule_returns_its_order(returned):
+    with pytest.raises(ScheduleError, match="'forgets' returned .*; end the function with 'return order'"):
+        schedule("forgets")(lambda rank, shape: returned).program(2, 2)
+    with pytest.raises(ScheduleError, match="for each of 2 ranks; 'few' returned 1 Orders"):
+        schedule("few")(lambda shape: [Order(shape)]).program(2, 2)
