@@ -80,6 +80,16 @@ class Shape:
         backwards = [chunk for size in sizes for chunk in reversed(chunks) for _ in range(size)]
         return forwards, backwards
 
+    def even_ranks(self) -> int:
+        """The number of ranks, for a schedule whose ranks mirror each other in pairs. Raises ScheduleError if odd."""
+        if self.num_ranks % 2:
+            near = [str(count) for count in (self.num_ranks - 1, self.num_ranks + 1) if count]
+            raise ScheduleError(
+                f"two directions need an even number of ranks; got {self.num_ranks}; use {' or '.join(near)}, "
+                f"with any number of micro-batches"
+            )
+        return self.num_ranks
+
     def groups(self) -> list[int]:
         """The micro-batches in even groups of at least p, for interleaving (Megatron-LM: groups of p, no rest)."""
         count = max(1, self.num_microbatches // self.num_ranks)
@@ -94,6 +104,7 @@ class Order:
         self._limit = shape.num_microbatches
         self._numbers: list[int] = []  # each action as one: (stage x kinds + kind) x micro-batches + micro-batch
         self._next: dict[int, int] = {}
+        self._whole: set[int] = set()  # the numbers that W would have where a B left nothing to it
         self._joined: list[int] = []
         self._versions: dict[tuple[int, int], int] = {}
 
@@ -103,16 +114,18 @@ class Order:
             self._versions[stage, self._numbers[-1] % self._limit] = version
 
     def B(self, stage: int) -> None:
-        """Full backward."""
-        self._add(stage, _B)
+        """Full backward. B and I count together: each takes the next micro-batch that has gone back by neither."""
+        self._back(stage)
 
     def I(self, stage: int) -> None:  # noqa: E743
         """Input gradients only; a W for the same micro-batch must follow."""
-        self._add(stage, _I)
+        if self._add(stage, _B):
+            self._numbers[-1] += (_I - _B) * self._limit
 
     def W(self, stage: int) -> None:
-        """Weight gradients, after I."""
-        self._add(stage, _W)
+        """Weight gradients, after I: of the next micro-batch that had no B."""
+        while self._add(stage, _W) and self._numbers[-1] in self._whole:
+            self._numbers.pop()
 
     def UPDATE(self, stage: int) -> None:
         """The optimizer's step on the stage's weights, with the gradients since the one before."""
@@ -121,8 +134,14 @@ class Order:
     def overlap(self, forward: int, backward: int) -> None:
         """A forward and a full backward of another micro-batch at the same time: both end when both are done."""
         first = self._add(forward, _F)
-        if self._add(backward, _B) and first:
+        if self._back(backward) and first:
             self._joined.append(len(self._numbers) - 2)
+
+    def _back(self, stage: int) -> bool:
+        added = self._add(stage, _B)
+        if added:
+            self._whole.add(self._numbers[-1] + (_W - _B) * self._limit)
+        return added
 
     def _add(self, stage: int, kind: int) -> bool:
         line = stage * NUM_KINDS + kind

@@ -4,6 +4,7 @@ A program is a value: immutable, comparable, and equal to what its own text form
 validated, simulated, drawn and executed.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -104,6 +105,14 @@ class Program:
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds."""
         return chunks_of(self.placement, rank)
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        """For each stage, on how many stages of its rank one micro-batch runs: so many share the rank's work."""
+        routes = set(self.routes) or {tuple(range(self.num_stages))}
+        held = [Counter(self.placement[stage] for stage in route) for route in routes]
+        own = {stage: ranks for route, ranks in zip(routes, held, strict=True) for stage in route}
+        return tuple(own[stage][rank] if stage in own else 1 for stage, rank in enumerate(self.placement))
 
     def needs(self, action: Action) -> Iterable[Action]:
         """What must have ended before ``action`` starts."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import assert_equal_bits, gradients, mixed_model
+from random_programs import fitting
 from torch import nn
 from torch.nn import functional
 
@@ -60,7 +61,7 @@ def test_the_order_that_ran_is_the_programs(name: str, checkpoint: str) -> None:
 
 @pytest.mark.parametrize("name", schedules.names())
 def test_ranks_overlap_and_dependencies_hold_in_time(name: str) -> None:
-    program = schedules.get(name).program(3, 6)
+    program = schedules.get(name).program(fitting(name, 3), 6)
     costs = Costs.uniform(program.num_stages, forward_s=0.004, input_grad_s=0.004, weight_grad_s=0.004)
     trace = run_fake(program, costs, sleeping=True)
     rows = trace.by_rank

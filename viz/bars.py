@@ -1,12 +1,13 @@
 """Bars: what a timeline shows, as plain numbers. Times are in seconds from the trace's start."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipesched.actions import Kind
 from pipesched.trace import Trace
 
-__all__ = ["Bar", "bars", "gaps", "kinds", "num_chunks"]
+__all__ = ["Bar", "bars", "chunks_visited", "gaps", "kinds", "num_chunks"]
 
 
 class Bar(NamedTuple):
@@ -52,3 +53,12 @@ def num_chunks(*traces: Trace) -> int:
     """The most chunks that a rank runs."""
     rows = (row for trace in traces for row in trace.by_rank)
     return max((len({span.action.stage for span in row}) for row in rows), default=0)
+
+
+def chunks_visited(trace: Trace) -> int:
+    """The most chunks of a rank that one micro-batch runs on: of two pipelines that cross on the ranks only one."""
+    visited = {
+        (rank, span.action.microbatch, span.action.stage) for rank, row in enumerate(trace.by_rank) for span in row
+    }
+    counts = Counter((rank, microbatch) for rank, microbatch, _ in visited)
+    return max(counts.values(), default=0)
