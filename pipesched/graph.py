@@ -9,7 +9,7 @@ from torch import nn
 
 from pipesched.errors import GraphError, ModelTypeError
 
-__all__ = ["chain_graph", "layers_of", "normalised_over_rows"]
+__all__ = ["chain_graph", "layers_of", "normalised_over_rows", "with_running_statistics"]
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -45,6 +45,15 @@ def normalised_over_rows(model: nn.Module) -> list[str]:
     """The layers that normalise over the rows of a batch, such as BatchNorm, while they train."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is for replicas
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
+
+
+def with_running_statistics(model: nn.Module) -> list[str]:
+    """The layers that change buffers of theirs while they train: means and variances of what they have seen."""
+    return [name for name, module in model.named_modules() if _tracks(module) and module.training]
+
+
+def _tracks(module: nn.Module) -> bool:
+    return bool(getattr(module, "track_running_stats", False))
 
 
 def _is_plain(module: Any) -> bool:

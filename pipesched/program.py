@@ -87,6 +87,13 @@ class Program:
         """Whether the graph is the default: stage after stage."""
         return self.graph == chain(self.num_stages)
 
+    @property
+    def is_chains(self) -> bool:
+        """Whether it is a chain, or several in a row, each over all weight copies in order."""
+        num_chains, rest = divmod(self.num_stages, max(1, self.num_weights))
+        own = tuple(range(self.num_weights)) * num_chains
+        return not rest and self.weights == own and self.graph == chain(self.num_stages, num_chains)
+
     @cached_property
     def has_updates(self) -> bool:
         """Whether it updates the weights itself, as asynchronous schedules do."""

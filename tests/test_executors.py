@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_equal_bits, gradients, mixed_model
+from models import EXACT, assert_equal_bits, gradients, mixed_model
 from random_programs import fitting
 from torch import nn
 from torch.nn import functional
@@ -278,7 +278,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @needs_cuda
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", EXACT)
 def test_stages_on_one_gpu_train_as_the_loop_does(name: str, checkpoint: str) -> None:
     from pipesched.testing import reference_step
 
