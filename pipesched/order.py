@@ -104,7 +104,7 @@ class Order:
         self._limit = shape.num_microbatches
         self._numbers: list[int] = []  # each action as one: (stage x kinds + kind) x micro-batches + micro-batch
         self._next: dict[int, int] = {}
-        self._whole: set[int] = set()  # the numbers that W would have where a B left nothing to it
+        self._split: set[int] = set()  # the numbers of the W that are due after an I
         self._joined: list[int] = []
         self._versions: dict[tuple[int, int], int] = {}
 
@@ -115,16 +115,18 @@ class Order:
 
     def B(self, stage: int) -> None:
         """Full backward. B and I count together: each takes the next micro-batch that has gone back by neither."""
-        self._back(stage)
+        self._add(stage, _B)
 
     def I(self, stage: int) -> None:  # noqa: E743
         """Input gradients only; a W for the same micro-batch must follow."""
         if self._add(stage, _B):
             self._numbers[-1] += (_I - _B) * self._limit
+            self._split.add(self._numbers[-1] + (_W - _I) * self._limit)
 
     def W(self, stage: int) -> None:
         """Weight gradients, after I: of the next micro-batch that had no B."""
-        while self._add(stage, _W) and self._numbers[-1] in self._whole:
+        back = self._next.get(stage * NUM_KINDS + _B, 0) + (_W - _B) * self._limit  # what lies before it has gone back
+        while self._add(stage, _W) and self._numbers[-1] < back and self._numbers[-1] not in self._split:
             self._numbers.pop()
 
     def UPDATE(self, stage: int) -> None:
@@ -134,14 +136,8 @@ class Order:
     def overlap(self, forward: int, backward: int) -> None:
         """A forward and a full backward of another micro-batch at the same time: both end when both are done."""
         first = self._add(forward, _F)
-        if self._back(backward) and first:
+        if self._add(backward, _B) and first:
             self._joined.append(len(self._numbers) - 2)
-
-    def _back(self, stage: int) -> bool:
-        added = self._add(stage, _B)
-        if added:
-            self._whole.add(self._numbers[-1] + (_W - _B) * self._limit)
-        return added
 
     def _add(self, stage: int, kind: int) -> bool:
         line = stage * NUM_KINDS + kind

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError, GraphError
+from pipesched.graph import hooks_of
 
 __all__ = ["Replica", "Replicas"]
 
 
 class Replica:
-    """A copy of a part's layers, and of the loss module beside them; what they share they also share as copies."""
+    """A copy of a part's layers, and of the loss module beside them; what they share they also share as copies.
+
+    Module hooks that are registered before serve both. Raises GraphError for layers that cannot be copied.
+    """
 
     def __init__(
         self, layers: Mapping[str, nn.Module], loss_fn: Callable[[Any, Any], Any] | None, device: torch.device
@@ -27,7 +31,7 @@ class Replica:
         modules = [*layers.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         self._home = nn.ModuleList(modules)
         try:
-            self._copy = copy.deepcopy(self._home).to(device)
+            self._copy = copy.deepcopy(self._home, _kept(self._home)).to(device)
         except Exception as error:
             raise GraphError(
                 f"a schedule of several chains runs copies of the layers; one of {', '.join(layers)} cannot be copied "
@@ -87,6 +91,14 @@ class Replicas(list[Replica]):
         finally:
             for replica in self:
                 replica.discard()
+
+
+def _kept(home: nn.Module) -> dict[int, Any]:
+    """What is not copied with the modules, for deepcopy: hooks, and what they belong to, where it is none of these."""
+    own = set(home.modules())
+    hooks = [hook for module in own for hook in hooks_of(module)]
+    owners = [getattr(hook, "__self__", hook) for hook in hooks]
+    return {id(owner): owner for owner in owners if owner not in own}
 
 
 @torch.no_grad()

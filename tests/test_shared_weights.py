@@ -190,6 +190,29 @@ def test_hooks_see_the_first_chains_micro_batches_and_then_the_seconds_sum(name)
     assert (seen["grad"], seen["accumulated"], called["forward"]) == (3 + 1, 3 + 1, 6)
 
 
+class Recorder:
+    """A hook that belongs to something."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def count(self, *_: object) -> None:
+        self.calls += 1
+
+    __call__ = count
+
+
+def test_module_hooks_of_both_chains_are_the_users_own():
+    actual, recorders = model(), [Recorder() for _ in range(4)]
+    actual[0].register_forward_hook(recorders[0].count)
+    actual[3].register_forward_pre_hook(recorders[1])
+    actual[7].register_full_backward_hook(recorders[2].count)
+    actual[8].register_full_backward_pre_hook(recorders[3])
+    with wrap(actual, "dualpipe") as pipe:
+        pipe.step(X, target=Y)
+    assert [recorder.calls for recorder in recorders] == [6, 6, 6, 6]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_error_leaves_nothing_behind(name):
     actual, failing = model(), []
