@@ -42,7 +42,8 @@ class Pipeline(Wrapped):
     model: an nn.Sequential; its Parameters stay its own and are moved to the devices in place. sample: one
     micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keywords). loss_fn(output, target)
     -> scalar, a function or a Module; without one the model's own loss counts (a scalar output, or its ``loss``).
-    devices: one a rank; a device may repeat. schedule: a name, a Schedule or a Program; "auto" is 1f1b.
+    devices: one a rank; a device may repeat. schedule: a name, a Schedule or a Program; "auto" is 1f1b;
+    "chimera" and "dualpipe" hold the layers twice.
     num_microbatches: 4 a rank unless given. boundaries: the first layer of every stage but stage 0, by position or
     name; balanced by measured layer times unless given. checkpoint: "never", "always" or "except_last".
     loss_weight(target, or the inputs without one) -> what a micro-batch counts; its rows unless given.

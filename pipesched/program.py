@@ -89,10 +89,12 @@ class Program:
 
     @property
     def is_chains(self) -> bool:
-        """Whether it is a chain, or several in a row, each over all weight copies in order."""
+        """Whether it is a chain, or several, each over all weight copies in order; a micro-batch visits one."""
         num_chains, rest = divmod(self.num_stages, max(1, self.num_weights))
         own = tuple(range(self.num_weights)) * num_chains
-        return not rest and self.weights == own and self.graph == chain(self.num_stages, num_chains)
+        if rest or self.weights != own or self.graph != chain(self.num_stages, num_chains):
+            return False
+        return num_chains == 1 or {len(route) for route in self.routes} == {self.num_weights}
 
     @cached_property
     def has_updates(self) -> bool:

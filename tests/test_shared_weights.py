@@ -274,8 +274,11 @@ def test_a_program_of_a_text_runs_as_its_schedule_does():
         grads.append(gradients(actual))
     assert_equal_bits(*grads)
     crossed = Program.parse(text.replace("weights 0 1 0 1", "weights 0 1 1 0"))
-    with pytest.raises(ScheduleError, match="as a chain, or as several over the same weights"):
-        wrap(model(), crossed, 2, 6)
+    everywhere = "microbatches 1\nplacement 0 1 1 0\nedges 0-1 2-3\nweights 0 1 0 1\n"
+    everywhere += "rank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 2F0 1B0 2B0"
+    for program in (crossed, Program.parse(everywhere)):
+        with pytest.raises(ScheduleError, match="as a chain, or as several over the same weights"):
+            wrap(model(), program, 2, None, boundaries=[4])
 
 
 @pytest.mark.parametrize("name", NAMES)

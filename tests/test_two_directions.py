@@ -14,6 +14,7 @@ from random_programs import quick
 
 from pipesched import Costs, Order, Program, lower, schedule, schedules, simulate, validate
 from pipesched.errors import ScheduleError
+from pipesched.lowering import add_recompute, forward_then_backward
 
 EVEN, MORE = st.sampled_from([2, 4, 6, 8]), st.integers(0, 6)
 HALF = Fraction(1, 2)
@@ -32,7 +33,8 @@ def test_any_number_of_microbatches_goes_both_ways(name, p):
     for m in range(1, 41):
         program = schedules.get(name).program(p, m)
         validate(program)
-        validate(lower(program))
+        for form in (program, program.forward(), forward_then_backward(program)):
+            validate(lower(add_recompute(form, "except_last")))
         assert (program.num_ranks, program.num_stages, program.num_weights) == (p, 2 * p, p)
         assert program.visits.sum() == p * m
         assert program.first_descent() is None
