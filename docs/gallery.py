@@ -156,11 +156,8 @@ def nearest(schedule: Schedule) -> Program:
 
 
 def share(program: Program, rank: int) -> float:
-    """Which part of its rank's work one stage is for a micro-batch, or for a slice of one. It visits one of those that
-    share weights.
-    """
-    whole = program.num_stages / program.num_weights / len(program.chunks(rank))
-    return whole / program.slices_per_microbatch
+    """Which part of its rank's work for a micro-batch one forward is."""
+    return 1 / program.shares[program.chunks(rank)[0]]
 
 
 def unit_costs(program: Program, update_s: float = 0) -> Costs:

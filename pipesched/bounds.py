@@ -62,13 +62,48 @@ def lower_bound(
 
 
 def program_bound(program: Program, costs: Costs) -> float | None:
-    """The bound for all programs of this one's shape, backwards whole or split; None where it knows none.
+    """The bound for all programs of this one's shape, backwards whole or split; None for a forward-only one.
 
-    That is for a program that is forward only, or whose stages are no chain.
+    Where the stages are no chain, or several, it is a weaker one.
     """
-    if program.forward_only or not program.is_chain:
+    if program.forward_only:
         return None
-    return lower_bound(costs, program.num_microbatches, placement=program.placement)
+    if program.is_chain:
+        return lower_bound(costs, program.num_microbatches, placement=program.placement)
+    return _of_graph(program, costs if costs.overlap >= 1 else costs.scaled(costs.overlap))
+
+
+def _of_graph(program: Program, costs: Costs) -> float:
+    """For any stage graph, and micro-batches that visit some of its stages: work between the ways in and out.
+
+    Of a rank's work the forwards alone can run before the first gradient can come, and behind the last gradient the
+    stages before it follow.
+    """
+    graph, placement = program.graph, program.placement
+    gradient = [min(i, b) for i, b in zip(costs.input_grad_s, costs.backward_s, strict=True)]
+    whole = [min(i + w, b) for i, w, b in zip(costs.input_grad_s, costs.weight_grad_s, costs.backward_s, strict=True)]
+
+    def lag(a: int, b: int) -> float:
+        return costs.transfer_s if placement[a] != placement[b] else 0
+
+    start: list[float] = [0] * program.num_stages
+    turn, down = start.copy(), start.copy()
+    for s in range(program.num_stages):
+        start[s] = max((start[p] + costs.forward_s[p] + lag(p, s) for p in graph.producers[s]), default=0)
+        down[s] = max((lag(p, s) + gradient[p] + down[p] for p in graph.producers[s]), default=0)
+    for s in reversed(range(program.num_stages)):
+        turn[s] = max([start[s] + costs.forward_s[s], *(turn[c] + gradient[c] + lag(s, c) for c in graph.consumers[s])])
+    counts = program.visits.sum(axis=1).tolist()
+    bounds: list[float] = [turn[s] + max(whole[s], gradient[s] + down[s]) for s, count in enumerate(counts) if count]
+    for rank in range(program.num_ranks):
+        held = [s for s in program.chunks(rank) if counts[s]]
+        forwards = sum(counts[s] * costs.forward_s[s] for s in held)
+        back, first = min((turn[s] for s in held), default=0), min((start[s] for s in held), default=0)
+        before = min(forwards, back - first)
+        bounds.append(back + forwards - before + sum(counts[s] * whole[s] for s in held))
+        gradients = sum(counts[s] * gradient[s] for s in held)
+        bounds.append(back + forwards - before + gradients + min((down[s] for s in held), default=0))
+    return max(bounds, default=0)
 
 
 def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:

@@ -79,9 +79,8 @@ def _cost_options(command: _Command) -> _Command:
 
 
 def _simulate(program: Program, *, transfer_s: float, **rank_costs_s: float) -> Trace:
-    """Simulate with costs a rank, of which each of its chunks takes an equal share."""
-    chunks = [len(program.chunks(rank)) for rank in program.placement]
-    stage_costs = {name: tuple(cost / count for count in chunks) for name, cost in rank_costs_s.items()}
+    """Simulate with costs a rank, of which each of the chunks that a micro-batch visits there takes an equal share."""
+    stage_costs = {name: tuple(cost / share for share in program.shares) for name, cost in rank_costs_s.items()}
     return simulate(program, Costs(**stage_costs, transfer_s=transfer_s))  # type: ignore[arg-type]
 
 
@@ -256,8 +255,9 @@ def compare(
 
 def _peak(program: Program) -> float:
     """The most micro-batches in flight on a rank, each of its chunks counted as its share."""
+    share = dict(zip(program.placement, program.shares, strict=True))
     ranks = range(program.num_ranks)
-    return max(peak_in_flight(program.orders.rank(rank)) / max(1, len(program.chunks(rank))) for rank in ranks)
+    return max(peak_in_flight(program.orders.rank(rank)) / share.get(rank, 1) for rank in ranks)
 
 
 if __name__ == "__main__":

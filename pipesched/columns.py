@@ -153,9 +153,11 @@ class Orders(Sequence[tuple[Action, ...]]):
         return rank, row - int(self.offsets[rank])
 
     def where(self, rows: Mask) -> "Orders":
-        """The orders with these rows alone."""
+        """The orders with these rows alone; one whose other half is not kept overlaps no more."""
         kept = np.concatenate([[0], np.cumsum(rows)])
-        return Orders(self.columns[rows], kept[self.offsets])
+        columns = self.columns[rows]
+        columns.joined[:] &= np.concatenate([rows[1:], [False]])[rows]
+        return Orders(columns, kept[self.offsets])
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipesched.errors import GraphError, ModelTypeError
 
-__all__ = ["chain_graph", "layers_of", "normalised_over_rows"]
+__all__ = ["chain_graph", "hooks_of", "layers_of", "normalised_over_rows", "with_running_statistics"]
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -22,9 +22,10 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
             f"the model is an nn.Sequential without a forward of its own; got {type(model).__name__}; "
             f"write it as an nn.Sequential of its layers (capture of any module is planned)"
         )
-    if _hooks(model):
+    hooks = hooks_of(model)
+    if hooks:
         raise GraphError(
-            f"layers are called one by one, the model itself is not; it has {_hooks(model)} hooks that would never "
+            f"layers are called one by one, the model itself is not; it has {len(hooks)} hooks that would never "
             f"run; register them on its first or last layer"
         )
     layers = dict(_flatten(model, ""))
@@ -47,19 +48,29 @@ def normalised_over_rows(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
 
 
+def with_running_statistics(model: nn.Module) -> list[str]:
+    """The layers that change buffers of theirs while they train: means and variances of what they have seen."""
+    return [name for name, module in model.named_modules() if _tracks(module) and module.training]
+
+
+def _tracks(module: nn.Module) -> bool:
+    return bool(getattr(module, "track_running_stats", False))
+
+
 def _is_plain(module: Any) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
-def _hooks(module: nn.Module) -> int:
+def hooks_of(module: nn.Module) -> list[Any]:
+    """What the user has registered on a module's forward and backward."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(module, name)) for name in names)
+    return [hook for name in names for hook in getattr(module, name).values()]
 
 
 def _flatten(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_modules(remove_duplicate=False):
         if name and "." not in name:
-            if _is_plain(child) and not _hooks(child):
+            if _is_plain(child) and not hooks_of(child):
                 yield from _flatten(child, f"{prefix}{name}.")
             else:
                 yield f"{prefix}{name}", child

@@ -29,9 +29,21 @@ class OpenPass:
         columns = [
             _cut(grad, pieces, self.batch) for grad, pieces in zip(grads, zip(*outputs, strict=True), strict=True)
         ]
-        self.feed.output_grads = [tuple(column[m] for column in columns) for m in range(len(self.batch))]
+        self.feed.output_grads = [
+            tuple(_beside(column[m], piece) for column, piece in zip(columns, outputs[m], strict=True))
+            for m in range(len(self.batch))
+        ]
         self.run_backwards()
-        return [grad for microbatch in range(len(self.batch)) for grad in self.feed.input_grads[microbatch]]
+        return [
+            _beside(grad, tensor)
+            for microbatch, tensors in enumerate(self.batch.wanted_inputs())
+            for grad, tensor in zip(self.feed.input_grads[microbatch], tensors, strict=True)
+        ]
+
+
+def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """A gradient on the device of its tensor: outputs of several chains of stages lie on several devices."""
+    return None if grad is None else grad.to(tensor.device)
 
 
 def _cut(grad: Tensor | None, pieces: tuple[Tensor, ...], batch: Batch) -> Gradients:

@@ -16,8 +16,10 @@ adds nothing, so a rule that is stated for many micro-batches also serves few.
 """
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -81,6 +83,16 @@ class Shape:
         backwards = [chunk for size in sizes for chunk in reversed(chunks) for _ in range(size)]
         return forwards, backwards
 
+    def even_ranks(self) -> int:
+        """The number of ranks, for a schedule whose ranks mirror each other in pairs. Raises ScheduleError if odd."""
+        if self.num_ranks % 2:
+            near = [str(count) for count in (self.num_ranks - 1, self.num_ranks + 1) if count]
+            raise ScheduleError(
+                f"two directions need an even number of ranks; got {self.num_ranks}; use {' or '.join(near)}, "
+                f"with any number of micro-batches"
+            )
+        return self.num_ranks
+
     def groups(self) -> list[int]:
         """The micro-batches in even groups of at least p, for interleaving (Megatron-LM: groups of p, no rest)."""
         count = max(1, self.num_microbatches // self.num_ranks)
@@ -95,6 +107,7 @@ class Order:
         self._limit = shape.num_microbatches
         self._numbers: list[int] = []  # each action as one: (stage x kinds + kind) x micro-batches + micro-batch
         self._left: list[dict[int, Iterator[int]]] = [{} for _ in range(NUM_KINDS)]  # by kind and stage
+        self._owed: dict[int, deque[int]] = {}  # by stage, the numbers of the W that are due after an I
         self._joined: list[int] = []
         self._versions: dict[tuple[int, int], int] = {}
 
@@ -104,16 +117,24 @@ class Order:
             self._versions[stage, self._numbers[-1] % self._limit] = version
 
     def B(self, stage: int) -> None:
-        """Full backward."""
+        """Full backward. B and I count together: each takes the next micro-batch that has gone back by neither."""
         self._add(stage, _B)
 
     def I(self, stage: int) -> None:  # noqa: E743
         """Input gradients only; a W for the same micro-batch must follow."""
-        self._add(stage, _I)
+        if self._add(stage, _B):
+            self._numbers[-1] += (_I - _B) * self._limit
+            self._owed.setdefault(stage, deque()).append(self._numbers[-1] + (_W - _I) * self._limit)
 
     def W(self, stage: int) -> None:
-        """Weight gradients, after I."""
-        self._add(stage, _W)
+        """Weight gradients of the oldest I that has none yet. Raises ScheduleError where no I is before it."""
+        if owed := self._owed.get(stage):
+            self._numbers.append(owed.popleft())
+        elif left := length_hint(self._left[_B].get(stage, range(self._limit))):
+            raise ScheduleError(
+                f"a W follows an I of its stage; {left} micro-batches have not gone back on stage {stage}, and no I "
+                f"waits for its W; write order.I({stage}) first"
+            )
 
     def UPDATE(self, stage: int) -> None:
         """The optimizer's step on the stage's weights, with the gradients since the one before."""

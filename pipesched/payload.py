@@ -138,7 +138,8 @@ def gather(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
 def _merge(column: tuple[Any, ...], rows: Sequence[int], dim: int) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
-    return torch.stack(column) if column[0].dim() == 0 else torch.cat(column, row_dim(column, rows, dim))
+    pieces = [piece.to(column[0].device) for piece in column]  # several chains of stages end on several devices
+    return torch.stack(pieces) if pieces[0].dim() == 0 else torch.cat(pieces, row_dim(pieces, rows, dim))
 
 
 def row_dim(pieces: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:

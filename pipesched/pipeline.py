@@ -16,7 +16,7 @@ from pipesched.caller import Caller
 from pipesched.costs import Costs
 from pipesched.errors import DeviceCountError, InputError, ModelTypeError
 from pipesched.executors.local import LocalExecutor, Timeline, Work
-from pipesched.graph import chain_graph, layers_of, normalised_over_rows
+from pipesched.graph import chain_graph, layers_of, normalised_over_rows, with_running_statistics
 from pipesched.lowering import CheckpointMode, add_recompute, halves
 from pipesched.open_pass import OpenPass, attach
 from pipesched.order import Schedule
@@ -25,6 +25,7 @@ from pipesched.plan import Plan
 from pipesched.planning import Programs, Wishes, check_boundaries, cut_layers
 from pipesched.profiler import LayerCosts, measure_layers, measured_costs, stage_costs
 from pipesched.program import Program
+from pipesched.replicas import Replica, Replicas
 from pipesched.simulator import simulate
 from pipesched.stage import Feed, Head, Stage
 from pipesched.trace import Trace
@@ -42,7 +43,7 @@ class Pipeline(Wrapped):
     micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keywords). loss_fn(output, target)
     -> scalar, a function or a Module; without one the model's own loss counts (a scalar output, or its ``loss``).
     devices: one a rank; a device may repeat. schedule: a name, a Schedule or a Program, such as
-    ``load_program(path)`` reads from a file; "auto" is 1f1b.
+    ``load_program(path)`` reads from a file; "auto" is 1f1b; "chimera" and "dualpipe" hold the layers twice.
     num_microbatches: 4 a rank unless given. boundaries: the first layer of every stage but stage 0, by position or
     name; balanced by measured layer times unless given. checkpoint: "never", "always" or "except_last".
     loss_weight(target, or the inputs without one) -> what a micro-batch counts; its rows unless given.
@@ -96,13 +97,14 @@ class Pipeline(Wrapped):
         program = self._programs.plain(self._programs.num_microbatches)
         self._programs.training(self._programs.num_microbatches)
         self._cut = cut_layers(list(self._layers), program, wishes.boundaries, self._measured_graph)
-        self._warn_of_normalisation()
+        self._replicas = Replicas()
+        self._warn_of_normalisation(program)
         self._stages = self._build_stages(program)
         self._executor = LocalExecutor(self.devices, self._threads)
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self._step = 0
 
-    def _warn_of_normalisation(self) -> None:
+    def _warn_of_normalisation(self, program: Program) -> None:
         names = normalised_over_rows(self.model)
         if names and self.num_microbatches > 1:
             warnings.warn(
@@ -111,16 +113,29 @@ class Pipeline(Wrapped):
                 f"norm over features, else ignore this warning",
                 stacklevel=3,
             )
+        names = with_running_statistics(self.model)
+        if names and program.num_weights < program.num_stages:
+            warnings.warn(
+                f"{program.name} runs part of the micro-batches on copies of the layers, whose buffers are not kept; "
+                f"layer {names[0]!r} and {len(names) - 1} others keep running statistics, then of the other "
+                f"micro-batches alone; for those of all use a schedule of one chain, else ignore this warning",
+                stacklevel=3,
+            )
 
     def _build_stages(self, program: Program) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}
-        for index, names in enumerate(self._cut):
+        for index, part in enumerate(program.weights):
             device = self.devices[program.placement[index]]
-            last = index == program.num_stages - 1
-            layers = {name: self._layers[name].to(device) for name in names}
-            if last and isinstance(self.loss_fn, nn.Module):
-                self.loss_fn.to(device)
-            stages[index] = Stage(layers, device, Head(self.loss_fn) if last else None)
+            last = not program.graph.consumers[index]
+            layers, loss_fn = {name: self._layers[name] for name in self._cut[part]}, self.loss_fn if last else None
+            if index == part:
+                for module in (*layers.values(), loss_fn):
+                    if isinstance(module, nn.Module):
+                        module.to(device)
+            else:  # the stage of this number runs the same layers
+                self._replicas.append(replica := Replica(layers, loss_fn, device))
+                layers, loss_fn = replica.layers, replica.loss_fn
+            stages[index] = Stage(layers, device, Head(loss_fn) if last else None)
         return stages
 
     # ---- what was decided -------------------------------------------------------------------------------------
@@ -138,7 +153,7 @@ class Pipeline(Wrapped):
 
     @property
     def num_stages(self) -> int:
-        """How many stages the model is cut into."""
+        """How many stages the model is cut into; with several chains of them the stages of one."""
         return len(self._cut)
 
     @property
@@ -170,7 +185,8 @@ class Pipeline(Wrapped):
             raise InputError("step computes gradients; it was called under no_grad; leave no_grad, or call evaluate")
         batch = self._batch(args, kwargs, target)
         feed = self._feed(batch, return_outputs)
-        self._runs.append(self._executor.run(self._work(self._programs.training(len(batch)), feed), grad=True))
+        with self._replicas.delivering():
+            self._runs.append(self._executor.run(self._work(self._programs.training(len(batch)), feed), grad=True))
         self._step += 1
         _deliver_input_grads(batch, feed)
         return _result(feed, batch, return_outputs)
@@ -201,7 +217,12 @@ class Pipeline(Wrapped):
         self._executor.run(replace(work, orders=there, finish=_nothing), grad=True)
         self._step += 1
         back_work = replace(work, prepare=_nothing, orders=back)
-        return attach(OpenPass(batch, feed, lambda: self._executor.run(back_work, grad=True)))
+
+        def run_backwards() -> None:
+            with self._replicas.delivering():
+                self._executor.run(back_work, grad=True)
+
+        return attach(OpenPass(batch, feed, run_backwards))
 
     __call__ = forward
 
@@ -221,6 +242,7 @@ class Pipeline(Wrapped):
 
         def begin(caller: Caller) -> None:
             feed.autocast = caller.autocast
+            self._replicas.refresh()
             for stage in own.values():
                 stage.begin(feed)
 
@@ -253,11 +275,12 @@ class Pipeline(Wrapped):
         """The medians of earlier steps, with the profile's sizes; without earlier steps the profile's own figures."""
         earlier = [self._read(run) for run in list(self._runs)[:-1]]
         profiled = self._profiled_costs() if self._profile is not None else None
-        return measured_costs(earlier, self.num_stages, profiled) if earlier else profiled
+        return measured_costs(earlier, len(self._stages), profiled) if earlier else profiled
 
     def _profiled_costs(self) -> Costs:
         profile = self._profiled()
-        return stage_costs([[profile[name] for name in names] for names in self._cut])
+        weights = self._programs.plain(self.num_microbatches).weights
+        return stage_costs([[profile[name] for name in self._cut[part]] for part in weights])
 
     def _profiled(self) -> dict[str, LayerCosts]:
         if self._profile is None:
@@ -291,6 +314,7 @@ class Pipeline(Wrapped):
         program = self._programs.plain(self.num_microbatches)
         stages = "\n".join(
             f"  stage {index} on rank {program.placement[index]} ({stage.device}): {', '.join(stage.layers) or 'empty'}"
+            + (f" (a copy of stage {program.weights[index]})" if index != program.weights[index] else "")
             for index, stage in self._stages.items()
         )
         return (
@@ -360,7 +384,7 @@ def _result(feed: Feed, batch: Batch, return_outputs: bool) -> Any:
     losses = [feed.losses[microbatch] for microbatch in range(len(feed.inputs))]
     loss = losses[0]
     for other in losses[1:]:  # one order of sums, whatever the schedule
-        loss = loss + other
+        loss = loss + other.to(loss.device)
     return (loss, _outputs(feed, batch)) if return_outputs else loss
 
 

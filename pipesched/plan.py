@@ -22,7 +22,8 @@ __all__ = ["Plan"]
 class Plan:
     """What runs: stages (each a tuple of layer names), the program, checkpointing, and what a micro-batch costs.
 
-    schedule: the name of the algorithm that made the program.
+    stages: those of one chain, where several run on the same weights; costs count all. schedule: the name of the
+    algorithm that made the program.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -70,10 +71,10 @@ class Plan:
                 f"checkpoint is one of {', '.join(get_args(CheckpointMode))}; the plan has got "
                 f"{values['checkpoint']!r}; correct it"
             )
-        if len(stages) != program.num_stages:
+        if len(stages) != program.num_weights:
             raise ScheduleError(
-                f"a plan has as many stages as its program; it lists {len(stages)}, the program has "
-                f"{program.num_stages}; correct one of them"
+                f"a plan has as many stages as its program has weight copies; it lists {len(stages)}, the program has "
+                f"{program.num_weights}; correct one of them"
             )
         validate(program)
         return plan

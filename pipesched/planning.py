@@ -46,7 +46,7 @@ class Wishes:
         if self != Wishes():
             raise PartitionError("a plan holds all choices; others were made beside it; pass the plan alone")
         count = plan.program.num_microbatches
-        return Wishes(_maker(plan), plan.program.num_stages, count, plan.boundaries, plan.checkpoint)
+        return Wishes(_maker(plan), plan.program.num_weights, count, plan.boundaries, plan.checkpoint)
 
 
 def _first_difference(of_plan: list[str], of_model: list[str]) -> str:
@@ -117,21 +117,22 @@ def cut_layers(
 
     Raises PartitionError where there are more stages than layers, or the boundaries do not fit.
     """
-    if program.num_stages > max(1, len(layers)):
+    num_stages = program.num_weights  # several chains of stages run on one cut of the model
+    if num_stages > max(1, len(layers)):
         raise PartitionError(
-            f"every stage holds at least one layer; {program.num_stages} stages on {program.num_ranks} ranks, but the "
+            f"every stage holds at least one layer; {num_stages} stages on {program.num_ranks} ranks, but the "
             f"model has {len(layers)} layers; use fewer devices, or fewer chunks a rank"
         )
     if boundaries is not None:
         starts = starts_of(boundaries, layers)
-    elif 1 < program.num_stages < len(layers):
-        starts = [layers.index(stage[0]) for stage in partition(measured(), program.num_stages).stages]
+    elif 1 < num_stages < len(layers):
+        starts = [layers.index(stage[0]) for stage in partition(measured(), num_stages).stages]
     else:
-        starts = list(range(program.num_stages))
-    if len(starts) != program.num_stages:
+        starts = list(range(num_stages))
+    if len(starts) != num_stages:
         raise PartitionError(
             f"boundaries name the first layer of every stage but stage 0; {len(starts) - 1} boundaries make "
-            f"{len(starts)} stages, but {program.num_stages} are asked for; give {program.num_stages - 1}"
+            f"{len(starts)} stages, but {num_stages} are asked for; give {num_stages - 1}"
         )
     ends = [*starts[1:], len(layers)]
     return tuple(tuple(layers[start:end]) for start, end in zip(starts, ends, strict=True))
@@ -245,10 +246,13 @@ def _fixed(program: Program, num_devices: int, wishes: Wishes) -> Program:
         )
     for what, wish, has in (
         ("micro-batches", wishes.num_microbatches, program.num_microbatches),
-        ("stages", wishes.num_stages, program.num_stages),
+        ("stages", wishes.num_stages, program.num_weights),
     ):
         if wish not in (None, has):
             raise ScheduleError(f"a program's shape is fixed; it has {has} {what}, {wish} are asked for; ask for {has}")
-    if not program.is_chain or program.forward_only:
-        raise ScheduleError("a model's layers run as a chain, with backwards; this program is another form; rewrite it")
+    if not program.is_chains or program.forward_only:
+        raise ScheduleError(
+            "a model's layers run as a chain, or as several over the same weights, with backwards; this program is "
+            "another form; rewrite it"
+        )
     return program

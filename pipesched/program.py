@@ -4,6 +4,7 @@ A program is a value: immutable, comparable, and equal to what its own text form
 validated, simulated, drawn and executed.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -89,6 +90,15 @@ class Program:
         """Whether the graph is the default: stage after stage."""
         return self.graph == chain(self.num_stages)
 
+    @property
+    def is_chains(self) -> bool:
+        """Whether it is a chain, or several, each over all weight copies in order; a micro-batch visits one."""
+        num_chains, rest = divmod(self.num_stages, max(1, self.num_weights))
+        own = tuple(range(self.num_weights)) * num_chains
+        if rest or self.weights != own or self.graph != chain(self.num_stages, num_chains):
+            return False
+        return num_chains == 1 or {len(route) for route in self.routes} == {self.num_weights}
+
     @cached_property
     def has_updates(self) -> bool:
         """Whether it updates the weights itself, as asynchronous schedules do."""
@@ -107,6 +117,17 @@ class Program:
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds."""
         return chunks_of(self.placement, rank)
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        """For each stage, how many forwards of its rank one micro-batch is, on all its stages and in all its slices: so
+        many share the rank's work.
+        """
+        routes = set(self.routes) or {tuple(range(self.num_stages))}
+        held = [Counter(self.placement[stage] for stage in route) for route in routes]
+        own = {stage: ranks for route, ranks in zip(routes, held, strict=True) for stage in route}
+        chunks = (own[stage][rank] if stage in own else 1 for stage, rank in enumerate(self.placement))
+        return tuple(count * self.slices_per_microbatch for count in chunks)
 
     def needs(self, action: Action) -> Iterable[Action]:
         """What must have ended before ``action`` starts."""

@@ -63,22 +63,27 @@ def check_schedule(
     schedule: a Schedule, or a plain function (rank, shape) -> Order, taken under its own name with one stage a rank.
     exact: also demand ascending micro-batch order (see ``Program.exact``). report: print makespan, bubble, how far the
     makespan is above what no schedule of these stages can beat (``lower_bound``, backwards whole or split, any memory)
-    and peak in flight, for some shapes, at unit costs of a rank (a chunk costs 1/v). Raises what ``validate`` raises,
-    and notes the shape; ScheduleError for what is neither.
+    and peak in flight, for some shapes, at unit costs of a rank (a chunk costs 1/v). A schedule of several chains is
+    never exact, and may refuse numbers of ranks. Raises what ``validate`` raises, and notes the shape; ScheduleError
+    for what is neither.
     """
     schedule = _as_schedule(schedule)
-    for num_ranks, num_microbatches in product(range(1, max_ranks + 1), range(1, max_microbatches + 1)):
+    ranks = [count for count in range(1, max_ranks + 1) if schedule.num_chains == 1 or _builds(schedule, count)]
+    if not ranks:
+        schedule.program(max_ranks, max_microbatches)  # which says why
+    for num_ranks, num_microbatches in product(ranks, range(1, max_microbatches + 1)):
         program = schedule.program(num_ranks, num_microbatches)
         try:
-            validate(program, exact=exact)
+            validate(program, exact=exact and schedule.num_chains == 1)
             validate(lower(program))
         except ScheduleError as error:
             error.add_note(f"schedule {schedule.name!r} with {num_ranks} ranks and {num_microbatches} micro-batches")
             raise
     if report:
-        print(f"{schedule.name}: valid for 1..{max_ranks} ranks and 1..{max_microbatches} micro-batches")
+        shown = f"1..{max_ranks}" if len(ranks) == max_ranks else ", ".join(map(str, ranks))
+        print(f"{schedule.name}: valid for {shown} ranks and 1..{max_microbatches} micro-batches")
         print(_ROW.format("ranks", "micro-batches", "makespan", "bubble", "above bound", "peak in flight"))
-        for num_ranks in sorted({2, 4, max_ranks}):
+        for num_ranks in sorted({2, 4, ranks[-1]}):
             _report(schedule, num_ranks, 2 * num_ranks)
 
 
@@ -93,9 +98,17 @@ def _as_schedule(given: Schedule | OrderFunction) -> Schedule:
     return schedule_of(getattr(given, "__name__", type(given).__name__))(given)
 
 
+def _builds(schedule: Schedule, num_ranks: int) -> bool:
+    try:
+        schedule.program(num_ranks, num_ranks)
+    except ScheduleError:
+        return False
+    return True
+
+
 def _report(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
     program = schedule.program(num_ranks, num_microbatches)
-    chunks = max(1, program.num_stages // num_ranks)
+    chunks = max(program.shares)
     unit = 1 / chunks
     costs = Costs.uniform(program.num_stages, forward_s=unit, input_grad_s=unit, weight_grad_s=unit)
     trace = simulate(program, costs)

@@ -67,9 +67,13 @@ def assert_equal_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
     assert not different
 
 
+#: The schedules whose results are equal to the bit to the unpipelined loop's: those that share no weights.
+EXACT = [name for name in schedules.names() if schedules.get(name).program(2, 2).exact]
+
+
 def shapes(max_stages: int = 4) -> Iterator[tuple[str, int]]:
-    """(schedule, ranks) for every schedule and every number of ranks up to so many stages."""
-    for name in schedules.names():
+    """(schedule, ranks) for every exact schedule and every number of ranks up to so many stages."""
+    for name in EXACT:
         for num_ranks in range(1, max_stages + 1):
             if num_ranks * schedules.get(name).chunks_per_rank <= 2 * max_stages:
                 yield name, num_ranks

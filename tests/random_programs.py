@@ -5,10 +5,15 @@ import random
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from pipesched import Action, Costs, Kind, Program
+from pipesched import Action, Costs, Kind, Program, schedules
 from pipesched.dependencies import StageGraph, chain
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
+
+
+def fitting(name, num_ranks):
+    """So many ranks, or one more where the schedule needs an even number of them."""
+    return num_ranks + num_ranks % 2 if schedules.get(name).num_chains > 1 else num_ranks
 
 
 @st.composite

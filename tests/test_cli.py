@@ -249,6 +249,10 @@ def test_compare_shows_all_schedules():
     assert figures["1f1b"] == ["33", "s", "27.3%", "22.2%", "4"]
     assert figures["gpipe"] == ["33", "s", "27.3%", "22.2%", "8"]
     assert figures["zb-h1"] == ["27", "s", "11.1%", "0.0%", "4"]
+    # two stages a rank, of which a micro-batch visits one
+    assert figures["chimera"] == ["30", "s", "20.0%", "20.0%", "4"]
+    assert figures["dualpipe"] == ["26", "s", "7.7%", "4.0%", "5"]
+    assert figures["dualpipe-v"] == ["27", "s", "11.1%", "5.9%", "4.5"]
     # p + (p-1)/v micro-batches, and a bubble of (p-1)(F+B)/v
     assert figures["interleaved-1f1b"] == ["28.5", "s", "15.8%", "11.8%", "5.5"]
     assert len({len(row) for row in (header, *rows)}) == 1

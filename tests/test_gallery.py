@@ -160,7 +160,7 @@ def test_a_rank_with_two_copies_of_shared_weights_works_on_one_of_them_for_a_mic
     one = gallery.Exhibit(both_ways, both_ways.program(4, 8))
     assert simulate(one.program, gallery.unit_costs(one.program)).busy_s == (24,) * 4
     assert one.held == [8] * 4
-    assert gallery.above(one) == "-"
+    assert gallery.above(one) == gallery.percent(one.trace.above_bound)
 
 
 def test_a_schedule_that_refuses_the_shape_is_shown_in_the_nearest_one():

@@ -7,6 +7,7 @@ from collections import Counter
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_programs import fitting
 
 from pipesched import schedules, validate
 from pipesched.errors import DeadlockError, ExecutionError, ScheduleError
@@ -20,7 +21,8 @@ MUTANTS = 1500
 def mutants(draw: st.DrawFn) -> Program:
     """A valid program with two actions of one rank swapped, one dropped, or one repeated."""
     name = draw(st.sampled_from(schedules.names()))
-    program = schedules.get(name).program(draw(st.sampled_from([1, 2, 3, 3, 4, 4])), draw(st.integers(2, 6)))
+    num_ranks = fitting(name, draw(st.sampled_from([1, 2, 3, 3, 4, 4])))
+    program = schedules.get(name).program(num_ranks, draw(st.integers(2, 6)))
     orders = [list(order) for order in program.orders]
     order = orders[draw(st.integers(0, program.num_ranks - 1))]
     first = draw(st.integers(0, len(order) - 1))

@@ -32,8 +32,11 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("p", range(1, 9))
 def test_every_schedule_is_valid_and_exact_for_any_number_of_microbatches(name, p):
+    plan = schedules.get(name)
+    if plan.num_chains > 1:
+        pytest.skip("two chains share their weights: not exact, and in test_two_directions.py")
     for m in range(1, 41):
-        program = schedules.get(name).program(p, m)
+        program = plan.program(p, m)
         validate(program, exact=True)
         validate(lower(program))
         assert (program.num_ranks, program.num_microbatches, program.name) == (p, m, name)

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_programs import costs_for, programs, quick
+from random_programs import costs_for, fitting, programs, quick
 
 from pipesched import Costs, Program, lower, schedules, simulate
 from pipesched.errors import DeadlockError, ScheduleError
@@ -75,7 +75,7 @@ def test_a_plain_and_a_lowered_program_take_equal_time_and_memory(data):
 @quick
 @given(st.data())
 def test_every_schedule_takes_equal_time_plain_and_lowered(name, data):
-    program = schedules.get(name).program(data.draw(st.integers(1, 6)), data.draw(st.integers(1, 10)))
+    program = schedules.get(name).program(fitting(name, data.draw(st.integers(1, 6))), data.draw(st.integers(1, 10)))
     costs = data.draw(costs_for(program))
     assert simulate(lower(program), costs).by_rank == simulate(program, costs).by_rank
 

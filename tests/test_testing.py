@@ -17,6 +17,15 @@ def test_a_good_schedule_is_proved_and_reported(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines()[-1].split() == ["4", "8", "28.5", "15.8%", "11.8%", "5.5"]
 
 
+def test_a_schedule_of_two_chains_is_proved_for_the_ranks_that_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    check_schedule(schedules.get("chimera"), max_ranks=5, max_microbatches=8)
+    printed = capsys.readouterr().out
+    assert "chimera: valid for 2, 4 ranks and 1..8 micro-batches" in printed
+    assert printed.splitlines()[-1].split() == ["4", "8", "30", "20.0%", "4"]
+    with pytest.raises(ScheduleError, match="got 1; use 2"):
+        check_schedule(schedules.get("chimera"), max_ranks=1)
+
+
 def test_a_bad_schedule_is_named_with_the_shape_that_breaks_it() -> None:
     @schedule("forgets")
     def forgets(rank: int, shape: Shape) -> Order:

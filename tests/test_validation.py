@@ -4,7 +4,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_programs import programs, quick
+from random_programs import fitting, programs, quick
 
 from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
@@ -287,7 +287,7 @@ def damaged(valid, rng):
 @quick
 @given(st.sampled_from(schedules.names()), st.integers(1, 4), st.integers(2, 5), st.integers(0, 10**6))
 def test_a_damaged_program_is_refused_or_runs_to_its_end(lowering, name, num_ranks, num_microbatches, seed):
-    valid = lowering(schedules.get(name).program(num_ranks, num_microbatches))
+    valid = lowering(schedules.get(name).program(fitting(name, num_ranks), num_microbatches))
     changed = damaged(valid, random.Random(seed))
     try:
         validate(changed)

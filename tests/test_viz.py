@@ -7,6 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from random_programs import fitting
 
 from pipesched import Action, Costs, Kind, Span, Trace, schedules, simulate, viz
 from pipesched.actions import Lane
@@ -326,12 +327,56 @@ def test_text_timeline_is_exactly(name, shape, width, text):
     assert viz.text_timeline(trace_of(name, *shape), width) == text
 
 
+TEXT_OVERLAP = """\
+rank 0 | F0 F1 F2 f0 i0 w0 f1 F3&b1--- .. f2&B0--- b2--- .. f3&B1--- b3--- I2 W2 I3 W3
+rank 1 | .. F0 f0 F1 f1 F2 b0--- f2&B0--- F3&b1--- f3&B1--- b2--- B2--- .. i3 I3 w3 W3
+dualpipe-v: makespan 26 s, bubble 7.7%, peak in flight 5 / 2 chunks; 3 columns are 1 s; lower case: odd chunks"""
+
+
+def test_an_overlapping_pair_is_one_bar_in_text_where_it_fits():
+    trace = trace_of("dualpipe-v", 2, 4)
+    assert viz.text_timeline(trace, 100) == TEXT_OVERLAP
+    assert "1F3&2B1" in viz.text_timeline(trace, 120)
+    narrow = viz.text_timeline(trace, 9 + 26)
+    assert "&" not in narrow
+    assert narrow.splitlines()[0].startswith("rank 0 | FFFfiwfF3-.f2-b2.f3-b3IWIW")
+
+
+def test_an_overlapping_pair_is_drawn_as_two_halves():
+    trace = trace_of("dualpipe-v", 2, 4)
+    ax = viz.plot_timeline(trace)
+    boxes = {}
+    for collection in ax.collections:
+        _, rank, what = collection.get_gid().split()
+        for path in collection.get_paths():
+            box = path.get_extents()
+            boxes.setdefault((int(rank), what), {})[box.x0, box.x1] = box.y0 - int(rank), box.y1 - int(rank)
+    pairs = 0
+    for rank, row in enumerate(trace.by_rank):
+        for one, other in pairwise(row):
+            if (one.start_s, one.end_s) == (other.start_s, other.end_s):
+                pairs += 1
+                assert (one.action.kind, other.action.kind) == (Kind.F, Kind.B)
+                upper, lower = (
+                    boxes[rank, f"{s.action.stage}{s.action.kind}"][s.start_s, s.end_s] for s in (one, other)
+                )
+                assert upper == pytest.approx((-0.42, 0))  # rank 0 is on top
+                assert lower == pytest.approx((0, 0.42))
+    assert pairs == 6
+    whole = boxes[0, "0F"][0, 1]
+    assert whole == pytest.approx((-0.42, 0.42))
+    assert gaps(trace, 0) == [(10, 11), (16, 17)]
+    assert len([text for text in ax.texts if text.get_text()]) == len(trace.spans)
+    assert len(ax.get_legend().get_texts()) == 4 + 2 + 1  # kinds, chunks, bubble
+
+
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 8), (12, 40)])
 def test_text_rows_stay_within_the_width(name, width, shape):
-    *rows, summary = viz.text_timeline(trace_of(name, *shape, transfer_s=0.3), width).splitlines()
-    assert len(rows) == shape[0]
+    num_ranks = fitting(name, shape[0])
+    *rows, summary = viz.text_timeline(trace_of(name, num_ranks, shape[1], transfer_s=0.3), width).splitlines()
+    assert len(rows) == num_ranks
     assert max(map(len, rows)) <= width
     assert len({row.index("|") for row in rows}) == 1
     assert summary.startswith(f"{name}: makespan ")

@@ -1,16 +1,20 @@
 """Bars: what a timeline shows, as plain numbers. Times are in seconds from the trace's start."""
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from pipesched.actions import Kind
-from pipesched.trace import Trace
+from pipesched.trace import Span, Trace
 
-__all__ = ["Bar", "bars", "gaps", "kinds", "num_chunks"]
+__all__ = ["Bar", "bars", "chunks_visited", "gaps", "kinds", "num_chunks"]
 
 
 class Bar(NamedTuple):
-    """One compute span. chunk: the place of its stage among the stages that its rank runs."""
+    """One compute span. chunk: the place of its stage among the stages that its rank runs. half: of an overlapping
+    pair -1 for the forward, drawn above, and 1 for the backward, below; 0 for what runs alone.
+    """
 
     rank: int
     chunk: int
@@ -19,15 +23,23 @@ class Bar(NamedTuple):
     microbatch: int
     start_s: float
     end_s: float
+    half: int = 0
 
 
 def bars(trace: Trace) -> Iterator[Bar]:
-    """Every compute span of a trace, rank by rank in time order."""
+    """Every compute span of a trace, rank by rank in time order; of an overlapping pair the forward first."""
     zero = trace.start_s
     for rank, row in enumerate(trace.by_rank):
         chunk = {stage: k for k, stage in enumerate(sorted({span.action.stage for span in row}))}
-        for (stage, kind, microbatch, _), _, start, end, _ in row:
-            yield Bar(rank, chunk[stage], kind, stage, microbatch, start - zero, end - zero)
+        joined = [False, *(_overlap(one, other) for one, other in pairwise(row)), False]
+        for span, second, first in zip(row, joined, joined[1:], strict=False):  # a row may be empty
+            (stage, kind, microbatch, _), _, start, end, _ = span
+            yield Bar(rank, chunk[stage], kind, stage, microbatch, start - zero, end - zero, second - first)
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    """Two that take the same time, and any time at all."""
+    return one.start_s == other.start_s < one.end_s == other.end_s
 
 
 def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
@@ -52,3 +64,12 @@ def num_chunks(*traces: Trace) -> int:
     """The most chunks that a rank runs."""
     rows = (row for trace in traces for row in trace.by_rank)
     return max((len({span.action.stage for span in row}) for row in rows), default=0)
+
+
+def chunks_visited(trace: Trace) -> int:
+    """The most chunks of a rank that one micro-batch runs on: of two pipelines that cross on the ranks only one."""
+    visited = {
+        (rank, span.action.microbatch, span.action.stage) for rank, row in enumerate(trace.by_rank) for span in row
+    }
+    counts = Counter((rank, microbatch) for rank, microbatch, _ in visited)
+    return max(counts.values(), default=0)

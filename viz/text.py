@@ -1,6 +1,7 @@
 """Text: a timeline for terminals."""
 
 import math
+from itertools import zip_longest
 from typing import NamedTuple
 
 from pipesched.trace import Trace
@@ -25,17 +26,21 @@ class _Scale(NamedTuple):
 def text_timeline(trace: Trace, width: int = 120) -> str:
     """Draw a trace in plain text, at most ``width`` columns wide: a line a rank, then a line with the figures.
 
-    ``F3`` is the forward of micro-batch 3, ``2F3`` that of stage 2 where ranks have several stages, and ``.`` is
-    bubble. Where all times are multiples of one unit, a unit is a cell of fixed width, if that fits. If not, time is
-    scaled down, numbers are left out where they do not fit, and each column shows what runs at its middle.
+    ``F3`` is the forward of micro-batch 3, ``2F3`` that of stage 2 where ranks have several stages, ``F4&B2`` two that
+    overlap (``F4`` where that does not fit), and ``.`` is bubble. Where all times are multiples of one unit, a unit is
+    a cell of fixed width, if that fits. If not, time is scaled down, numbers are left out where they do not fit, and
+    each column shows what runs at its middle.
     """
     names = [f"rank {rank}".ljust(len(f"rank {trace.num_ranks - 1}")) + " | " for rank in range(trace.num_ranks)]
     drawn = [bar for bar in bars(trace) if bar.end_s > bar.start_s]
     several = num_chunks(trace) > 1
     scale = _scale(trace, drawn, several, max(_FEWEST, width - max(map(len, names), default=0)))
     rows = [_empty_row(scale) for _ in names]
-    for bar in drawn:
-        _write(rows[bar.rank], bar, scale, (_label(bar, scale.with_stage), _label(bar)[:1]))
+    for bar, after in zip_longest(drawn, drawn[1:]):
+        if bar.half <= 0:
+            texts = _label(bar, scale.with_stage), _label(bar)[:1]
+            pair = f"{texts[0]}&{_label(after, scale.with_stage)}" if bar.half else ""
+            _write(rows[bar.rank], bar, scale, (pair, *texts))
     lines = [(name + "".join(row)).rstrip() for name, row in zip(names, rows, strict=True)]
     notes = ["lower case: odd chunks"] if several and not scale.with_stage else []
     return "\n".join([*lines, "; ".join([headline(trace), *_scale_note(scale), *notes])])
@@ -96,12 +101,12 @@ def _empty_row(scale: _Scale) -> list[str]:
     return ["."] * scale.columns
 
 
-def _write(row: list[str], bar: Bar, scale: _Scale, texts: tuple[str, str]) -> None:
-    """Write a bar into its rank's row: the first text that fits, then dashes."""
+def _write(row: list[str], bar: Bar, scale: _Scale, texts: tuple[str, ...]) -> None:
+    """Write a bar into its rank's row: the first text that fits, a pair's only beside a blank, then dashes."""
     first, last = _reach(bar, scale)
     room = last - first
-    text = next((text for text in texts if len(text) <= room), "")
     end = " " if scale.separated else ""
+    text = next((text for text in texts if text and len(text) + ("&" in text) * len(end) <= room), "")
     row[first:last] = list((text.ljust(room - len(end), "-") + end)[:room])
 
 

@@ -25,7 +25,8 @@ _MARGIN_PT = 1
 def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
     """Draw who computes what and when: rank 0 on top, a colour a kind, a shade a chunk, the bubble hatched.
 
-    Numbers in the bars are micro-batches, where they fit. The title quotes makespan, bubble (idle time over
+    Numbers in the bars are micro-batches, where they fit. Of a forward and a backward that overlap the forward is the
+    upper half of the bar. The title quotes makespan, bubble (idle time over
     ranks x makespan) and the peak in flight. Draws on ``ax``, or on a new Figure: the result's ``figure``, which
     saves itself by ``savefig``.
     """
@@ -73,21 +74,22 @@ def _draw_bubble(ax: "Axes", trace: Trace, unit: Unit) -> None:
 
 def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int) -> None:
     """One collection for each rank, stage and kind: thousands of bars are a few hundred objects."""
-    groups: dict[tuple[int, int, int, str], list[Bar]] = defaultdict(list)
+    groups: dict[tuple[int, int, int, str, int], list[Bar]] = defaultdict(list)
     for bar in drawn:
-        groups[bar.rank, bar.chunk, bar.stage, bar.kind].append(bar)
+        groups[bar.rank, bar.chunk, bar.stage, bar.kind, bar.half].append(bar)
     edge = 0.6 if all(_width_pt(ax, bar, unit) > _EDGE_PT for bar in drawn) else 0
-    for (rank, chunk, stage, _), members in groups.items():
+    for (rank, chunk, stage, _, half), members in groups.items():
         kind = members[0].kind
         spans = [(bar.start_s * unit.per_one, (bar.end_s - bar.start_s) * unit.per_one) for bar in members]
         style: dict[str, Any] = {"facecolor": colour(kind, chunk, chunks), "edgecolor": "white", "linewidth": edge}
-        ax.broken_barh(spans, (rank - _HEIGHT / 2, _HEIGHT), gid=f"rank {rank} {stage}{kind}", **style)
+        place = (rank if half > 0 else rank - _HEIGHT / 2, _HEIGHT / 2 if half else _HEIGHT)
+        ax.broken_barh(spans, place, gid=f"rank {rank} {stage}{kind}", **style)
 
 
 def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit) -> None:
     """Micro-batch numbers in one size: the largest that fits every bar, else the smallest, where it fits."""
     bottom, top = ax.get_ylim()
-    row_pt = ax.bbox.height * 72 / ax.figure.dpi / (bottom - top)
+    row_pt = ax.bbox.height * 72 / ax.figure.dpi / (bottom - top) / (2 if any(bar.half for bar in drawn) else 1)
     sizes = [size for size in _FONT_PT if size <= 0.8 * row_pt]
     room = [(bar, _width_pt(ax, bar, unit) - _MARGIN_PT) for bar in drawn]
     # One need for all: bars of one width then have all a number or none.
@@ -96,7 +98,8 @@ def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit) -> None:
     style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": size, "color": INK, "clip_on": True}
     for bar, pt in room if size else ():
         if size * need <= pt:
-            ax.text((bar.start_s + bar.end_s) / 2 * unit.per_one, bar.rank, str(bar.microbatch), **style)
+            middle = (bar.start_s + bar.end_s) / 2 * unit.per_one
+            ax.text(middle, bar.rank + bar.half * _HEIGHT / 4, str(bar.microbatch), **style)
 
 
 def _width_pt(ax: "Axes", bar: Bar, unit: Unit) -> float:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from pipesched.trace import Trace
-from pipesched.viz.bars import num_chunks
+from pipesched.viz.bars import chunks_visited
 
 __all__ = ["Unit", "byte_unit", "headline", "quote_bytes", "quote_time", "time_unit"]
 
@@ -49,7 +49,7 @@ def quote_bytes(size: float) -> str:
 
 def headline(trace: Trace, label: str | None = None) -> str:
     """One line: the label (the trace's name unless given), makespan, bubble, and the peak in flight of any rank."""
-    name, chunks = trace.name if label is None else label, num_chunks(trace)
+    name, chunks = trace.name if label is None else label, chunks_visited(trace)
     figures = (
         f"makespan {quote_time(trace.makespan_s)}, bubble {trace.bubble_ratio:.1%}, {_above(trace)}"
         f"peak in flight {max(trace.peak_in_flight, default=0)}"

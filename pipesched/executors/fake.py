@@ -107,9 +107,9 @@ class FakeStage:
     def missing(self, program: Program) -> Iterator[str]:
         """What the stage has not done of the program's micro-batches."""
         whole = ({Kind.F},) if program.forward_only else ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W})
-        for microbatch in range(program.num_microbatches):
+        for microbatch, visits in enumerate(program.visits[self.index].tolist()):
             done = set(self._state.get(microbatch, ())) - {Kind.R}
-            if done not in whole:
+            if done not in (whole if visits else (set(),)):
                 yield f"stage {self.index} has done {_names(done)} for micro-batch {microbatch}"
 
 

@@ -1,0 +1,19 @@
+"""DualPipeV: DualPipe cut in half, on a V of two chunks a rank (DeepSeek-AI 2025; Qi 2025, "cut-in-half")."""
+
+from pipesched.dual_pipe import eight_steps
+from pipesched.order import Order, Shape, schedule, v
+
+
+@schedule("dualpipe-v", placement=v, chunks_per_rank=2)
+def dualpipe_v(rank: int, shape: Shape) -> Order:
+    """Two chunks a rank, down the ranks and up again; forwards of one overlap with backwards of the other.
+
+    DeepSeek-AI 2025 (github.com/deepseek-ai/DualPipe), the V of Qi et al. 2023 in the order of DualPipe,
+    arXiv:2412.19437. An overlapped pair hides the communication of one in the computation of the other.
+
+    Bubble (p-1)(f&b + b - 3w) for f = i >= w and m >= 2p, of a chunk's times; (p-1)(2f + i - w) where overlapping
+    gains nothing. Every rank holds p + 1/2 micro-batches at most. Fewer than 2p run the same order with gaps.
+    """
+    down, up = shape.exactly(2, rank)
+    p, m = shape.num_ranks, shape.num_microbatches
+    return eight_steps(Order(shape), down, up, depth=p, place=rank, count=m)
