@@ -58,6 +58,7 @@ class FakeStage:
         self._costs = costs
         self._clock = clock
         self._state: dict[int, list[Kind]] = {}
+        self._updates = 0
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> _Value:
         """F."""
@@ -85,6 +86,14 @@ class FakeStage:
         """W."""
         self._run(Kind.W, microbatch, after=(Kind.F, Kind.I))
 
+    def update(self, number: int) -> None:
+        """UPDATE."""
+        action = Action(self.index, Kind.UPDATE, number)
+        if number != self._updates:
+            raise ExecutionError(f"updates follow each other; due is number {self._updates}, but {action} comes")
+        self._updates += 1
+        self._pass(action)
+
     def _run(self, kind: Kind, microbatch: int, after: tuple[Kind, ...]) -> None:
         done = self._state.setdefault(microbatch, [])
         action = Action(self.index, kind, microbatch)
@@ -93,6 +102,9 @@ class FakeStage:
         if not all(need in done for need in after):
             raise ExecutionError(f"{action} needs {_names(after)} before it; it has done {_names(done)}")
         done.append(kind)
+        self._pass(action)
+
+    def _pass(self, action: Action) -> None:
         seconds = self._costs.seconds(action)
         if self._clock is not None:
             self._clock.pass_time(seconds)
