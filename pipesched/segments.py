@@ -55,6 +55,10 @@ class Segments:
             )
         return tuple(sorted(own))
 
+    def versions(self, count: int) -> tuple[tuple[int, ...], ...]:
+        """The versions of the first so many micro-batches, by stage, as a program says them."""
+        return tuple(tuple(map(self.uses(stage).version, range(count))) for stage in range(self.program.num_stages))
+
     @property
     def updates(self) -> int:
         """How many updates a step has."""

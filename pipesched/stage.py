@@ -135,6 +135,12 @@ class Stage:
         self._feed = feed
         self.weights = None if uses is None else Weights(self.modules, uses)
 
+    def end(self, failed: bool) -> None:
+        """End a step: nothing of it stays behind, nor of one that failed gradients that the next update would take."""
+        self.begin(Feed(0, 0, []))
+        if failed and self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
     @property
     def modules(self) -> dict[str, Any]:
         """The layers by name, and on the last stage the loss, a function or a module."""
@@ -326,7 +332,7 @@ class Stage:
 
     def _sent_back(self, microbatch: int, saved: _Saved) -> Gradients:
         grads, saved.input_grads = tuple(saved.input_grads), []
-        if saved.first:
+        if saved.first and grads:
             self._feed.input_grads[microbatch] = grads
         return grads
 

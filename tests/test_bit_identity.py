@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from models import assert_equal_bits, gradients, mixed_model, shapes
+from models import assert_equal_bits, gradients, mixed_model, shapes, synchronous_names
 from torch import nn
 from torch.nn import functional
 
@@ -149,7 +149,7 @@ def test_batch_sizes_change_from_step_to_step() -> None:
             assert_equal_bits(gradients(actual), gradients(expected))
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", synchronous_names())
 def test_a_loss_module_and_loss_weights(name: str) -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
@@ -311,7 +311,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", synchronous_names())
 @pytest.mark.parametrize("layers", STRANGE)
 def test_strange_layers(layers: str, name: str, autocast: bool) -> None:
     def build() -> nn.Sequential:
@@ -352,7 +352,7 @@ def test_strange_layers(layers: str, name: str, autocast: bool) -> None:
                 assert_equal_bits(dict(actual.named_buffers()), dict(expected.named_buffers()))
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", synchronous_names())
 def test_a_micro_batch_that_counts_nothing_changes_nothing(name: str) -> None:
     """Its loss may be no number at all, as a mean over nothing is."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_equal_bits, gradients, mixed_model
+from models import assert_equal_bits, gradients, mixed_model, synchronous_names
 from torch import nn
 from torch.nn import functional
 
@@ -45,7 +45,7 @@ def ran(trace: Trace) -> list[list[Action]]:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", synchronous_names())
 def test_the_order_that_ran_is_the_programs(name: str, checkpoint: str) -> None:
     with wrapped(name, checkpoint=checkpoint) as pipe:
         pipe.step(X, target=Y)
@@ -131,7 +131,7 @@ class Fails(nn.Module):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", synchronous_names())
 @pytest.mark.parametrize("position", [1, 4, 7])
 def test_an_error_stops_all_ranks_and_the_next_step_works(name: str, position: int, backward: bool) -> None:
     layers: list[nn.Module] = [nn.Linear(8, 8) for _ in range(8)]
@@ -277,7 +277,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @needs_cuda
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", synchronous_names())
 def test_stages_on_one_gpu_train_as_the_loop_does(name: str, checkpoint: str) -> None:
     from pipesched.testing import reference_step
 
@@ -316,7 +316,7 @@ def live_tensors() -> int:
     return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", synchronous_names())
 def test_steps_and_dropped_passes_leave_nothing_behind(name: str) -> None:
     with wrapped(name) as pipe:
 
