@@ -94,16 +94,19 @@ class _Lesson:
         )
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class Deferral:
     """A provider that detaches weights in products and takes note of the products. One a stage.
 
     Which weights are deferred is learnt from the first micro-batch of a kind, whose backward runs whole. What a step's
-    first micro-batch decides holds for the step: sums keep their order. live: the Parameter of which a tensor is a
-    version, the tensor itself where it is none.
+    first micro-batch decides holds for the step: sums keep their order.
     """
 
-    def __init__(self, live: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        self._live = live
+    def __init__(self) -> None:
+        self._live: Callable[[Tensor], Tensor] = _itself
         self._products: list[Product] = []
         self._learnt: dict[Hashable, frozenset[Tensor]] = {}
         self._deferrable: frozenset[Tensor] = frozenset()
@@ -112,8 +115,9 @@ class Deferral:
         self._kind: Hashable = None
         self._noting = True
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, live: Callable[[Tensor], Tensor] | None = None) -> None:
+        """A step begins. live: the Parameter of which a tensor is a version, the tensor itself where it is none."""
+        self._live = live or _itself
         self._decided, self._lesson = False, None
         self._products.clear()
 

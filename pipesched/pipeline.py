@@ -333,6 +333,7 @@ class Pipeline(Wrapped):
 
     def _profiled(self) -> dict[str, LayerCosts]:
         if self._profile is None:
+            self.flush()  # the layers are called from this thread
             self._profile = measure_layers(self._layers, self._sample, self.devices[0], self._threads)
         return self._profile
 

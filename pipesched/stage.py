@@ -117,7 +117,7 @@ class Stage:
         self._feed = Feed(0, 0, [])
         self._modifies_input: bool | None = None
         self._random = KeyedRandom(device)
-        self._deferral = Deferral(self._live)
+        self._deferral = Deferral()
         self._forward_mode = {False: Intercept(self._random), True: Intercept(self._random, self._deferral)}
         self._backward_mode = {False: Intercept(NoRandom()), True: Intercept(NoRandom(), self._deferral)}
 
@@ -131,9 +131,9 @@ class Stage:
         uses: for a program that updates the weights on its way: which version each micro-batch uses.
         """
         self._saved.clear()
-        self._deferral.begin()
         self._feed = feed
         self.weights = None if uses is None else Weights(self.modules, uses)
+        self._deferral.begin(None if self.weights is None else self.weights.live)
 
     def end(self, failed: bool) -> None:
         """End a step: nothing of it stays behind, nor of one that failed gradients that the next update would take."""
@@ -220,9 +220,6 @@ class Stage:
             self.optimizer.zero_grad(set_to_none=True)
         if self.weights is not None:
             self.weights.after_update()
-
-    def _live(self, tensor: Tensor) -> Tensor:
-        return tensor if self.weights is None else self.weights.live(tensor)
 
     def _deliver(self, saved: _Saved, ended: bool = False) -> None:
         if self.weights is None:

@@ -72,6 +72,13 @@ def test_ranks_overlap_and_dependencies_hold_in_time(name: str) -> None:
             assert all(ends[need] <= span.start_s for need in program.needs(span.action))
 
 
+def test_fake_updates_follow_each_other() -> None:
+    stage = FakeStage(2, Costs.uniform(3))
+    stage.update(0)
+    with pytest.raises(ExecutionError, match="due is number 1, but 2UPDATE2 comes"):
+        stage.update(2)
+
+
 @pytest.mark.parametrize("name", schedules.names())
 def test_the_virtual_clock_agrees_with_the_simulator(name: str) -> None:
     program = schedules.get(name).program(4, 6)
