@@ -64,14 +64,15 @@ class Product:
 class _Lesson:
     """What one forward shows about each weight: in how many products it is used, and in which other ways."""
 
-    def __init__(self) -> None:
+    def __init__(self, live: Callable[[Tensor], Tensor]) -> None:
+        self._live = live
         self._uses: Counter[Tensor] = Counter()
         self._flops: Counter[Tensor] = Counter()
         self._nodes: dict[Tensor, list[Node | None]] = {}
 
     def note(self, weights: Iterable[Tensor], flops: int, output: Tensor) -> None:
         """A product of these weights, called as it is."""
-        for weight in weights:
+        for weight in map(self._live, weights):
             self._uses[weight] += 1
             self._flops[weight] += flops
             self._nodes.setdefault(weight, []).append(output.grad_fn)
@@ -82,7 +83,8 @@ class _Lesson:
         A weight that also goes other ways has one sum over all its uses, which W could not rebuild; a product that the
         outputs do not lead to was made for the layer's own differentiation, or without gradients.
         """
-        passed, uses = _reached(outputs)
+        passed, reached = _reached(outputs)
+        uses = Counter({self._live(leaf): count for leaf, count in reached.items()})
         return frozenset(
             weight
             for weight, count in self._uses.items()
@@ -90,6 +92,10 @@ class _Lesson:
             and self._flops[weight] >= PAYS_FLOPS
             and all(node in passed for node in self._nodes[weight])
         )
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class Deferral:
@@ -100,6 +106,7 @@ class Deferral:
     """
 
     def __init__(self) -> None:
+        self._live: Callable[[Tensor], Tensor] = _itself
         self._products: list[Product] = []
         self._learnt: dict[Hashable, frozenset[Tensor]] = {}
         self._deferrable: frozenset[Tensor] = frozenset()
@@ -108,8 +115,9 @@ class Deferral:
         self._kind: Hashable = None
         self._noting = True
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, live: Callable[[Tensor], Tensor] | None = None) -> None:
+        """A step begins. live: the Parameter of which a tensor is a version, the tensor itself where it is none."""
+        self._live = live or _itself
         self._decided, self._lesson = False, None
         self._products.clear()
 
@@ -120,7 +128,7 @@ class Deferral:
         if not self._decided:
             self._decided = True
             self._kind = kind()
-            self._lesson = None if self._kind in self._learnt else _Lesson()
+            self._lesson = None if self._kind in self._learnt else _Lesson(self._live)
             self._deferrable = self._learnt.get(self._kind, frozenset())
         return self._lesson is None
 
@@ -197,7 +205,7 @@ class Deferral:
         return self._note(x, weights, rule, lambda: rule.forward(function, x))
 
     def _defers(self, *weights: Tensor) -> bool:
-        return torch.is_grad_enabled() and all(weight in self._deferrable for weight in weights)
+        return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
         """Take note of a product that was called as it is. ``channels``: the dim of x that it sums over."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from pipesched.errors import InputError
 from pipesched.payload import pytree, rows_of, split, trainable_leaves
 
-__all__ = ["Batch", "LossReduction", "SplitDims", "Splitter"]
+__all__ = ["Batch", "LossReduction", "SplitDims", "Splitter", "Weighting"]
 
 LossReduction = Literal["mean", "sum"]
 #: One dim for all; or one for each argument by position; or by name: positions, keywords, "target" and "output".
@@ -34,6 +34,24 @@ class Batch:
     def wanted_inputs(self) -> list[list[Tensor]]:
         """The input tensors that require a gradient, by micro-batch."""
         return [trainable_leaves(value) for value in self.inputs]
+
+
+class Weighting(NamedTuple):
+    """What the loss of each micro-batch is multiplied by before its backward, and once more in the batch's loss.
+
+    None leaves a loss as it is.
+    """
+
+    factors: list[float | None]
+    shares: list[float | None]
+
+    def total(self, losses: Sequence[Tensor]) -> Tensor:
+        """The batch's loss. losses: of the micro-batches, multiplied by their factors."""
+        parts = [loss if share is None else loss * share for loss, share in zip(losses, self.shares, strict=True)]
+        total = parts[0]
+        for part in parts[1:]:  # one order of sums, whatever the schedule
+            total = total + part.to(total.device)
+        return total
 
 
 @dataclass(frozen=True)
@@ -135,8 +153,14 @@ class Splitter:
 
     def factors(self, batch: Batch) -> list[float | None]:
         """What the loss of each micro-batch is multiplied by, so that gradients are those of the whole batch."""
+        return self.weighting(batch).factors
+
+    def weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> "Weighting":
+        """How losses count, where the gradients of each group of micro-batches are applied by themselves: a group's
+        gradient is that of its rows; all are one group unless given.
+        """
         if self.loss_reduction == "sum":
-            return [None] * len(batch)
+            return Weighting([None] * len(batch), [None] * len(batch))
         weights: list[Any] = list(batch.rows)
         if self.loss_weight is not None:
             given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
@@ -146,7 +170,15 @@ class Splitter:
             raise InputError(
                 f"loss weights add up to a finite number above 0; got {total}; check loss_weight, or skip this batch"
             )
-        return [weight / total for weight in weights]
+        if len(groups) < 2:
+            return Weighting([weight / total for weight in weights], [None] * len(batch))
+        factors, shares = [0.0] * len(batch), [0.0] * len(batch)
+        for group in groups:
+            own = sum(weights[microbatch] for microbatch in group)
+            for microbatch in group:
+                factors[microbatch] = weights[microbatch] / own if own else 0.0
+                shares[microbatch] = own / total
+        return Weighting(list(factors), list(shares))
 
 
 #: What was given, by the name that errors call it: (value, the dim along which it is split).

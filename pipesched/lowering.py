@@ -12,7 +12,15 @@ from pipesched.dependencies import BACKWARDS
 from pipesched.errors import ScheduleError
 from pipesched.program import Program
 
-__all__ = ["CheckpointMode", "add_communication", "add_recompute", "forward_then_backward", "halves", "lower"]
+__all__ = [
+    "CheckpointMode",
+    "add_communication",
+    "add_recompute",
+    "add_updates",
+    "forward_then_backward",
+    "halves",
+    "lower",
+]
 
 CheckpointMode = Literal["never", "always", "except_last"]
 
@@ -121,6 +129,18 @@ def add_recompute(program: Program, mode: CheckpointMode) -> Program:
     before = rows - np.concatenate([[0], columns.joined])[rows]
     parts = [(before, again, 0), (np.arange(len(columns)), columns, 1)]
     return replace(program, orders=_inserted(program.orders, parts))
+
+
+def add_updates(program: Program) -> Program:
+    """Put an UPDATE of each stage at the end of its rank's order. A program that has updates is returned as it is."""
+    if program.has_updates or program.forward_only:
+        return program
+    stages = sorted(range(program.num_stages), key=lambda stage: (program.placement[stage], stage))
+    ends = program.orders.offsets[1:][[program.placement[stage] for stage in stages]]
+    count = len(stages)
+    updates = Columns.numbered(np.array(stages), np.full(count, CODES[Kind.UPDATE]), np.zeros(count, np.int64))
+    rows = np.arange(len(program.columns))
+    return replace(program, orders=_inserted(program.orders, [(ends - 1, updates, 1), (rows, program.columns, 0)]))
 
 
 def forward_then_backward(program: Program) -> Program:

@@ -1,4 +1,7 @@
-"""Open pass: a forward through the pipeline whose backward the caller starts, by differentiating the output."""
+"""Open pass: a forward through the pipeline whose backward the caller starts, by differentiating the output.
+
+And what a step hands to the caller's graph before the inputs.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +15,7 @@ from pipesched.errors import ExecutionError
 from pipesched.payload import Gradients, Payload, gather, row_dim
 from pipesched.stage import Feed
 
-__all__ = ["OpenPass", "attach"]
+__all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
 
 @dataclass
@@ -37,7 +40,7 @@ class OpenPass:
         return [
             _beside(grad, tensor)
             for microbatch, tensors in enumerate(self.batch.wanted_inputs())
-            for grad, tensor in zip(self.feed.input_grads[microbatch], tensors, strict=True)
+            for grad, tensor in zip(self.feed.input_grads.get(microbatch, ()), tensors, strict=False)
         ]
 
 
@@ -74,6 +77,19 @@ def attach(opened: OpenPass) -> Any:
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
     """The leaves of ``whole``, where each place is a leaf, at the first places of the pattern's leaves."""
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
+
+
+def deliver_input_grads(batch: Batch, feed: Feed) -> None:
+    """Hand the gradients of inputs that require one to the user's own graph, micro-batch by micro-batch."""
+    parts = [
+        [(tensor, grad.to(tensor.device)) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
+        for tensors, grads in zip(batch.wanted_inputs(), map(feed.input_grads.get, range(len(batch))), strict=True)
+        if grads
+    ]
+    parts = [part for part in parts if part]
+    for index, part in enumerate(parts):
+        more = index < len(parts) - 1
+        torch.autograd.backward([tensor for tensor, _ in part], [grad for _, grad in part], retain_graph=more)
 
 
 class _Through(torch.autograd.Function):

@@ -1,24 +1,25 @@
 """Pipeline: the front door. Wraps a model and trains it through a schedule."""
 
-import operator
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import networkx as nx
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
+from pipesched.arguments import as_call, as_devices, as_function, as_seed, as_threads
+from pipesched.batch import Batch, LossReduction, SplitDims, Splitter, Weighting
 from pipesched.caller import Caller
 from pipesched.costs import Costs
-from pipesched.errors import DeviceCountError, InputError, ModelTypeError
+from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.graph import chain_graph, layers_of, normalised_over_rows, with_running_statistics
-from pipesched.lowering import CheckpointMode, add_recompute, halves
-from pipesched.open_pass import OpenPass, attach
+from pipesched.lowering import CheckpointMode, halves
+from pipesched.open_pass import OpenPass, attach, deliver_input_grads
 from pipesched.order import Schedule
 from pipesched.payload import gather
 from pipesched.plan import Plan
@@ -28,7 +29,10 @@ from pipesched.program import Program
 from pipesched.replicas import Replica, Replicas
 from pipesched.simulator import simulate
 from pipesched.stage import Feed, Head, Stage
+from pipesched.stream import Stream
 from pipesched.trace import Trace
+from pipesched.updates import give_optimizers
+from pipesched.versions import Uses
 from pipesched.wrapped import Wrapped
 
 __all__ = ["Pipeline"]
@@ -50,6 +54,10 @@ class Pipeline(Wrapped):
     loss_reduction: "mean" or "sum", as loss_fn reduces. split_dims: the dim along which arguments are split, one for
     all or one for each; None passes an argument whole. intra_op_threads: of each rank, 1 unless given. seed: of all
     random numbers; the default generator's unless given. plan: a saved Plan, instead of all choices.
+    optimizer: params -> torch.optim.Optimizer, called once for each stage with its parameters (a loss module's are the
+    last stage's): each rank updates its stages at its own end of a step, and clears their gradients; asynchronous
+    schedules, which update on their way, need one. The attribute ``optimizers`` (stage -> Optimizer) serves to save
+    states and to drive learning rates.
 
     Raises GraphError, PartitionError, ScheduleError (all also ValueError), DeviceCountError (also IndexError),
     ModelTypeError (also TypeError), InputError (also ValueError).
@@ -67,6 +75,7 @@ class Pipeline(Wrapped):
         num_microbatches: int | None = None,
         boundaries: Sequence[int | str] | None = None,
         checkpoint: CheckpointMode = "never",
+        optimizer: Callable[[list[Any]], Optimizer] | None = None,
         loss_weight: Callable[..., Any] | None = None,
         loss_reduction: LossReduction = "mean",
         split_dims: SplitDims = 0,
@@ -74,24 +83,26 @@ class Pipeline(Wrapped):
         seed: int | None = None,
         plan: Plan | None = None,
     ) -> None:
+        self._stream: Stream | None = None
         self._layers = layers_of(model)
-        super().__init__(model, _as_function(loss_fn, "loss_fn"))
-        self._sample = _as_call(sample)
-        self._threads = _as_threads(intra_op_threads)
-        self._seed = torch.initial_seed() if seed is None else _as_seed(seed)
+        super().__init__(model, as_function(loss_fn, "loss_fn"))
+        self._sample = as_call(sample)
+        self._threads = as_threads(intra_op_threads)
+        self._seed = torch.initial_seed() if seed is None else as_seed(seed)
         self._profile: dict[str, LayerCosts] | None = None
-        self.devices = _as_devices(devices)
+        self.devices = as_devices(devices)
         wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint)
         if plan is not None:
             wishes = wishes.pinned(plan, list(self._layers))
         check_boundaries(wishes.boundaries, list(self._layers))
-        self._programs = Programs(wishes, len(self.devices))
+        self._programs = Programs(wishes, len(self.devices), updates=optimizer is not None)
+        self._programs.check_updates()
         self.devices = self.devices[: self._programs.num_ranks]  # devices that no rank needs are left alone
         self._splitter = Splitter(
             self._programs.num_microbatches,
             self._programs.fixed,
             split_dims,
-            _as_function(loss_weight, "loss_weight"),
+            as_function(loss_weight, "loss_weight"),
             loss_reduction,
         )
         program = self._programs.plain(self._programs.num_microbatches)
@@ -100,6 +111,7 @@ class Pipeline(Wrapped):
         self._replicas = Replicas()
         self._warn_of_normalisation(program)
         self._stages = self._build_stages(program)
+        self.optimizers = {} if optimizer is None else give_optimizers(optimizer, self._stages)
         self._executor = LocalExecutor(self.devices, self._threads)
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self._step = 0
@@ -174,37 +186,79 @@ class Pipeline(Wrapped):
     # ---- running ----------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
-        """Run every micro-batch forward and backward; gradients are added to ``.grad``.
+        """Run every micro-batch forward and backward; gradients are added to ``.grad``, with optimizer= applied.
 
         args, kwargs: the model's inputs, a whole mini-batch. target: goes to loss_fn, split as the inputs are.
         Returns the loss of the mini-batch, a 0-d tensor, detached; with return_outputs also the outputs, in the
         mini-batch's order. Raises InputError for a batch that cannot be split, and what a layer raises, with a note
-        that says in which stage, micro-batch and rank; the pipeline is usable afterwards (zero the gradients).
+        that says in which stage, micro-batch and rank; the pipeline is usable afterwards (zero the gradients; with
+        optimizer= they are cleared, and some stages may have been updated).
+
+        Asynchronous schedules enqueue the step and return the loss of the one before, which has then run up to this
+        one on all ranks (the first step waits for its own). The loss is the mean over the step's rows, each with the
+        weights that it met; an update's gradient is that of its own rows. A batch of another number of micro-batches
+        flushes first. What a layer raises comes from this step, the next one or ``flush``; the steps under way are
+        then lost, and each stage keeps the updates that it has made.
         """
         if not torch.is_grad_enabled():
             raise InputError("step computes gradients; it was called under no_grad; leave no_grad, or call evaluate")
         batch = self._batch(args, kwargs, target)
-        feed = self._feed(batch, return_outputs)
+        weighting = self._splitter.weighting(batch, self._programs.groups(len(batch)))
+        if self._programs.streams:
+            return self._enqueue(batch, weighting, return_outputs)
+        feed = self._feed(batch, weighting, return_outputs)
+        work = self._work(self._programs.training(len(batch)), feed, uses=self._programs.uses(len(batch)))
         with self._replicas.delivering():
-            self._runs.append(self._executor.run(self._work(self._programs.training(len(batch)), feed), grad=True))
+            self._runs.append(self._executor.run(work, grad=True))
         self._step += 1
-        _deliver_input_grads(batch, feed)
-        return _result(feed, batch, return_outputs)
+        deliver_input_grads(batch, feed)
+        return _result(feed, batch, weighting, return_outputs)
+
+    def _enqueue(self, batch: Batch, weighting: Weighting, return_outputs: bool) -> torch.Tensor:
+        for what, asked in (("outputs", return_outputs), ("gradients of inputs", any(batch.wanted_inputs()))):
+            if asked:
+                raise InputError(
+                    f"an asynchronous step returns before its own {what} are known; this one was asked for them; "
+                    f"call evaluate or forward for outputs, detach inputs, or use a synchronous schedule"
+                )
+        self._executor.check_outside("step")
+        caller, segments = self._executor.caller(grad=True), self._programs.segments(len(batch))
+        if self._stream is not None and (self._stream.caller, self._stream.segments) != (caller, segments):
+            self.flush()
+        if self._stream is None or not self._stream.open:
+            feed = Feed(self._seed, self._step, [])
+            self._stream = Stream(self._executor, segments, self._stages, feed, caller, self._runs.append)
+        self._step += 1
+        return self._stream.step(batch, weighting)
+
+    def flush(self) -> torch.Tensor | None:
+        """Of an asynchronous schedule: run what is left of the steps under way, so that all their updates are made.
+
+        Returns the last step's loss; None where nothing is under way, as always with synchronous schedules. The next
+        step starts anew, with the weights as they are then. Raises as ``step``. ``evaluate``, ``forward``, ``close``,
+        and what reads or changes parameters, states and modes through the pipeline, flush by themselves; flush before
+        you touch the model itself.
+        """
+        return self._stream.flush() if self._stream is not None and self._stream.open else None
 
     def evaluate(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
         """As ``step``, without gradients: forwards alone, in the modules' present mode."""
+        self.flush()
         batch = self._batch(args, kwargs, target)
-        feed = self._feed(batch, return_outputs)
+        weighting = self._splitter.weighting(batch)
+        feed = self._feed(batch, weighting, return_outputs)
         self._executor.run(self._work(self._programs.inference(len(batch)), feed), grad=False)
-        return _result(feed, batch, return_outputs)
+        return _result(feed, batch, weighting, return_outputs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a mini-batch, on the last stage's device.
 
         With gradients enabled the output can be differentiated: ``criterion(pipe(x), y).backward()`` runs the
         backwards in GPipe's order, once, and adds the gradients of parameters to ``.grad`` (torch.autograd.grad yields
-        those of inputs only). Under no_grad, and in eval mode, only forwards run.
+        those of inputs only). It updates nothing, also with optimizer=: step the ``optimizers``. Under no_grad, and in
+        eval mode, only forwards run.
         """
+        self.flush()
         batch = self._splitter.batch(args, kwargs)
         feed = Feed(self._seed, self._step, list(batch.inputs), keep_outputs=True)
         if not (torch.is_grad_enabled() and self.training):
@@ -233,22 +287,28 @@ class Pipeline(Wrapped):
             raise InputError("a target goes to loss_fn; there is none; pass loss_fn= to Pipeline, or no target")
         return self._splitter.batch(args, kwargs, target)
 
-    def _feed(self, batch: Batch, keep_outputs: bool) -> Feed:
-        factors = self._splitter.factors(batch)
-        return Feed(self._seed, self._step, list(batch.inputs), batch.targets, factors, keep_outputs=keep_outputs)
+    def _feed(self, batch: Batch, weighting: Weighting, keep_outputs: bool) -> Feed:
+        inputs, factors = list(batch.inputs), weighting.factors
+        return Feed(self._seed, self._step, inputs, batch.targets, factors, keep_outputs=keep_outputs)
 
-    def _work(self, program: Program, feed: Feed, stages: dict[int, Stage] | None = None) -> Work:
+    def _work(
+        self,
+        program: Program,
+        feed: Feed,
+        stages: dict[int, Stage] | None = None,
+        uses: Mapping[int, Uses] | None = None,
+    ) -> Work:
         own = self._stages if stages is None else stages
 
         def begin(caller: Caller) -> None:
             feed.autocast = caller.autocast
             self._replicas.refresh()
-            for stage in own.values():
-                stage.begin(feed)
+            for index, stage in own.items():
+                stage.begin(feed, (uses or {}).get(index))
 
-        def end() -> None:
+        def end(failed: bool) -> None:
             for stage in own.values():
-                stage.begin(Feed(0, 0, []))  # nothing of a batch stays behind, nor of a step that failed
+                stage.end(failed)
 
         return Work(program, own, begin, finish=end)
 
@@ -256,19 +316,32 @@ class Pipeline(Wrapped):
 
     @property
     def trace(self) -> Trace | None:
-        """The last step, measured; None before the first. On a GPU this waits for the step to end."""
+        """The last step, measured; None before the first. On a GPU this waits for the step to end.
+
+        Of an asynchronous schedule: what all ranks have run since the last flush, or up to it; the last six steps of
+        it where there are more, which then count as in flight only what begins with them.
+        """
+        if self._stream is not None:
+            return self._trace_of(self._stream.timelines, self._stream.versions)
         return self._read(self._runs[-1]) if self._runs else None
 
     @property
     def predicted(self) -> Trace:
-        """The step, simulated: from what actions took in the steps before the last one, else from layer times."""
-        training = add_recompute(self._programs.plain(self.num_microbatches), self.checkpoint)
-        return simulate(training, self._costs or self._profiled_costs())
+        """The step, simulated: from what actions took in the steps before the last one, else from layer times.
+
+        Of an asynchronous schedule: as many steps as show how it goes on, and a flush.
+        """
+        return simulate(self._programs.timed(self.num_microbatches), self._costs or self._profiled_costs())
 
     def _read(self, run: Timeline) -> Trace:
+        streams = self._programs.streams  # a part of a stream has no beginning from which versions could be told
+        return self._trace_of([run], () if streams else self._programs.plain(self.num_microbatches).versions)
+
+    def _trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...]) -> Trace:
         name = f"{self._programs.plain(self.num_microbatches).name}, measured"
         sizes = self._profiled_costs() if self._profile is not None else None
-        return Trace(tuple(run.spans()), len(self.devices), name, sizes)
+        spans = tuple(span for run in runs for span in run.spans())
+        return Trace(spans, len(self.devices), name, sizes, versions)
 
     @property
     def _costs(self) -> Costs | None:
@@ -284,6 +357,7 @@ class Pipeline(Wrapped):
 
     def _profiled(self) -> dict[str, LayerCosts]:
         if self._profile is None:
+            self.flush()  # the layers are called from this thread
             self._profile = measure_layers(self._layers, self._sample, self.devices[0], self._threads)
         return self._profile
 
@@ -296,8 +370,15 @@ class Pipeline(Wrapped):
     # ---- its life ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the ranks' threads. The model stays as it is; dropping the pipeline does the same."""
-        self._executor.close()
+        """Flush, and end the ranks' threads. The model stays as it is. Dropping the pipeline does not flush."""
+        try:
+            self.flush()
+        finally:
+            self._executor.close()
+
+    def _modules(self) -> dict[str, nn.Module]:
+        self.flush()  # while stages run on older weights, their modules hold those
+        return super()._modules()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -307,7 +388,9 @@ class Pipeline(Wrapped):
     def __enter__(self) -> "Pipeline":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._stream is not None:
+            self._stream.abandon()
         self.close()
 
     def __repr__(self) -> str:
@@ -327,75 +410,10 @@ def _nothing(*_: Any) -> None:
     return
 
 
-def _as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A sample as (args, kwargs): a dict is keywords, a tuple positional, anything else one argument."""
-    if isinstance(sample, dict):
-        return (), sample
-    return (sample, {}) if isinstance(sample, tuple) else ((sample,), {})
-
-
-def _as_function(function: Any, name: str) -> Any:
-    if function is not None and not callable(function):
-        raise ModelTypeError(f"{name} is a function or a Module; got {function!r}; pass one that can be called")
-    return function
-
-
-def _as_devices(devices: Any) -> list[torch.device]:
-    if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
-        raise DeviceCountError(
-            f"devices is a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', 'cpu']"
-        )
-    return [_as_device(device) for device in devices]
-
-
-def _as_device(device: Any) -> torch.device:
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(f"a device is 'cpu', 'cuda:0' or a torch.device; got {device!r}; {error}") from None
-    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()):
-        raise DeviceCountError(
-            f"a rank runs on a CPU or on a CUDA device that is there; got {device!r}, "
-            f"with {torch.cuda.device_count()} CUDA devices; choose another"
-        )
-    return place
-
-
-def _as_threads(count: Any) -> int:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InputError(
-            f"every rank computes with at least one thread; got intra_op_threads={count!r}; pass 1 or more"
-        )
-    return count
-
-
-def _as_seed(seed: Any) -> int:
-    try:
-        return operator.index(seed)
-    except TypeError:
-        raise InputError(f"a seed is a whole number; got {seed!r}; pass an int, or none for torch's own") from None
-
-
 def _outputs(feed: Feed, batch: Batch) -> Any:
     return gather([feed.outputs[microbatch].value for microbatch in range(len(batch))], batch.rows, batch.output_dim)
 
 
-def _result(feed: Feed, batch: Batch, return_outputs: bool) -> Any:
-    losses = [feed.losses[microbatch] for microbatch in range(len(feed.inputs))]
-    loss = losses[0]
-    for other in losses[1:]:  # one order of sums, whatever the schedule
-        loss = loss + other.to(loss.device)
+def _result(feed: Feed, batch: Batch, weighting: Weighting, return_outputs: bool) -> Any:
+    loss = weighting.total([feed.losses[microbatch] for microbatch in range(len(batch))])
     return (loss, _outputs(feed, batch)) if return_outputs else loss
-
-
-def _deliver_input_grads(batch: Batch, feed: Feed) -> None:
-    """Hand the gradients of inputs that require one to the user's own graph, micro-batch by micro-batch."""
-    parts = [
-        [(tensor, grad.to(tensor.device)) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
-        for tensors, grads in zip(batch.wanted_inputs(), map(feed.input_grads.get, range(len(batch))), strict=True)
-        if grads
-    ]
-    parts = [part for part in parts if part]
-    for index, part in enumerate(parts):
-        more = index < len(parts) - 1
-        torch.autograd.backward([tensor for tensor, _ in part], [grad for _, grad in part], retain_graph=more)

@@ -10,12 +10,14 @@ import networkx as nx
 
 from pipesched import schedules
 from pipesched.errors import DeviceCountError, PartitionError, ScheduleError
-from pipesched.lowering import CheckpointMode, add_recompute, forward_then_backward, lower
+from pipesched.lowering import CheckpointMode, add_recompute, add_updates, forward_then_backward, lower
 from pipesched.order import Schedule
 from pipesched.partitioner import partition
 from pipesched.plan import Plan
 from pipesched.program import Program
+from pipesched.segments import Segments, enough_steps
 from pipesched.validation import validate
+from pipesched.versions import Uses, update_groups, used_versions
 
 __all__ = ["Programs", "Wishes", "check_boundaries", "cut_layers"]
 
@@ -56,9 +58,13 @@ def _first_difference(of_plan: list[str], of_model: list[str]) -> str:
 
 
 class Programs:
-    """The programs of one pipeline, validated and lowered; built once for each number of micro-batches."""
+    """The programs of one pipeline, validated and lowered; built once for each number of micro-batches.
 
-    def __init__(self, wishes: Wishes, num_devices: int) -> None:
+    updates: the pipeline has optimizers: programs end with updates where they have none of their own.
+    """
+
+    def __init__(self, wishes: Wishes, num_devices: int, *, updates: bool = False) -> None:
+        self.updates = updates
         self.checkpoint = wishes.checkpoint
         self._source = _source(wishes, num_devices)
         self.fixed = isinstance(self._source, Program)
@@ -73,6 +79,9 @@ class Programs:
             count = int(count)  # as 8.0 from a configuration file; other types are refused by the schedule
         self.num_microbatches: int = count
         self.plain = lru_cache(maxsize=64)(self._plain)
+        self.timed = lru_cache(maxsize=64)(self._timed)
+        self.segments = lru_cache(maxsize=64)(self._segments)
+        self.uses = lru_cache(maxsize=64)(self._uses)
         self.training = lru_cache(maxsize=64)(self._training)
         self.inference = lru_cache(maxsize=64)(self._inference)
         self.open_pass = lru_cache(maxsize=64)(self._open_pass)
@@ -97,8 +106,53 @@ class Programs:
         validate(program)
         return program
 
+    def check_updates(self) -> None:
+        """Raise ScheduleError where the schedule and the optimizers do not go together."""
+        program = self.plain(self.num_microbatches)
+        if program.has_updates and not self.updates:
+            raise ScheduleError(
+                f"schedule {program.name!r} updates the weights while micro-batches are in flight, and needs an "
+                f"optimizer for each stage; got none; pass optimizer=, such as lambda params: SGD(params, lr=0.1)"
+            )
+        if self.updates and program.num_weights < program.num_stages:
+            raise ScheduleError(
+                f"optimizer= updates each stage by itself; here {program.num_stages} stages share "
+                f"{program.num_weights} weight copies; leave optimizer= out and step an optimizer of your own"
+            )
+        if self.streams:
+            self.segments(self.num_microbatches)
+
+    @property
+    def streams(self) -> bool:
+        """Whether steps run on into each other: a schedule with updates of its own. A program runs step by step."""
+        return not self.fixed and self.plain(self.num_microbatches).has_updates
+
+    def _timed(self, num_microbatches: int) -> Program:
+        """What runs, without transfers: one step, or of a stream as many as show how it goes on."""
+        program = self.plain(num_microbatches)
+        if self.streams and isinstance(self._source, Schedule):
+            steps = enough_steps(self.num_ranks, num_microbatches)
+            program = self._source.program(self.num_ranks, num_microbatches, steps=steps)
+            validate(program)
+        return add_recompute(add_updates(program) if self.updates else program, self.checkpoint)
+
     def _training(self, num_microbatches: int) -> Program:
-        return lower(add_recompute(self.plain(num_microbatches), self.checkpoint))
+        return lower(self.timed(num_microbatches))
+
+    def _segments(self, num_microbatches: int) -> Segments:
+        return Segments(self.training(num_microbatches), num_microbatches)
+
+    def _uses(self, num_microbatches: int) -> dict[int, Uses]:
+        """For a program that updates weights on its way: which versions each stage uses in one step."""
+        program = self.plain(num_microbatches)
+        return {stage: Uses(used) for stage, used in enumerate(used_versions(program))} if program.has_updates else {}
+
+    def groups(self, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+        """The micro-batches of each update of a step; none where the whole step is one."""
+        if self.streams:
+            return self.segments(num_microbatches).groups
+        program = self.plain(num_microbatches)
+        return update_groups(program) if program.has_updates else ()
 
     def _inference(self, num_microbatches: int) -> Program:
         return lower(self.plain(num_microbatches).forward())

@@ -74,6 +74,7 @@ def stage_costs(stages: Sequence[Sequence[LayerCosts]]) -> Costs:
         activation_bytes=total("activation_bytes"),
         input_bytes=tuple(layers[0].input_bytes if layers else 0 for layers in stages),
         weight_grad_bytes=total("weight_grad_bytes"),
+        weight_bytes=total("parameter_bytes"),
     )
 
 
@@ -87,7 +88,14 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, sizes: Costs | None
     def medians(kind: Kind) -> tuple[float, ...]:
         return tuple(median(seen.get((stage, kind), [0.0])) for stage in range(num_stages))
 
-    times = Costs(medians(Kind.F), medians(Kind.I), medians(Kind.W), medians(Kind.B), medians(Kind.R))
+    times = Costs(
+        medians(Kind.F),
+        medians(Kind.I),
+        medians(Kind.W),
+        medians(Kind.B),
+        medians(Kind.R),
+        update_s=medians(Kind.UPDATE),
+    )
     if sizes is None:
         return times
     return replace(
@@ -95,6 +103,7 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, sizes: Costs | None
         activation_bytes=sizes.activation_bytes,
         input_bytes=sizes.input_bytes,
         weight_grad_bytes=sizes.weight_grad_bytes,
+        weight_bytes=sizes.weight_bytes,
     )
 
 

@@ -18,8 +18,12 @@ from pipesched.errors import ExecutionError, InputError
 from pipesched.interception import Intercept
 from pipesched.payload import Gradients, Payload, pytree, trainable_leaves
 from pipesched.randomness import Key, KeyedRandom, NoRandom
+from pipesched.versions import Uses
+from pipesched.weights import Tensors, Weights
 
 __all__ = ["Feed", "Head", "Stage"]
+
+_LOSS = "loss_fn"  # the layer as which the loss draws random numbers and has versions
 
 #: One layer's buffers by name.
 Buffers = dict[str, Tensor]
@@ -27,23 +31,32 @@ Buffers = dict[str, Tensor]
 
 @dataclass
 class Feed:
-    """What one step gives to its stages and takes from them. Lists are indexed by micro-batch.
+    """What one step, or a stream of steps, gives to its stages and takes from them: by micro-batch.
 
+    step: the first one's number; step_size: the micro-batches of each step of a stream, which are numbered through.
     inputs: (args, kwargs) of the model. factors: what each loss is multiplied by, None to leave it as it is; without
     factors no loss is computed. output_grads: gradients of the outputs, where the loss is computed elsewhere.
     """
 
     seed: int
     step: int
-    inputs: list[Any]
-    targets: list[Any] = field(default_factory=list)
-    factors: list[float | None] | None = None
+    inputs: list[Any] | dict[int, Any]
+    targets: list[Any] | dict[int, Any] = field(default_factory=list)
+    factors: list[float | None] | dict[int, float | None] | None = None
+    step_size: int | None = None
     output_grads: list[Gradients] = field(default_factory=list)
     keep_outputs: bool = False
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
+
+    def key(self, microbatch: int) -> Key:
+        """What its random numbers depend on: seed, step, and the micro-batch within the step."""
+        if self.step_size is None:
+            return Key(self.seed, self.step, microbatch)
+        steps, own = divmod(microbatch, self.step_size)
+        return Key(self.seed, self.step + steps, own)
 
 
 @dataclass(frozen=True)
@@ -52,13 +65,13 @@ class Head:
 
     loss_fn: Callable[[Any, Any], Any] | None
 
-    def loss(self, output: Any, target: Any, buffers: Mapping[str, Tensor]) -> Tensor:
-        """The scalar loss of one micro-batch. Raises InputError where there is none."""
+    def loss(self, output: Any, target: Any, own: Mapping[str, Tensor]) -> Tensor:
+        """The scalar loss of one micro-batch. own: in place of a loss module's tensors. Raises InputError for none."""
         if self.loss_fn is not None:
-            loss = _call(self.loss_fn, buffers, (output, target), {})
+            loss = _call(self.loss_fn, own, (output, target), {})
             return _scalar(loss, "what loss_fn(output, target) returns")
-        own = output if isinstance(output, Tensor) else _loss_entry(output)
-        return _scalar(own, "without loss_fn the model's output, or its 'loss',")
+        entry = output if isinstance(output, Tensor) else _loss_entry(output)
+        return _scalar(entry, "without loss_fn the model's output, or its 'loss',")
 
 
 def _loss_entry(output: Any) -> Any:
@@ -78,8 +91,10 @@ def _scalar(loss: Any, what: str) -> Tensor:
 class _Saved:
     """What a stage keeps of one micro-batch from F to the end of B or W."""
 
+    microbatch: int
     key: Key
     first: bool  # what arrives is the model's input
+    weights: Tensors  # the version in use; empty: the Parameters themselves
     deferred: bool = False  # F left weight gradients to W
     input_grads: list[Tensor | None] = field(default_factory=list)
     edges: list[GradientEdge] = field(default_factory=list)
@@ -96,6 +111,8 @@ class Stage:
         self.layers = dict(layers)
         self.device = device
         self.head = head
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.weights: Weights | None = None
         self._saved: dict[int, _Saved] = {}
         self._feed = Feed(0, 0, [])
         self._modifies_input: bool | None = None
@@ -108,11 +125,32 @@ class Stage:
         """A stage over the same layers that holds nothing: for a pass that stays open beside others."""
         return Stage(self.layers, self.device, self.head)
 
-    def begin(self, feed: Feed) -> None:
-        """Start a step; what a broken one left behind is dropped."""
+    def begin(self, feed: Feed, uses: Uses | None = None) -> None:
+        """Start a step; what a broken one left behind is dropped.
+
+        uses: for a program that updates the weights on its way: which version each micro-batch uses.
+        """
         self._saved.clear()
-        self._deferral.begin()
         self._feed = feed
+        self.weights = None if uses is None else Weights(self.modules, uses)
+        self._deferral.begin(None if self.weights is None else self.weights.live)
+
+    def end(self, failed: bool) -> None:
+        """End a step: nothing of it stays behind, nor of one that failed gradients that the next update would take."""
+        self.begin(Feed(0, 0, []))
+        if failed and self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        """The layers by name, and on the last stage the loss, a function or a module."""
+        return self.layers if self.head is None else {**self.layers, _LOSS: self.head.loss_fn}
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the layers and of a loss module."""
+        modules = (module for module in self.modules.values() if isinstance(module, nn.Module))
+        return [parameter for module in modules for parameter in module.parameters()]
 
     @property
     def num_held(self) -> int:
@@ -122,7 +160,8 @@ class Stage:
     def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Payload:
         """F: the stage's output; on the last stage the loss, where the feed asks for one."""
         payload = arrived[0] if arrived else Payload.of(self._feed.inputs[microbatch]).map_tensors(self._here)
-        saved = _Saved(Key(self._feed.seed, self._feed.step, microbatch), first=not arrived)
+        weights = self.weights.used_by(microbatch) if self.weights is not None else {}
+        saved = _Saved(microbatch, self._feed.key(microbatch), not arrived, weights)
         overlapping = _overlapping(payload) if arrived else []
         versions = [tensor._version for tensor in overlapping]
         if not torch.is_grad_enabled():
@@ -154,6 +193,7 @@ class Stage:
         saved = self._saved.pop(microbatch)
         with self._backward_mode[False]:
             self._propagate(microbatch, saved, grads)
+            self._deliver(saved, ended=True)
         return self._sent_back(microbatch, saved)
 
     def input_grad(self, microbatch: int, *grads: Gradients) -> Gradients:
@@ -161,12 +201,33 @@ class Stage:
         saved = self._saved[microbatch]
         with self._backward_mode[saved.deferred], self._deferral.unnoted():
             self._propagate(microbatch, saved, grads)
+            self._deliver(saved)
         return self._sent_back(microbatch, saved)
 
     def weight_grad(self, microbatch: int) -> None:
         """W: adds the gradients that I left."""
+        saved = self._saved.pop(microbatch)
         with self._backward_mode[False]:
-            weight_grad(self._saved.pop(microbatch).products)
+            weight_grad(saved.products)
+            self._deliver(saved, ended=True)
+
+    def update(self, number: int) -> None:
+        """UPDATE: the optimizer's step with the gradients since the last one, which are then cleared."""
+        if self.weights is not None:
+            self.weights.before_update()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.weights is not None:
+            self.weights.after_update()
+
+    def _deliver(self, saved: _Saved, ended: bool = False) -> None:
+        if self.weights is None:
+            return
+        self.weights.deliver(saved.weights)
+        if ended:
+            saved.products, saved.weights = [], {}
+            self.weights.ended(saved.microbatch)
 
     def _apart_from_buffers(self, output: Payload) -> Payload:
         """A buffer that leaves the stage is copied: the next forward may change it before it is read."""
@@ -195,18 +256,20 @@ class Stage:
         with self._feed.autocast(), self._forward_mode[split]:
             for name, layer in self.layers.items():
                 self._random.enter(saved.key, name)
-                args, kwargs = (_call(layer, next(buffers, {}), args, kwargs),), {}
-            self._random.enter(saved.key, "loss_fn")
-            return args[0] if self.head is None else self._loss(saved, args[0], next(buffers, {}))
+                own = {**saved.weights.get(name, {}), **next(buffers, {})}
+                args, kwargs = (_call(layer, own, args, kwargs),), {}
+            self._random.enter(saved.key, _LOSS)
+            own = {**saved.weights.get(_LOSS, {}), **next(buffers, {})}
+            return args[0] if self.head is None else self._loss(saved.microbatch, args[0], own)
 
-    def _loss(self, saved: _Saved, output: Any, buffers: Buffers) -> Any:
-        microbatch, feed = saved.key.microbatch, self._feed
+    def _loss(self, microbatch: int, output: Any, own: Mapping[str, Tensor]) -> Any:
+        feed = self._feed
         if feed.keep_outputs:
             feed.outputs.setdefault(microbatch, Payload.of(output))
         if feed.factors is None or self.head is None:
             return output
         target = pytree.tree_map_only(Tensor, self._here, feed.targets[microbatch]) if feed.targets else None
-        loss = self.head.loss(output, target, buffers)
+        loss = self.head.loss(output, target, own)
         factor = feed.factors[microbatch]
         if factor == 0:
             return torch.zeros_like(loss)  # counts nothing, whatever it is: nothing goes backward
@@ -217,7 +280,7 @@ class Stage:
         value = self._run(saved, arrived, split)
         saved.edges = [get_gradient_edge(leaf) for leaf in trainable_leaves(value)]
         factors = self._feed.factors
-        if not saved.edges and self.head is not None and factors is not None and factors[saved.key.microbatch] != 0:
+        if not saved.edges and self.head is not None and factors is not None and factors[saved.microbatch] != 0:
             raise InputError(
                 "a step trains something; the loss depends on no parameter that requires a gradient; "
                 "unfreeze one, or call evaluate"
@@ -266,17 +329,15 @@ class Stage:
 
     def _sent_back(self, microbatch: int, saved: _Saved) -> Gradients:
         grads, saved.input_grads = tuple(saved.input_grads), []
-        if saved.first:
+        if saved.first and grads:
             self._feed.input_grads[microbatch] = grads
         return grads
 
 
-def _call(
-    layer: Callable[..., Any], buffers: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call a layer; with buffers given, on those and not on its own, which stay as they are."""
-    if buffers and isinstance(layer, nn.Module):
-        return torch.func.functional_call(layer, dict(buffers), args, kwargs)
+def _call(layer: Callable[..., Any], own: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a layer; with buffers or weights given, on those and not on its own, which stay as they are."""
+    if own and isinstance(layer, nn.Module):
+        return torch.func.functional_call(layer, dict(own), args, kwargs)
     return layer(*args, **kwargs)
 
 

@@ -82,5 +82,5 @@ def names(*, sliced: bool = False) -> list[str]:
 def get(name: str) -> Schedule:
     """The schedule of this name. Raises ScheduleError listing the known ones."""
     if name not in _found():
-        raise ScheduleError(f"unknown schedule; got {name!r}; choose one of: {', '.join(_found())}")
+        raise ScheduleError(f"unknown schedule; got {name!r}; choose one of: {', '.join(names())}")
     return _found()[name]

@@ -67,8 +67,14 @@ def assert_equal_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
     assert not different
 
 
-#: The schedules whose results are equal to the bit to the unpipelined loop's: those that share no weights.
-EXACT = [name for name in schedules.names() if schedules.get(name).program(2, 2).exact]
+def synchronous_names() -> list[str]:
+    """The schedules that leave updates to the caller."""
+    return [name for name in schedules.names() if not schedules.get(name).program(2, 2).has_updates]
+
+
+#: The schedules whose results are equal to the bit to the unpipelined loop's: those that share no weights, and leave
+#: updates to the caller.
+EXACT = [name for name in synchronous_names() if schedules.get(name).program(2, 2).exact]
 
 
 def shapes(max_stages: int = 4) -> Iterator[tuple[str, int]]:

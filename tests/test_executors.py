@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import EXACT, assert_equal_bits, gradients, mixed_model
+from models import EXACT, assert_equal_bits, gradients, mixed_model, synchronous_names
 from random_programs import fitting
 from torch import nn
 from torch.nn import functional
@@ -46,7 +46,7 @@ def ran(trace: Trace) -> list[list[Action]]:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", synchronous_names())
 def test_the_order_that_ran_is_the_programs(name: str, checkpoint: str) -> None:
     with wrapped(name, checkpoint=checkpoint) as pipe:
         pipe.step(X, target=Y)
@@ -71,6 +71,13 @@ def test_ranks_overlap_and_dependencies_hold_in_time(name: str) -> None:
     for span in trace.spans:
         if span.lane is Lane.COMPUTE:
             assert all(ends[need] <= span.start_s for need in program.needs(span.action))
+
+
+def test_fake_updates_follow_each_other() -> None:
+    stage = FakeStage(2, Costs.uniform(3))
+    stage.update(0)
+    with pytest.raises(ExecutionError, match="due is number 1, but 2UPDATE2 comes"):
+        stage.update(2)
 
 
 @pytest.mark.parametrize("name", schedules.names())
@@ -132,7 +139,7 @@ class Fails(nn.Module):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", synchronous_names())
 @pytest.mark.parametrize("position", [1, 4, 7])
 def test_an_error_stops_all_ranks_and_the_next_step_works(name: str, position: int, backward: bool) -> None:
     layers: list[nn.Module] = [nn.Linear(8, 8) for _ in range(8)]
@@ -317,7 +324,7 @@ def live_tensors() -> int:
     return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", synchronous_names())
 def test_steps_and_dropped_passes_leave_nothing_behind(name: str) -> None:
     with wrapped(name) as pipe:
 

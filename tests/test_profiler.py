@@ -156,6 +156,7 @@ def test_the_costs_of_a_stage_are_the_sums_of_its_layers():
         activation_bytes=(77, 0, 70),
         input_bytes=(5, 0, 6),
         weight_grad_bytes=(88, 0, 80),
+        weight_bytes=(9, 0, 0),
     )
 
 

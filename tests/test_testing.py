@@ -21,7 +21,7 @@ def test_a_schedule_of_two_chains_is_proved_for_the_ranks_that_it_takes(capsys: 
     check_schedule(schedules.get("chimera"), max_ranks=5, max_microbatches=8)
     printed = capsys.readouterr().out
     assert "chimera: valid for 2, 4 ranks and 1..8 micro-batches" in printed
-    assert printed.splitlines()[-1].split() == ["4", "8", "30", "20.0%", "4"]
+    assert printed.splitlines()[-1].split() == ["4", "8", "30", "20.0%", "20.0%", "4"]
     with pytest.raises(ScheduleError, match="got 1; use 2"):
         check_schedule(schedules.get("chimera"), max_ranks=1)
 

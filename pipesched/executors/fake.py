@@ -58,6 +58,8 @@ class FakeStage:
         self._costs = costs
         self._clock = clock
         self._state: dict[int, list[Kind]] = {}
+        self.updated: list[tuple[int, ...]] = []  # the micro-batches that each update applied
+        self._unapplied: list[int] = []
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> _Value:
         """F."""
@@ -85,6 +87,16 @@ class FakeStage:
         """W."""
         self._run(Kind.W, microbatch, after=(Kind.F, Kind.I))
 
+    def update(self, number: int) -> None:
+        """UPDATE."""
+        action = Action(self.index, Kind.UPDATE, number)
+        if number != len(self.updated) or not self._unapplied:
+            due = f"number {len(self.updated)} of the gradients of {self._unapplied or 'a micro-batch'}"
+            raise ExecutionError(f"updates follow each other, each behind a backward; due is {due}, but {action} comes")
+        self.updated.append(tuple(sorted(self._unapplied)))
+        self._unapplied.clear()
+        self._pass(action)
+
     def _run(self, kind: Kind, microbatch: int, after: tuple[Kind, ...]) -> None:
         done = self._state.setdefault(microbatch, [])
         action = Action(self.index, kind, microbatch)
@@ -93,6 +105,11 @@ class FakeStage:
         if not all(need in done for need in after):
             raise ExecutionError(f"{action} needs {_names(after)} before it; it has done {_names(done)}")
         done.append(kind)
+        if kind in (Kind.B, Kind.W):
+            self._unapplied.append(microbatch)
+        self._pass(action)
+
+    def _pass(self, action: Action) -> None:
         seconds = self._costs.seconds(action)
         if self._clock is not None:
             self._clock.pass_time(seconds)
@@ -111,6 +128,8 @@ class FakeStage:
             done = set(self._state.get(microbatch, ())) - {Kind.R}
             if done not in (whole if visits else (set(),)):
                 yield f"stage {self.index} has done {_names(done)} for micro-batch {microbatch}"
+        if self._unapplied and program.has_updates:
+            yield f"stage {self.index} has not applied the gradients of {self._unapplied}"
 
 
 def _names(kinds: Any) -> str:
@@ -165,6 +184,9 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     missing = [text for stage in stages.values() for text in stage.missing(program)]
     if missing:
         raise ExecutionError(f"work is missing at the end: {missing[0]}")
+    different = [stage.index for stage in stages.values() if stage.updated != stages[0].updated]
+    if different:
+        raise ExecutionError(f"stage {different[0]} has updated after other micro-batches than stage 0")
     spans = tuple(
         Span(action, rank.index, start, end, action.lane) for rank in ranks for action, start, end in rank.stamps
     )

@@ -32,6 +32,9 @@ class StageLike(Protocol):
     def weight_grad(self, microbatch: int) -> None:
         """W."""
 
+    def update(self, number: int) -> None:
+        """UPDATE: the optimizer's step, with the gradients since the one before."""
+
 
 class Transport(Protocol):
     """How values get from rank to rank: first in, first out for each (from, to, kind)."""
@@ -60,7 +63,11 @@ class _Slot(NamedTuple):
 
 
 class Rank:
-    """One rank's side of one step. ``order``: the part of its order to run, all of it unless given."""
+    """One rank's side of one step, or of a stream of steps.
+
+    ``order``: the part of its order to run, all of it unless given; a stream gives one part after the other. pair: the
+    program's micro-batch that is run as one of a stream is.
+    """
 
     def __init__(
         self,
@@ -70,12 +77,14 @@ class Rank:
         transport: Transport,
         timer: Timer,
         order: tuple[Action, ...] | None = None,
+        pair: Callable[[int], int] = lambda microbatch: microbatch,
     ) -> None:
         self.index = index
         self.order = program.orders[index] if order is None else order
         self.timer = timer
         self.stamps: list[tuple[Action, Any, Any]] = []
         self._program = program
+        self._pair = pair
         self._stages = stages
         self._transport = transport
         whole = program.orders[index]  # also what runs in another part of the order
@@ -89,6 +98,7 @@ class Rank:
             Kind.I: self._input_grad,
             Kind.W: self._weight_grad,
             Kind.R: self._recompute,
+            Kind.UPDATE: self._update,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
@@ -101,14 +111,14 @@ class Rank:
         output = self._stages[stage].forward(
             microbatch,
             *arrived,
-            split=(stage, microbatch) in self._split,
-            checkpointed=(stage, microbatch) in self._recomputed,
+            split=(stage, self._pair(microbatch)) in self._split,
+            checkpointed=(stage, self._pair(microbatch)) in self._recomputed,
         )
         for consumer in self._program.graph.consumers[stage]:
             self._give(action, Kind.F, consumer, output)
 
     def _recompute(self, action: Action) -> None:
-        split = (action.stage, action.microbatch) in self._split
+        split = (action.stage, self._pair(action.microbatch)) in self._split
         self._stages[action.stage].recompute(action.microbatch, split=split)
 
     def _backward(self, action: Action) -> None:
@@ -119,6 +129,9 @@ class Rank:
 
     def _weight_grad(self, action: Action) -> None:
         self._stages[action.stage].weight_grad(action.microbatch)
+
+    def _update(self, action: Action) -> None:
+        self._stages[action.stage].update(action.microbatch)
 
     def _grads(self, action: Action) -> list[Any]:
         return [self._take(action, Kind.B, consumer) for consumer in self._program.graph.consumers[action.stage]]
@@ -169,8 +182,9 @@ def interpret(rank: Rank) -> Iterator[Action]:
         try:
             handlers[action.kind](action)
         except BaseException as error:
+            what = "update" if action.kind is Kind.UPDATE else "micro-batch"
             error.add_note(
-                f"in {action} (stage {action.stage}, micro-batch {action.microbatch}), "
+                f"in {action} (stage {action.stage}, {what} {action.microbatch}), "
                 f"rank {rank.index}, position {position} of its order"
             )
             raise

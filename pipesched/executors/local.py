@@ -22,9 +22,10 @@ from pipesched.executors.streams import Lane, Message, lane_for
 from pipesched.program import Program
 from pipesched.trace import Span
 
-__all__ = ["LocalExecutor", "Timeline", "Work"]
+__all__ = ["LocalExecutor", "Part", "Run", "Timeline", "Work"]
 
 _STOP = Message("stop")
+_Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
 
 
 class _Stopped(Exception):  # noqa: N818  it is no error: it ends a rank's loop
@@ -36,83 +37,121 @@ class Work:
     """What to run: a lowered program, its stages, and the part of its orders, all of it unless given.
 
     prepare: called with the caller's settings before the ranks start, once nothing else runs; finish: called after
-    they have ended, also when one failed.
+    they have ended, with whether one failed. pair: the program's micro-batch that is run as one of a stream is.
     """
 
     program: Program
     stages: Mapping[int, StageLike]
     prepare: Callable[[Caller], None]
     orders: tuple[tuple[Action, ...], ...] | None = None
-    finish: Callable[[], None] = lambda: None
+    finish: Callable[[bool], None] = lambda failed: None
+    pair: Callable[[int], int] = lambda microbatch: microbatch
 
 
 class Run:
-    """One program run once: the ranks, their channels, and what became of them."""
+    """A program under way: the ranks, their channels, and what became of them. It runs in one part, or in several."""
 
-    def __init__(self, work: Work, lanes: Sequence[Lane], caller: Caller) -> None:
-        program, orders = work.program, work.orders or work.program.orders
-        self.caller = caller
+    def __init__(self, work: Work, lanes: Sequence[Lane], jobs: _Jobs, caller: Caller) -> None:
+        self.work = work
         self.lanes = lanes
+        self.caller = caller
         self.error: BaseException | None = None
-        self._stopping = threading.Event()
-        self._left = len(lanes)
+        self.stopping = threading.Event()
+        self._jobs = jobs
         self._lock = threading.Lock()
-        self._finished = threading.Event()
-        self._channels = _channels(program)
+        self._channels = _channels(work.program)
+        self._last: Part | None = None
         self.ranks = [
-            Rank(index, program, work.stages, _Wires(program, self._channels, lane), lane, orders[index])
+            Rank(index, work.program, work.stages, _Wires(work.program, self._channels, lane), lane, (), work.pair)
             for index, lane in enumerate(lanes)
         ]
 
-    def run_rank(self, index: int) -> None:
-        """In the rank's thread: run its order to the end, or until another rank fails."""
+    def hand(self, orders: Sequence[tuple[Action, ...]]) -> "Part":
+        """Give every rank the next part of its order; it begins when it has ended the one before."""
+        for lane in self.lanes:
+            lane.follow()
+        self._last = part = Part(self, orders)
+        handed = 0
         try:
-            with self.caller.held(), self.lanes[index].entered():
-                for _ in interpret(self.ranks[index]):
-                    if self._stopping.is_set():
-                        return
-        except _Stopped:
-            pass
-        except BaseException as error:  # raised again in the caller's thread
-            ended = isinstance(error.__cause__, StopIteration)  # a generator turns a layer's own into a RuntimeError
-            self.stop(error.__cause__ if ended else error)
-        finally:
-            with self._lock:
-                self._left -= 1
-                if not self._left:
-                    self._finished.set()
+            for index, queue in enumerate(self._jobs):
+                handed = index + 1
+                queue.put(_job(part, index))
+        except BaseException:
+            self.stop()
+            for index in range(handed, len(self._jobs)):
+                self._jobs[index].put(_job(part, index))
+            raise
+        return part
 
     def stop(self, error: BaseException | None = None) -> None:
         """Stop all ranks; the first error is kept."""
         with self._lock:
             self.error = self.error or error
-        self._stopping.set()
+        self.stopping.set()
         for channel in self._channels.values():
             channel.put(_STOP)
 
-    def start(self, jobs: "Sequence[SimpleQueue[Callable[[], None] | None]]") -> None:
-        """Hand every rank to its thread and wait until all have ended. An interrupt of the caller stops them first."""
-        handed = 0
+    def wait(self) -> None:
+        """Until every rank has ended what it was given. An interrupt of the caller stops them first."""
+        if self._last is not None:
+            self.wait_for(self._last)
+
+    def wait_for(self, part: "Part") -> None:
+        """Until every rank has ended a part, likewise."""
         try:
-            for index, queue in enumerate(jobs):
-                handed = index + 1
-                queue.put(_job(self, index))
-            self._finished.wait()
+            part.finished.wait()
         except BaseException:
             self.stop()
-            for index in range(handed, len(jobs)):
-                jobs[index].put(_job(self, index))
-            self._finished.wait()
+            part.finished.wait()
             raise
 
-    def wait(self) -> None:
-        """Until every rank has ended."""
-        self._finished.wait()
+    @property
+    def finished(self) -> bool:
+        """Whether every rank has ended what it was given."""
+        return self._last is None or self._last.finished.is_set()
+
+    def check(self) -> None:
+        """Raise what a stage raised, once."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+class Part:
+    """A part of every rank's order, on its way through the ranks."""
+
+    def __init__(self, run: Run, orders: Sequence[tuple[Action, ...]]) -> None:
+        self.finished = threading.Event()
+        self._run = run
+        self._orders = orders
+        self._stamps: list[list[tuple[Action, Any, Any]]] = [[] for _ in orders]
+        self._left = len(orders)
+        self._lock = threading.Lock()
+
+    def run_rank(self, index: int) -> None:
+        """In the rank's thread: run its part to the end, or until another rank fails."""
+        run = self._run
+        rank = run.ranks[index]
+        rank.order, rank.stamps = self._orders[index], self._stamps[index]
+        try:
+            with run.caller.held(), run.lanes[index].entered():
+                for _ in interpret(rank):
+                    if run.stopping.is_set():
+                        return
+        except _Stopped:
+            pass
+        except BaseException as error:  # raised again in the caller's thread
+            ended = isinstance(error.__cause__, StopIteration)  # a generator turns a layer's own into a RuntimeError
+            run.stop(error.__cause__ if ended else error)
+        finally:
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    self.finished.set()
 
     def timeline(self) -> "Timeline":
         """What ran when; holds nothing else of the run."""
-        readers = [lane.reader() for lane in self.lanes]
-        return Timeline([rank.stamps for rank in self.ranks], readers)
+        return Timeline(self._stamps, [lane.reader() for lane in self._run.lanes])
 
 
 @dataclass(frozen=True)
@@ -171,7 +210,7 @@ class LocalExecutor:
         self.lanes = [lane_for(device) for device in devices]
         self._device_types = {device.type for device in devices}
         self._busy = threading.Lock()
-        self._jobs: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in devices]
+        self._jobs: _Jobs = [SimpleQueue() for _ in devices]
         self._threads = _start_threads(self._jobs, intra_op_threads)
         self._finalizer = finalize(self, _end_threads, self._jobs)
         self._last: Run | None = None
@@ -187,6 +226,21 @@ class LocalExecutor:
         Raises what a stage raised, with a note that says where; ExecutionError where a run is under way or after
         ``close``.
         """
+        run = self.begin(work, self.caller(grad=grad))
+        try:
+            part = run.hand(work.orders or work.program.orders)
+            run.wait()
+        finally:
+            self.end(run)
+        run.check()
+        return part.timeline()
+
+    def caller(self, *, grad: bool) -> Caller:
+        """The settings of this thread, with grad mode as given."""
+        return Caller.here(self._device_types, grad=grad)
+
+    def begin(self, work: Work, caller: Caller) -> Run:
+        """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``."""
         if self.closed:
             raise ExecutionError("a closed pipeline does not run; it was closed before this step; make a new one")
         if not self._busy.acquire(blocking=False):
@@ -194,27 +248,35 @@ class LocalExecutor:
                 "one step at a time; this one was called while another is under way; call it after that one returns"
             )
         try:
-            return self._run(work, Caller.here(self._device_types, grad=grad))
-        finally:
-            work.finish()
+            if self._last is not None:
+                self._last.wait()  # an impatient interrupt may have left ranks behind
+            work.prepare(caller)
+            run = self._last = Run(work, self.lanes, self._jobs, caller)
+            start_s = time.perf_counter()
+            for lane in self.lanes:
+                lane.begin(start_s)
+        except BaseException:
+            work.finish(True)
             self._busy.release()
+            raise
+        return run
 
-    def _run(self, work: Work, caller: Caller) -> Timeline:
-        if self._last is not None:
-            self._last.wait()  # an impatient interrupt may have left ranks behind
-        work.prepare(caller)
-        run = self._last = Run(work, self.lanes, caller)
-        start_s = time.perf_counter()
-        for lane in self.lanes:
-            lane.begin(start_s)
-        run.start(self._jobs)
+    def end(self, run: Run) -> None:
+        """End a run whose ranks have ended what they were given."""
         for lane in self.lanes:
             lane.end()
-        self._last = None
-        if run.error is not None:
-            error, run.error = run.error, None
-            raise error
-        return run.timeline()
+        if run.finished:
+            self._last = None
+        run.work.finish(run.stopping.is_set())
+        self._busy.release()
+
+    def check_outside(self, what: str) -> None:
+        """Raise ExecutionError in a rank's own thread, which would wait for itself."""
+        if threading.current_thread() in self._threads:
+            raise ExecutionError(
+                f"a pipeline is used from outside its steps; {what} was called by a layer or a hook that a rank runs; "
+                f"call it after the step has returned"
+            )
 
     def close(self) -> None:
         """End the threads and wait for them. Raises ExecutionError when called by one of them."""
@@ -228,13 +290,11 @@ class LocalExecutor:
             thread.join()
 
 
-def _job(run: Run, index: int) -> Callable[[], None]:
-    return lambda: run.run_rank(index)
+def _job(part: Part, index: int) -> Callable[[], None]:
+    return lambda: part.run_rank(index)
 
 
-def _start_threads(
-    jobs: "list[SimpleQueue[Callable[[], None] | None]]", intra_op_threads: int
-) -> list[threading.Thread]:
+def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]:
     """Start a thread for each queue, each with its own number of intra-op threads.
 
     torch keeps that number for each thread, but every call also sets what threads that start later begin with:
@@ -265,6 +325,6 @@ def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int
         del job
 
 
-def _end_threads(jobs: "list[SimpleQueue[Callable[[], None] | None]]") -> None:
+def _end_threads(jobs: _Jobs) -> None:
     for queue in jobs:
         queue.put(None)

@@ -27,6 +27,9 @@ class Lane(Protocol):
     def begin(self, start_s: float) -> None:
         """In the caller's thread: a step begins at this host time."""
 
+    def follow(self) -> None:
+        """In the caller's thread: what the rank computes from now on comes after what the caller has launched."""
+
     def end(self) -> None:
         """In the caller's thread: what the caller launches from now on comes after the step."""
 
@@ -68,6 +71,9 @@ class CpuLane:
     def begin(self, start_s: float) -> None:
         self._start_s = start_s
 
+    def follow(self) -> None:
+        return
+
     def end(self) -> None:
         return
 
@@ -105,6 +111,9 @@ class CudaLane:
         self._base = torch.cuda.Event(enable_timing=True)
         self._base.record(self._caller)
         self._base_s = time.perf_counter() - start_s
+
+    def follow(self) -> None:
+        self._caller = torch.cuda.current_stream(self._device)
         self._compute.wait_stream(self._caller)
 
     def end(self) -> None:

@@ -1,0 +1,36 @@
+"""Updates: the optimizers of a pipeline's stages, made by the user's function."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from pipesched.errors import ModelTypeError
+from pipesched.stage import Stage
+
+__all__ = ["give_optimizers"]
+
+
+def give_optimizers(optimizer: Callable[[list[Any]], Any], stages: Mapping[int, Stage]) -> dict[int, Optimizer]:
+    """Make each stage's optimizer of its parameters; a stage where none is trainable gets none.
+
+    Raises ModelTypeError where ``optimizer`` is no function params -> Optimizer.
+    """
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        raise ModelTypeError(
+            f"optimizer is a function params -> Optimizer, called once for each stage; got {type(optimizer).__name__}; "
+            f"pass one, such as lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+    for stage in stages.values():
+        parameters = stage.parameters
+        if any(parameter.requires_grad for parameter in parameters):
+            stage.optimizer = _checked(optimizer(parameters))
+    return {index: stage.optimizer for index, stage in stages.items() if stage.optimizer is not None}
+
+
+def _checked(made: Any) -> Optimizer:
+    if not isinstance(made, Optimizer):
+        raise ModelTypeError(
+            f"optimizer(params) returns a torch.optim.Optimizer; got {type(made).__name__}; return the optimizer"
+        )
+    return made
