@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from pipesched.arguments import as_call, as_devices, as_function, as_seed, as_threads
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter, Weighting
+from pipesched.bounds import program_bound
 from pipesched.caller import Caller
 from pipesched.costs import Costs
 from pipesched.errors import InputError
@@ -334,8 +335,12 @@ class Pipeline(Wrapped):
         return simulate(self._programs.timed(self.num_microbatches), self._costs or self._profiled_costs())
 
     def _read(self, run: Timeline) -> Trace:
-        streams = self._programs.streams  # a part of a stream has no beginning from which versions could be told
-        return self._trace_of([run], () if streams else self._programs.plain(self.num_microbatches).versions)
+        if self._programs.streams:  # a part of a stream has no beginning from which versions could be told
+            return self._trace_of([run], ())
+        trace = self._trace_of([run], ())
+        program = self._programs.plain(trace.num_microbatches)
+        bound_s = program_bound(program, measured_costs([trace], program.num_stages, trace.costs))
+        return replace(trace, versions=program.versions, bound_s=bound_s)
 
     def _trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...]) -> Trace:
         name = f"{self._programs.plain(self.num_microbatches).name}, measured"

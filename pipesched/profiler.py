@@ -78,33 +78,37 @@ def stage_costs(stages: Sequence[Sequence[LayerCosts]]) -> Costs:
     )
 
 
-def measured_costs(traces: Sequence[Trace], num_stages: int, sizes: Costs | None = None) -> Costs:
-    """The medians of what each stage's actions took. Kinds that did not run cost nothing; sizes come from ``sizes``."""
+def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | None = None) -> Costs:
+    """The medians of what each stage's actions took; sizes come from the profile.
+
+    A backward that only ran whole is split in the ratio of the profile, without one it is all input gradients; one that
+    only ran split takes both parts together. Other kinds that did not run cost nothing.
+    """
     seen: dict[tuple[int, Kind], list[float]] = {}
     for trace in traces:
         for span in trace.spans:
             seen.setdefault((span.action.stage, span.action.kind), []).append(span.end_s - span.start_s)
 
-    def medians(kind: Kind) -> tuple[float, ...]:
-        return tuple(median(seen.get((stage, kind), [0.0])) for stage in range(num_stages))
+    def medians(kind: Kind) -> list[float]:
+        return [median(seen.get((stage, kind), [0.0])) for stage in range(num_stages)]
 
-    times = Costs(
-        medians(Kind.F),
-        medians(Kind.I),
-        medians(Kind.W),
-        medians(Kind.B),
-        medians(Kind.R),
-        update_s=medians(Kind.UPDATE),
-    )
-    if sizes is None:
-        return times
-    return replace(
-        times,
-        activation_bytes=sizes.activation_bytes,
-        input_bytes=sizes.input_bytes,
-        weight_grad_bytes=sizes.weight_grad_bytes,
-        weight_bytes=sizes.weight_bytes,
-    )
+    whole, inputs, weights = medians(Kind.B), medians(Kind.I), medians(Kind.W)
+    for stage in range(num_stages):
+        if (stage, Kind.B) not in seen:
+            whole[stage] = inputs[stage] + weights[stage]
+        elif (stage, Kind.I) not in seen:
+            parts = (profiled.input_grad_s[stage], profiled.weight_grad_s[stage]) if profiled else (1, 0)
+            inputs[stage] = whole[stage] * parts[0] / sum(parts) if any(parts) else whole[stage]
+            weights[stage] = whole[stage] - inputs[stage]
+    times: dict[str, Any] = {
+        "forward_s": medians(Kind.F),
+        "input_grad_s": inputs,
+        "weight_grad_s": weights,
+        "backward_s": whole,
+        "recompute_s": medians(Kind.R),
+        "update_s": medians(Kind.UPDATE),
+    }
+    return Costs(**times) if profiled is None else replace(profiled, **times)
 
 
 class _Copied(nn.Module):

@@ -129,6 +129,11 @@ class Trace:
         return tuple(map(tuple, self._rows))
 
     @property
+    def num_microbatches(self) -> int:
+        """How many micro-batches the spans are of, counted from 0."""
+        return max((int(row.columns.microbatch.max()) + 1 for row in self._filled), default=0)
+
+    @property
     def start_s(self) -> float:
         """The first start over all ranks."""
         return min((_number(row.start_s[0]) for row in self._filled), default=0)
