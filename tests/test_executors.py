@@ -74,8 +74,14 @@ def test_ranks_overlap_and_dependencies_hold_in_time(name: str) -> None:
 
 
 def test_fake_updates_follow_each_other() -> None:
-    stage = FakeStage(2, Costs.uniform(3))
+    stage = FakeStage(2, Costs.uniform(3, forward_s=0, input_grad_s=0, weight_grad_s=0), versions=(0, 2))
+    with pytest.raises(ExecutionError, match="2UPDATE0 has no gradients"):
+        stage.update(0)
+    stage.forward(0, split=False, checkpointed=False)
+    stage.backward(0)
     stage.update(0)
+    with pytest.raises(ExecutionError, match="uses version 2 of stage 2, which has been updated 1 times"):
+        stage.forward(1, split=False, checkpointed=False)
     with pytest.raises(ExecutionError, match="due is number 1, but 2UPDATE2 comes"):
         stage.update(2)
 

@@ -6,7 +6,7 @@ work that is missing or done twice, a value that is not the one needed.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pipesched.actions import Action, Kind
@@ -51,18 +51,27 @@ class FakeStage:
     """A stage that computes nothing, takes the time its costs say, and checks what it is asked to do.
 
     clock: whose time passes; without one the stage sleeps, as an accelerator would compute: the processor is free.
+    versions: of the weights that each micro-batch uses, as a program's; the newest unless given.
     """
 
-    def __init__(self, index: int, costs: Costs, clock: VirtualClock | None = None) -> None:
+    def __init__(
+        self, index: int, costs: Costs, clock: VirtualClock | None = None, versions: Sequence[int] = ()
+    ) -> None:
         self.index = index
         self._costs = costs
         self._clock = clock
         self._state: dict[int, list[Kind]] = {}
-        self.updated: list[tuple[int, ...]] = []  # the micro-batches that each update applied
-        self._unapplied: list[int] = []
+        self._versions = versions
+        self._gradients: list[int] = []
+        self.updates: list[list[int]] = []  # the micro-batches that each was of
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> _Value:
         """F."""
+        if self._versions and self._versions[microbatch] > len(self.updates):
+            raise ExecutionError(
+                f"micro-batch {microbatch} uses version {self._versions[microbatch]} of stage {self.index}, "
+                f"which has been updated {len(self.updates)} times"
+            )
         self._run(Kind.F, microbatch, after=())
         self._check(arrived, Kind.F, microbatch)
         return _Value(Kind.F, self.index, microbatch)
@@ -74,6 +83,7 @@ class FakeStage:
     def backward(self, microbatch: int, *grads: Any) -> _Value:
         """B."""
         self._run(Kind.B, microbatch, after=(Kind.F,))
+        self._gradients.append(microbatch)
         self._check(grads, Kind.B, microbatch)
         return _Value(Kind.B, self.index, microbatch)
 
@@ -86,15 +96,17 @@ class FakeStage:
     def weight_grad(self, microbatch: int) -> None:
         """W."""
         self._run(Kind.W, microbatch, after=(Kind.F, Kind.I))
+        self._gradients.append(microbatch)
 
     def update(self, number: int) -> None:
         """UPDATE."""
         action = Action(self.index, Kind.UPDATE, number)
-        if number != len(self.updated) or not self._unapplied:
-            due = f"number {len(self.updated)} of the gradients of {self._unapplied or 'a micro-batch'}"
-            raise ExecutionError(f"updates follow each other, each behind a backward; due is {due}, but {action} comes")
-        self.updated.append(tuple(sorted(self._unapplied)))
-        self._unapplied.clear()
+        if number != len(self.updates):
+            raise ExecutionError(f"updates follow each other; due is number {len(self.updates)}, but {action} comes")
+        if not self._gradients:
+            raise ExecutionError(f"{action} has no gradients to apply")
+        self.updates.append(sorted(self._gradients))
+        self._gradients.clear()
         self._pass(action)
 
     def _run(self, kind: Kind, microbatch: int, after: tuple[Kind, ...]) -> None:
@@ -105,8 +117,6 @@ class FakeStage:
         if not all(need in done for need in after):
             raise ExecutionError(f"{action} needs {_names(after)} before it; it has done {_names(done)}")
         done.append(kind)
-        if kind in (Kind.B, Kind.W):
-            self._unapplied.append(microbatch)
         self._pass(action)
 
     def _pass(self, action: Action) -> None:
@@ -128,8 +138,8 @@ class FakeStage:
             done = set(self._state.get(microbatch, ())) - {Kind.R}
             if done not in (whole if visits else (set(),)):
                 yield f"stage {self.index} has done {_names(done)} for micro-batch {microbatch}"
-        if self._unapplied and program.has_updates:
-            yield f"stage {self.index} has not applied the gradients of {self._unapplied}"
+        if self._gradients and program.has_updates:
+            yield f"stage {self.index} has applied no gradients of micro-batch {self._gradients[0]}"
 
 
 def _names(kinds: Any) -> str:
@@ -177,16 +187,17 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     costs = costs or Costs.uniform(program.num_stages)
     lowered = lower(program)
     clocks = [VirtualClock() for _ in range(program.num_ranks)]
-    stages = {s: FakeStage(s, costs, clocks[rank]) for s, rank in enumerate(program.placement)}
+    versions = program.versions or ((),) * program.num_stages
+    stages = {s: FakeStage(s, costs, clocks[rank], versions[s]) for s, rank in enumerate(program.placement)}
     mail = _Mail(lowered, clocks, costs.transfer_s)
     ranks = [Rank(r, lowered, stages, mail, clock) for r, clock in enumerate(clocks)]
     _drive(ranks, mail)
     missing = [text for stage in stages.values() for text in stage.missing(program)]
     if missing:
         raise ExecutionError(f"work is missing at the end: {missing[0]}")
-    different = [stage.index for stage in stages.values() if stage.updated != stages[0].updated]
-    if different:
-        raise ExecutionError(f"stage {different[0]} has updated after other micro-batches than stage 0")
+    for index, stage in stages.items():
+        if not program.routes and stage.updates != stages[0].updates:
+            raise ExecutionError(f"stages 0 and {index} have updates of other micro-batches")
     spans = tuple(
         Span(action, rank.index, start, end, action.lane) for rank in ranks for action, start, end in rank.stamps
     )
