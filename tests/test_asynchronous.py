@@ -390,7 +390,7 @@ def test_a_program_with_updates_runs_step_by_step() -> None:
 
 def test_stages_that_share_weights_are_updated_by_the_caller() -> None:
     with pytest.raises(ScheduleError, match="4 stages share 2 weight copies; leave optimizer= out"):
-        pipeline(transformer(), "chimera", 2)
+        pipeline(transformer(), "chimera", 2, boundaries=[2])
 
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
