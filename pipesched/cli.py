@@ -1,7 +1,7 @@
 """The command ``pipesched``: list, show, check and compare schedules. It works without torch and in a moment."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,12 +105,14 @@ def _standard_input() -> Program:
         raise ScheduleError(f"-: {error}") from error
 
 
-def _program(schedule: str, ranks: int | None, microbatches: int | None, chunks: int | None = None) -> Program:
+def _program(
+    schedule: str, ranks: int | None, microbatches: int | None, chunks: int | None = None, steps: int = 1
+) -> Program:
     """The program of a schedule's name, or the one that is written in a file."""
     if Path(schedule).is_file():
         return _read(schedule)
     options = {} if chunks is None else {"chunks_per_rank": chunks}
-    return schedules.get(schedule).program(ranks or _RANKS, microbatches or _MICROBATCHES, **options)
+    return schedules.get(schedule).program(ranks or _RANKS, microbatches or _MICROBATCHES, steps=steps, **options)
 
 
 def _write(write: Callable[[Path], object], path: Path) -> None:
@@ -138,6 +140,7 @@ def list_() -> None:
 @click.argument("schedule")
 @_shape_options
 @click.option("--chunks", type=click.IntRange(min=1), help="Chunks a rank.  [default: the schedule's]")
+@click.option("--steps", type=click.IntRange(min=1), help="Steps of an asynchronous schedule, in a row.  [default: 1]")
 @_cost_options
 @click.option("--text", is_flag=True, help="Print the timeline as text, and the figures: the default.")
 @click.option("--width", type=click.IntRange(min=20), help="Columns of the text.  [default: the terminal's]")
@@ -150,6 +153,7 @@ def show(  # noqa: PLR0913  # one parameter an option
     ranks: int | None,
     microbatches: int | None,
     chunks: int | None,
+    steps: int | None,
     text: bool,
     width: int | None,
     png: Path | None,
@@ -164,11 +168,11 @@ def show(  # noqa: PLR0913  # one parameter an option
     first start) and the peaks of (stage, micro-batch) pairs in flight. Outputs combine. A file is what --program
     prints, or a .csv with a row a rank, as torch.distributed.pipelining writes.
     """
-    if Path(schedule).is_file() and (ranks or microbatches or chunks):
+    if Path(schedule).is_file() and (ranks or microbatches or chunks or steps):
         raise click.UsageError(
-            f"the program in {schedule} has its own shape; leave out --ranks, --microbatches, --chunks"
+            f"the program in {schedule} has its own shape; leave out --ranks, --microbatches, --chunks, --steps"
         )
-    program = _program(schedule, ranks, microbatches, chunks)
+    program = _program(schedule, ranks, microbatches, chunks, steps or 1)
     trace = _simulate(program, **costs)
     if as_program:
         click.echo(str(program), nl=False)
@@ -188,10 +192,13 @@ def show(  # noqa: PLR0913  # one parameter an option
 
 def _figures(trace: Trace) -> str:
     bound = "" if trace.bound_s is None else f"bound {quote_time(trace.bound_s)}; "
-    return f"{bound}span {quote_time(trace.span_s)}; peak in flight a rank: {_numbers(trace.peak_in_flight)}"
+    versions = trace.peak_versions
+    stashed = max(versions.values(), default=1) > 1
+    held = f"; versions of weights a stage: {_numbers(versions.values())}" if stashed else ""
+    return f"{bound}span {quote_time(trace.span_s)}; peak in flight a rank: {_numbers(trace.peak_in_flight)}{held}"
 
 
-def _numbers(values: tuple[int, ...]) -> str:
+def _numbers(values: Iterable[int]) -> str:
     return " ".join(map(str, values))
 
 

@@ -319,3 +319,14 @@ def test_the_command_imports_neither_torch_nor_matplotlib():
 def test_it_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "pipesched.cli", "list"], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == lines("list")
+
+
+def test_show_runs_steps_of_an_asynchronous_schedule_into_each_other():
+    *_, headline, figures = lines("show", "pipedream", "--ranks", 2, "--microbatches", 2, "--steps", 3, "--width", 120)
+    assert headline.startswith("pipedream: makespan 21 s")
+    assert figures.endswith("peak in flight a rank: 2 1; versions of weights a stage: 2 1")
+    assert "ask for one step" in run("show", "1f1b", "--steps", 2).stderr
+
+
+def test_show_counts_a_slice_as_its_share():
+    assert "makespan 13.5 s" in lines("show", "seq1f1b", "--ranks", 2, "--microbatches", 4)[2]

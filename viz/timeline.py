@@ -91,7 +91,7 @@ def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit) -> None:
     bottom, top = ax.get_ylim()
     row_pt = ax.bbox.height * 72 / ax.figure.dpi / (bottom - top) / (2 if any(bar.half for bar in drawn) else 1)
     sizes = [size for size in _FONT_PT if size <= 0.8 * row_pt]
-    room = [(bar, _width_pt(ax, bar, unit) - _MARGIN_PT) for bar in drawn]
+    room = [(bar, _width_pt(ax, bar, unit) - _MARGIN_PT) for bar in drawn if bar.end_s > bar.start_s]
     # One need for all: bars of one width then have all a number or none.
     need = _DIGIT * len(str(max((bar.microbatch for bar in drawn), default=0)))
     size = next((size for size in sizes if all(size * need <= pt for _, pt in room)), min(sizes, default=0))
