@@ -121,6 +121,14 @@ class Form:
     def _layout(self) -> tuple[list[_Piece], list[_Restored | None], int]:
         return _laid_out(self.description)
 
+    @cached_property
+    def spare(self) -> "list[Packed]":
+        """Messages of this form that are not on their way."""
+        return []
+
+    def __reduce__(self) -> Any:
+        return Form, (self.description,)
+
     @property
     def nbytes(self) -> int:
         """How many bytes the tensors take in a message."""
