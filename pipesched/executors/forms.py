@@ -5,6 +5,7 @@ says how the tensors' bytes are laid into one message, and how the value is put 
 with the strides it had, since results depend on them, and sharing memory where its tensors did.
 """
 
+import io
 import pickle
 from collections import Counter
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipesched.errors import ExecutionError
-from pipesched.payload import Payload
+from pipesched.payload import Payload, pytree
 
 __all__ = ["Form", "Packed", "describe"]
 
@@ -111,9 +112,20 @@ def _memory(leaf: Any) -> int:
     return leaf.untyped_storage().data_ptr()
 
 
+class _Pickler(pickle.Pickler):
+    """Writes a leaf's spec as a call: what torch itself writes gives a FutureWarning when it is read."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        return (_leaf_spec, ()) if isinstance(thing, pytree.TreeSpec) and thing.is_leaf() else NotImplemented
+
+
+def _leaf_spec() -> pytree.TreeSpec:
+    return pytree.tree_flatten(0)[1]
+
+
 @dataclass(frozen=True)
 class Form:
-    """The form of a value: pickled once, known to both sides from then on."""
+    """The form of a value: written once, known to both sides from then on."""
 
     description: Description
 
@@ -126,8 +138,16 @@ class Form:
         """Messages of this form that are not on their way."""
         return []
 
-    def __reduce__(self) -> Any:
-        return Form, (self.description,)
+    def written(self) -> bytes:
+        """The form as bytes."""
+        file = io.BytesIO()
+        _Pickler(file).dump(self.description)
+        return file.getvalue()
+
+    @classmethod
+    def read(cls, written: bytes) -> "Form":
+        """The inverse of ``written``."""
+        return cls(pickle.loads(written))
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,6 @@ Receives take fresh memory, and what is received lies in it: the allocator hands
 second copy is made.
 """
 
-import pickle
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
@@ -105,6 +104,10 @@ class _Book:
         self._news = {}
 
 
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 class _Sent(NamedTuple):
     """A message that the other end may not have taken. spare: where its memory is used again."""
 
@@ -148,7 +151,7 @@ class Outgoing:
 
     def _send_unforeseen(self, form: Form, leaves: tuple[Any, ...]) -> None:
         """The header alone goes where a message was foreseen; the form and the data follow on the side."""
-        written = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
+        written = _as_tensor(form.written())
         announced = self._bare.pop() if self._bare else Packed(None, _HEADER)
         _FIELDS.pack_into(announced.header, 0, len(written), form.nbytes, *self._taken())
         self._sent.append(_Sent(self._start(announced.tensor, self._tag), announced, self._bare))
@@ -235,8 +238,7 @@ class Incoming:
         works = [self._start(memory, self._tag + 1) for memory in (written, data) if len(memory)]
         for work in works:
             _wait(work, self._peer)
-        form: Form = pickle.loads(written.numpy().tobytes())
-        return form, data
+        return Form.read(written.numpy().tobytes()), data
 
     def _start(self, memory: Tensor, tag: int) -> Work:
         try:
@@ -270,18 +272,21 @@ class _Neighbour:
         self.outgoing[1].acknowledged(backward)
 
     def open(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]], identity: bytes) -> None:
-        """Begin a run: say what it is and what is foreseen. keys: by (outgoing, backward)."""
+        """Begin a run: say what it is and what is foreseen, where messages go. keys: by (outgoing, backward)."""
         for backward in (False, True):
             self.outgoing[backward].open(keys.get((True, backward), ()))
             self.incoming[backward].open(keys.get((False, backward), ()))
         if self._opening is not None:
-            _wait(self._opening.work, self.peer)
-        said, self._due = self._words(identity, self.outgoing), self._words(identity, self.incoming)
-        words = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        heard = torch.empty(len(self._due), dtype=torch.uint8)
+            opening, self._opening = self._opening, None  # gloo's second wait for one operation never ends
+            _wait(opening.work, self.peer)
         try:
-            self._opening = _Sent(self._port.send([words], self.peer, _OPENING), words)
-            self._opened = heard, self._port.recv([heard], self.peer, _OPENING)
+            if any(end.book.foreseen for end in self.outgoing):
+                words = _as_tensor(self._words(identity, self.outgoing))
+                self._opening = _Sent(self._port.send([words], self.peer, _OPENING), words)
+            if any(end.book.foreseen for end in self.incoming):
+                self._due = self._words(identity, self.incoming)
+                heard = torch.empty(len(self._due), dtype=torch.uint8)
+                self._opened = heard, self._port.recv([heard], self.peer, _OPENING)
         except RuntimeError as error:
             raise _lost(self.peer, error) from None
 
