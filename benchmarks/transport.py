@@ -23,11 +23,12 @@ from pipesched import lower, schedules
 from pipesched.actions import Lane
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import Work
-from pipesched.executors.wire import Wire
+from pipesched.executors.sockets import SocketPort, own_host
+from pipesched.executors.wire import Ports, Wire
 from pipesched.payload import Payload
 from pipesched.stage import Feed
 
-SIZES = (64, 256 * 1024)  # bytes
+SIZES = (64, 256 * 1024, 4 << 20)  # bytes
 NUM_MICROBATCHES = 64
 
 
@@ -98,7 +99,8 @@ def serve(rank: int, port: int, rounds: int, messages: int) -> None:
     store = distributed.TCPStore("127.0.0.1", port, None, False)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     group = distributed.group.WORLD
-    wire = Wire(group, ())
+    sockets = SocketPort(distributed.PrefixStore("transport", store), rank, own_host(store), 60)
+    wire = Wire(Ports(sockets, group), ())
     for nbytes in SIZES:
         raw, ours = rounds_raw(group, nbytes, messages), rounds_wire(group, wire, nbytes, messages)
         for run in (ours, raw):  # the wire foresees forms from its second round on

@@ -133,6 +133,19 @@ def round_trips(group: Any, seeds: list[int]) -> int:
     return seen
 
 
+def long_values(group: Any, kilobytes: list[int]) -> int:
+    """Values longer than the buffers of a connection, all sent before the first is received."""
+    outputs = [Payload.of(torch.full((size, 256), float(size))) for size in kilobytes]
+    grads = [one.leaves for one in outputs]
+    program = lower(schedules.get("gpipe").program(2, len(outputs)))
+    executor = DistributedExecutor(group, timeout_s=10)
+    for _ in range(3):
+        stages = {index: Carries(index, outputs, grads) for index in range(2)}
+        executor.run(work(program, stages), grad=False, looks=kilobytes)
+    executor.close()
+    return stages[group.rank()].seen
+
+
 # ---- programs -----------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,11 @@ def test_any_value_crosses_and_comes_out_as_it_was(ranks: Ranks, seeds: list[int
     assert ranks.run(2, jobs.round_trips, seeds) == [5 * len(seeds)] * 2
 
 
+@pytest.mark.parametrize("kilobytes", [[1000] * 20, [3000, 1, 3000, 1000, 1, 3000] * 2], ids=["one port", "both"])
+def test_long_values_cross(ranks: Ranks, kilobytes: list[int]) -> None:
+    assert ranks.run(2, jobs.long_values, kilobytes) == [len(kilobytes)] * 2
+
+
 OUT_OF_ORDER = [
     "microbatches 2\nrank 0: 0F0 0F1 0B1 0B0\nrank 1: 1F1 1F0 1B0 1B1\n",
     "microbatches 3\nrank 0: 0F2 0F0 0F1 0B0 0B1 0B2\nrank 1: 1F1 1F2 1F0 1B2 1B1 1B0\n",

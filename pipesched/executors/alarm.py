@@ -14,7 +14,7 @@ from weakref import finalize
 
 __all__ = ["Alarm", "Fault", "Store"]
 
-_FOREVER = timedelta(days=1000)
+_LONG = timedelta(days=1)
 _FAULT = "fault"
 
 
@@ -23,6 +23,9 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> Any:
         """Write."""
+
+    def get(self, key: str, /) -> Any:
+        """Read, once it is there."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> Any:
         """Write where the key has the expected value, "" for none. Returns its value then."""
@@ -89,8 +92,17 @@ def _wake(store: Store, rank: int) -> None:
 
 
 def _sleep(store: Store, rank: int, rung: threading.Event, hang_up: Callable[[], None]) -> None:
-    with suppress(RuntimeError):
-        store.wait([f"awake/{rank}"], _FOREVER)
+    with suppress(RuntimeError):  # the store's host is gone
+        while not _awoken(store, rank):
+            pass
         if store.check([_FAULT]):
             rung.set()
             hang_up()
+
+
+def _awoken(store: Store, rank: int) -> bool:
+    try:
+        store.wait([f"awake/{rank}"], _LONG)
+    except RuntimeError:
+        return store.check([f"awake/{rank}"])
+    return True

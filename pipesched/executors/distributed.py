@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, distributed
@@ -28,8 +29,9 @@ from pipesched.errors import ExecutionError
 from pipesched.executors.alarm import Alarm
 from pipesched.executors.interpreter import Rank, interpret
 from pipesched.executors.local import Timeline, Work
+from pipesched.executors.sockets import SocketPort, own_host
 from pipesched.executors.streams import lane_for
-from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Port, Wire, digest
+from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Port, Ports, Wire, digest
 from pipesched.payload import Payload, pytree
 from pipesched.program import Program
 from pipesched.trace import Span
@@ -156,8 +158,10 @@ class DistributedExecutor:
                 f"all {self.num_ranks} ranks make their pipeline together; rank {self.rank} waited {timeout_s:g} s; "
                 f"make it on every rank, or raise the timeout ({error})"
             ) from None
-        self._wire: Wire | None = Wire(port, _IDENTITY)
-        self._alarm = Alarm(store, self.rank, self.num_ranks, _hang_up(port, self.rank, self.num_ranks))
+        sockets = SocketPort(store, self.rank, own_host(store), timeout_s)
+        self._wire: Wire | None = Wire(Ports(sockets, port), _IDENTITY)
+        self._end_sockets = finalize(self, sockets.close)
+        self._alarm = Alarm(store, self.rank, self.num_ranks, _hang_up(sockets, port, self.rank, self.num_ranks))
         with self._one_at_a_time("making a pipeline"):
             self._clock_s = _clock_offset(port, self.rank, self.num_ranks)
 
@@ -335,6 +339,7 @@ class DistributedExecutor:
         wire, self._wire, self._shared = self._wire, None, None
         if wire is not None:
             self._alarm.end()
+            self._end_sockets()
 
     def close(self) -> None:
         """End it, once the other ranks have what was sent to them. Raises ExecutionError from within a step."""
@@ -367,10 +372,11 @@ def _own_store(store: Any, rank: int) -> Any:
     return distributed.PrefixStore(f"pipesched/{number}", store)  # type: ignore[attr-defined]  # public all the same
 
 
-def _hang_up(port: Any, rank: int, num_ranks: int) -> Callable[[], None]:
-    """Ends every wait of this rank: a receive that times out closes all its connections."""
+def _hang_up(sockets: SocketPort, port: Any, rank: int, num_ranks: int) -> Callable[[], None]:
+    """Ends every wait of this rank. In gloo, a receive that times out closes all connections."""
 
     def hang_up() -> None:
+        sockets.hang_up()
         if num_ranks > 1:
             with suppress(RuntimeError):
                 port.recv([torch.empty(1)], (rank + 1) % num_ranks, _HANG_UP).wait(timedelta(milliseconds=1))

@@ -1,4 +1,4 @@
-"""Wire: values from rank to rank over a process group, in channels that are first in, first out.
+"""Wire: values from rank to rank, in channels that are first in, first out.
 
 A value is one message: a header of 64 bytes, then the bytes of all its tensors, laid out by its form. What form a
 message will have is foreseen from the last one with the same key (edge, kind, and what its micro-batch looks like),
@@ -26,7 +26,18 @@ from torch import Tensor
 from pipesched.errors import ExecutionError
 from pipesched.executors.forms import Form, Packed, describe
 
-__all__ = ["COLLECT", "SHARE", "ConnectionLostError", "Incoming", "Messages", "Outgoing", "Port", "Wire", "digest"]
+__all__ = [
+    "COLLECT",
+    "SHARE",
+    "ConnectionLostError",
+    "Incoming",
+    "Messages",
+    "Outgoing",
+    "Port",
+    "Ports",
+    "Wire",
+    "digest",
+]
 
 _HEADER = 64  # bytes
 _FIELDS = Struct("<4q")  # bytes of a pickled form that follows, bytes of its data, messages taken: forward, backward
@@ -51,6 +62,18 @@ class Port(Protocol):
 
     def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Work:
         """Start to receive, into as much memory as is sent, or more."""
+
+
+class Ports(NamedTuple):
+    """Which port takes a message, by how long it is foreseen to be: both ends say the same."""
+
+    short: Port
+    long: Port
+    limit: int = 1 << 20  # bytes; about what the buffers of a connection hold
+
+    def of(self, nbytes: int) -> Port:
+        """The port for a message of so many bytes."""
+        return self.short if nbytes < self.limit else self.long
 
 
 class ConnectionLostError(ExecutionError):
@@ -120,10 +143,10 @@ class Outgoing:
     """The sending end of a channel. taken: counts to acknowledge in each header."""
 
     def __init__(
-        self, port: Port, peer: int, tag: int, taken: Callable[[], tuple[int, int]] = lambda: _NEITHER
+        self, ports: Ports, peer: int, tag: int, taken: Callable[[], tuple[int, int]] = lambda: _NEITHER
     ) -> None:
         self.book = _Book()
-        self._port, self._peer, self._tag, self._taken = port, peer, tag, taken
+        self._ports, self._peer, self._tag, self._taken = ports, peer, tag, taken
         self._position = 0
         self._retired = 0
         self._sent: deque[_Sent] = deque()
@@ -141,30 +164,30 @@ class Outgoing:
         description, leaves = describe(value)
         form = self.book.foreseen[self._position]
         if form is None or form.description != description:
-            self._send_unforeseen(Form(description), leaves)
+            self._send_unforeseen(Form(description), leaves, form.nbytes if form else 0)
         else:
             packed = form.spare.pop() if form.spare else Packed(form, _HEADER)
             packed.fill(leaves)
             _FIELDS.pack_into(packed.header, 0, 0, 0, *self._taken())
-            self._sent.append(_Sent(self._start(packed.tensor, self._tag), packed, form.spare))
+            self._sent.append(_Sent(self._start(packed.tensor, self._tag, form.nbytes), packed, form.spare))
         self._position += 1
 
-    def _send_unforeseen(self, form: Form, leaves: tuple[Any, ...]) -> None:
+    def _send_unforeseen(self, form: Form, leaves: tuple[Any, ...], foreseen: int) -> None:
         """The header alone goes where a message was foreseen; the form and the data follow on the side."""
         written = _as_tensor(form.written())
         announced = self._bare.pop() if self._bare else Packed(None, _HEADER)
         _FIELDS.pack_into(announced.header, 0, len(written), form.nbytes, *self._taken())
-        self._sent.append(_Sent(self._start(announced.tensor, self._tag), announced, self._bare))
+        self._sent.append(_Sent(self._start(announced.tensor, self._tag, foreseen), announced, self._bare))
         data = Packed(form, 0)
         data.fill(leaves)
         for tensor in (written, data.tensor):
             if len(tensor):
-                self._aside.append(_Sent(self._start(tensor, self._tag + 1), tensor))
+                self._aside.append(_Sent(self._start(tensor, self._tag + 1, len(tensor)), tensor))
         self.book.note(self._position, form)
 
-    def _start(self, tensor: Tensor, tag: int) -> Work:
+    def _start(self, tensor: Tensor, tag: int, foreseen: int) -> Work:
         try:
-            return self._port.send([tensor], self._peer, tag)
+            return self._ports.of(foreseen).send([tensor], self._peer, tag)
         except RuntimeError as error:
             raise _lost(self._peer, error) from None
 
@@ -191,14 +214,14 @@ class Incoming:
 
     def __init__(
         self,
-        port: Port,
+        ports: Ports,
         peer: int,
         tag: int,
         acknowledge: Callable[[int, int], None] = lambda forward, backward: None,
     ) -> None:
         self.book = _Book()
         self.taken = 0
-        self._port, self._peer, self._tag, self._acknowledge = port, peer, tag, acknowledge
+        self._ports, self._peer, self._tag, self._acknowledge = ports, peer, tag, acknowledge
         self._posted: deque[tuple[Tensor, Work]] = deque()
         self._next = 0
 
@@ -212,8 +235,9 @@ class Incoming:
         foreseen = self.book.foreseen
         while self._next < len(foreseen) and len(self._posted) < ahead:
             form = foreseen[self._next]
-            memory = torch.empty(_HEADER + (form.nbytes if form else 0), dtype=torch.uint8)
-            self._posted.append((memory, self._start(memory, self._tag)))
+            nbytes = form.nbytes if form else 0
+            memory = torch.empty(_HEADER + nbytes, dtype=torch.uint8)
+            self._posted.append((memory, self._start(memory, self._tag, nbytes)))
             self._next += 1
 
     def receive(self) -> Any:
@@ -235,14 +259,14 @@ class Incoming:
 
     def _receive_unforeseen(self, form_bytes: int, data_bytes: int) -> tuple[Form, Tensor]:
         written, data = (torch.empty(size, dtype=torch.uint8) for size in (form_bytes, data_bytes))
-        works = [self._start(memory, self._tag + 1) for memory in (written, data) if len(memory)]
+        works = [self._start(memory, self._tag + 1, len(memory)) for memory in (written, data) if len(memory)]
         for work in works:
             _wait(work, self._peer)
         return Form.read(written.numpy().tobytes()), data
 
-    def _start(self, memory: Tensor, tag: int) -> Work:
+    def _start(self, memory: Tensor, tag: int, foreseen: int) -> Work:
         try:
-            return self._port.recv([memory], self._peer, tag)
+            return self._ports.of(foreseen).recv([memory], self._peer, tag)
         except RuntimeError as error:
             raise _lost(self._peer, error) from None
 
@@ -255,10 +279,10 @@ _FORWARD, _BACKWARD, _OPENING, SHARE, COLLECT = 0, 2, 4, 6, 8  # tags; the odd o
 class _Neighbour:
     """A rank with which there are channels, forward and backward, out and in."""
 
-    def __init__(self, port: Port, peer: int) -> None:
-        self._port, self.peer = port, peer
-        self.outgoing = tuple(Outgoing(port, peer, tag, self._taken) for tag in (_FORWARD, _BACKWARD))
-        self.incoming = tuple(Incoming(port, peer, tag, self._acknowledge) for tag in (_FORWARD, _BACKWARD))
+    def __init__(self, ports: Ports, peer: int) -> None:
+        self._port, self.peer = ports.short, peer
+        self.outgoing = tuple(Outgoing(ports, peer, tag, self._taken) for tag in (_FORWARD, _BACKWARD))
+        self.incoming = tuple(Incoming(ports, peer, tag, self._acknowledge) for tag in (_FORWARD, _BACKWARD))
         self._opened: tuple[Tensor, Work] | None = None
         self._opening: _Sent | None = None
         self._due = b""
@@ -319,8 +343,8 @@ Messages = Mapping[int, Mapping[tuple[bool, bool], Sequence[Hashable]]]
 class Wire:
     """All channels of one rank; made when first used. names: what the parts of an identity are, for errors."""
 
-    def __init__(self, port: Port, names: Sequence[str]) -> None:
-        self._port, self._names = port, names
+    def __init__(self, ports: Ports, names: Sequence[str]) -> None:
+        self._ports, self._names = ports, names
         self._neighbours: dict[int, _Neighbour] = {}
         self._single: dict[tuple[bool, int, int], Outgoing | Incoming] = {}
 
@@ -328,7 +352,7 @@ class Wire:
         """Begin a run with these messages. identity: a digest for each name."""
         for peer, channels in keys.items():
             if peer not in self._neighbours:
-                self._neighbours[peer] = _Neighbour(self._port, peer)
+                self._neighbours[peer] = _Neighbour(self._ports, peer)
             self._neighbours[peer].open(channels, identity)
 
     def send(self, peer: int, backward: bool, value: Any) -> None:
@@ -343,14 +367,14 @@ class Wire:
 
     def tell(self, peer: int, tag: int, value: Any) -> None:
         """Send one value outside of runs, or beside them, without waiting."""
-        channel = self._single.setdefault((True, peer, tag), Outgoing(self._port, peer, tag))
+        channel = self._single.setdefault((True, peer, tag), Outgoing(self._ports, peer, tag))
         assert isinstance(channel, Outgoing)
         channel.open(_ONE)
         channel.send(value)
 
     def ask(self, peer: int, tag: int) -> Callable[[], Any]:
         """Post the receive of such a value; what is returned waits for it."""
-        channel = self._single.setdefault((False, peer, tag), Incoming(self._port, peer, tag))
+        channel = self._single.setdefault((False, peer, tag), Incoming(self._ports, peer, tag))
         assert isinstance(channel, Incoming)
         channel.open(_ONE)
         channel.post()
