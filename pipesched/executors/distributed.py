@@ -31,7 +31,7 @@ from pipesched.executors.interpreter import Rank, interpret
 from pipesched.executors.local import Timeline, Work
 from pipesched.executors.sockets import SocketPort, own_host
 from pipesched.executors.streams import lane_for
-from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Port, Ports, Wire, digest
+from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Ports, Wire, digest
 from pipesched.payload import Payload, pytree
 from pipesched.program import Program
 from pipesched.trace import Span
@@ -384,7 +384,7 @@ def _hang_up(sockets: SocketPort, port: Any, rank: int, num_ranks: int) -> Calla
     return hang_up
 
 
-def _clock_offset(port: Port, rank: int, num_ranks: int) -> float:
+def _clock_offset(port: Any, rank: int, num_ranks: int) -> float:
     """What to add to this rank's clock to get rank 0's, in seconds; right to half of the fastest round trip."""
     answer = torch.zeros(1, dtype=torch.float64)
     try:
@@ -401,7 +401,7 @@ def _clock_offset(port: Port, rank: int, num_ranks: int) -> float:
     return 0.0
 
 
-def _trip(port: Port, answer: Tensor) -> tuple[float, float]:
+def _trip(port: Any, answer: Tensor) -> tuple[float, float]:
     """(how long a round trip took, the offset that it says)."""
     start_s = time.perf_counter()
     port.send([answer], 0, _CLOCK).wait()

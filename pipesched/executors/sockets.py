@@ -39,16 +39,6 @@ def own_host(store: Any) -> str:
         return str(route.getsockname()[0])
 
 
-class _Done:
-    """A send that is complete."""
-
-    def wait(self) -> None:
-        return
-
-
-_DONE = _Done()
-
-
 class _Pending(NamedTuple):
     """A send whose rest a thread writes."""
 
@@ -71,7 +61,7 @@ class _Sender:
         self._behind = 0  # messages with the thread: until there are none, all others go behind them
         self._queue: SimpleQueue[_Pending] | None = None
 
-    def send(self, tensor: Tensor) -> Any:
+    def send(self, tensor: Tensor) -> _Pending | None:
         parts = [memoryview(_LENGTH.pack(len(tensor))), tensor.numpy().data]
         with self._lock:
             if not self._behind:
@@ -80,7 +70,7 @@ class _Sender:
                 except BlockingIOError:
                     sent = 0
                 if sent == len(tensor) + _LENGTH.size:
-                    return _DONE
+                    return None
                 parts = [part[max(0, sent - start) :] for part, start in zip(parts, (0, _LENGTH.size), strict=True)]
             self._behind += 1
         if self._queue is None:
@@ -147,15 +137,15 @@ class SocketPort:
         self._accepted: dict[tuple[int, int], socket.socket] = {}
         store.set(f"address/{rank}", json.dumps([host, self._listener.getsockname()[1], self._word.hex()]))
 
-    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Any:
-        """Send one tensor of bytes, without waiting."""
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> _Pending | None:
+        """Send one tensor of bytes, without waiting. None: it is complete."""
         try:
             sender = self._senders.get((to, tag)) or self._connect(to, tag)
             return sender.send(tensors[0])
         except OSError as error:
             raise RuntimeError(str(error)) from None
 
-    def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Any:
+    def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> _Receive:
         """Receive into one tensor of bytes, at least as long as what comes, once it is waited for."""
         return _Receive(self, (from_, tag), tensors[0])
 

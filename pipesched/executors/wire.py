@@ -6,9 +6,9 @@ so receives are posted before their messages are sent. A form that was not fores
 follows, with its data, on a side channel; from the next run on it is foreseen. Both ends keep the same book of
 forms, and compare what they foresee before the first message of a run: shapes that change cost time, never a crash.
 
-A send never waits for its receiver. Its message is a copy, so the tensors are free at once; the copy is used again
-when the other end has said, in the header of a message that comes back, that it has taken it. (gloo tells of a
-finished send only who waits for it.) What nobody acknowledged is waited for when the next run begins.
+A send never waits for its receiver. Its message is a copy, so the tensors are free at once. The copy is used again as
+soon as it is written, or, where only waiting tells (gloo), when the other end has said in the header of a message
+that comes back that it has taken it. What nobody acknowledged is waited for when the next run begins.
 
 Receives take fresh memory, and what is received lies in it: the allocator hands out again what was freed, and no
 second copy is made.
@@ -57,8 +57,8 @@ class Work(Protocol):
 class Port(Protocol):
     """What is used of a process group: (tensors, rank in the group, tag)."""
 
-    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work:
-        """Start to send."""
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work | None:
+        """Start to send. None: the memory may be used again at once."""
 
     def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Work:
         """Start to receive, into as much memory as is sent, or more."""
@@ -134,6 +134,7 @@ def _as_tensor(data: bytes) -> Tensor:
 class _Sent(NamedTuple):
     """A message that the other end may not have taken. spare: where its memory is used again."""
 
+    position: int
     work: Work
     message: Packed | Tensor
     spare: list[Packed] | None = None
@@ -148,7 +149,6 @@ class Outgoing:
         self.book = _Book()
         self._ports, self._peer, self._tag, self._taken = ports, peer, tag, taken
         self._position = 0
-        self._retired = 0
         self._sent: deque[_Sent] = deque()
         self._aside: deque[_Sent] = deque()
         self._bare: list[Packed] = []  # headers alone
@@ -156,7 +156,7 @@ class Outgoing:
     def open(self, keys: Sequence[Hashable]) -> None:
         """Begin a run, once what the one before has sent is taken."""
         self.drain()
-        self._position = self._retired = 0
+        self._position = 0
         self.book.open(keys)
 
     def send(self, value: Any) -> None:
@@ -169,7 +169,7 @@ class Outgoing:
             packed = form.spare.pop() if form.spare else Packed(form, _HEADER)
             packed.fill(leaves)
             _FIELDS.pack_into(packed.header, 0, 0, 0, *self._taken())
-            self._sent.append(_Sent(self._start(packed.tensor, self._tag, form.nbytes), packed, form.spare))
+            self._start(packed, form.spare, form.nbytes)
         self._position += 1
 
     def _send_unforeseen(self, form: Form, leaves: tuple[Any, ...], foreseen: int) -> None:
@@ -177,15 +177,22 @@ class Outgoing:
         written = _as_tensor(form.written())
         announced = self._bare.pop() if self._bare else Packed(None, _HEADER)
         _FIELDS.pack_into(announced.header, 0, len(written), form.nbytes, *self._taken())
-        self._sent.append(_Sent(self._start(announced.tensor, self._tag, foreseen), announced, self._bare))
+        self._start(announced, self._bare, foreseen)
         data = Packed(form, 0)
         data.fill(leaves)
         for tensor in (written, data.tensor):
-            if len(tensor):
-                self._aside.append(_Sent(self._start(tensor, self._tag + 1, len(tensor)), tensor))
+            if len(tensor) and (work := self._begin(tensor, self._tag + 1, len(tensor))) is not None:
+                self._aside.append(_Sent(self._position, work, tensor))
         self.book.note(self._position, form)
 
-    def _start(self, tensor: Tensor, tag: int, foreseen: int) -> Work:
+    def _start(self, packed: Packed, spare: list[Packed], foreseen: int) -> None:
+        work = self._begin(packed.tensor, self._tag, foreseen)
+        if work is None:
+            spare.append(packed)
+        else:
+            self._sent.append(_Sent(self._position, work, packed, spare))
+
+    def _begin(self, tensor: Tensor, tag: int, foreseen: int) -> Work | None:
         try:
             return self._ports.of(foreseen).send([tensor], self._peer, tag)
         except RuntimeError as error:
@@ -193,8 +200,7 @@ class Outgoing:
 
     def acknowledged(self, count: int) -> None:
         """The other end has taken so many messages of this run."""
-        while self._retired < count:
-            self._retired += 1
+        while self._sent and self._sent[0].position < count:
             self._retire(self._sent.popleft())
 
     def _retire(self, sent: _Sent) -> None:
@@ -284,7 +290,7 @@ class _Neighbour:
         self.outgoing = tuple(Outgoing(ports, peer, tag, self._taken) for tag in (_FORWARD, _BACKWARD))
         self.incoming = tuple(Incoming(ports, peer, tag, self._acknowledge) for tag in (_FORWARD, _BACKWARD))
         self._opened: tuple[Tensor, Work] | None = None
-        self._opening: _Sent | None = None
+        self._opening: tuple[Tensor, Work] | None = None
         self._due = b""
 
     def _taken(self) -> tuple[int, int]:
@@ -301,12 +307,13 @@ class _Neighbour:
             self.outgoing[backward].open(keys.get((True, backward), ()))
             self.incoming[backward].open(keys.get((False, backward), ()))
         if self._opening is not None:
-            opening, self._opening = self._opening, None  # gloo's second wait for one operation never ends
-            _wait(opening.work, self.peer)
+            (_, work), self._opening = self._opening, None  # gloo's second wait for one operation never ends
+            _wait(work, self.peer)
         try:
             if any(end.book.foreseen for end in self.outgoing):
                 words = _as_tensor(self._words(identity, self.outgoing))
-                self._opening = _Sent(self._port.send([words], self.peer, _OPENING), words)
+                sending = self._port.send([words], self.peer, _OPENING)
+                self._opening = None if sending is None else (words, sending)
             if any(end.book.foreseen for end in self.incoming):
                 self._due = self._words(identity, self.incoming)
                 heard = torch.empty(len(self._due), dtype=torch.uint8)
