@@ -338,10 +338,13 @@ class Raises(FakeStage):
 
     failing: Action | None = None
     how: Any = None
+    slow: Action | None = None
 
     def _run(self, kind: Kind, microbatch: int, after: Any) -> None:
         if self.failing == Action(self.index, kind, microbatch):
             self.how()
+        if self.slow == Action(self.index, kind, microbatch):
+            be_late()
         super()._run(kind, microbatch, after)
 
 
@@ -357,7 +360,9 @@ def be_late() -> None:
     time.sleep(2)
 
 
-def fail(group: Any, failing: Action, how: Any, timeout_s: float = 10) -> tuple[float, str, str, list[str], str]:
+def fail(
+    group: Any, failing: Action, how: Any, timeout_s: float = 10, slow: Action | None = None
+) -> tuple[float, str, str, list[str], str]:
     """One good step, then one that fails. Returns seconds, type, text, notes, and what the next step says."""
     executor = DistributedExecutor(group, timeout_s=timeout_s)
     program = lower(schedules.get("1f1b").program(group.size(), 8))
@@ -370,7 +375,7 @@ def fail(group: Any, failing: Action, how: Any, timeout_s: float = 10) -> tuple[
     start_s = time.perf_counter()
     caught: BaseException = AssertionError("nothing was raised")
     try:
-        step(type("Failing", (Raises,), {"failing": failing, "how": staticmethod(how)}), executor)
+        step(type("Failing", (Raises,), {"failing": failing, "how": staticmethod(how), "slow": slow}), executor)
     except BaseException as error:
         caught = error
     seconds = time.perf_counter() - start_s

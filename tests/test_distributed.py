@@ -24,7 +24,7 @@ def ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(deadline=None, derandomize=True, max_examples=16)
 @given(seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=12))
 def test_any_value_crosses_and_comes_out_as_it_was(ranks: Ranks, seeds: list[int]) -> None:
     assert ranks.run(2, jobs.round_trips, seeds) == [5 * len(seeds)] * 2
@@ -132,6 +132,13 @@ def test_an_error_in_one_rank_stops_all(ranks: Ranks, stage: int, kind: str) -> 
             assert text.startswith(f"a rank that fails stops all; {said}")
             assert f"rank {rank} of 4 stopped" in text
         assert after.startswith(f"a closed pipeline does not run; {said}")
+
+
+def test_who_waits_for_a_rank_that_computes_stops_at_once(ranks: Ranks) -> None:
+    """Rank 2 fails while rank 1 computes for 2 s; rank 0 waits for rank 1 and need not."""
+    results = ranks.run(3, jobs.fail, Action.parse("2F0"), jobs.divide, 10, Action.parse("1F1"))
+    assert results[0][0] < 1.5 < results[1][0]
+    assert all("rank 2 failed: ZeroDivisionError" in results[rank][2] for rank in (0, 1))
 
 
 def test_a_rank_that_sticks_ends_by_timeout(ranks: Ranks) -> None:
