@@ -15,6 +15,7 @@ from weakref import finalize
 __all__ = ["Alarm", "Fault", "Store"]
 
 _LONG = timedelta(days=1)
+_PATIENCE_S = 5  # for a store that does not answer
 _FAULT = "fault"
 
 
@@ -83,7 +84,7 @@ class Alarm:
     def end(self) -> None:
         """End the thread."""
         self._finalizer()
-        self._thread.join()
+        self._thread.join(_PATIENCE_S)
 
 
 def _wake(store: Store, rank: int) -> None:

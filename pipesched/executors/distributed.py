@@ -13,7 +13,7 @@ What no proof covers, a rank that raises, dies or sticks, ends in the others wit
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +31,7 @@ from pipesched.executors.interpreter import Rank, interpret
 from pipesched.executors.local import Timeline, Work
 from pipesched.executors.sockets import SocketPort, own_host
 from pipesched.executors.streams import lane_for
-from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Ports, Wire, digest
+from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Messages, Ports, Wire, digest
 from pipesched.payload import Payload, pytree
 from pipesched.program import Program
 from pipesched.trace import Span
@@ -69,7 +69,7 @@ class _Messages:
     def __init__(self, program: Program, order: tuple[Action, ...]) -> None:
         self.order = order
         self._edges: dict[int, dict[tuple[bool, bool], list[tuple[int, int, int]]]] = {}
-        self._last: tuple[Any, Any] | None = None
+        self._last: tuple[Any, tuple[Messages, bytes]] | None = None
         for stage, kind, microbatch, peer in order:
             if peer is not None:
                 channels = self._edges.setdefault(program.placement[peer], {})
@@ -77,8 +77,8 @@ class _Messages:
                 ends = (stage, peer) if kind in _OUTGOING else (peer, stage)
                 edge.append((*ends, microbatch))
 
-    def keys(self, looks: Sequence[Hashable], grad: bool) -> Mapping[int, Mapping[tuple[bool, bool], list[Hashable]]]:
-        """By what each message's form is foreseen; the same object as long as nothing changes."""
+    def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes]:
+        """By what each message's form is foreseen, and a digest of it; the same objects as long as nothing changes."""
         asked = tuple(looks), grad
         if self._last is None or self._last[0] != asked:
             keys: dict[int, dict[tuple[bool, bool], list[Hashable]]] = {
@@ -88,9 +88,8 @@ class _Messages:
                 }
                 for peer, channels in self._edges.items()
             }
-            self._last = asked, keys
-        found: Mapping[int, Mapping[tuple[bool, bool], list[Hashable]]] = self._last[1]
-        return found
+            self._last = asked, (keys, digest(repr(asked).encode()))
+        return self._last[1]
 
 
 class _Ends:
@@ -190,8 +189,8 @@ class DistributedExecutor:
         program, wire = work.program, self._open_wire()
         order = program.orders[self.rank] if work.orders is None else work.orders[self.rank]
         messages = self._messages_of(program, order)
-        identity = self._agreed(program), digest(repr((looks, caller.grad)).encode()), digest(b"%d" % self._steps)
-        wire.open(messages.keys(looks, caller.grad), b"".join(identity))
+        keys, batch = messages.keys(looks, caller.grad)
+        wire.open(keys, self._agreed(program) + batch + digest(b"%d" % self._steps))
         self._steps += 1
         work.prepare(caller)
         start_s = time.perf_counter()

@@ -59,7 +59,8 @@ class _Sender:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._behind = 0  # messages with the thread: until there are none, all others go behind them
-        self._queue: SimpleQueue[_Pending] | None = None
+        self._queue: SimpleQueue[_Pending] = SimpleQueue()
+        self._writer: threading.Thread | None = None
 
     def send(self, tensor: Tensor) -> _Pending | None:
         parts = [memoryview(_LENGTH.pack(len(tensor))), tensor.numpy().data]
@@ -73,26 +74,32 @@ class _Sender:
                     return None
                 parts = [part[max(0, sent - start) :] for part, start in zip(parts, (0, _LENGTH.size), strict=True)]
             self._behind += 1
-        if self._queue is None:
-            self._queue = SimpleQueue()
-            threading.Thread(target=self._write, args=(self._queue,), name="pipesched writer", daemon=True).start()
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write, name="pipesched writer", daemon=True)
+            self._writer.start()
         pending = _Pending(parts, threading.Event(), self._timeout_s)
         self._queue.put(pending)
         return pending
 
-    def _write(self, queue: "SimpleQueue[_Pending]") -> None:
+    def _write(self) -> None:
         """In a thread: until the connection ends."""
         with suppress(OSError):
-            while (pending := queue.get()).rest:
+            while (pending := self._queue.get()).rest:
                 for part in pending.rest:
                     self.connection.sendall(part)
                 with self._lock:
                     self._behind -= 1
                 pending.written.set()
 
-    def end(self) -> None:
-        if self._queue is not None:
+    def close(self) -> None:
+        """Close the connection; what is written still arrives."""
+        if self._writer is not None:
             self._queue.put(_Pending([], threading.Event(), 0))
+            if self._behind:
+                with suppress(OSError):
+                    self.connection.shutdown(socket.SHUT_RDWR)
+            self._writer.join()
+        self.connection.close()
 
 
 class _Receive:
@@ -190,7 +197,6 @@ class SocketPort:
     def close(self) -> None:
         """Close all connections; what was sent still arrives."""
         for sender in self._senders.values():
-            sender.end()
-            sender.connection.close()
+            sender.close()
         for end in [self._listener, *self._accepted.values()]:
             end.close()
