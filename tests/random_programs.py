@@ -22,9 +22,15 @@ def programs(draw, max_stages=5, max_microbatches=4):
     rng = random.Random(draw(st.integers(0, 10**6)))
     num_stages = draw(st.integers(1, max_stages))
     num_microbatches = draw(st.integers(1, max_microbatches))
-    placement = tuple(rng.randrange(num_stages) for _ in range(num_stages))
+    program = random_program(rng, num_stages, num_stages, num_microbatches, skips=draw(st.booleans()))
+    return program.forward() if draw(st.integers(0, 5)) == 0 else program
+
+
+def random_program(rng, num_ranks, num_stages, num_microbatches, *, skips):
+    """Such a program of this shape. skips: any stage may feed any later one."""
+    placement = tuple(rng.randrange(num_ranks) for _ in range(num_stages))
     graph = chain(num_stages)
-    if draw(st.booleans()):
+    if skips:
         pairs = [(a, b) for b in range(num_stages) for a in range(b)]
         graph = StageGraph.of(num_stages, [pair for pair in pairs if rng.random() < 0.6])
     actions = [
@@ -33,17 +39,18 @@ def programs(draw, max_stages=5, max_microbatches=4):
         for microbatch in range(num_microbatches)
         for kind in rng.choice([(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)])
     ]
-    program = Program(_shuffled(actions, placement, num_microbatches, graph, rng), placement, num_microbatches, graph)
-    return program.forward() if draw(st.integers(0, 5)) == 0 else program
+    orders = _shuffled(actions, placement, num_microbatches, graph, rng, num_ranks)
+    return Program(orders, placement, num_microbatches, graph)
 
 
-def _shuffled(actions, placement, num_microbatches, graph, rng):
+def _shuffled(actions, placement, num_microbatches, graph, rng, num_ranks):
     """Run the actions in a random order, always one whose needs are done; each joins its rank's order."""
     asked = Program((tuple(actions),), placement, num_microbatches, graph)
-    orders = [[] for _ in placement]
+    needs = {action: set(asked.needs(action)) for action in actions}
+    orders = [[] for _ in range(num_ranks)]
     left, done = list(actions), set()
     while left:
-        action = rng.choice([action for action in left if done.issuperset(asked.needs(action))])
+        action = rng.choice([action for action in left if needs[action] <= done])
         left.remove(action)
         done.add(action)
         orders[placement[action.stage]].append(action)

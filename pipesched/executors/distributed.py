@@ -1,0 +1,429 @@
+"""Distributed executor: one rank a process. The interpreter of the other executors, over torch.distributed.
+
+Why it cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a channel to
+its k-th receive have no cycle. A send never blocks its rank: it copies its message and returns. A receive takes the
+channel's next message, which is the one that the program means, since both ends go through the channel in one order
+and it is first in, first out; it needs no receive of a later one, and that receive is posted at the latest when the
+action begins. So a rank waits only for a send that the program puts before it. Take, among all actions not
+yet run, one that comes first in the acyclic order: its rank has run all before it, and what it waits for is sent; it
+runs. A rank waits for its sends to be taken only between two runs, when the receives lie in the run before.
+
+What no proof covers, a rank that raises, dies or sticks, ends in the others within moments or by ``timeout_s``.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor, distributed
+
+from pipesched.actions import Action, Kind
+from pipesched.caller import Caller
+from pipesched.errors import ExecutionError
+from pipesched.executors.alarm import Alarm
+from pipesched.executors.interpreter import Rank, interpret
+from pipesched.executors.local import Timeline, Work
+from pipesched.executors.sockets import SocketPort, own_host
+from pipesched.executors.streams import lane_for
+from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Messages, Ports, Wire, digest
+from pipesched.payload import Payload, pytree
+from pipesched.program import Program
+from pipesched.trace import Span
+
+__all__ = ["DistributedExecutor", "RankTimeline", "look"]
+
+_IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
+_CLOCK, _HANG_UP = 20, 21  # tags
+_CLOCK_ROUNDS = 10
+_BACKWARD = (Kind.SEND_B, Kind.RECV_B)
+_OUTGOING = (Kind.SEND_F, Kind.SEND_B)
+
+
+def look(value: Any) -> Hashable:
+    """What a micro-batch looks like: the shapes and types of its tensors, and the types of what else it holds."""
+    return tuple(
+        (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf) for leaf in pytree.tree_leaves(value)
+    )
+
+
+@dataclass(frozen=True)
+class RankTimeline(Timeline):
+    """What one rank ran when. began_s: the run's begin on the clock that all ranks share."""
+
+    began_s: float
+
+
+class _Stopped(Exception):  # noqa: N818  it is no error: it ends the rank's loop
+    """Another rank failed."""
+
+
+class _Messages:
+    """The messages of one rank's order: what goes through each channel, in its order."""
+
+    def __init__(self, program: Program, order: tuple[Action, ...]) -> None:
+        self.order = order
+        self._edges: dict[int, dict[tuple[bool, bool], list[tuple[int, int, int]]]] = {}
+        self._last: tuple[Any, tuple[Messages, bytes]] | None = None
+        for stage, kind, microbatch, peer in order:
+            if peer is not None:
+                channels = self._edges.setdefault(program.placement[peer], {})
+                edge = channels.setdefault((kind in _OUTGOING, kind in _BACKWARD), [])
+                ends = (stage, peer) if kind in _OUTGOING else (peer, stage)
+                edge.append((*ends, microbatch))
+
+    def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes]:
+        """By what each message's form is foreseen, and a digest of it; the same objects as long as nothing changes."""
+        asked = tuple(looks), grad
+        if self._last is None or self._last[0] != asked:
+            keys: dict[int, dict[tuple[bool, bool], list[Hashable]]] = {
+                peer: {
+                    channel: [(giver, taker, grad, looks[mb] if looks else None) for giver, taker, mb in edge]
+                    for channel, edge in channels.items()
+                }
+                for peer, channels in self._edges.items()
+            }
+            self._last = asked, (keys, digest(repr(asked).encode()))
+        return self._last[1]
+
+
+class _Ends:
+    """The rank's ends of the channels, as the interpreter uses them."""
+
+    def __init__(self, program: Program, wire: Wire, device: torch.device) -> None:
+        self._placement, self._wire, self._device = program.placement, wire, device
+
+    def send(self, action: Action, value: Any) -> None:
+        self._wire.send(self._placement[action.peer or 0], action.kind is Kind.SEND_B, value)
+
+    def receive(self, action: Action) -> Any:
+        value = self._wire.receive(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
+        return value if self._device.type == "cpu" else _moved(value, self._device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Payload):
+        return value.map_tensors(lambda tensor: tensor.to(device))
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+class _Shared:
+    """A value on its way from one rank to the others."""
+
+    def __init__(self, take: Callable[[], Any]) -> None:
+        self._take: Callable[[], Any] | None = take
+        self._value: Any = None
+
+    def __call__(self) -> Any:
+        if self._take is not None:
+            self._value, self._take = self._take(), None
+        return self._value
+
+
+class DistributedExecutor:
+    """One rank of a pipeline, in a process of its own. All methods, and making one, are collective.
+
+    group: a process group of the pipeline's ranks, whose order is theirs; it is used for its store alone, and its
+    ranks talk over connections of the executor's own. device: of this rank's stages. intra_op_threads: of this rank.
+    timeout_s: how long a rank waits for another one before all stop; what a step of the slowest rank may take.
+
+    After a failure the executor is closed, in all ranks. Raises ExecutionError where not all ranks come.
+    """
+
+    def __init__(
+        self, group: Any, *, device: torch.device | None = None, intra_op_threads: int = 1, timeout_s: float = 60.0
+    ) -> None:
+        self.rank: int = group.rank()
+        self.num_ranks: int = group.size()
+        self.device = device or torch.device("cpu")
+        self._lane = lane_for(self.device)
+        self._threads = intra_op_threads
+        self._busy = threading.Lock()
+        self._known: dict[int, tuple[Program, bytes]] = {}
+        self._messages: dict[int, _Messages] = {}
+        self._steps = 0
+        self._shared: _Shared | None = None
+        self._fault: str | None = None
+        store = _own_store(group.get_group_store(), self.rank)
+        try:
+            port: Any = distributed.ProcessGroupGloo(store, self.rank, self.num_ranks, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise ExecutionError(
+                f"all {self.num_ranks} ranks make their pipeline together; rank {self.rank} waited {timeout_s:g} s; "
+                f"make it on every rank, or raise the timeout ({error})"
+            ) from None
+        sockets = SocketPort(store, self.rank, own_host(store), timeout_s)
+        self._wire: Wire | None = Wire(Ports(sockets, port), _IDENTITY)
+        self._end_sockets = finalize(self, sockets.close)
+        self._alarm = Alarm(store, self.rank, self.num_ranks, _hang_up(sockets, port, self.rank, self.num_ranks))
+        with self._one_at_a_time("making a pipeline"):
+            self._clock_s = _clock_offset(port, self.rank, self.num_ranks)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it runs no more."""
+        return self._wire is None
+
+    # ---- running --------------------------------------------------------------------------------------------------
+
+    def run(self, work: Work, *, grad: bool, looks: Sequence[Hashable] = ()) -> RankTimeline:
+        """Run this rank's part of a lowered program in this thread, with grad mode as given.
+
+        work: of its stages, only those of this rank are used. looks: what each micro-batch looks like; from it follow
+        the shapes of messages, wherever they did before.
+        Raises what a stage of this rank raised, with a note that says where; ExecutionError that names the rank where
+        another one failed, where ranks run different programs or steps, and after ``close``.
+        """
+        with self._one_at_a_time("a step"):
+            try:
+                return self._run(work, Caller.here({self.device.type}, grad=grad), looks)
+            finally:
+                work.finish()
+
+    def _run(self, work: Work, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
+        program, wire = work.program, self._open_wire()
+        order = program.orders[self.rank] if work.orders is None else work.orders[self.rank]
+        messages = self._messages_of(program, order)
+        keys, batch = messages.keys(looks, caller.grad)
+        wire.open(keys, self._agreed(program) + batch + digest(b"%d" % self._steps))
+        self._steps += 1
+        work.prepare(caller)
+        start_s = time.perf_counter()
+        self._lane.begin(start_s)
+        rank = Rank(self.rank, program, work.stages, _Ends(program, wire, self.device), self._lane, order)
+        with _intra_op(self._threads), caller.held(), self._lane.entered():
+            self._go_through(rank)
+        self._lane.end()
+        stamps = [rank.stamps if index == self.rank else [] for index in range(self.num_ranks)]
+        return RankTimeline(stamps, [self._lane.reader()] * self.num_ranks, start_s + self._clock_s)
+
+    def _go_through(self, rank: Rank) -> None:
+        try:
+            for _ in interpret(rank):
+                if self._alarm.rung:
+                    raise _Stopped
+        except RuntimeError as error:
+            if isinstance(error.__cause__, StopIteration):  # a generator turns a layer's own into a RuntimeError
+                raise error.__cause__ from None
+            raise
+
+    def _messages_of(self, program: Program, order: tuple[Action, ...]) -> _Messages:
+        known = self._messages.get(id(order))
+        if known is None or known.order is not order:
+            if len(self._messages) >= 64:
+                self._messages.clear()
+            known = self._messages[id(order)] = _Messages(program, order)
+        return known
+
+    def _agreed(self, program: Program) -> bytes:
+        """The program's digest, compared between all ranks when it is new."""
+        known = self._known.get(id(program))
+        if known is None:
+            if len(self._known) >= 64:
+                self._known.clear()
+            own = _digest(program)
+            self._compare("program", own)
+            known = self._known[id(program)] = program, own
+        return known[1]
+
+    def _open_wire(self) -> Wire:
+        if self._wire is None:
+            why = self._fault or "it was closed before this step"
+            raise ExecutionError(f"a closed pipeline does not run; {why}; make a new one")
+        return self._wire
+
+    # ---- what ranks tell each other beside the messages of a program ----------------------------------------------
+
+    def agree(self, what: str, own: bytes) -> None:
+        """Raise ExecutionError in every rank, naming those that differ from rank 0, where not all have the same."""
+        with self._one_at_a_time("a comparison"):
+            self._compare(what, digest(own))
+
+    def _compare(self, what: str, own: bytes) -> None:
+        digests = self._exchanged(own)
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if others:
+            raise _DifferentError(
+                f"all ranks run one {what}; rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of "
+                f"{self.num_ranks} {'has' if len(others) == 1 else 'have'} another {what} than rank 0; pass the same "
+                f"arguments on every rank"
+            )
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What every rank passed, in ranks' order. Anything that pickles."""
+        with self._one_at_a_time("an exchange"):
+            return self._exchanged(value)
+
+    def _exchanged(self, value: Any) -> list[Any]:
+        wire, others = self._open_wire(), range(1, self.num_ranks)
+        if self.rank:
+            wire.tell(0, COLLECT, value)
+            values: list[Any] = wire.ask(0, COLLECT)()
+            return values
+        values = [value, *(take() for take in [wire.ask(rank, COLLECT) for rank in others])]
+        for rank in others:
+            wire.tell(rank, COLLECT, values)
+        return values
+
+    def share(self, source: int, value: Any = None) -> Callable[[], Any]:
+        """Give rank ``source``'s value to all; it is on its way when this returns. What is returned waits for it."""
+        with self._one_at_a_time("sharing a value"):
+            wire = self._open_wire()
+            if self._shared is not None:
+                self._shared()
+                self._shared = None
+            if self.rank == source:
+                for rank in range(self.num_ranks):
+                    if rank != source:
+                        wire.tell(rank, SHARE, value)
+                return lambda: value
+            shared = self._shared = _Shared(wire.ask(source, SHARE))
+        return lambda: self._read(shared)
+
+    def _read(self, shared: _Shared) -> Any:
+        with self._stopping_all("a shared value"):
+            return shared()
+
+    def gather(self, timeline: RankTimeline) -> list[Span]:
+        """The spans of all ranks on one clock, in seconds since the first one began."""
+        parts = self.exchange((timeline.began_s, list(timeline.spans())))
+        first_s = min(began_s for began_s, _ in parts)
+        return [
+            span._replace(start_s=span.start_s + began_s - first_s, end_s=span.end_s + began_s - first_s)
+            for began_s, spans in parts
+            for span in spans
+        ]
+
+    # ---- its end ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _one_at_a_time(self, what: str) -> Iterator[None]:
+        self._open_wire()
+        if not self._busy.acquire(blocking=False):
+            raise ExecutionError(
+                "one step at a time; this one was called while another is under way; call it after that one returns"
+            )
+        try:
+            with self._stopping_all(what):
+                yield
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _stopping_all(self, what: str) -> Iterator[None]:
+        """An exception in here ends all ranks. Here it is raised as it is; where another rank's, as what that said."""
+        try:
+            yield
+        except _DifferentError as error:
+            raise ExecutionError(*error.args) from None  # in every rank alike: nothing is broken
+        except BaseException as error:
+            others = isinstance(error, _Stopped | ConnectionLostError)
+            place = "".join(f", {note}" for note in getattr(error, "__notes__", []))
+            first = self._alarm.ring(f"{error if others else _said(error)}{place or f', in {what}'}")
+            self._fault = f"rank {first.rank} failed: {first.text}"
+            self._drop()
+            if not others:
+                raise
+            raise ExecutionError(
+                f"a rank that fails stops all; {self._fault}; rank {self.rank} of {self.num_ranks} stopped{place}; "
+                f"mend the cause and make a new pipeline"
+            ) from None
+
+    def _drop(self) -> None:
+        wire, self._wire, self._shared = self._wire, None, None
+        if wire is not None:
+            self._alarm.end()
+            self._end_sockets()
+
+    def close(self) -> None:
+        """End it, once the other ranks have what was sent to them. Raises ExecutionError from within a step."""
+        if not self._busy.acquire(blocking=False):
+            raise ExecutionError(
+                "a pipeline is closed between steps; it is in one now; call close after the step has returned"
+            )
+        try:
+            with suppress(ConnectionLostError):
+                if self._wire is not None and not self._alarm.rung:
+                    if self._shared is not None:
+                        self._shared()
+                    self._wire.drain()
+            self._drop()
+        finally:
+            self._busy.release()
+
+
+class _DifferentError(ExecutionError):
+    """Ranks have not the same; all of them see it."""
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _own_store(store: Any, rank: int) -> Any:
+    """A part of the group's store that nobody used before: the n-th executor of each rank belong together."""
+    number = store.add(f"pipesched/made/{rank}", 1)
+    return distributed.PrefixStore(f"pipesched/{number}", store)  # type: ignore[attr-defined]  # public all the same
+
+
+def _hang_up(sockets: SocketPort, port: Any, rank: int, num_ranks: int) -> Callable[[], None]:
+    """Ends every wait of this rank. In gloo, a receive that times out closes all connections."""
+
+    def hang_up() -> None:
+        sockets.hang_up()
+        if num_ranks > 1:
+            with suppress(RuntimeError):
+                port.recv([torch.empty(1)], (rank + 1) % num_ranks, _HANG_UP).wait(timedelta(milliseconds=1))
+
+    return hang_up
+
+
+def _clock_offset(port: Any, rank: int, num_ranks: int) -> float:
+    """What to add to this rank's clock to get rank 0's, in seconds; right to half of the fastest round trip."""
+    answer = torch.zeros(1, dtype=torch.float64)
+    try:
+        if rank:
+            trips = [_trip(port, answer) for _ in range(_CLOCK_ROUNDS)]
+            return min(trips)[1]
+        for peer in range(1, num_ranks):
+            for _ in range(_CLOCK_ROUNDS):
+                port.recv([answer], peer, _CLOCK).wait()
+                answer[0] = time.perf_counter()
+                port.send([answer], peer, _CLOCK).wait()
+    except RuntimeError as error:
+        raise ConnectionLostError(str(error)) from None
+    return 0.0
+
+
+def _trip(port: Any, answer: Tensor) -> tuple[float, float]:
+    """(how long a round trip took, the offset that it says)."""
+    start_s = time.perf_counter()
+    port.send([answer], 0, _CLOCK).wait()
+    port.recv([answer], 0, _CLOCK).wait()
+    end_s = time.perf_counter()
+    return end_s - start_s, float(answer[0]) - (start_s + end_s) / 2
+
+
+@contextmanager
+def _intra_op(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if before == threads:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _digest(program: Program) -> bytes:
+    columns = program.columns
+    arrays = (columns.stage, columns.kind, columns.microbatch, columns.peer, columns.joined, program.orders.offsets)
+    others = program.placement, program.graph.edges, program.forward_only, program.num_microbatches, program.versions
+    return digest(b"".join(array.tobytes() for array in arrays) + repr(others).encode())

@@ -1,0 +1,294 @@
+"""Forms: what a value on a wire looks like, apart from the bytes of its tensors.
+
+A value is a Payload (forward), Gradients (backward), or anything that pickles. Its form is small, compares fast, and
+says how the tensors' bytes are laid into one message, and how the value is put together again on the other side:
+with the strides it had, since results depend on them, and sharing memory where its tensors did.
+"""
+
+import io
+import pickle
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipesched.errors import ExecutionError
+from pipesched.payload import Payload, pytree
+
+__all__ = ["Form", "Packed", "describe"]
+
+_ALIGNMENT = 64  # bytes; as torch's own allocator: kernels may add in another order at another alignment
+_STORAGE_ALIGNMENT = 16  # bytes; the largest element
+_GRADIENTS, _PICKLED = "gradients", "pickled"
+
+_Sizes = tuple[int, ...]
+#: What a form is compared by: (skeleton, leaves, plain values, shared memory).
+Description = tuple[Any, ...]
+
+
+class _Piece(NamedTuple):
+    """A run of bytes in a message: the elements of one tensor, or the memory that several share.
+
+    leaf: which one it is read from. shape, stride: of the bytes in the message. source: the shape and strides by which
+    the leaf's elements are read, None for its own; bytes: the memory's first byte instead, None where not shared.
+    """
+
+    offset: int
+    nbytes: int
+    leaf: int
+    dtype: torch.dtype
+    shape: _Sizes
+    stride: _Sizes
+    source: tuple[_Sizes, _Sizes] | None = None
+    first_byte: int | None = None
+
+
+class _Restored(NamedTuple):
+    """How a tensor comes out of its piece. offset: in elements. gapped: it is copied into memory with gaps."""
+
+    piece: int
+    dtype: torch.dtype
+    shape: _Sizes
+    stride: _Sizes
+    offset: int = 0
+    gapped: bool = False
+
+
+def describe(value: Any) -> tuple[Description, tuple[Any, ...]]:
+    """What a value looks like, and its leaves. Raises ExecutionError for tensors that are not plain and strided."""
+    skeleton, leaves = _taken_apart(value)
+    looks: list[Any] = []
+    plain: list[Any] = []
+    num_tensors = 0
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            _check(leaf)
+            num_tensors += 1
+            looks.append((leaf.dtype, leaf.shape, leaf.stride()))
+        else:
+            looks.append(None)
+            plain.append(leaf)
+    pickled = pickle.dumps(plain) if any(leaf is not None for leaf in plain) else None
+    shared = _shared(leaves) if num_tensors > 1 else None
+    return (skeleton, tuple(looks), pickled, shared), leaves
+
+
+def _taken_apart(value: Any) -> tuple[Any, tuple[Any, ...]]:
+    if type(value) is Payload:
+        return (value.spec, value.places, value.needs_grad), value.leaves
+    if type(value) is tuple and all(leaf is None or isinstance(leaf, Tensor) for leaf in value):
+        return _GRADIENTS, value
+    return _PICKLED, (value,)
+
+
+def _check(tensor: Tensor) -> None:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        raise ExecutionError(
+            f"plain, strided tensors travel between ranks; got a {type(tensor).__name__} of layout {tensor.layout}; "
+            f"turn it into one (to_dense, full_tensor), or move the boundary so that it stays on one rank"
+        )
+
+
+def _shared(leaves: tuple[Any, ...]) -> tuple[tuple[int, int] | None, ...] | None:
+    """For each leaf that shares memory with another one (the number of the memory, the first byte); None: no leaf."""
+    addresses = [_memory(leaf) for leaf in leaves]
+    counts = Counter(address for address in addresses if address)
+    if len(counts) == sum(counts.values()):
+        return None
+    numbers = {address: number for number, address in enumerate(counts)}
+    return tuple(
+        (numbers[address], leaf.storage_offset() * leaf.element_size()) if counts[address] > 1 else None
+        for leaf, address in zip(leaves, addresses, strict=True)
+    )
+
+
+def _memory(leaf: Any) -> int:
+    """The address of a tensor's memory; 0 for what has none, or is read as something else than what lies there."""
+    if not isinstance(leaf, Tensor) or not leaf.numel() or leaf.is_conj() or leaf.is_neg():
+        return 0
+    return leaf.untyped_storage().data_ptr()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a leaf's spec as a call: what torch itself writes gives a FutureWarning when it is read."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        return (_leaf_spec, ()) if isinstance(thing, pytree.TreeSpec) and thing.is_leaf() else NotImplemented
+
+
+def _leaf_spec() -> pytree.TreeSpec:
+    return pytree.tree_flatten(0)[1]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a value: written once, known to both sides from then on."""
+
+    description: Description
+
+    @cached_property
+    def _layout(self) -> tuple[list[_Piece], list[_Restored | None], int]:
+        return _laid_out(self.description)
+
+    @cached_property
+    def spare(self) -> "list[Packed]":
+        """Messages of this form that are not on their way."""
+        return []
+
+    def written(self) -> bytes:
+        """The form as bytes."""
+        file = io.BytesIO()
+        _Pickler(file).dump(self.description)
+        return file.getvalue()
+
+    @classmethod
+    def read(cls, written: bytes) -> "Form":
+        """The inverse of ``written``."""
+        return cls(pickle.loads(written))
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the tensors take in a message."""
+        return self._layout[2]
+
+    @property
+    def pieces(self) -> list[_Piece]:
+        """The bytes of a message."""
+        return self._layout[0]
+
+    def restore(self, message: Tensor, start: int) -> Any:
+        """The value whose bytes lie in a message from ``start`` on. Its tensors keep the message's memory alive."""
+        pieces, restored, _ = self._layout
+        storage = message.untyped_storage()
+        memory = [storage[start + piece.offset : start + piece.offset + piece.nbytes] for piece in pieces]
+        skeleton, _, pickled, _ = self.description
+        plain = iter(pickle.loads(pickled)) if pickled is not None else None
+        leaves = tuple(
+            (None if plain is None else next(plain)) if one is None else _tensor(one, pieces[one.piece], memory)
+            for one in restored
+        )
+        if isinstance(skeleton, str):
+            return leaves if skeleton == _GRADIENTS else leaves[0]
+        spec, places, needs_grad = skeleton
+        return Payload(leaves, places, spec, needs_grad)
+
+
+def _tensor(one: _Restored, piece: _Piece, memory: list[Any]) -> Tensor:
+    if not one.gapped:
+        return torch.empty(0, dtype=one.dtype).set_(memory[one.piece], one.offset, one.shape, one.stride)
+    compact = torch.empty(0, dtype=one.dtype).set_(memory[one.piece], 0, piece.shape, piece.stride)
+    tensor = torch.empty_strided(one.shape, one.stride, dtype=one.dtype)
+    tensor.as_strided(piece.shape, one.stride).copy_(compact)
+    return tensor
+
+
+class Packed:
+    """A message's memory: ``header`` bytes, then those of a form's tensors."""
+
+    def __init__(self, form: Form | None, header: int) -> None:
+        pieces = form.pieces if form else []
+        nbytes = header + (form.nbytes if form else 0)
+        with torch.inference_mode(False):  # it serves steps with and without
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+            storage = self.tensor.untyped_storage()
+            self._views = [
+                torch.empty(0, dtype=piece.dtype).set_(
+                    storage[header + piece.offset : header + piece.offset + piece.nbytes], 0, piece.shape, piece.stride
+                )
+                for piece in pieces
+            ]
+        self._pieces = pieces
+        self.header = self.tensor.numpy().data[:header]
+
+    def fill(self, leaves: tuple[Any, ...]) -> None:
+        """Copy the tensors of a value of this form."""
+        for view, piece in zip(self._views, self._pieces, strict=True):
+            view.copy_(_source(piece, leaves[piece.leaf]))
+
+
+def _source(piece: _Piece, leaf: Tensor) -> Tensor:
+    if piece.first_byte is not None:
+        whole = torch.empty(0, dtype=torch.uint8, device=leaf.device)
+        return whole.set_(leaf.untyped_storage(), piece.first_byte, piece.shape, piece.stride)
+    return leaf if piece.source is None else leaf.as_strided(*piece.source)
+
+
+# ---- layout -------------------------------------------------------------------------------------------------------
+
+
+def _laid_out(description: Description) -> tuple[list[_Piece], list[_Restored | None], int]:
+    _, looks, _, shared = description
+    pieces: list[_Piece] = []
+    restored: list[_Restored | None] = []
+    of_memory: dict[int, int] = {}
+    end = 0
+    for leaf, look in enumerate(looks):
+        if look is None:
+            restored.append(None)
+            continue
+        dtype, shape, stride = look
+        group = shared[leaf] if shared else None
+        if group is None:
+            piece, gapped = _own_piece(leaf, dtype, tuple(shape), stride, end)
+            restored.append(_Restored(len(pieces), dtype, tuple(shape), stride, gapped=gapped))
+        else:
+            number, first = group
+            known = number in of_memory
+            piece = pieces[of_memory[number]] if known else _shared_piece(leaf, number, looks, shared, end)
+            offset = (first - (piece.first_byte or 0)) // dtype.itemsize
+            at = of_memory.setdefault(number, len(pieces))
+            restored.append(_Restored(at, dtype, tuple(shape), stride, offset))
+            if known:
+                continue
+        pieces.append(piece)
+        end = -(-(piece.offset + piece.nbytes) // _ALIGNMENT) * _ALIGNMENT
+    return pieces, restored, end
+
+
+def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, offset: int) -> tuple[_Piece, bool]:
+    """The bytes of a tensor that shares no memory, and whether they go into memory with gaps."""
+    if 0 in shape:
+        return _Piece(offset, 0, leaf, dtype, shape, stride), False
+    once = tuple(1 if not step else size for size, step in zip(shape, stride, strict=True))  # expanded: sent once
+    source = None if once == shape else (once, stride)
+    dims = sorted((step, size) for size, step in zip(once, stride, strict=True) if size > 1)
+    extent, dense, apart = 1, True, True
+    for step, size in dims:
+        dense &= step == extent
+        apart &= step >= extent
+        extent += (size - 1) * step
+    if dense:
+        return _Piece(offset, extent * dtype.itemsize, leaf, dtype, once, stride, source), False
+    if not apart:  # several elements in one place: all the memory between the first and the last is sent
+        span = (extent,), (1,)
+        return _Piece(offset, extent * dtype.itemsize, leaf, dtype, *span, span), False
+    compact = torch.empty(once, device="meta").stride()
+    return _Piece(offset, _product(once) * dtype.itemsize, leaf, dtype, once, compact, source), True
+
+
+def _shared_piece(leaf: int, number: int, looks: Any, shared: Any, offset: int) -> _Piece:
+    """The memory between the first and the last byte that any leaf of it reaches."""
+    ends = [
+        (first, first + _reach(shape, stride) * dtype.itemsize)
+        for (dtype, shape, stride), (memory, first) in (
+            (look, group) for look, group in zip(looks, shared, strict=True) if look is not None and group is not None
+        )
+        if memory == number
+    ]
+    low = min(first for first, _ in ends) // _STORAGE_ALIGNMENT * _STORAGE_ALIGNMENT
+    size = max(last for _, last in ends) - low
+    return _Piece(offset, size, leaf, torch.uint8, (size,), (1,), first_byte=low)
+
+
+def _reach(shape: _Sizes, stride: _Sizes) -> int:
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _product(sizes: _Sizes) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product

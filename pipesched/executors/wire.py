@@ -1,0 +1,400 @@
+"""Wire: values from rank to rank, in channels that are first in, first out.
+
+A value is one message: a header of 64 bytes, then the bytes of all its tensors, laid out by its form. What form a
+message will have is foreseen from the last one with the same key (edge, kind, and what its micro-batch looks like),
+so receives are posted before their messages are sent. A form that was not foreseen is announced in the header and
+follows, with its data, on a side channel; from the next run on it is foreseen. Both ends keep the same book of
+forms, and compare what they foresee before the first message of a run: shapes that change cost time, never a crash.
+
+A send never waits for its receiver. Its message is a copy, so the tensors are free at once. The copy is used again as
+soon as it is written, or, where only waiting tells (gloo), when the other end has said in the header of a message
+that comes back that it has taken it. What nobody acknowledged is waited for when the next run begins.
+
+Receives take fresh memory, and what is received lies in it: the allocator hands out again what was freed, and no
+second copy is made.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from hashlib import blake2b
+from struct import Struct
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pipesched.errors import ExecutionError
+from pipesched.executors.forms import Form, Packed, describe
+
+__all__ = [
+    "COLLECT",
+    "SHARE",
+    "ConnectionLostError",
+    "Incoming",
+    "Messages",
+    "Outgoing",
+    "Port",
+    "Ports",
+    "Wire",
+    "digest",
+]
+
+_HEADER = 64  # bytes
+_FIELDS = Struct("<4q")  # bytes of a pickled form that follows, bytes of its data, messages taken: forward, backward
+_AHEAD = 4  # receives posted before they are needed, on each channel
+_REMEMBERED = 4096  # forms in the book of a channel
+DIGEST_BYTES = 16
+_NEITHER = (0, 0)
+
+
+class Work(Protocol):
+    """An operation that was started."""
+
+    def wait(self) -> Any:
+        """Return once it has ended. Raises RuntimeError where it cannot."""
+
+
+class Port(Protocol):
+    """What is used of a process group: (tensors, rank in the group, tag)."""
+
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work | None:
+        """Start to send. None: the memory may be used again at once."""
+
+    def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Work:
+        """Start to receive, into as much memory as is sent, or more."""
+
+
+class Ports(NamedTuple):
+    """Which port takes a message, by how long it is foreseen to be: both ends say the same."""
+
+    short: Port
+    long: Port
+    limit: int = 1 << 20  # bytes; about what the buffers of a connection hold
+
+    def of(self, nbytes: int) -> Port:
+        """The port for a message of so many bytes."""
+        return self.short if nbytes < self.limit else self.long
+
+
+class ConnectionLostError(ExecutionError):
+    """A message did not come, or could not be sent."""
+
+
+def _wait(work: Work, peer: int) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _lost(peer, error) from None
+
+
+def _lost(peer: int, error: RuntimeError) -> ConnectionLostError:
+    if "Timed out" in str(error):
+        return ConnectionLostError(f"nothing came from rank {peer} within the timeout")
+    return ConnectionLostError(f"the connection with rank {peer} ended ({error})")
+
+
+def digest(data: bytes) -> bytes:
+    """A short stand-in for data: equal where the data are."""
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+class _Book:
+    """The forms that one end of a channel foresees: the same ones as the other end."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Hashable, Form] = {}
+        self._news: dict[Hashable, Form] = {}
+        self._keys: Sequence[Hashable] = ()
+        self.foreseen: list[Form | None] = []
+        self.sizes = digest(b"")  # what both ends must foresee alike
+
+    def open(self, keys: Sequence[Hashable]) -> None:
+        """Foresee the messages of a run, which have these keys."""
+        if keys is not self._keys or self._news:
+            self._write()
+            self._keys = keys
+            self.foreseen = [self._forms.get(key) for key in keys]
+            self.sizes = digest(repr([-1 if form is None else form.nbytes for form in self.foreseen]).encode())
+
+    def note(self, position: int, form: Form) -> None:
+        """A message had another form. It counts from the next run on, so that both ends agree about this one."""
+        self._news[self._keys[position]] = form
+
+    def _write(self) -> None:
+        if len(self._forms) + len(self._news) > _REMEMBERED:
+            self._forms.clear()
+        self._forms.update(self._news)
+        self._news = {}
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class _Sent(NamedTuple):
+    """A message that the other end may not have taken. spare: where its memory is used again."""
+
+    position: int
+    work: Work
+    message: Packed | Tensor
+    spare: list[Packed] | None = None
+
+
+class Outgoing:
+    """The sending end of a channel. taken: counts to acknowledge in each header."""
+
+    def __init__(
+        self, ports: Ports, peer: int, tag: int, taken: Callable[[], tuple[int, int]] = lambda: _NEITHER
+    ) -> None:
+        self.book = _Book()
+        self._ports, self._peer, self._tag, self._taken = ports, peer, tag, taken
+        self._position = 0
+        self._sent: deque[_Sent] = deque()
+        self._aside: deque[_Sent] = deque()
+        self._bare: list[Packed] = []  # headers alone
+
+    def open(self, keys: Sequence[Hashable]) -> None:
+        """Begin a run, once what the one before has sent is taken."""
+        self.drain()
+        self._position = 0
+        self.book.open(keys)
+
+    def send(self, value: Any) -> None:
+        """Send the next value, without waiting."""
+        description, leaves = describe(value)
+        form = self.book.foreseen[self._position]
+        if form is None or form.description != description:
+            self._send_unforeseen(Form(description), leaves, form.nbytes if form else 0)
+        else:
+            packed = form.spare.pop() if form.spare else Packed(form, _HEADER)
+            packed.fill(leaves)
+            _FIELDS.pack_into(packed.header, 0, 0, 0, *self._taken())
+            self._start(packed, form.spare, form.nbytes)
+        self._position += 1
+
+    def _send_unforeseen(self, form: Form, leaves: tuple[Any, ...], foreseen: int) -> None:
+        """The header alone goes where a message was foreseen; the form and the data follow on the side."""
+        written = _as_tensor(form.written())
+        announced = self._bare.pop() if self._bare else Packed(None, _HEADER)
+        _FIELDS.pack_into(announced.header, 0, len(written), form.nbytes, *self._taken())
+        self._start(announced, self._bare, foreseen)
+        data = Packed(form, 0)
+        data.fill(leaves)
+        for tensor in (written, data.tensor):
+            if len(tensor) and (work := self._begin(tensor, self._tag + 1, len(tensor))) is not None:
+                self._aside.append(_Sent(self._position, work, tensor))
+        self.book.note(self._position, form)
+
+    def _start(self, packed: Packed, spare: list[Packed], foreseen: int) -> None:
+        work = self._begin(packed.tensor, self._tag, foreseen)
+        if work is None:
+            spare.append(packed)
+        else:
+            self._sent.append(_Sent(self._position, work, packed, spare))
+
+    def _begin(self, tensor: Tensor, tag: int, foreseen: int) -> Work | None:
+        try:
+            return self._ports.of(foreseen).send([tensor], self._peer, tag)
+        except RuntimeError as error:
+            raise _lost(self._peer, error) from None
+
+    def acknowledged(self, count: int) -> None:
+        """The other end has taken so many messages of this run."""
+        while self._sent and self._sent[0].position < count:
+            self._retire(self._sent.popleft())
+
+    def _retire(self, sent: _Sent) -> None:
+        _wait(sent.work, self._peer)
+        if sent.spare is not None and isinstance(sent.message, Packed):
+            sent.spare.append(sent.message)
+
+    def drain(self) -> None:
+        """Wait until the other end has taken everything."""
+        for queue in (self._sent, self._aside):
+            while queue:
+                self._retire(queue.popleft())
+
+
+class Incoming:
+    """The receiving end of a channel. acknowledge: told the counts in each header."""
+
+    def __init__(
+        self,
+        ports: Ports,
+        peer: int,
+        tag: int,
+        acknowledge: Callable[[int, int], None] = lambda forward, backward: None,
+    ) -> None:
+        self.book = _Book()
+        self.taken = 0
+        self._ports, self._peer, self._tag, self._acknowledge = ports, peer, tag, acknowledge
+        self._posted: deque[tuple[Tensor, Work]] = deque()
+        self._next = 0
+
+    def open(self, keys: Sequence[Hashable]) -> None:
+        """Begin a run."""
+        self.taken = self._next = 0
+        self.book.open(keys)
+
+    def post(self, ahead: int = _AHEAD) -> None:
+        """Post the receives of the next messages, at most so many."""
+        foreseen = self.book.foreseen
+        while self._next < len(foreseen) and len(self._posted) < ahead:
+            form = foreseen[self._next]
+            nbytes = form.nbytes if form else 0
+            memory = torch.empty(_HEADER + nbytes, dtype=torch.uint8)
+            self._posted.append((memory, self._start(memory, self._tag, nbytes)))
+            self._next += 1
+
+    def receive(self) -> Any:
+        """Wait for the next value."""
+        if not self._posted:
+            self.post()
+        memory, work = self._posted.popleft()
+        self.post()
+        _wait(work, self._peer)
+        form_bytes, data_bytes, forward, backward = _FIELDS.unpack_from(memory.numpy().data)
+        form, start = self.book.foreseen[self.taken], _HEADER
+        if form_bytes or form is None:
+            form, memory = self._receive_unforeseen(form_bytes, data_bytes)
+            start = 0
+            self.book.note(self.taken, form)
+        self.taken += 1
+        self._acknowledge(forward, backward)
+        return form.restore(memory, start)
+
+    def _receive_unforeseen(self, form_bytes: int, data_bytes: int) -> tuple[Form, Tensor]:
+        written, data = (torch.empty(size, dtype=torch.uint8) for size in (form_bytes, data_bytes))
+        works = [self._start(memory, self._tag + 1, len(memory)) for memory in (written, data) if len(memory)]
+        for work in works:
+            _wait(work, self._peer)
+        return Form.read(written.numpy().tobytes()), data
+
+    def _start(self, memory: Tensor, tag: int, foreseen: int) -> Work:
+        try:
+            return self._ports.of(foreseen).recv([memory], self._peer, tag)
+        except RuntimeError as error:
+            raise _lost(self._peer, error) from None
+
+
+# ---- the channels of one rank --------------------------------------------------------------------------------------
+
+_FORWARD, _BACKWARD, _OPENING, SHARE, COLLECT = 0, 2, 4, 6, 8  # tags; the odd ones after them are the side channels
+
+
+class _Neighbour:
+    """A rank with which there are channels, forward and backward, out and in."""
+
+    def __init__(self, ports: Ports, peer: int) -> None:
+        self._port, self.peer = ports.short, peer
+        self.outgoing = tuple(Outgoing(ports, peer, tag, self._taken) for tag in (_FORWARD, _BACKWARD))
+        self.incoming = tuple(Incoming(ports, peer, tag, self._acknowledge) for tag in (_FORWARD, _BACKWARD))
+        self._opened: tuple[Tensor, Work] | None = None
+        self._opening: tuple[Tensor, Work] | None = None
+        self._due = b""
+
+    def _taken(self) -> tuple[int, int]:
+        forward, backward = self.incoming
+        return forward.taken, backward.taken
+
+    def _acknowledge(self, forward: int, backward: int) -> None:
+        self.outgoing[0].acknowledged(forward)
+        self.outgoing[1].acknowledged(backward)
+
+    def open(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]], identity: bytes) -> None:
+        """Begin a run: say what it is and what is foreseen, where messages go. keys: by (outgoing, backward)."""
+        for backward in (False, True):
+            self.outgoing[backward].open(keys.get((True, backward), ()))
+            self.incoming[backward].open(keys.get((False, backward), ()))
+        if self._opening is not None:
+            (_, work), self._opening = self._opening, None  # gloo's second wait for one operation never ends
+            _wait(work, self.peer)
+        try:
+            if any(end.book.foreseen for end in self.outgoing):
+                words = _as_tensor(self._words(identity, self.outgoing))
+                sending = self._port.send([words], self.peer, _OPENING)
+                self._opening = None if sending is None else (words, sending)
+            if any(end.book.foreseen for end in self.incoming):
+                self._due = self._words(identity, self.incoming)
+                heard = torch.empty(len(self._due), dtype=torch.uint8)
+                self._opened = heard, self._port.recv([heard], self.peer, _OPENING)
+        except RuntimeError as error:
+            raise _lost(self.peer, error) from None
+
+    @staticmethod
+    def _words(identity: bytes, ends: Sequence[Outgoing] | Sequence[Incoming]) -> bytes:
+        return identity + digest(b"".join(end.book.sizes for end in ends))
+
+    def check(self, names: Sequence[str]) -> None:
+        """Before the first receive of a run: both ends run the same. Raises ExecutionError that names what differs."""
+        if self._opened is None:
+            return
+        (heard, work), self._opened = self._opened, None
+        _wait(work, self.peer)
+        words = heard.numpy().tobytes()
+        for number, name in enumerate((*names, "history of message sizes")):
+            part = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
+            if words[part] != self._due[part]:
+                raise ExecutionError(
+                    f"all ranks run the same steps with the same batches; rank {self.peer} has another {name} in this "
+                    f"step; call the same methods on every rank, in the same order, with the same arguments"
+                )
+        for channel in self.incoming:
+            channel.post()
+
+
+#: The keys of a run's messages: by rank, by (outgoing, backward), in the channel's order.
+Messages = Mapping[int, Mapping[tuple[bool, bool], Sequence[Hashable]]]
+
+
+class Wire:
+    """All channels of one rank; made when first used. names: what the parts of an identity are, for errors."""
+
+    def __init__(self, ports: Ports, names: Sequence[str]) -> None:
+        self._ports, self._names = ports, names
+        self._neighbours: dict[int, _Neighbour] = {}
+        self._single: dict[tuple[bool, int, int], Outgoing | Incoming] = {}
+
+    def open(self, keys: Messages, identity: bytes) -> None:
+        """Begin a run with these messages. identity: a digest for each name."""
+        for peer, channels in keys.items():
+            if peer not in self._neighbours:
+                self._neighbours[peer] = _Neighbour(self._ports, peer)
+            self._neighbours[peer].open(channels, identity)
+
+    def send(self, peer: int, backward: bool, value: Any) -> None:
+        """Send without waiting."""
+        self._neighbours[peer].outgoing[backward].send(value)
+
+    def receive(self, peer: int, backward: bool) -> Any:
+        """Wait for the channel's next value."""
+        neighbour = self._neighbours[peer]
+        neighbour.check(self._names)
+        return neighbour.incoming[backward].receive()
+
+    def tell(self, peer: int, tag: int, value: Any) -> None:
+        """Send one value outside of runs, or beside them, without waiting."""
+        channel = self._single.setdefault((True, peer, tag), Outgoing(self._ports, peer, tag))
+        assert isinstance(channel, Outgoing)
+        channel.open(_ONE)
+        channel.send(value)
+
+    def ask(self, peer: int, tag: int) -> Callable[[], Any]:
+        """Post the receive of such a value; what is returned waits for it."""
+        channel = self._single.setdefault((False, peer, tag), Incoming(self._ports, peer, tag))
+        assert isinstance(channel, Incoming)
+        channel.open(_ONE)
+        channel.post()
+        return channel.receive
+
+    def drain(self) -> None:
+        """Wait until all that was sent is taken."""
+        for neighbour in self._neighbours.values():
+            for channel in neighbour.outgoing:
+                channel.drain()
+        for single in self._single.values():
+            if isinstance(single, Outgoing):
+                single.drain()
+
+
+_ONE: Sequence[Hashable] = ("one",)

@@ -1,0 +1,77 @@
+"""Processes that serve as ranks for a whole test file: each runs the jobs it is sent, one after the other."""
+
+import datetime
+import multiprocessing
+import os
+import time
+import traceback
+from typing import Any
+
+import torch
+from torch import distributed
+
+MINUTE = datetime.timedelta(seconds=60)
+
+
+class Ranks:
+    """So many processes with a gloo group for each number of them."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._store = distributed.TCPStore("127.0.0.1", 0, None, True, MINUTE, wait_for_workers=False)  # a free port
+        self._pipes, self.processes = [], []
+        for rank in range(count):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, count, self._store.port), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, count: int, job: Any, *args: Any, timeout_s: float = 30) -> list[Any]:
+        """Run ``job(group, *args)`` on the first ``count`` ranks; its results. Fails where a rank raises or is late."""
+        for pipe in self._pipes[:count]:
+            pipe.send((count, job, args))
+        end_s = time.monotonic() + timeout_s
+        answers = [self._answer(rank, end_s) for rank in range(count)]
+        failed = [f"rank {rank}: {text}" for rank, (good, text) in enumerate(answers) if not good]
+        if failed:
+            if any("no answer" in text for text in failed):
+                self.close()
+            raise AssertionError("\n".join(failed))
+        return [result for _, result in answers]
+
+    def _answer(self, rank: int, end_s: float) -> tuple[bool, Any]:
+        try:
+            if self._pipes[rank].poll(max(0, end_s - time.monotonic())):
+                return self._pipes[rank].recv()
+        except (EOFError, ConnectionError):
+            return True, None  # the process has ended, as its job may
+        return False, "no answer in time"
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+def _serve(pipe: Any, rank: int, count: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = distributed.TCPStore("127.0.0.1", port, None, False, MINUTE)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=MINUTE)
+    groups = {size: distributed.new_group(list(range(size))) for size in range(1, count + 1)}
+    while True:
+        try:
+            size, job, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer = True, job(groups[size], *args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)

@@ -1,0 +1,170 @@
+"""The distributed executor on real gloo ranks: values, order, bits, failures. One set of processes serves all."""
+
+import random
+from collections.abc import Iterator
+
+import distributed_jobs as jobs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_programs import random_program
+from ranks import Ranks
+
+from pipesched import Action, schedules
+from pipesched.actions import Lane
+from pipesched.validation import validate
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@settings(deadline=None, derandomize=True, max_examples=16)
+@given(seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=12))
+def test_any_value_crosses_and_comes_out_as_it_was(ranks: Ranks, seeds: list[int]) -> None:
+    assert ranks.run(2, jobs.round_trips, seeds) == [5 * len(seeds)] * 2
+
+
+@pytest.mark.parametrize("kilobytes", [[1000] * 20, [3000, 1, 3000, 1000, 1, 3000] * 2], ids=["one port", "both"])
+def test_long_values_cross(ranks: Ranks, kilobytes: list[int]) -> None:
+    assert ranks.run(2, jobs.long_values, kilobytes) == [len(kilobytes)] * 2
+
+
+OUT_OF_ORDER = [
+    "microbatches 2\nrank 0: 0F0 0F1 0B1 0B0\nrank 1: 1F1 1F0 1B0 1B1\n",
+    "microbatches 3\nrank 0: 0F2 0F0 0F1 0B0 0B1 0B2\nrank 1: 1F1 1F2 1F0 1B2 1B1 1B0\n",
+    "microbatches 2\nplacement 0 1 0\nrank 0: 0F0 0F1 2F1 2B1 2F0 2B0 0B0 0B1\nrank 1: 1F1 1F0 1B1 1B0\n",
+]
+
+
+def test_a_later_message_may_be_used_first(ranks: Ranks) -> None:
+    ranks.run(2, jobs.run_programs, OUT_OF_ORDER)
+
+
+def test_skip_edges_between_any_two_ranks(ranks: Ranks) -> None:
+    text = """microbatches 2
+placement 0 1 2 3
+edges 0-1 0-2 0-3 1-2 1-3 2-3
+rank 0: 0F0 0F1 0B0 0B1
+rank 1: 1F0 1F1 1B0 1B1
+rank 2: 2F0 2F1 2I0 2W0 2B1
+rank 3: 3F0 3B0 3F1 3B1
+"""
+    ranks.run(4, jobs.run_programs, [text, text])
+
+
+def random_text(seed: int) -> str:
+    rng = random.Random(seed)
+    shape = rng.randint(3, 6), rng.randint(1, 4)
+    program = random_program(rng, 3, *shape, skips=rng.random() < 0.5)
+    program = program.forward() if rng.random() < 0.2 else program
+    validate(program)
+    return str(program)
+
+
+def test_random_valid_programs_run_as_written(ranks: Ranks) -> None:
+    arrived = ranks.run(3, jobs.run_programs, [random_text(seed) for seed in range(300)])
+    assert min(arrived) > 1000
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_training_equals_the_loop_bit_by_bit(ranks: Ranks, num_ranks: int, checkpoint: str) -> None:
+    fitting = [name for name in schedules.names() if num_ranks * schedules.get(name).chunks_per_rank <= 11]
+    names = [name for name in fitting if schedules.get(name).program(num_ranks, 4).exact]
+    runnable = [name for name in names if not schedules.get(name).program(num_ranks, 4).has_updates]
+    ranks.run(num_ranks, jobs.train, runnable, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_all_ranks_are_drawn_on_one_axis(ranks: Ranks, name: str) -> None:
+    spans = ranks.run(3, jobs.one_clock, name)[0]
+    program = schedules.get(name).program(3, 4)
+    assert min(span.start_s for span in spans) >= 0
+    ends = {span.action: span.end_s for span in spans}
+    clocks_differ_s = 0.001
+    for span in spans:
+        if span.lane is Lane.COMPUTE:
+            assert all(ends[need] <= span.start_s + clocks_differ_s for need in program.needs(span.action))
+
+
+def test_the_memory_of_messages_is_used_again(ranks: Ranks) -> None:
+    assert max(ranks.run(2, jobs.memory_of_messages, "1f1b", 40)) == 1  # short ones are complete when send returns
+    assert max(ranks.run(2, jobs.memory_of_long_messages, "1f1b", 40)) <= 5
+
+
+def test_values_beside_programs(ranks: Ranks) -> None:
+    for values, shared in ranks.run(3, jobs.exchange):
+        assert values == [(0, 0), (1, 1000), (2, 2000)]
+        assert shared == [2, 1, 0]
+
+
+def test_the_callers_settings_hold_and_come_back(ranks: Ranks) -> None:
+    wanted = {"threads": 2, "grad": False, "inference": True, "after": 1}
+    assert ranks.run(2, jobs.settings) == [wanted, wanted]
+
+
+def test_several_executors_live_at_once_and_end(ranks: Ranks) -> None:
+    assert ranks.run(3, jobs.several_at_once) == [0, 0, 0]
+
+
+# ---- failures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["F", "B"])
+@pytest.mark.parametrize("stage", range(4))
+def test_an_error_in_one_rank_stops_all(ranks: Ranks, stage: int, kind: str) -> None:
+    failing = Action.parse(f"{stage}{kind}3")
+    for rank, (seconds, error, text, notes, after) in enumerate(ranks.run(4, jobs.fail, failing, jobs.divide)):
+        assert seconds < 5, "others stop within seconds"
+        place = f"in {failing} (stage {stage}, micro-batch 3), rank {stage}, position"
+        said = f"rank {stage} failed: ZeroDivisionError: a layer's own error, {place}"
+        if rank == stage:
+            assert (error, text) == ("ZeroDivisionError", "a layer's own error")
+            assert notes[-1].startswith(place)
+        else:
+            assert error == "ExecutionError"
+            assert text.startswith(f"a rank that fails stops all; {said}")
+            assert f"rank {rank} of 4 stopped" in text
+        assert after.startswith(f"a closed pipeline does not run; {said}")
+
+
+def test_who_waits_for_a_rank_that_computes_stops_at_once(ranks: Ranks) -> None:
+    """Rank 2 fails while rank 1 computes for 2 s; rank 0 waits for rank 1 and need not."""
+    results = ranks.run(3, jobs.fail, Action.parse("2F0"), jobs.divide, 10, Action.parse("1F1"))
+    assert results[0][0] < 1.5 < results[1][0]
+    assert all("rank 2 failed: ZeroDivisionError" in results[rank][2] for rank in (0, 1))
+
+
+def test_a_rank_that_sticks_ends_by_timeout(ranks: Ranks) -> None:
+    results = ranks.run(2, jobs.fail, Action.parse("1F3"), jobs.be_late, 0.5)
+    seconds, error, text, _, _ = results[0]
+    assert (error, seconds < 1.5) == ("ExecutionError", True)
+    assert "nothing came from rank 1 within the timeout" in text
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_another_program_is_found_before_the_first_step(ranks: Ranks, odd: int) -> None:
+    others = {0: "ranks 1, 2 of 3 have", 1: "rank 1 of 3 has", 2: "rank 2 of 3 has"}[odd]
+    for text, ran in ranks.run(3, jobs.different_programs, odd):
+        assert text.startswith(f"all ranks run one program; {others} another program than rank 0")
+        assert ran == 0
+
+
+def test_another_batch_is_found_before_a_message_of_another_size(ranks: Ranks) -> None:
+    for text in ranks.run(2, jobs.different_batches):
+        assert "has another batch in this step" in text
+
+
+def test_a_process_that_ends_is_named(ranks: Ranks) -> None:
+    results = ranks.run(3, jobs.fail, Action.parse("1B2"), jobs.end_process)
+    assert results[1] is None
+    for rank in (0, 2):
+        seconds, error, text, _, _ = results[rank]
+        assert (error, seconds < 5) == ("ExecutionError", True)
+        assert "the connection with rank 1 ended" in text
