@@ -180,10 +180,13 @@ class DistributedExecutor:
         another one failed, where ranks run different programs or steps, and after ``close``.
         """
         with self._one_at_a_time("a step"):
+            failed = True
             try:
-                return self._run(work, Caller.here({self.device.type}, grad=grad), looks)
+                timeline = self._run(work, Caller.here({self.device.type}, grad=grad), looks)
+                failed = False
+                return timeline
             finally:
-                work.finish()
+                work.finish(failed)
 
     def _run(self, work: Work, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
         program, wire = work.program, self._open_wire()
