@@ -55,6 +55,8 @@ class Program:
             object.__setattr__(self, "graph", chain(len(self.placement)))
         if not self.weights:
             object.__setattr__(self, "weights", tuple(range(len(self.placement))))
+        if not any(self.versions):  # no stage says any
+            object.__setattr__(self, "versions", ())
         for what, has, due in (
             ("a stage graph", len(self.graph.producers), len(self.placement)),
             ("weights", len(self.weights), len(self.placement)),
