@@ -33,9 +33,9 @@ _ROW = "{:>6}{:>15}{:>10}{:>8}{:>13}{:>16}"
 def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = False) -> Trace:
     """Run a program, lowered if it is not yet, with fake stages; unit costs unless given.
 
-    On a virtual clock, in this thread, and without validating before (no message overtakes another of its channel, so
-    that over links one of more bytes may delay those behind it, which it does not in ``simulate``); or sleeping: through the local executor, each
-    stage sleeping for its time, as an accelerator would leave the processor free. Raises DeadlockError where ranks
+    On a virtual clock, in this thread, and without validating before; or sleeping: through the local executor, each
+    stage sleeping for its time, as an accelerator would leave the processor free. On the clock no message overtakes
+    another of its channel: over links a large one may delay those behind it, unlike in ``simulate``. Raises DeadlockError where ranks
     wait for ever (virtual clock), ExecutionError where work is missing, done twice, or done without what it needs.
     """
     if not sleeping:
@@ -84,7 +84,7 @@ def check_schedule(
         shown = f"1..{max_ranks}" if len(ranks) == max_ranks else ", ".join(map(str, ranks))
         print(f"{schedule.name}: valid for {shown} ranks and 1..{max_microbatches} micro-batches")
         print(_ROW.format("ranks", "micro-batches", "makespan", "bubble", "above bound", "peak in flight"))
-        for num_ranks in sorted({2, 4, ranks[-1]}):
+        for num_ranks in sorted({2, 4, ranks[-1]} & set(ranks)):
             _report(schedule, num_ranks, 2 * num_ranks)
 
 

@@ -90,3 +90,16 @@ def test_a_schedules_function_takes_rank_and_shape(function: Callable[..., Order
 def test_a_function_of_all_ranks_returns_their_orders() -> None:
     with pytest.raises(ScheduleError, match="returned None"):
         check_schedule(lambda shape: None)
+
+
+def test_what_is_reported_was_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    def alone(rank: int, shape: Shape) -> Order:
+        assert shape.num_ranks == 1
+        order = Order(shape)
+        for _ in range(shape.num_microbatches):
+            order.F(rank)
+            order.B(rank)
+        return order
+
+    check_schedule(alone, max_ranks=1)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["1"]
