@@ -35,8 +35,9 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
 
     On a virtual clock, in this thread, and without validating before; or sleeping: through the local executor, each
     stage sleeping for its time, as an accelerator would leave the processor free. On the clock no message overtakes
-    another of its channel: over links a large one may delay those behind it, unlike in ``simulate``. Raises DeadlockError where ranks
-    wait for ever (virtual clock), ExecutionError where work is missing, done twice, or done without what it needs.
+    another of its channel: over links a large one may delay those behind it, unlike in ``simulate``. Raises
+    DeadlockError where ranks wait for ever (virtual clock), ExecutionError where work is missing, done twice, or done
+    without what it needs.
     """
     if not sleeping:
         return run_virtual(program, costs)
