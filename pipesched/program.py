@@ -51,6 +51,10 @@ class Program:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "orders", Orders.of(self.orders))
+        for name in ("placement", "weights"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("routes", "versions"):
+            object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
         if self.graph is _CHAIN:
             object.__setattr__(self, "graph", chain(len(self.placement)))
         if not self.weights:

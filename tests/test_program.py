@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_programs import fitting, programs, quick
 
-from pipesched import Action, Kind, Program, lower, schedules
+from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate
 from pipesched.dependencies import StageGraph, chain
 from pipesched.errors import ScheduleError
 from pipesched.lowering import add_recompute
@@ -177,3 +177,18 @@ def test_versions_that_no_stage_has_are_no_versions():
 def test_orders_are_of_actions_with_whole_numbers(action):
     with pytest.raises(ScheduleError, match=r"an order is of actions|whole numbers below"):
         Program(((action, Action(0, Kind.B, 0)),), (0,), 1)
+
+
+def test_a_program_made_of_lists_is_the_same_value():
+    one = schedules.get("chimera").program(2, 2)
+    other = Program(
+        [list(order) for order in one.orders],
+        list(one.placement),
+        one.num_microbatches,
+        one.graph,
+        weights=list(one.weights),
+        routes=[list(route) for route in one.routes],
+    )
+    assert other == one
+    assert hash(other) == hash(one)
+    assert simulate(other, Costs.uniform(4)).makespan_s == simulate(one, Costs.uniform(4)).makespan_s
