@@ -18,6 +18,7 @@ from typing import Any
 
 from pipesched.costs import Costs
 from pipesched.errors import ScheduleError
+from pipesched.holdings import rank_limits
 from pipesched.placement import Placement
 from pipesched.program import Program
 
@@ -123,11 +124,12 @@ def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_micro
     most = {rank: count * num_microbatches for rank, count in chunks.items()}
     if given is None:
         return most
-    if not isinstance(given, int) and len(given) <= max(chunks):
+    own = rank_limits(given, max(chunks) + 1)
+    if len(own) <= max(chunks):
         raise ScheduleError(
-            f"max_in_flight is one number or one a rank; got {len(given)} for ranks up to {max(chunks)}; pass as many"
+            f"max_in_flight is one number or one a rank; got {len(own)} for ranks up to {max(chunks)}; pass as many"
         )
-    limits = {rank: given if isinstance(given, int) else given[rank] for rank in chunks}
+    limits = {rank: own[rank] for rank in chunks}
     for rank, limit in limits.items():
         if limit < chunks[rank]:
             raise ScheduleError(

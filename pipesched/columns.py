@@ -39,11 +39,20 @@ class Columns:
     @classmethod
     def of(cls, actions: Iterable[Action]) -> "Columns":
         """The columns of these actions. Raises ScheduleError for numbers that no program has."""
-        rows = [(stage, CODES[kind], mb, -1 if peer is None else peer) for stage, kind, mb, peer in actions]
         try:
-            table = np.array(rows, dtype=np.int32).reshape(-1, 4)
-        except (OverflowError, ValueError, TypeError) as error:
-            raise ScheduleError(f"stages and micro-batches are whole numbers below 2**31; {error}") from None
+            rows: list[tuple[Any, ...]] = [
+                (stage, CODES[kind], mb, -1 if peer is None else peer) for stage, kind, mb, peer in actions
+            ]
+            table = np.array(rows or np.zeros((0, 4), np.int64))  # of no given type, to which fractions would be cut
+        except ScheduleError:
+            raise
+        except (KeyError, OverflowError, ValueError, TypeError) as error:
+            raise ScheduleError(
+                f"an order is of actions, Action(stage, kind, microbatch, peer=None); {error!r}; correct it"
+            ) from None
+        if table.dtype.kind != "i" or (table >= 2**31).any() or (table < -(2**31)).any():
+            wrong = next(row for row in rows if not all(map(_fits, row)))
+            raise ScheduleError(f"stages and micro-batches are whole numbers below 2**31; got {wrong}; correct them")
         return cls.numbered(table[:, 0], table[:, 1], table[:, 2], table[:, 3])
 
     @classmethod
@@ -184,6 +193,10 @@ class Orders(Sequence[tuple[Action, ...]]):
 
     def __repr__(self) -> str:
         return f"Orders({len(self)} ranks, {len(self.columns)} actions)"
+
+
+def _fits(number: Any) -> bool:
+    return isinstance(number, int | np.integer) and abs(int(number)) < 2**31
 
 
 def _offsets(lengths: Iterable[int]) -> Ints:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipesched.actions import Action, Holding, Kind
 from pipesched.errors import ScheduleError
-from pipesched.links import Links, check_number
+from pipesched.links import Links, check_number, plain
 
 __all__ = ["Costs"]
 
@@ -44,7 +44,11 @@ class Costs:
             values = getattr(self, name)
             if not isinstance(values, Iterable):
                 raise ScheduleError(f"costs have one number a stage; {name} is {values!r}; give a list of them")
-            object.__setattr__(self, name, tuple(values))
+            object.__setattr__(self, name, tuple(map(plain, values)))
+        for name in _SCALARS:
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        if not isinstance(self.links, Links | None):
+            raise ScheduleError(f"links are pipesched's Links; got {self.links!r}; pass Links(...) or None")
         self._check(_GIVEN)
         if not self.backward_s:
             whole = tuple(i + w for i, w in zip(self.input_grad_s, self.weight_grad_s, strict=True))

@@ -1,14 +1,16 @@
 """Holdings: what a rank holds while each of its actions runs. A matter of order alone, not of time."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
 
 from pipesched.actions import KINDS, Action, Holding, Kind
 from pipesched.columns import Columns, Ints, Mask
+from pipesched.errors import ScheduleError
 
-__all__ = ["Held", "bytes_held", "pairs_held", "peak_in_flight", "versions_held"]
+__all__ = ["Held", "bytes_held", "pairs_held", "peak_in_flight", "rank_limits", "versions_held"]
 
 _ENDS = tuple(kind for kind, row in KINDS.items() if Holding.WEIGHT_GRAD in row.gives)
 _TAKERS = {Holding.WEIGHT_GRAD: Kind.I, Holding.ACTIVATIONS: Kind.F, Holding.INPUT: Kind.F}
@@ -66,6 +68,18 @@ def peak_in_flight(actions: Iterable[Action] | Columns) -> int:
     return pairs_held(actions if isinstance(actions, Columns) else Columns.of(actions)).peak
 
 
+def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
+    """The limits as a list, of one number one for each rank. Raises ScheduleError for what is no whole number."""
+    given = max_in_flight if isinstance(max_in_flight, Iterable) else [max_in_flight] * num_ranks
+    limits = list(given)
+    wrong = [limit for limit in limits if not isinstance(limit, Integral)]
+    if wrong:
+        raise ScheduleError(
+            f"max_in_flight counts micro-batches, one number or one a rank; got {wrong[0]!r}; pass whole numbers"
+        )
+    return limits
+
+
 def bytes_held(
     columns: Columns, sizes: Mapping[Holding, Sequence[int]], versions: tuple[tuple[int, ...], ...] = ()
 ) -> Held:
@@ -93,15 +107,17 @@ def bytes_held(
 
 def versions_held(columns: Columns, versions: tuple[tuple[int, ...], ...] = ()) -> dict[int, int]:
     """The most versions of its weights that each stage of a rank holds at once, the newest included."""
-    most: dict[int, int] = {}
-    for stage in np.unique(columns.stage).tolist():
-        changes = np.zeros(len(columns) + 1, np.int64)
-        for at, begin, end in _stashes(columns, versions):
-            if at == stage:
-                changes[begin] += 1
-                changes[end + 1] -= 1
-        most[stage] = 1 + int(np.cumsum(changes).max())
-    return most
+    held: dict[int, list[tuple[int, int]]] = {stage: [] for stage in np.unique(columns.stage).tolist()}
+    for stage, begin, end in _stashes(columns, versions):
+        held[stage].append((begin, end))
+    return {stage: 1 + _most_at_once(own) for stage, own in held.items()}
+
+
+def _most_at_once(intervals: list[tuple[int, int]]) -> int:
+    """The most of these intervals, ends included, that share a row."""
+    begins, ends = np.sort(np.array(intervals, np.int64).reshape(-1, 2), axis=0).T
+    begun = np.arange(1, len(begins) + 1)
+    return int((begun - np.searchsorted(ends, begins)).max(initial=0))
 
 
 def _stashes(columns: Columns, versions: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:

@@ -12,7 +12,12 @@ from numpy.typing import NDArray
 from pipesched.columns import Ints
 from pipesched.errors import ScheduleError
 
-__all__ = ["Link", "Links", "check_number", "check_times"]
+__all__ = ["Link", "Links", "check_number", "check_times", "plain"]
+
+
+def plain(value: Any) -> Any:
+    """The number that a numpy scalar is: JSON takes it, and whole numbers then have no bounds."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check_number(value: Any, what: str) -> None:
@@ -41,6 +46,11 @@ class Link:
             if not self.bytes_per_s:
                 raise ScheduleError("a link moves something; its bytes_per_s is 0; pass more, or None for no limit")
 
+    @property
+    def byte_s(self) -> float:
+        """How long a byte occupies the link."""
+        return 0 if self.bytes_per_s is None else 1 / self.bytes_per_s
+
 
 @dataclass(frozen=True)
 class Links:
@@ -61,6 +71,11 @@ class Links:
         object.__setattr__(self, "hosts", tuple(self.hosts))
         pairs = self.special.items() if isinstance(self.special, Mapping) else self.special
         object.__setattr__(self, "special", tuple(sorted(((int(a), int(b)), link) for (a, b), link in pairs)))
+        for link in (self.inside, self.between, *(link for _, link in self.special)):
+            if not isinstance(link, Link):
+                raise ScheduleError(
+                    f"a link is a pipesched.links.Link; got {link!r}; pass Link(latency_s, bytes_per_s)"
+                )
 
     @classmethod
     def of_hosts(cls, ranks_per_host: int, num_ranks: int, **links: Any) -> "Links":
@@ -75,10 +90,7 @@ class Links:
 
     def travel(self, senders: Ints, receivers: Ints, sizes: NDArray[Any]) -> NDArray[Any]:
         """How long each message of so many bytes occupies its link, in seconds."""
-        per_byte = self._spread(
-            senders, receivers, lambda link: 0 if link.bytes_per_s is None else 1 / link.bytes_per_s
-        )
-        travel: NDArray[Any] = sizes * per_byte
+        travel: NDArray[Any] = sizes * self._spread(senders, receivers, lambda link: link.byte_s)
         return travel
 
     def _spread(self, senders: Ints, receivers: Ints, figure: Any) -> NDArray[Any]:
@@ -104,11 +116,13 @@ class Links:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Links":
-        """The inverse of ``to_dict``."""
-        return cls(
-            Link(**values["inside"]),
-            Link(**values["between"]),
-            tuple(values["hosts"]),
-            tuple(((sender, receiver), Link(**link)) for sender, receiver, link in values["special"]),
-            values["contended"],
-        )
+        """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
+        try:
+            special = tuple(((sender, receiver), Link(**link)) for sender, receiver, link in values["special"])
+            inside, between = Link(**values["inside"]), Link(**values["between"])
+            return cls(inside, between, tuple(values["hosts"]), special, values["contended"])
+        except (KeyError, TypeError) as error:
+            raise ScheduleError(
+                f"links have inside, between, hosts, special and contended, a link latency_s and bytes_per_s; "
+                f"{error!r}; write them by to_dict"
+            ) from error

@@ -17,7 +17,7 @@ adds nothing, so a rule that is stated for many micro-batches also serves few.
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import length_hint
 from typing import Any
@@ -274,9 +274,9 @@ class Schedule:
         return program if self.num_chains == 1 else _with_chains(program, shape)
 
     def _written(self, shape: Shape, options: Mapping[str, Any]) -> list[Order]:
-        parameters = inspect.signature(self.function).parameters.values()
-        if sum(p.kind is not p.KEYWORD_ONLY for p in parameters) == 1:
-            orders = list(self.function(shape, **options))
+        if len(_required(self.function)) == 1:
+            written = self.function(shape, **options)
+            orders = list(written) if isinstance(written, Iterable) else [written]
         else:
             orders = [self.function(rank, shape, **options) for rank in range(shape.num_ranks)]
         strange = [order for order in orders if not isinstance(order, Order)]
@@ -287,6 +287,13 @@ class Schedule:
                 f"end the function with 'return order'"
             )
         return orders
+
+
+def _required(function: OrderFunction) -> list[str]:
+    """The parameters that a schedule's function is called with."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in parameters if each.kind in positional and each.default is each.empty]
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
@@ -337,6 +344,11 @@ def schedule(
         if bare:
             raise ScheduleError(
                 f"a schedule builds without options; {bare[0]!r} of {name!r} has no default; give it one"
+            )
+        if len(_required(function)) not in (1, 2):
+            raise ScheduleError(
+                f"a schedule is a function (rank, shape) -> Order, or (shape) -> the Orders of all ranks; {name!r} "
+                f"takes ({', '.join(_required(function))}); give its options defaults, behind a '*'"
             )
         shape = {"chunks_per_rank": chunks_per_rank, "slices_per_microbatch": slices_per_microbatch}
         given = {option: count for option, count in shape.items() if count is not None}

@@ -51,10 +51,16 @@ class Program:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "orders", Orders.of(self.orders))
+        for name in ("placement", "weights"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("routes", "versions"):
+            object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
         if self.graph is _CHAIN:
             object.__setattr__(self, "graph", chain(len(self.placement)))
         if not self.weights:
             object.__setattr__(self, "weights", tuple(range(len(self.placement))))
+        if not any(self.versions):  # no stage says any
+            object.__setattr__(self, "versions", ())
         for what, has, due in (
             ("a stage graph", len(self.graph.producers), len(self.placement)),
             ("weights", len(self.weights), len(self.placement)),

@@ -34,8 +34,10 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
     """Run a program, lowered if it is not yet, with fake stages; unit costs unless given.
 
     On a virtual clock, in this thread, and without validating before; or sleeping: through the local executor, each
-    stage sleeping for its time, as an accelerator would leave the processor free. Raises DeadlockError where ranks
-    wait for ever (virtual clock), ExecutionError where work is missing, done twice, or done without what it needs.
+    stage sleeping for its time, as an accelerator would leave the processor free. On the clock no message overtakes
+    another of its channel: over links a large one may delay those behind it, unlike in ``simulate``. Raises
+    DeadlockError where ranks wait for ever (virtual clock), ExecutionError where work is missing, done twice, or done
+    without what it needs.
     """
     if not sleeping:
         return run_virtual(program, costs)
@@ -64,26 +66,26 @@ def check_schedule(
     exact: also demand ascending micro-batch order (see ``Program.exact``). report: print makespan, bubble, how far the
     makespan is above what no schedule of these stages can beat (``lower_bound``, backwards whole or split, any memory)
     and peak in flight, for some shapes, at unit costs of a rank (a chunk costs 1/v). A schedule of several chains is
-    never exact, and may refuse numbers of ranks. Raises what ``validate`` raises, and notes the shape; ScheduleError
-    for what is neither.
+    never exact, and may refuse numbers of ranks. Raises what ``validate`` or the function raises, and notes the shape;
+    ScheduleError for what is neither.
     """
     schedule = _as_schedule(schedule)
     ranks = [count for count in range(1, max_ranks + 1) if schedule.num_chains == 1 or _builds(schedule, count)]
-    if not ranks:
+    if not ranks or max_microbatches < 1:
         schedule.program(max_ranks, max_microbatches)  # which says why
     for num_ranks, num_microbatches in product(ranks, range(1, max_microbatches + 1)):
-        program = schedule.program(num_ranks, num_microbatches)
         try:
+            program = schedule.program(num_ranks, num_microbatches)
             validate(program, exact=exact and schedule.num_chains == 1)
             validate(lower(program))
-        except ScheduleError as error:
+        except Exception as error:  # whatever the author's function raises
             error.add_note(f"schedule {schedule.name!r} with {num_ranks} ranks and {num_microbatches} micro-batches")
             raise
     if report:
         shown = f"1..{max_ranks}" if len(ranks) == max_ranks else ", ".join(map(str, ranks))
         print(f"{schedule.name}: valid for {shown} ranks and 1..{max_microbatches} micro-batches")
         print(_ROW.format("ranks", "micro-batches", "makespan", "bubble", "above bound", "peak in flight"))
-        for num_ranks in sorted({2, 4, ranks[-1]}):
+        for num_ranks in sorted({2, 4, ranks[-1]} & set(ranks)):
             _report(schedule, num_ranks, 2 * num_ranks)
 
 

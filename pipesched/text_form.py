@@ -131,7 +131,7 @@ def _parse_header(words: list[str]) -> dict[str, Any]:
             return {key: tuple(map(int, values))}
         case "edges" if all(re.fullmatch(r"\d+-\d+", value) for value in values):
             return {"edges": [tuple(map(int, value.split("-"))) for value in values]}
-        case "forward-only":
+        case "forward-only" if not values:
             return {"forward_only": True}
     raise ScheduleError(f"{_LINES}; got {' '.join(words)!r}; correct or remove it")
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pipesched.actions import Action, Holding, Lane
 from pipesched.columns import Columns, Ints, Orders
 from pipesched.costs import Costs
+from pipesched.errors import ScheduleError
 from pipesched.holdings import Held, bytes_held, pairs_held, versions_held
 
 __all__ = ["Span", "Spans", "Trace"]
@@ -50,8 +51,9 @@ class Spans(Sequence[Span]):
 
     @classmethod
     def of_program(cls, orders: Orders, starts: list[Any], ends: list[Any]) -> "Spans":
-        """A span for each action of a program, in its rows' order."""
-        return cls(orders.columns, orders.rank_of, _times(starts), _times(ends))
+        """A span for each action of a program, in its rows' order. Which of them overlap, their times say."""
+        columns = replace(orders.columns, joined=np.zeros(len(orders.columns), np.bool_))
+        return cls(columns, orders.rank_of, _times(starts), _times(ends))
 
     def at(self, rows: Any) -> "Spans":
         """The rows that a mask or an array of positions names."""
@@ -216,12 +218,20 @@ class Trace:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Trace":
-        """The inverse of ``to_dict``."""
-        actions = [(Action.parse(text), rank, start, end) for text, rank, start, end in values["spans"]]
+        """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
+        try:
+            actions = [(Action.parse(text), rank, start, end) for text, rank, start, end in values["spans"]]
+            num_ranks = values["num_ranks"]
+        except ScheduleError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise ScheduleError(
+                f"a trace has num_ranks and spans, each [action, rank, start_s, end_s]; {error!r}; write it by to_dict"
+            ) from error
         spans = tuple(Span(action, rank, start, end, action.lane) for action, rank, start, end in actions)
         costs = Costs.from_dict(values["costs"]) if values.get("costs") else None
         versions = tuple(map(tuple, values.get("versions", ())))
-        return cls(Spans.of(spans), values["num_ranks"], values.get("name", ""), costs, versions, values.get("bound_s"))
+        return cls(Spans.of(spans), num_ranks, values.get("name", ""), costs, versions, values.get("bound_s"))
 
     def to_chrome(self, path: str | PathLike[str]) -> None:
         """Write Chrome's trace-event JSON, which Perfetto and chrome://tracing open: a process a rank, a row a lane."""

@@ -13,7 +13,7 @@ from pipesched.actions import OTHER_END, Action, Kind
 from pipesched.columns import Mask
 from pipesched.dependencies import BACKWARDS
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
-from pipesched.holdings import pairs_held, peak_in_flight
+from pipesched.holdings import pairs_held, peak_in_flight, rank_limits
 from pipesched.program import Program, marked_grid
 from pipesched.walk import walk
 
@@ -189,18 +189,19 @@ def check_slices(program: Program) -> None:
 
 def check_overlaps(program: Program) -> None:
     """Two actions that overlap are an F and a backward behind it, of different pairs, of one rank."""
-    columns = program.columns
-    firsts = np.flatnonzero(columns.joined)
-    for row in firsts.tolist():
-        rank, position = program.orders.place(row)
-        order = program.orders[rank]
-        pair = order[position : position + 2]
-        good = len(pair) == 2 and pair[0].kind is Kind.F and pair[1].kind in BACKWARDS
-        if not good or columns.joined[row + 1] or pair[0] in program.needs(pair[1]):
-            raise ScheduleError(
-                f"rank {rank}, position {position}: an F overlaps with a B or I directly behind it that does not need "
-                f"it; got {' & '.join(map(str, pair))}. Run them one after the other." + _grid(program, row)
-            )
+    columns, rank_of, pair = program.columns, program.orders.rank_of, program.columns.pair
+    first = np.flatnonzero(columns.joined)
+    second = np.minimum(first + 1, len(columns) - 1)
+    good = columns.are(Kind.F)[first] & columns.are(*BACKWARDS)[second] & ~columns.joined[second]
+    good &= (rank_of[first] == rank_of[second]) & (pair[first] != pair[second])
+    wrong = _first(~good)
+    if wrong is not None:
+        rank, position = program.orders.place(int(first[wrong]))
+        pairs = " & ".join(map(str, program.orders[rank][position : position + 2]))
+        raise ScheduleError(
+            f"rank {rank}, position {position}: an F overlaps with a B or I directly behind it that does not need "
+            f"it; got {pairs}. Run them one after the other." + _grid(program, int(first[wrong]))
+        )
 
 
 def check_dependencies(program: Program) -> None:
@@ -227,10 +228,32 @@ def check_dependencies(program: Program) -> None:
 
 
 def check_transfers(program: Program) -> None:
-    """Every send has its receive, and each channel (from rank, to rank, kind) is first in, first out."""
+    """Every send has its receive, each channel (from rank, to rank, kind) is first in, first out, and where a program
+    has transfers, all that ranks need from each other is transferred.
+    """
+    if not program.index.has(*OTHER_END):
+        return
     for send in (Kind.SEND_F, Kind.SEND_B):
         if program.index.has(send):
             _check_channels(program, send)
+    _check_transferred(program)
+
+
+def _check_transferred(program: Program) -> None:
+    rank_of, computes = program.orders.rank_of, program.columns.compute
+    row, needed = program.requirements
+    bare = (rank_of[row] != rank_of[needed]) & computes[row] & computes[needed]
+    if bare.any():
+        first = int(row[bare].min())
+        giver = int(needed[bare][row[bare] == first].min())
+        action, stage = program.columns.action(first), program.columns.action(giver).stage
+        send, receive = (Kind.SEND_F, Kind.RECV_F) if action.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
+        ends = Action(stage, send, action.microbatch, action.stage), action._replace(kind=receive, peer=stage)
+        raise ScheduleError(
+            f"{_place(program, first)}: {action} needs what stage {stage} on rank {rank_of[giver]} gives; this program "
+            f"has transfers, but none for it. Add {ends[0]} and {ends[1]}, or leave all transfers to lower()."
+            + _grid(program, first)
+        )
 
 
 def _check_channels(program: Program, send: Kind) -> None:
@@ -278,8 +301,9 @@ def check_versions(program: Program) -> None:
             f"weight copies; update them after the step, when their gradients are summed"
         )
     models: dict[bytes, tuple[int, list[tuple[int, ...]]]] = {}
+    placed = _placed(program)
     for stage, rank in enumerate(program.placement):
-        groups = _updated(program, stage, rank)
+        groups = _updated(program, stage, placed[stage])
         model, due = models.setdefault(program.visits[stage].tobytes(), (stage, groups))
         if due != groups:
             number = next(n for n, (mine, theirs) in enumerate(zip_longest(groups, due)) if mine != theirs)
@@ -287,20 +311,28 @@ def check_versions(program: Program) -> None:
                 f"rank {rank}: update {number} is of the same micro-batches on every stage; stage {model} has "
                 f"{_quoted(due, number)}, stage {stage} {_quoted(groups, number)}. Move {stage}UPDATE{number}."
             )
-        _check_used(program, stage, rank)
+        _check_used(program, stage, placed[stage])
+
+
+def _placed(program: Program) -> list[list[tuple[int, Action]]]:
+    """For each stage its actions, with their positions."""
+    placed: list[list[tuple[int, Action]]] = [[] for _ in program.placement]
+    for order in program.orders:
+        for position, action in enumerate(order):
+            placed[action.stage].append((position, action))
+    return placed
 
 
 def _quoted(groups: list[tuple[int, ...]], number: int) -> str:
     return f"micro-batches {', '.join(map(str, groups[number]))}" if number < len(groups) else "none"
 
 
-def _updated(program: Program, stage: int, rank: int) -> list[tuple[int, ...]]:
+def _updated(program: Program, stage: int, own: list[tuple[int, Action]]) -> list[tuple[int, ...]]:
     """The micro-batches whose gradients each update of a stage applies. All are applied."""
     groups: list[tuple[int, ...]] = []
     open_group: list[int] = []
-    for position, action in enumerate(program.orders[rank]):
-        if action.stage != stage:
-            continue
+    rank = program.placement[stage]
+    for position, action in own:
         if action.kind in (Kind.B, Kind.W):
             open_group.append(action.microbatch)
         if action.kind is Kind.UPDATE:
@@ -320,7 +352,7 @@ def _updated(program: Program, stage: int, rank: int) -> list[tuple[int, ...]]:
     return groups
 
 
-def _check_used(program: Program, stage: int, rank: int) -> None:
+def _check_used(program: Program, stage: int, own: list[tuple[int, Action]]) -> None:
     """A forward uses weights that its stage has had, and weight gradients of one version follow each other."""
     wanted = program.versions[stage] if program.versions else ()
     if wanted and len(wanted) != program.num_microbatches:
@@ -328,11 +360,11 @@ def _check_used(program: Program, stage: int, rank: int) -> None:
             f"versions of a stage are one for each of {program.num_microbatches} micro-batches; stage {stage} has "
             f"{len(wanted)}; give as many"
         )
-    newest = 0
-    for position, action in enumerate(program.orders[rank]):
-        if action.stage == stage and action.kind is Kind.UPDATE:
+    newest, rank = 0, program.placement[stage]
+    for position, action in own:
+        if action.kind is Kind.UPDATE:
             newest += 1
-        if wanted and action.stage == stage and action.kind is Kind.F and not 0 <= wanted[action.microbatch] <= newest:
+        if wanted and action.kind is Kind.F and not 0 <= wanted[action.microbatch] <= newest:
             raise ScheduleError(
                 f"rank {rank}, position {position}: {action} uses the weights after {wanted[action.microbatch]} "
                 f"updates, but {newest} of stage {stage} ran before it. Use an older version, or move it.\n"
@@ -387,7 +419,7 @@ def _deadlock(program: Program, waits: Mapping[int, tuple[Action, Action]]) -> s
 
 def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
     """No rank holds more (stage, micro-batch) pairs at once than its limit."""
-    limits = [max_in_flight] * program.num_ranks if isinstance(max_in_flight, int) else list(max_in_flight)
+    limits = rank_limits(max_in_flight, program.num_ranks)
     if len(limits) != program.num_ranks:
         raise ScheduleError(
             f"max_in_flight is one number or one a rank; got {len(limits)} for {program.num_ranks} ranks; pass as many"

@@ -6,6 +6,7 @@ forwards by turns, and weight gradients where it would wait or where memory is f
 combinations are tried, and the shortest wins.
 """
 
+from fractions import Fraction
 from itertools import product
 from typing import NamedTuple
 
@@ -46,6 +47,8 @@ def zero_bubble(
 
 
 def _check(shape: Shape, costs: Costs, limit: int, share: float) -> None:
+    if not isinstance(costs, Costs):
+        raise ScheduleError(f"costs are pipesched.Costs, one number a stage; got {costs!r}; pass Costs(...)")
     if costs.num_stages != shape.num_stages:
         raise ScheduleError(
             f"costs have one number a stage; there are {shape.num_stages} stages, the costs have {costs.num_stages}; "
@@ -53,7 +56,7 @@ def _check(shape: Shape, costs: Costs, limit: int, share: float) -> None:
         )
     if not isinstance(limit, int) or limit < 1:
         raise ScheduleError(f"max_in_flight is a whole number, at least 1; got {limit!r}; pass 1 or more")
-    if not 0 <= share <= 1:
+    if not isinstance(share, int | float | Fraction) or not 0 <= share <= 1:
         raise ScheduleError(f"weight_grad_share is a share of the activations, 0 to 1; got {share!r}; pass 1 or less")
 
 

@@ -3,6 +3,7 @@ import math
 from dataclasses import fields
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,3 +142,13 @@ def test_what_may_be_left_out_takes_its_default():
 def test_a_single_number_in_place_of_one_a_stage_is_refused():
     with pytest.raises(ScheduleError, match="one number a stage"):
         Costs.from_dict({"forward_s": 1, "input_grad_s": 1, "weight_grad_s": 1})
+
+
+def test_numbers_of_numpy_are_plain_ones():
+    costs = Costs(np.array([1, 2]), np.float32([1, 2]), np.ones(2), transfer_s=np.int64(3))
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+def test_links_are_links():
+    with pytest.raises(ScheduleError, match="links are pipesched's Links"):
+        Costs.uniform(2, links={})

@@ -114,3 +114,24 @@ def test_hosts_are_of_all_ranks():
         simulate(schedules.get("1f1b").program(3, 2), Costs.uniform(3, links=Links(hosts=(0, 1))))
     with pytest.raises(ScheduleError, match="at least one rank; got ranks_per_host=0"):
         Links.of_hosts(0, 4)
+
+
+@pytest.mark.parametrize("contended", [False, True])
+@quick
+@given(data=st.data())
+def test_the_fake_executor_and_the_simulator_agree_over_any_links(contended, data):
+    program = data.draw(programs())
+    links = Links(Link(1, 2), Link(3), hosts=(0, 0, 1, 1, 1), special={(0, 2): Link(5, 1)}, contended=contended)
+    costs = data.draw(costs_for(program, output_bytes=[4] * program.num_stages, links=links))
+    assert run_virtual(program, costs).makespan_s == simulate(program, costs).makespan_s
+
+
+@pytest.mark.parametrize("values", [{}, {"inside": {"latency": 1}}, None])
+def test_a_dict_that_is_no_links_is_refused(values):
+    with pytest.raises(ScheduleError, match="links have inside, between"):
+        Links.from_dict(values)
+
+
+def test_links_are_made_of_links():
+    with pytest.raises(ScheduleError, match="a link is a"):
+        Links(special={(0, 1): 3})

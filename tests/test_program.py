@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_programs import fitting, programs, quick
 
-from pipesched import Action, Kind, Program, lower, schedules
+from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate
 from pipesched.dependencies import StageGraph, chain
 from pipesched.errors import ScheduleError
 from pipesched.lowering import add_recompute
@@ -80,6 +80,7 @@ def test_a_graph_without_edges_keeps_its_text_form():
         ("microbatches 1 2", r"line 4: a line is 'name'.*got 'microbatches 1 2'"),
         ("placement 0 x", r"line 4: expected whole numbers; got 'placement 0 x'"),
         ("edges 0>1", r"line 4: a line is 'name'.*got 'edges 0>1'"),
+        ("forward-only please", r"line 4: a line is 'name'.*got 'forward-only please'"),
         ("stages 2", r"line 4: a line is 'name'.*got 'stages 2'; correct or remove it"),
         ("edges 1-0", r"line 4: an edge A-B goes from an earlier to a later .*0\.\.1; got 1-0"),
         ("microbatches 2", r"line 4: .*microbatches"),
@@ -153,3 +154,41 @@ def test_exact_means_ascending_microbatches_for_each_stage(order, exact):
 
 def test_stages_of_one_rank_may_be_at_different_microbatches_in_an_exact_program():
     assert Program.parse("microbatches 2\nplacement 0 0\nrank 0: 0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1").exact
+
+
+def test_versions_that_no_stage_has_are_no_versions():
+    text = "microbatches 1\nversions 0 :\nrank 0: 0F0 0B0 0UPDATE0\n"
+    assert Program.parse(text).versions == ()
+    assert Program.parse(str(Program.parse(text))) == Program.parse(text)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        Action(0.5, Kind.F, 0),
+        Action("0", Kind.F, 0),
+        Action(0, "X", 0),
+        Action(0, Kind.F, 2**31),
+        Action(0, Kind.F, 2**70),
+        (0, Kind.F),
+        "0F0",
+    ],
+)
+def test_orders_are_of_actions_with_whole_numbers(action):
+    with pytest.raises(ScheduleError, match=r"an order is of actions|whole numbers below"):
+        Program(((action, Action(0, Kind.B, 0)),), (0,), 1)
+
+
+def test_a_program_made_of_lists_is_the_same_value():
+    one = schedules.get("chimera").program(2, 2)
+    other = Program(
+        [list(order) for order in one.orders],
+        list(one.placement),
+        one.num_microbatches,
+        one.graph,
+        weights=list(one.weights),
+        routes=[list(route) for route in one.routes],
+    )
+    assert other == one
+    assert hash(other) == hash(one)
+    assert simulate(other, Costs.uniform(4)).makespan_s == simulate(one, Costs.uniform(4)).makespan_s

@@ -1,5 +1,7 @@
 """What pipesched.testing offers to authors of schedules."""
 
+from collections.abc import Callable
+
 import pytest
 
 from pipesched import schedules
@@ -60,3 +62,44 @@ def test_a_plain_function_is_checked_under_its_own_name(capsys: pytest.CaptureFi
 def test_what_is_no_schedule_is_an_error() -> None:
     with pytest.raises(ScheduleError, match=r"a Schedule or a function \(rank, shape\) -> Order; got '1f1b'"):
         check_schedule("1f1b")  # type: ignore[arg-type]
+
+
+def test_an_error_while_an_order_is_written_is_noted_with_its_shape() -> None:
+    def own(rank: int, shape: Shape) -> Order:
+        if shape.num_microbatches == 3:
+            raise ZeroDivisionError
+        order = Order(shape)
+        for _ in range(shape.num_microbatches):
+            order.F(rank)
+            order.B(rank)
+        return order
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        check_schedule(own)
+    assert "with 1 ranks and 3 micro-batches" in caught.value.__notes__[0]
+    with pytest.raises(ScheduleError, match="micro-batches, at least 1; got 0"):
+        check_schedule(own, max_microbatches=0)
+
+
+@pytest.mark.parametrize("function", [lambda: None, lambda rank, shape, more: None, lambda *both: None])
+def test_a_schedules_function_takes_rank_and_shape(function: Callable[..., Order]) -> None:
+    with pytest.raises(ScheduleError, match=r"a function \(rank, shape\) -> Order"):
+        check_schedule(function)
+
+
+def test_a_function_of_all_ranks_returns_their_orders() -> None:
+    with pytest.raises(ScheduleError, match="returned None"):
+        check_schedule(lambda shape: None)
+
+
+def test_what_is_reported_was_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    def alone(rank: int, shape: Shape) -> Order:
+        assert shape.num_ranks == 1
+        order = Order(shape)
+        for _ in range(shape.num_microbatches):
+            order.F(rank)
+            order.B(rank)
+        return order
+
+    check_schedule(alone, max_ranks=1)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["1"]

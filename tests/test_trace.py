@@ -7,6 +7,7 @@ from random_programs import costs_for, programs, quick
 
 from pipesched import Action, Costs, Kind, Program, Span, Trace, lower, schedules, simulate
 from pipesched.actions import Lane
+from pipesched.errors import ScheduleError
 
 
 def trace_of(*spans, num_ranks=1, costs=None):
@@ -161,3 +162,16 @@ def test_chrome_names_each_rank_and_gives_each_lane_its_row(tmp_path):
         for e in events
         if e["ph"] == "X"
     )
+
+
+def test_a_trace_of_pairs_that_overlap_comes_back_from_json():
+    trace = simulate(schedules.get("dualpipe-v").program(2, 6), Costs.uniform(4))
+    assert Trace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"num_ranks": 1, "spans": [["0F0", 0, 1]]}, {"num_ranks": 1, "spans": [1]}, None]
+)
+def test_a_dict_that_is_no_trace_is_refused(values):
+    with pytest.raises(ScheduleError, match="a trace has num_ranks and spans"):
+        Trace.from_dict(values)

@@ -1,5 +1,6 @@
 import random
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from random_programs import fitting, programs, quick
 from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
 from pipesched.holdings import peak_in_flight
+from pipesched.lowering import add_updates
 
 SKIP = "microbatches 1\nedges 0-1 0-2 1-2\n"
 
@@ -295,3 +297,29 @@ def test_a_damaged_program_is_refused_or_runs_to_its_end(lowering, name, num_ran
         return
     trace = simulate(changed, Costs.uniform(changed.num_stages))
     assert sorted(span.action for span in trace.spans) == sorted(action for order in changed.orders for action in order)
+
+
+def test_where_there_are_transfers_all_that_ranks_need_is_transferred():
+    lowered = lower(schedules.get("1f1b").program(2, 2))
+    lost = Action.parse("0SEND_F1>1"), Action.parse("1RECV_F1<0")
+    refused(
+        lowered.with_orders([[a for a in order if a not in lost] for order in lowered.orders]),
+        "1F1 needs what stage 0 on rank 0 gives; this program has transfers, but none for it",
+        "Add 0SEND_F1>1 and 1RECV_F1<0",
+    )
+
+
+@pytest.mark.parametrize("limit", [1.5, "4", float("nan"), [4, 4.5]])
+def test_a_memory_limit_is_a_whole_number(limit):
+    refused(schedules.get("1f1b").program(2, 3), "pass whole numbers", max_in_flight=limit)
+
+
+def test_overlaps_and_updates_of_many_actions_are_checked_at_once():
+    overlapping = schedules.get("dualpipe-v").program(64, 256)
+    many_chunks = add_updates(schedules.get("interleaved-1f1b").program(1, 16, chunks_per_rank=512))
+    begin = time.perf_counter()
+    validate(overlapping)
+    validate(many_chunks)
+    trace = simulate(many_chunks, Costs.uniform(512))
+    assert trace.peak_versions == dict.fromkeys(range(512), 1)
+    assert time.perf_counter() - begin < 4  # row by row and stage by stage: more than 20

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pipesched.actions import Action, Kind
 from pipesched.costs import Costs
 from pipesched.errors import DeadlockError, ExecutionError
@@ -149,10 +151,11 @@ def _names(kinds: Any) -> str:
 class _Mail:
     """Transport on virtual time: a message carries the moment at which it arrives."""
 
-    def __init__(self, program: Program, clocks: list[VirtualClock], transfer_s: float) -> None:
+    def __init__(self, program: Program, clocks: list[VirtualClock], costs: Costs) -> None:
         self._placement = program.placement
         self._clocks = clocks
-        self._transfer_s = transfer_s
+        self._costs = costs
+        self._free: dict[tuple[int, int], float] = {}  # when each contended link has carried its last message
         self._channels: dict[tuple[int, int, bool], deque[tuple[float, Any]]] = {}
 
     def _channel(self, giver: int, taker: int, forward: bool) -> deque[tuple[float, Any]]:
@@ -168,8 +171,22 @@ class _Mail:
 
     def send(self, action: Action, value: Any) -> None:
         """Put a message on its way."""
-        arrival = self._clocks[self._placement[action.stage]].now() + self._transfer_s
+        arrival = self._arrival(action) + self._costs.transfer_s
         self._channel(action.stage, action.peer or 0, action.kind is Kind.SEND_F).append((arrival, value))
+
+    def _arrival(self, action: Action) -> float:
+        """When the link has brought a message."""
+        ends = sender, receiver = self._placement[action.stage], self._placement[action.peer or 0]
+        start, links = self._clocks[sender].now(), self._costs.links
+        if links is None:
+            return start
+        producer = action.stage if action.kind is Kind.SEND_F else action.peer or 0
+        if links.contended:
+            start = max(start, self._free.get(ends, start))
+        alone = np.array([sender]), np.array([receiver])
+        size = np.array([self._costs.output_bytes[producer]], object)
+        self._free[ends] = start + links.travel(*alone, size)[0]
+        return self._free[ends] + links.latencies(*alone)[0]  # type: ignore[no-any-return]
 
     def receive(self, action: Action) -> Any:
         """Take the channel's first message, waiting for its arrival."""
@@ -189,7 +206,7 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     clocks = [VirtualClock() for _ in range(program.num_ranks)]
     versions = program.versions or ((),) * program.num_stages
     stages = {s: FakeStage(s, costs, clocks[rank], versions[s]) for s, rank in enumerate(program.placement)}
-    mail = _Mail(lowered, clocks, costs.transfer_s)
+    mail = _Mail(lowered, clocks, costs)
     ranks = [Rank(r, lowered, stages, mail, clock) for r, clock in enumerate(clocks)]
     _drive(ranks, mail)
     missing = [text for stage in stages.values() for text in stage.missing(program)]
