@@ -127,6 +127,12 @@ class Programs:
         """Whether steps run on into each other: a schedule with updates of its own. A program runs step by step."""
         return not self.fixed and self.plain(self.num_microbatches).has_updates
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The schedule's options that a file takes; none of a program."""
+        options = self._source.options if isinstance(self._source, Schedule) else {}
+        return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
+
     def _timed(self, num_microbatches: int) -> Program:
         """What runs, without transfers: one step, or of a stream as many as show how it goes on."""
         program = self.plain(num_microbatches)
@@ -271,6 +277,8 @@ def _maker(plan: Plan) -> Schedule | Program:
     program = plan.program
     if plan.schedule in schedules.names():
         schedule = schedules.get(plan.schedule)
+        known = {option: value for option, value in plan.options.items() if option in schedule.options}
+        schedule = schedule.with_options(**known)
         chunks = program.num_stages // program.num_ranks
         if "chunks_per_rank" in schedule.options:
             schedule = schedule.with_options(chunks_per_rank=chunks)

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from pipesched.versions import Uses
 
-__all__ = ["Tensors", "Weights"]
+__all__ = ["Arrived", "Tensors", "Weights"]
 
 #: The tensors of one version by module and name.
 Tensors = dict[str, dict[str, Tensor]]
+#: Tensors of a version, each with the gradient that arrived at it.
+Arrived = list[tuple[Tensor, Tensor]]
 
 
 class Weights:
@@ -46,13 +48,18 @@ class Weights:
         """The Parameter of which a tensor is a version; any other tensor itself."""
         return self._live.get(tensor, tensor)
 
-    def deliver(self, weights: Tensors) -> None:
-        """Hand the gradients that arrived at a version to the live Parameters."""
-        arrived = [tensor for named in weights.values() for tensor in named.values() if tensor.grad is not None]
-        if arrived:
-            torch.autograd.backward([self._live[tensor] for tensor in arrived], [tensor.grad for tensor in arrived])
-        for tensor in arrived:
+    def taken(self, weights: Tensors) -> Arrived:
+        """The gradients that have arrived at a version, which then has none."""
+        tensors = (tensor for named in weights.values() for tensor in named.values())
+        arrived = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
+        for tensor, _ in arrived:
             tensor.grad = None
+        return arrived
+
+    def deliver(self, arrived: Arrived) -> None:
+        """Hand the gradients of a version to the live Parameters."""
+        if arrived:
+            torch.autograd.backward([self._live[tensor] for tensor, _ in arrived], [grad for _, grad in arrived])
 
     def ended(self, microbatch: int) -> None:
         """A micro-batch's backward is done. A version that nobody waits for is dropped."""
