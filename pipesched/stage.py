@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from pipesched.backward import Deferral, Product, backward, enter, weight_grad
 from pipesched.errors import ExecutionError, InputError
 from pipesched.interception import Intercept
-from pipesched.payload import Gradients, Payload, pytree, trainable_leaves
+from pipesched.payload import Gradients, Payload, pytree, trainable_leaves, used_here
 from pipesched.randomness import Key, KeyedRandom, NoRandom
 from pipesched.versions import Uses
 from pipesched.weights import Arrived, Tensors, Weights
@@ -257,7 +257,7 @@ class Stage:
         """An input of the model, on this device. It is a view of the batch, but counts its own modifications: a layer
         that works in place on one micro-batch does not spoil the others' backward.
         """
-        return tensor.data if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+        return used_here(tensor.data) if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
     def _run(self, saved: _Saved, arrived: Payload, split: bool = False) -> Any:
         """Call the layers, and on the last stage the head. What is returned is the root of the backward."""

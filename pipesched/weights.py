@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.payload import used_here
 from pipesched.versions import Uses
 
 __all__ = ["Arrived", "Tensors", "Weights"]
@@ -73,7 +74,7 @@ class Weights:
             for name, named in self._held[self._newest].items():
                 parameters = dict(self._modules[name].named_parameters())
                 for key in named:
-                    parameters[key].data = parameters[key].data.clone()
+                    parameters[key].data = used_here(parameters[key].data).clone()
 
     def after_update(self) -> None:
         """The live Parameters are the next version."""

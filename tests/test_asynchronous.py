@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from pipesched import Costs, Kind, Order, Pipeline, Plan, Program, Shape, lower, schedule, schedules, simulate
 from pipesched.errors import ExecutionError, InputError, ModelTypeError, ScheduleError
+from pipesched.executors.streams import CpuLane
 from pipesched.interception import Intercept
 from pipesched.lowering import add_recompute
 from pipesched.order import v
@@ -637,6 +638,43 @@ def test_step_returns_before_its_step_has_run_and_after_the_one_before_has() -> 
         go.set()
         pipe.flush()
         assert done == list(range(6))
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_the_callers_device_waits_for_what_it_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told to, for each rank: after the last forward of the step whose loss is returned."""
+    told: list[float] = []
+    monkeypatch.setattr(CpuLane, "catch_up", lambda lane, stamp: told.append(stamp))
+    with pipeline(transformer(), name, 3) as pipe:
+        for step in range(3):
+            pipe.step(batch(step)[0], target=batch(step)[1])
+            assert len(told) == 3 * max(1, step)
+            ends = [span.end_s for span in pipe.trace.spans if span.action.kind is Kind.F and span.rank == 2]
+            assert len(ends) == 3 * max(1, step)
+            assert pipe._executor.lanes[2].reader()(told[-1]) >= max(ends)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_a_slow_gpu_is_waited_for(name: str) -> None:
+    losses = []
+    for device in ("cpu", "cuda:0"):
+        slow = Gate(lambda call, device=device: torch.cuda._sleep(50_000_000) if device != "cpu" else None)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), slow, nn.Linear(6, 4))
+        with Pipeline(
+            model,
+            batch(0)[0][:2],
+            loss_fn=functional.mse_loss,
+            devices=[device] * 3,
+            schedule=name,
+            num_microbatches=3,
+            boundaries=[1, 2],
+            optimizer=sgd,
+        ) as pipe:
+            steps = [batch(step) for step in range(6)]
+            losses.append([pipe.step(x.to(device), target=y.to(device)).cpu() for x, y in steps])
+    torch.testing.assert_close(*losses)
 
 
 # ---- its life --------------------------------------------------------------------------------------------------------
