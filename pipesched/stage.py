@@ -336,7 +336,9 @@ class Stage:
             given = arrived[0] if arrived else self._feed.output_grads[microbatch]
             reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
             edges, grads = [edge for edge, _ in reached], tuple(grad for _, grad in reached)
-        if edges:
+        if edges and self.weights is not None:
+            self.weights.during(saved.weights, lambda: backward(edges, grads))
+        elif edges:
             backward(edges, grads)
 
     def _sent_back(self, microbatch: int, saved: _Saved) -> Gradients:

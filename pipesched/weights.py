@@ -6,7 +6,7 @@ Parameters, whose hooks fire. Before an update changes weights that are still us
 and leave the old to the version (weight stashing: PipeDream, Narayanan et al. 2019).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,11 +23,23 @@ Tensors = dict[str, dict[str, Tensor]]
 Arrived = list[tuple[Tensor, Tensor]]
 
 
+class _Holder(nn.Module):
+    """Modules under one name, to be given other weights while something else runs."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.held = nn.ModuleList(modules)
+
+    def forward(self, act: Callable[[], None]) -> None:
+        act()
+
+
 class Weights:
     """One stage's versions. modules: by name. uses: which micro-batch uses which."""
 
     def __init__(self, modules: Mapping[str, Any], uses: Uses) -> None:
         self._modules = {name: module for name, module in modules.items() if isinstance(module, nn.Module)}
+        self._holder = _Holder(self._modules.values())
         self._uses = uses
         self._end: int | None = None
         self._newest = 0
@@ -44,6 +56,15 @@ class Weights:
     def used_by(self, microbatch: int) -> Tensors:
         """The weights that a micro-batch uses, forward, recomputed and backward."""
         return self._held[self._uses.version(microbatch)]
+
+    def during(self, weights: Tensors, act: Callable[[], None]) -> None:
+        """Act while the modules hold a version: a backward may call them again (torch.utils.checkpoint), or look."""
+        tensors = {
+            f"held.{index}.{key}": tensor
+            for index, named in enumerate(weights.values())
+            for key, tensor in named.items()
+        }
+        torch.func.functional_call(self._holder, tensors, (act,))
 
     def live(self, tensor: Tensor) -> Tensor:
         """The Parameter of which a tensor is a version; any other tensor itself."""

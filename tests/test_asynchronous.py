@@ -17,6 +17,7 @@ import torch
 from models import assert_equal_bits, synchronous_names
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from pipesched import Costs, Kind, Order, Pipeline, Plan, Program, Shape, lower, schedule, schedules, simulate
 from pipesched.errors import ExecutionError, InputError, ModelTypeError, ScheduleError
@@ -369,6 +370,39 @@ def test_a_layer_may_be_called_as_the_loss_is(name: str, loss_fn: Callable | Non
         pipe.flush()
     assert weight.item() != 1.5
     assert weight.grad is None
+
+
+class Checkpointed(nn.Module):
+    """A layer that runs again in its backward, and looks at its weight there."""
+
+    def __init__(self, how: bool | None) -> None:
+        super().__init__()
+        self.inner, self.how, self.seen = nn.Linear(6, 6), how, []
+        self.register_full_backward_hook(lambda *_: self.seen.append(self.inner.weight.sum().item()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x) if self.how is None else checkpoint(self.act, x, use_reentrant=self.how)
+
+    def act(self, x: Tensor) -> Tensor:
+        self.seen.append(self.inner.weight.sum().item())
+        return torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+@pytest.mark.parametrize("how", [True, False])
+def test_a_layer_that_runs_again_in_its_backward_meets_the_same_weights(name: str, how: bool) -> None:
+    models, seen = [], []
+    for one in (None, how):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(6, 6), Checkpointed(one), nn.Linear(6, 4)))
+        with pipeline(models[-1], name, 3, boundaries=[1, 2]) as pipe:
+            for step in range(6):
+                pipe.step(batch(step)[0], target=batch(step)[1])
+        seen.append(models[-1][1].seen)
+    assert_equal_bits(*(model.state_dict() for model in models))
+    assert set(seen[0]) == set(seen[1])
+    assert len(seen[0]) == 2 * 6 * 3
+    assert len(seen[1]) == 3 * 6 * 3
 
 
 # ---- the split backward, own schedules, programs ---------------------------------------------------------------------
