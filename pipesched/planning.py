@@ -22,6 +22,7 @@ from pipesched.versions import Uses, update_groups, used_versions
 __all__ = ["Programs", "Wishes", "check_boundaries", "cut_layers"]
 
 _AUTO = "1f1b"
+_MORE_STEPS = 4  # times what PipeDream needs: a stream that does not repeat then never will
 _MICROBATCHES_PER_RANK = 4  # from here on the bubble is small (GPipe, Huang et al. 2019)
 
 
@@ -137,10 +138,24 @@ class Programs:
         """What runs, without transfers: one step, or of a stream as many as show how it goes on."""
         program = self.plain(num_microbatches)
         if self.streams and isinstance(self._source, Schedule):
-            steps = enough_steps(self.num_ranks, num_microbatches)
-            program = self._source.program(self.num_ranks, num_microbatches, steps=steps)
-            validate(program)
+            program = self._beginning(self._source, num_microbatches)
         return add_recompute(add_updates(program) if self.updates else program, self.checkpoint)
+
+    def _beginning(self, schedule: Schedule, num_microbatches: int) -> Program:
+        """The first steps of a stream, as many as show how it goes on; old versions may be late to come."""
+        steps = enough_steps(self.num_ranks, num_microbatches)
+        last = steps * _MORE_STEPS
+        while True:
+            program = schedule.program(self.num_ranks, num_microbatches, steps=steps)
+            validate(program)
+            try:
+                Segments(lower(program), num_microbatches)
+            except ScheduleError:
+                if steps >= last:
+                    raise
+                steps *= 2
+            else:
+                return program
 
     def _training(self, num_microbatches: int) -> Program:
         return lower(self.timed(num_microbatches))

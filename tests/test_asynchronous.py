@@ -535,6 +535,24 @@ def test_a_saved_plan_streams_on(tmp_path: Path, kind: str) -> None:
         assert_equal_bits(weights_after(pipe, 7, 5, 7), wanted)
 
 
+@pytest.mark.parametrize("delay", [3, 9])
+def test_versions_may_be_late_to_come(delay: int) -> None:
+    @schedule("stale")
+    def stale(rank: int, shape: Shape) -> Order:
+        order = Order(shape)
+        for number in range(shape.num_microbatches):
+            order.F(rank, version=max(0, number - delay))
+            order.B(rank)
+            order.UPDATE(rank)
+        return order
+
+    w = [factors(1)[0].weight.detach()]
+    for t in range(20):
+        grads = f_grads([w[max(0, t - delay)]], *data(1, t))
+        w.append(torch.add(w[t], grads[0], alpha=-LR))
+    assert trained(stale, 1, 1, 20) == [w[-1]]
+
+
 def test_a_schedule_that_does_not_repeat_is_refused() -> None:
     @schedule("odd")
     def odd(rank: int, shape: Shape) -> Order:
