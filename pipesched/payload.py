@@ -12,10 +12,17 @@ from torch.utils import _pytree as pytree
 
 from pipesched.errors import InputError
 
-__all__ = ["Gradients", "Payload", "gather", "pytree", "row_dim", "rows_of", "split", "trainable_leaves"]
+__all__ = ["Gradients", "Payload", "gather", "pytree", "row_dim", "rows_of", "split", "trainable_leaves", "used_here"]
 
 #: One entry for each leaf of a payload that needs a gradient; None where none came.
 Gradients = tuple[Tensor | None, ...]
+
+
+def used_here(tensor: Tensor) -> Tensor:
+    """A tensor that the current stream uses, though the memory is another's: that waits before it uses it again."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)

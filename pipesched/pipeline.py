@@ -57,8 +57,7 @@ class Pipeline(Wrapped):
     random numbers; the default generator's unless given. plan: a saved Plan, instead of all choices.
     optimizer: params -> torch.optim.Optimizer, called once for each stage with its parameters (a loss module's are the
     last stage's): each rank updates its stages at its own end of a step, and clears their gradients; asynchronous
-    schedules, which update on their way, need one. The attribute ``optimizers`` (stage -> Optimizer) serves to save
-    states and to drive learning rates.
+    schedules, which update on their way, need one.
 
     Raises GraphError, PartitionError, ScheduleError (all also ValueError), DeviceCountError (also IndexError),
     ModelTypeError (also TypeError), InputError (also ValueError).
@@ -112,7 +111,7 @@ class Pipeline(Wrapped):
         self._replicas = Replicas()
         self._warn_of_normalisation(program)
         self._stages = self._build_stages(program)
-        self.optimizers = {} if optimizer is None else give_optimizers(optimizer, self._stages)
+        self._optimizers = {} if optimizer is None else give_optimizers(optimizer, self._stages)
         self._executor = LocalExecutor(self.devices, self._threads)
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self._step = 0
@@ -157,7 +156,17 @@ class Pipeline(Wrapped):
     def plan(self) -> Plan:
         """The plan that runs, with the costs known so far."""
         program = self._programs.plain(self.num_microbatches)
-        return Plan(self._cut, program.name, program, self.checkpoint, self._costs)
+        return Plan(self._cut, program.name, program, self.checkpoint, self._costs, self._programs.options)
+
+    @property
+    def optimizers(self) -> dict[int, Optimizer]:
+        """What optimizer= made, by stage: to save states, and to drive learning rates.
+
+        Flushes first. So must who keeps an optimizer, or a scheduler of it, before each change: an update of an
+        asynchronous schedule that is under way takes the old learning rate or the new one.
+        """
+        self.flush()
+        return self._optimizers
 
     @property
     def num_microbatches(self) -> int:
@@ -238,7 +247,7 @@ class Pipeline(Wrapped):
         Returns the last step's loss; None where nothing is under way, as always with synchronous schedules. The next
         step starts anew, with the weights as they are then. Raises as ``step``. ``evaluate``, ``forward``, ``close``,
         and what reads or changes parameters, states and modes through the pipeline, flush by themselves; flush before
-        you touch the model itself.
+        you touch the model itself, an optimizer or a learning rate scheduler.
         """
         return self._stream.flush() if self._stream is not None and self._stream.open else None
 

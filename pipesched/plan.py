@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +23,7 @@ class Plan:
     """What runs: stages (each a tuple of layer names), the program, checkpointing, and what a micro-batch costs.
 
     stages: those of one chain, where several run on the same weights; costs count all. schedule: the name of the
-    algorithm that made the program.
+    algorithm that made the program. options: its plain ones, numbers, flags and words.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -31,6 +31,7 @@ class Plan:
     program: Program
     checkpoint: CheckpointMode = "never"
     costs: Costs | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def boundaries(self) -> list[str]:
@@ -47,6 +48,7 @@ class Plan:
         summary = {"makespan_s": predicted.makespan_s, "bubble_ratio": predicted.bubble_ratio} if predicted else None
         return {
             "schedule": self.schedule,
+            "options": dict(self.options),
             "num_ranks": self.program.num_ranks,
             "num_microbatches": self.program.num_microbatches,
             "checkpoint": self.checkpoint,
@@ -63,7 +65,8 @@ class Plan:
             program = Program.parse("\n".join(values["program"]))
             costs = Costs.from_dict(values["costs"]) if values.get("costs") else None
             stages = tuple(tuple(layers) for layers in values["stages"])
-            plan = cls(stages, values["schedule"], program, values["checkpoint"], costs)
+            options = dict(values.get("options", {}))
+            plan = cls(stages, values["schedule"], program, values["checkpoint"], costs, options)
         except (KeyError, TypeError) as error:
             raise ScheduleError(f"a plan has {', '.join(_KEYS)}; {error} is missing or wrong; save it again") from error
         if values["checkpoint"] not in get_args(CheckpointMode):

@@ -22,6 +22,7 @@ from pipesched.versions import Uses, update_groups, used_versions
 __all__ = ["Programs", "Wishes", "check_boundaries", "cut_layers"]
 
 _AUTO = "1f1b"
+_MORE_STEPS = 4  # times what PipeDream needs: a stream that does not repeat then never will
 _MICROBATCHES_PER_RANK = 4  # from here on the bubble is small (GPipe, Huang et al. 2019)
 
 
@@ -127,14 +128,34 @@ class Programs:
         """Whether steps run on into each other: a schedule with updates of its own. A program runs step by step."""
         return not self.fixed and self.plain(self.num_microbatches).has_updates
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The schedule's options that a file takes; none of a program."""
+        options = self._source.options if isinstance(self._source, Schedule) else {}
+        return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
+
     def _timed(self, num_microbatches: int) -> Program:
         """What runs, without transfers: one step, or of a stream as many as show how it goes on."""
         program = self.plain(num_microbatches)
         if self.streams and isinstance(self._source, Schedule):
-            steps = enough_steps(self.num_ranks, num_microbatches)
-            program = self._source.program(self.num_ranks, num_microbatches, steps=steps)
-            validate(program)
+            program = self._beginning(self._source, num_microbatches)
         return add_recompute(add_updates(program) if self.updates else program, self.checkpoint)
+
+    def _beginning(self, schedule: Schedule, num_microbatches: int) -> Program:
+        """The first steps of a stream, as many as show how it goes on; old versions may be late to come."""
+        steps = enough_steps(self.num_ranks, num_microbatches)
+        last = steps * _MORE_STEPS
+        while True:
+            program = schedule.program(self.num_ranks, num_microbatches, steps=steps)
+            validate(program)
+            try:
+                Segments(lower(program), num_microbatches)
+            except ScheduleError:
+                if steps >= last:
+                    raise
+                steps *= 2
+            else:
+                return program
 
     def _training(self, num_microbatches: int) -> Program:
         return lower(self.timed(num_microbatches))
@@ -271,6 +292,8 @@ def _maker(plan: Plan) -> Schedule | Program:
     program = plan.program
     if plan.schedule in schedules.names():
         schedule = schedules.get(plan.schedule)
+        known = {option: value for option, value in plan.options.items() if option in schedule.options}
+        schedule = schedule.with_options(**known)
         chunks = program.num_stages // program.num_ranks
         if "chunks_per_rank" in schedule.options:
             schedule = schedule.with_options(chunks_per_rank=chunks)

@@ -18,6 +18,8 @@ from pipesched.graph import hooks_of
 
 __all__ = ["Replica", "Replicas"]
 
+_SETTINGS = (bool, int, float, str)  # as a module's mode and the p of a Dropout
+
 
 class Replica:
     """A copy of a part's layers, and of the loss module beside them; what they share they also share as copies.
@@ -42,9 +44,10 @@ class Replica:
         self.layers = dict(zip(layers, copies, strict=False))
 
     def refresh(self) -> None:
-        """Take over the home's weights and buffers, what of them is trained, and its modules' modes."""
+        """Take over the home's weights and buffers, what of them is trained, its modules' modes and other settings."""
         for theirs, mine in self._pairs("named_modules"):
-            mine.training = theirs.training
+            settings = {name: value for name, value in vars(theirs).items() if isinstance(value, _SETTINGS)}
+            vars(mine).update(settings)
         for theirs, mine in self._pairs("named_buffers"):
             _copy_into(mine, theirs)
         for theirs, mine in self._pairs("named_parameters"):

@@ -133,6 +133,20 @@ class Segments:
                 f"a step runs before the next one is asked for; schedule {program.name!r} has {one} wait for {other}, "
                 f"which comes behind the first action of a later step; move {other} before it"
             )
+        self._check_losses(segment)
+
+    def _check_losses(self, segment: Ints) -> None:
+        """A step's forwards lie in its own segment: its loss is known once that has run."""
+        columns = self.program.columns
+        last = self.program.num_stages - 1
+        late = columns.are(Kind.F) & (columns.stage == last) & (segment > columns.microbatch // self.num_microbatches)
+        if late.any():
+            one = columns.action(int(np.flatnonzero(late)[0]))
+            raise ScheduleError(
+                f"a step's loss is known before its rank begins the next one; schedule {self.program.name!r} has {one} "
+                f"behind the first action of a later step; move it before that, or pass a Program, which runs step by "
+                f"step"
+            )
 
     @property
     def _last_two(self) -> tuple[int, int]:

@@ -16,10 +16,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from pipesched.backward import Deferral, Product, backward, enter, weight_grad
 from pipesched.errors import ExecutionError, InputError
 from pipesched.interception import Intercept
-from pipesched.payload import Gradients, Payload, pytree, trainable_leaves
+from pipesched.payload import Gradients, Payload, pytree, trainable_leaves, used_here
 from pipesched.randomness import Key, KeyedRandom, NoRandom
 from pipesched.versions import Uses
-from pipesched.weights import Tensors, Weights
+from pipesched.weights import Arrived, Tensors, Weights
 
 __all__ = ["Feed", "Head", "Stage"]
 
@@ -95,10 +95,12 @@ class _Saved:
     key: Key
     first: bool  # what arrives is the model's input
     weights: Tensors  # the version in use; empty: the Parameters themselves
+    counted: tuple[Any, float | None] | None = None  # where a loss is asked for: its target and its factor
     deferred: bool = False  # F left weight gradients to W
     input_grads: list[Tensor | None] = field(default_factory=list)
     edges: list[GradientEdge] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
+    grads: Arrived = field(default_factory=list)  # of the version's tensors, from I to W
     # between a checkpointed F and its R:
     arrived: Payload | None = None
     buffers: list[Buffers] = field(default_factory=list)
@@ -142,15 +144,15 @@ class Stage:
             self.optimizer.zero_grad(set_to_none=True)
 
     @property
-    def modules(self) -> dict[str, Any]:
-        """The layers by name, and on the last stage the loss, a function or a module."""
-        return self.layers if self.head is None else {**self.layers, _LOSS: self.head.loss_fn}
+    def modules(self) -> dict[str, nn.Module]:
+        """The layers by name, and on the last stage the loss where it is a module."""
+        loss_fn = None if self.head is None else self.head.loss_fn
+        return {**self.layers, _LOSS: loss_fn} if isinstance(loss_fn, nn.Module) else self.layers
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the layers and of a loss module."""
-        modules = (module for module in self.modules.values() if isinstance(module, nn.Module))
-        return [parameter for module in modules for parameter in module.parameters()]
+        return [parameter for module in self.modules.values() for parameter in module.parameters()]
 
     @property
     def num_held(self) -> int:
@@ -161,7 +163,7 @@ class Stage:
         """F: the stage's output; on the last stage the loss, where the feed asks for one."""
         payload = arrived[0] if arrived else Payload.of(self._feed.inputs[microbatch]).map_tensors(self._here)
         weights = self.weights.used_by(microbatch) if self.weights is not None else {}
-        saved = _Saved(microbatch, self._feed.key(microbatch), not arrived, weights)
+        saved = _Saved(microbatch, self._feed.key(microbatch), not arrived, weights, self._counted(microbatch))
         overlapping = _overlapping(payload) if arrived else []
         versions = [tensor._version for tensor in overlapping]
         if not torch.is_grad_enabled():
@@ -175,7 +177,7 @@ class Stage:
                 f"{', '.join(self.layers)} modified one of {len(overlapping)} that do; clone it, or move the boundary"
             )
         output = self._apart_from_buffers(Payload.of(value))
-        if self.head is not None and self._feed.factors is not None:
+        if saved.counted is not None:
             self._feed.losses[microbatch] = output.leaves[0]
         return output
 
@@ -193,7 +195,7 @@ class Stage:
         saved = self._saved.pop(microbatch)
         with self._backward_mode[False]:
             self._propagate(microbatch, saved, grads)
-            self._deliver(saved, ended=True)
+            self._deliver(saved)
         return self._sent_back(microbatch, saved)
 
     def input_grad(self, microbatch: int, *grads: Gradients) -> Gradients:
@@ -201,7 +203,8 @@ class Stage:
         saved = self._saved[microbatch]
         with self._backward_mode[saved.deferred], self._deferral.unnoted():
             self._propagate(microbatch, saved, grads)
-            self._deliver(saved)
+            if self.weights is not None:
+                saved.grads = self.weights.taken(saved.weights)
         return self._sent_back(microbatch, saved)
 
     def weight_grad(self, microbatch: int) -> None:
@@ -209,7 +212,7 @@ class Stage:
         saved = self._saved.pop(microbatch)
         with self._backward_mode[False]:
             weight_grad(saved.products)
-            self._deliver(saved, ended=True)
+            self._deliver(saved)
 
     def update(self, number: int) -> None:
         """UPDATE: the optimizer's step with the gradients since the last one, which are then cleared."""
@@ -218,16 +221,28 @@ class Stage:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+        elif any(parameter.requires_grad and parameter.grad is not None for parameter in self.parameters):
+            raise ExecutionError(
+                f"a stage that trained nothing when the pipeline was made has no optimizer; parameters of the layers "
+                f"{', '.join(self.layers)} have gradients now; make a new Pipeline, or freeze them again"
+            )
         if self.weights is not None:
             self.weights.after_update()
 
-    def _deliver(self, saved: _Saved, ended: bool = False) -> None:
+    def _deliver(self, saved: _Saved) -> None:
+        """End a micro-batch: all gradients at once, so that no update between its I and its W takes a part of them."""
         if self.weights is None:
             return
-        self.weights.deliver(saved.weights)
-        if ended:
-            saved.products, saved.weights = [], {}
-            self.weights.ended(saved.microbatch)
+        self.weights.deliver([*saved.grads, *self.weights.taken(saved.weights)])
+        saved.grads, saved.products, saved.weights = [], [], {}
+        self.weights.ended(saved.microbatch)
+
+    def _counted(self, microbatch: int) -> tuple[Any, float | None] | None:
+        """Read once, by F: R may come when a stream has dropped them."""
+        feed = self._feed
+        if self.head is None or feed.factors is None:
+            return None
+        return feed.targets[microbatch] if feed.targets else None, feed.factors[microbatch]
 
     def _apart_from_buffers(self, output: Payload) -> Payload:
         """A buffer that leaves the stage is copied: the next forward may change it before it is read."""
@@ -242,7 +257,7 @@ class Stage:
         """An input of the model, on this device. It is a view of the batch, but counts its own modifications: a layer
         that works in place on one micro-batch does not spoil the others' backward.
         """
-        return tensor.data if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+        return used_here(tensor.data) if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
     def _run(self, saved: _Saved, arrived: Payload, split: bool = False) -> Any:
         """Call the layers, and on the last stage the head. What is returned is the root of the backward."""
@@ -260,17 +275,15 @@ class Stage:
                 args, kwargs = (_call(layer, own, args, kwargs),), {}
             self._random.enter(saved.key, _LOSS)
             own = {**saved.weights.get(_LOSS, {}), **next(buffers, {})}
-            return args[0] if self.head is None else self._loss(saved.microbatch, args[0], own)
+            return args[0] if self.head is None else self._loss(saved, args[0], own)
 
-    def _loss(self, microbatch: int, output: Any, own: Mapping[str, Tensor]) -> Any:
-        feed = self._feed
-        if feed.keep_outputs:
-            feed.outputs.setdefault(microbatch, Payload.of(output))
-        if feed.factors is None or self.head is None:
+    def _loss(self, saved: _Saved, output: Any, own: Mapping[str, Tensor]) -> Any:
+        if self._feed.keep_outputs:
+            self._feed.outputs.setdefault(saved.microbatch, Payload.of(output))
+        if saved.counted is None or self.head is None:
             return output
-        target = pytree.tree_map_only(Tensor, self._here, feed.targets[microbatch]) if feed.targets else None
-        loss = self.head.loss(output, target, own)
-        factor = feed.factors[microbatch]
+        target, factor = saved.counted
+        loss = self.head.loss(output, pytree.tree_map_only(Tensor, self._here, target), own)
         if factor == 0:
             return torch.zeros_like(loss)  # counts nothing, whatever it is: nothing goes backward
         return loss if factor is None else loss * factor
@@ -279,8 +292,7 @@ class Stage:
         saved.deferred = split and self._deferral.decide(lambda: self._kind(arrived))
         value = self._run(saved, arrived, split)
         saved.edges = [get_gradient_edge(leaf) for leaf in trainable_leaves(value)]
-        factors = self._feed.factors
-        if not saved.edges and self.head is not None and factors is not None and factors[saved.microbatch] != 0:
+        if not saved.edges and saved.counted is not None and saved.counted[1] != 0:
             raise InputError(
                 "a step trains something; the loss depends on no parameter that requires a gradient; "
                 "unfreeze one, or call evaluate"
@@ -324,7 +336,9 @@ class Stage:
             given = arrived[0] if arrived else self._feed.output_grads[microbatch]
             reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
             edges, grads = [edge for edge, _ in reached], tuple(grad for _, grad in reached)
-        if edges:
+        if edges and self.weights is not None:
+            self.weights.during(saved.weights, lambda: backward(edges, grads))
+        elif edges:
             backward(edges, grads)
 
     def _sent_back(self, microbatch: int, saved: _Saved) -> Gradients:

@@ -16,6 +16,7 @@ from pipesched.batch import Batch, Weighting
 from pipesched.caller import Caller
 from pipesched.errors import ExecutionError
 from pipesched.executors.local import LocalExecutor, Part, Timeline, Work
+from pipesched.payload import used_here
 from pipesched.segments import Orders, Segments
 from pipesched.stage import Feed, Stage
 
@@ -134,6 +135,7 @@ class Stream:
         part = self._parts.popleft()
         self._run.wait_for(part)
         self._run.check()
+        part.catch_up()
         self.timelines.append(part.timeline())
         self.num_parts += 1
         self._finished(self.timelines[-1])
@@ -144,7 +146,7 @@ class Stream:
         self._finish_part()
         size = self.segments.num_microbatches
         own = range(step * size, (step + 1) * size)
-        self._loss = self._weightings.popleft().total([self._feed.losses.pop(number) for number in own])
+        self._loss = self._weightings.popleft().total([used_here(self._feed.losses.pop(number)) for number in own])
         for number in own:
             for table in (self._inputs, self._targets, self._factors):
                 table.pop(number, None)

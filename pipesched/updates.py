@@ -24,13 +24,20 @@ def give_optimizers(optimizer: Callable[[list[Any]], Any], stages: Mapping[int, 
     for stage in stages.values():
         parameters = stage.parameters
         if any(parameter.requires_grad for parameter in parameters):
-            stage.optimizer = _checked(optimizer(parameters))
+            stage.optimizer = _checked(optimizer(parameters), parameters)
     return {index: stage.optimizer for index, stage in stages.items() if stage.optimizer is not None}
 
 
-def _checked(made: Any) -> Optimizer:
+def _checked(made: Any, parameters: list[Any]) -> Optimizer:
     if not isinstance(made, Optimizer):
         raise ModelTypeError(
             f"optimizer(params) returns a torch.optim.Optimizer; got {type(made).__name__}; return the optimizer"
+        )
+    own = set(map(id, parameters))
+    others = [p for group in made.param_groups for p in group["params"] if id(p) not in own]
+    if others:
+        raise ModelTypeError(
+            f"optimizer(params) makes an optimizer of these parameters alone, one for each stage; the one for a stage "
+            f"with {len(own)} parameters has {len(others)} others; make it of params"
         )
     return made

@@ -6,18 +6,32 @@ Parameters, whose hooks fire. Before an update changes weights that are still us
 and leave the old to the version (weight stashing: PipeDream, Narayanan et al. 2019).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipesched.payload import used_here
 from pipesched.versions import Uses
 
-__all__ = ["Tensors", "Weights"]
+__all__ = ["Arrived", "Tensors", "Weights"]
 
 #: The tensors of one version by module and name.
 Tensors = dict[str, dict[str, Tensor]]
+#: Tensors of a version, each with the gradient that arrived at it.
+Arrived = list[tuple[Tensor, Tensor]]
+
+
+class _Holder(nn.Module):
+    """Modules under one name, to be given other weights while something else runs."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.held = nn.ModuleList(modules)
+
+    def forward(self, act: Callable[[], None]) -> None:
+        act()
 
 
 class Weights:
@@ -25,6 +39,7 @@ class Weights:
 
     def __init__(self, modules: Mapping[str, Any], uses: Uses) -> None:
         self._modules = {name: module for name, module in modules.items() if isinstance(module, nn.Module)}
+        self._holder = _Holder(self._modules.values())
         self._uses = uses
         self._end: int | None = None
         self._newest = 0
@@ -42,17 +57,31 @@ class Weights:
         """The weights that a micro-batch uses, forward, recomputed and backward."""
         return self._held[self._uses.version(microbatch)]
 
+    def during(self, weights: Tensors, act: Callable[[], None]) -> None:
+        """Act while the modules hold a version: a backward may call them again (torch.utils.checkpoint), or look."""
+        tensors = {
+            f"held.{index}.{key}": tensor
+            for index, named in enumerate(weights.values())
+            for key, tensor in named.items()
+        }
+        torch.func.functional_call(self._holder, tensors, (act,))
+
     def live(self, tensor: Tensor) -> Tensor:
         """The Parameter of which a tensor is a version; any other tensor itself."""
         return self._live.get(tensor, tensor)
 
-    def deliver(self, weights: Tensors) -> None:
-        """Hand the gradients that arrived at a version to the live Parameters."""
-        arrived = [tensor for named in weights.values() for tensor in named.values() if tensor.grad is not None]
-        if arrived:
-            torch.autograd.backward([self._live[tensor] for tensor in arrived], [tensor.grad for tensor in arrived])
-        for tensor in arrived:
+    def taken(self, weights: Tensors) -> Arrived:
+        """The gradients that have arrived at a version, which then has none."""
+        tensors = (tensor for named in weights.values() for tensor in named.values())
+        arrived = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
+        for tensor, _ in arrived:
             tensor.grad = None
+        return arrived
+
+    def deliver(self, arrived: Arrived) -> None:
+        """Hand the gradients of a version to the live Parameters."""
+        if arrived:
+            torch.autograd.backward([self._live[tensor] for tensor, _ in arrived], [grad for _, grad in arrived])
 
     def ended(self, microbatch: int) -> None:
         """A micro-batch's backward is done. A version that nobody waits for is dropped."""
@@ -66,7 +95,7 @@ class Weights:
             for name, named in self._held[self._newest].items():
                 parameters = dict(self._modules[name].named_parameters())
                 for key in named:
-                    parameters[key].data = parameters[key].data.clone()
+                    parameters[key].data = used_here(parameters[key].data).clone()
 
     def after_update(self) -> None:
         """The live Parameters are the next version."""

@@ -8,6 +8,7 @@ import gc
 import itertools
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,11 +17,14 @@ import torch
 from models import assert_equal_bits, synchronous_names
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from pipesched import Costs, Kind, Order, Pipeline, Plan, Program, Shape, lower, schedule, schedules, simulate
 from pipesched.errors import ExecutionError, InputError, ModelTypeError, ScheduleError
+from pipesched.executors.streams import CpuLane
 from pipesched.interception import Intercept
 from pipesched.lowering import add_recompute
+from pipesched.order import v
 from pipesched.randomness import Key, KeyedRandom
 from pipesched.segments import Segments, enough_steps
 from pipesched.versions import used_versions
@@ -62,6 +66,11 @@ class Times(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
 
 
 def factors(num_stages: int) -> nn.Sequential:
@@ -337,6 +346,65 @@ def test_a_stage_without_trainable_parameters_has_no_optimizer() -> None:
     assert not torch.equal(after["1.weight"], before["1.weight"])
 
 
+def test_what_is_unfrozen_in_a_stage_that_had_nothing_to_train_is_an_error() -> None:
+    model = transformer()
+    model[:2].requires_grad_(False)
+    with pipeline(model, "1f1b", 2) as pipe:
+        pipe.step(batch(0)[0], target=batch(0)[1])
+        model[0].requires_grad_(True)
+        with pytest.raises(ExecutionError, match="layers 0, 1 have gradients now; make a new Pipeline, or freeze"):
+            pipe.step(batch(0)[0], target=batch(0)[1])
+        model[0].requires_grad_(False)
+        pipe.step(batch(0)[0], target=batch(0)[1])
+
+
+@pytest.mark.parametrize("name", ["1f1b", *ASYNCHRONOUS])
+@pytest.mark.parametrize("loss_fn", [None, mse])
+def test_a_layer_may_be_called_as_the_loss_is(name: str, loss_fn: Callable | None) -> None:
+    layer = Times(1.5).float() if loss_fn else nn.Sequential(Times(1.5).float(), Mean())
+    layer.register_forward_hook(lambda *_: None)  # one layer, not two
+    model = nn.Sequential(OrderedDict({"0": nn.Linear(6, 6), "loss_fn": layer}))
+    weight = next(layer.parameters())
+    with pipeline(model, name, 2, loss_fn=loss_fn, boundaries=["loss_fn"]) as pipe:
+        pipe.step(batch(0)[0], target=torch.zeros(ROWS, 3, 6) if loss_fn else None)
+        pipe.flush()
+    assert weight.item() != 1.5
+    assert weight.grad is None
+
+
+class Checkpointed(nn.Module):
+    """A layer that runs again in its backward, and looks at its weight there."""
+
+    def __init__(self, how: bool | None) -> None:
+        super().__init__()
+        self.inner, self.how, self.seen = nn.Linear(6, 6), how, []
+        self.register_full_backward_hook(lambda *_: self.seen.append(self.inner.weight.sum().item()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x) if self.how is None else checkpoint(self.act, x, use_reentrant=self.how)
+
+    def act(self, x: Tensor) -> Tensor:
+        self.seen.append(self.inner.weight.sum().item())
+        return torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+@pytest.mark.parametrize("how", [True, False])
+def test_a_layer_that_runs_again_in_its_backward_meets_the_same_weights(name: str, how: bool) -> None:
+    models, seen = [], []
+    for one in (None, how):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(6, 6), Checkpointed(one), nn.Linear(6, 4)))
+        with pipeline(models[-1], name, 3, boundaries=[1, 2]) as pipe:
+            for step in range(6):
+                pipe.step(batch(step)[0], target=batch(step)[1])
+        seen.append(models[-1][1].seen)
+    assert_equal_bits(*(model.state_dict() for model in models))
+    assert set(seen[0]) == set(seen[1])
+    assert len(seen[0]) == 2 * 6 * 3
+    assert len(seen[1]) == 3 * 6 * 3
+
+
 # ---- the split backward, own schedules, programs ---------------------------------------------------------------------
 
 
@@ -375,6 +443,61 @@ def test_the_split_backward_works_on_versions(checkpoint: str) -> None:
     assert min(waited[1:]) > 0
 
 
+@schedule("late")
+def late(rank: int, shape: Shape, *, split: bool = False) -> Order:
+    """PipeDream whose gradients come a micro-batch later, so that steps end between a forward and its R, or I and W."""
+    order, ahead, count = Order(shape), shape.num_ranks - 1 - rank, shape.num_microbatches
+    for number in range(count + ahead + 1):
+        if number < count:
+            order.F(rank)
+        if split and ahead <= number < count + ahead:
+            order.I(rank)
+        if number > ahead:
+            (order.W if split else order.B)(rank)
+            order.UPDATE(rank)
+    return order
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.usefixtures("every_product_deferred")
+def test_an_update_takes_whole_gradients_of_its_own_micro_batches(m: int, split: bool, checkpoint: str) -> None:
+    """None of what I gives of the next one; and R finds targets of a step that is over."""
+    expected, actual, losses = transformer(), transformer(), [ScaledLoss(), ScaledLoss()]
+    replay = Replay(expected, losses[0], sgd, m, lambda stage, number: max(0, number - 3 + stage))
+    with pipeline(actual, late.with_options(split=split), m, loss_fn=losses[1], checkpoint=checkpoint) as pipe:
+        for step in range(8):
+            x, y = batch(step)
+            pipe.step(x, target=y)
+            replay.step(step, x, y, True)
+    assert_equal_bits(actual.state_dict(), expected.state_dict())
+    assert_equal_bits(losses[1].state_dict(), losses[0].state_dict())
+
+
+def test_a_step_whose_loss_comes_after_the_next_one_begins_is_refused() -> None:
+    @schedule("there-and-back", placement=v, chunks_per_rank=2)
+    def there_and_back(rank: int, shape: Shape) -> Order:
+        order, p, (down, up) = Order(shape), shape.num_ranks, shape.chunks(rank)
+        slots = [(2 * n + stage, False, stage) for n in range(shape.num_microbatches) for stage in (down, up)]
+        slots += [
+            (2 * n + 4 * p - 1 - stage, True, stage) for n in range(shape.num_microbatches) for stage in (down, up)
+        ]
+        for _, back, stage in sorted(slots):
+            if back:
+                order.B(stage)
+                order.UPDATE(stage)
+            else:
+                order.F(stage)
+        return order
+
+    program = there_and_back.program(3, 4)
+    with pytest.raises(ScheduleError, match="has 5F0 behind the first action of a later step"):
+        pipeline(transformer(), there_and_back, 1, boundaries=None)
+    with pipeline(transformer(), program, None, boundaries=None) as pipe:
+        assert pipe.step(batch(0)[0], target=batch(0)[1]).isfinite()
+
+
 def test_a_program_with_updates_runs_step_by_step() -> None:
     program = schedules.get("pipedream").program(3, 4)
     models, losses = [transformer(), transformer()], []
@@ -393,10 +516,10 @@ def test_stages_that_share_weights_are_updated_by_the_caller() -> None:
         pipeline(transformer(), "chimera", 2, boundaries=[2])
 
 
-@pytest.mark.parametrize("name", ASYNCHRONOUS)
-def test_a_saved_plan_streams_on(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_plan_streams_on(tmp_path: Path, kind: str) -> None:
     models = [transformer(), transformer()]
-    with pipeline(models[0], name, 3) as pipe:
+    with pipeline(models[0], KINDS[kind], 3) as pipe:
         pipe.plan.save(tmp_path / "plan.json")
         wanted = weights_after(pipe, 7, 5, 7)
     plan = Plan.load(tmp_path / "plan.json")
@@ -410,6 +533,24 @@ def test_a_saved_plan_streams_on(tmp_path: Path, name: str) -> None:
         plan=plan,
     ) as pipe:
         assert_equal_bits(weights_after(pipe, 7, 5, 7), wanted)
+
+
+@pytest.mark.parametrize("delay", [3, 9])
+def test_versions_may_be_late_to_come(delay: int) -> None:
+    @schedule("stale")
+    def stale(rank: int, shape: Shape) -> Order:
+        order = Order(shape)
+        for number in range(shape.num_microbatches):
+            order.F(rank, version=max(0, number - delay))
+            order.B(rank)
+            order.UPDATE(rank)
+        return order
+
+    w = [factors(1)[0].weight.detach()]
+    for t in range(20):
+        grads = f_grads([w[max(0, t - delay)]], *data(1, t))
+        w.append(torch.add(w[t], grads[0], alpha=-LR))
+    assert trained(stale, 1, 1, 20) == [w[-1]]
 
 
 def test_a_schedule_that_does_not_repeat_is_refused() -> None:
@@ -444,17 +585,18 @@ def test_the_versions_in_memory_are_those_predicted(kind: str, m: int) -> None:
     seen: dict[int, int] = dict.fromkeys(range(3), 0)
     tensors: list[weakref.ref[Tensor]] = []
     with pipeline(model, rule, m, boundaries=[1, 2]) as pipe:
+        optimizers = pipe.optimizers
 
         def count(stage: int) -> None:
             versions = pipe._stages[stage].weights._held.values()
             held = [version[str(stage)]["weight"] for version in versions]
             tensors.extend(map(weakref.ref, held))
-            live = pipe.optimizers[stage].param_groups[0]["params"][0]
+            live = optimizers[stage].param_groups[0]["params"][0]
             seen[stage] = max(seen[stage], len({tensor.data_ptr() for tensor in (*held, live)}))
 
         for stage, layer in enumerate(model):
             layer.register_forward_hook(lambda *_, stage=stage: count(stage))
-            pipe.optimizers[stage].register_step_post_hook(lambda *_, stage=stage: count(stage))
+            optimizers[stage].register_step_post_hook(lambda *_, stage=stage: count(stage))
         for step in range(steps):
             pipe.step(batch(step)[0], target=batch(step)[1])
         pipe.flush()
@@ -550,6 +692,43 @@ def test_step_returns_before_its_step_has_run_and_after_the_one_before_has() -> 
         assert done == list(range(6))
 
 
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_the_callers_device_waits_for_what_it_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told to, for each rank: after the last forward of the step whose loss is returned."""
+    told: list[float] = []
+    monkeypatch.setattr(CpuLane, "catch_up", lambda lane, stamp: told.append(stamp))
+    with pipeline(transformer(), name, 3) as pipe:
+        for step in range(3):
+            pipe.step(batch(step)[0], target=batch(step)[1])
+            assert len(told) == 3 * max(1, step)
+            ends = [span.end_s for span in pipe.trace.spans if span.action.kind is Kind.F and span.rank == 2]
+            assert len(ends) == 3 * max(1, step)
+            assert pipe._executor.lanes[2].reader()(told[-1]) >= max(ends)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_a_slow_gpu_is_waited_for(name: str) -> None:
+    losses = []
+    for device in ("cpu", "cuda:0"):
+        slow = Gate(lambda call, device=device: torch.cuda._sleep(50_000_000) if device != "cpu" else None)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), slow, nn.Linear(6, 4))
+        with Pipeline(
+            model,
+            batch(0)[0][:2],
+            loss_fn=functional.mse_loss,
+            devices=[device] * 3,
+            schedule=name,
+            num_microbatches=3,
+            boundaries=[1, 2],
+            optimizer=sgd,
+        ) as pipe:
+            steps = [batch(step) for step in range(6)]
+            losses.append([pipe.step(x.to(device), target=y.to(device)).cpu() for x, y in steps])
+    torch.testing.assert_close(*losses)
+
+
 # ---- its life --------------------------------------------------------------------------------------------------------
 
 
@@ -569,8 +748,9 @@ def weights_after(pipe: Pipeline, *rows: int) -> dict[str, Tensor]:
         lambda pipe: pipe.load_state_dict(pipe.state_dict()),
         lambda pipe: list(pipe.named_parameters()),
         lambda pipe: pipe.train(),
+        lambda pipe: pipe.optimizers,
     ],
-    ids=["flush", "evaluate", "state", "parameters", "train"],
+    ids=["flush", "evaluate", "state", "parameters", "train", "optimizers"],
 )
 def test_what_looks_at_the_weights_flushes(name: str, between: Callable[[Pipeline], object]) -> None:
     """As two pipelines would, one after the other, that share optimizers and count steps on."""
@@ -683,6 +863,9 @@ def test_what_an_asynchronous_step_cannot_give_is_refused(name: str) -> None:
     for wrong in (torch.optim.SGD([torch.zeros(1)], 0.1), lambda params: None):
         with pytest.raises(ModelTypeError, match="Optimizer"):
             pipeline(transformer(), name, 2, optimizer=wrong)
+    model = transformer()
+    with pytest.raises(ModelTypeError, match="a stage with 14 parameters has 16 others; make it of params"):
+        pipeline(model, name, 2, optimizer=lambda _: sgd(list(model.parameters())))
     x, y = batch(0)
     with pipeline(transformer(), name, 2) as pipe:
         with pytest.raises(InputError, match="outputs"):

@@ -127,15 +127,15 @@ class Fails(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at: int | None = None
+        self.at: list[int] = []  # a list: copies of the layer keep their own
         self.backward_too = False
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        if self.at == self.calls and not self.backward_too:
+        if self.calls in self.at and not self.backward_too:
             raise ZeroDivisionError("a layer's own error")
-        if self.at == self.calls:
+        if self.calls in self.at:
             x.register_hook(self.fail)
         return x
 
@@ -162,14 +162,14 @@ def test_an_error_stops_all_ranks_and_the_next_step_works(name: str, position: i
         num_microbatches=8,
         boundaries=[2, 5, 7],
     ) as pipe:
-        bad.at, bad.backward_too = bad.calls + 3, backward
+        bad.at, bad.backward_too = [bad.calls + 3], backward
         with pytest.raises(ZeroDivisionError, match="a layer's own error") as caught:
             pipe.step(X, target=X)
         stage = sum(boundary <= position for boundary in (2, 5, 7))
         note = caught.value.__notes__[-1]
         assert f"stage {stage}, micro-batch 2" in note
         assert f"rank {pipe.plan.program.placement[stage]}" in note
-        bad.at = None
+        bad.at = []
         pipe.zero_grad()
         assert pipe.step(X, target=X).isfinite()
 

@@ -320,6 +320,19 @@ def test_running_statistics_are_the_first_chains_and_warned_of(name):
         wrap(build().eval(), name, 2, 4, boundaries=[2]).close()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_of_layers_may_change(name):
+    expected, actual = model(), model()
+    with wrap(actual, name) as pipe:
+        for step, p in enumerate((0.2, 0.7, 0.0)):
+            expected[2].p = actual[2].p = p
+            loss = pipe.step(X, target=Y)
+            wanted = reference_step(
+                expected, X, target=Y, loss_fn=functional.cross_entropy, num_microbatches=6, seed=5, step=step
+            )
+            assert torch.equal(loss, wanted)
+
+
 def test_weights_may_change_their_type():
     actual = model()
     with wrap(actual, "chimera") as pipe:

@@ -149,6 +149,12 @@ class Part:
                 if not self._left:
                     self.finished.set()
 
+    def catch_up(self) -> None:
+        """In the caller's thread, where the part has ended: what it launches from now on comes after the part."""
+        for lane, stamps in zip(self._run.lanes, self._stamps, strict=True):
+            if stamps:
+                lane.catch_up(stamps[-1][2])
+
     def timeline(self) -> "Timeline":
         """What ran when; holds nothing else of the run."""
         return Timeline(self._stamps, [lane.reader() for lane in self._run.lanes])

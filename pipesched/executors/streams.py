@@ -30,6 +30,9 @@ class Lane(Protocol):
     def follow(self) -> None:
         """In the caller's thread: what the rank computes from now on comes after what the caller has launched."""
 
+    def catch_up(self, stamp: Any) -> None:
+        """In the caller's thread: what the caller launches from now on comes after a stamp."""
+
     def end(self) -> None:
         """In the caller's thread: what the caller launches from now on comes after the step."""
 
@@ -74,6 +77,9 @@ class CpuLane:
     def follow(self) -> None:
         return
 
+    def catch_up(self, stamp: float) -> None:
+        return
+
     def end(self) -> None:
         return
 
@@ -115,6 +121,9 @@ class CudaLane:
     def follow(self) -> None:
         self._caller = torch.cuda.current_stream(self._device)
         self._compute.wait_stream(self._caller)
+
+    def catch_up(self, stamp: torch.cuda.Event) -> None:
+        self._caller.wait_event(stamp)
 
     def end(self) -> None:
         self._caller.wait_stream(self._compute)
