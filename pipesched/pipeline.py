@@ -2,52 +2,52 @@
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from pipesched.arguments import as_call, as_devices, as_function, as_seed, as_threads
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter, Weighting
-from pipesched.bounds import program_bound
 from pipesched.caller import Caller
-from pipesched.costs import Costs
 from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline, Work
-from pipesched.graph import chain_graph, layers_of, normalised_over_rows, with_running_statistics
+from pipesched.graph import layers_of, normalised_over_rows, with_running_statistics
 from pipesched.lowering import CheckpointMode, halves
+from pipesched.observed import Observed
 from pipesched.open_pass import OpenPass, attach, deliver_input_grads
 from pipesched.order import Schedule
 from pipesched.payload import gather
 from pipesched.plan import Plan
 from pipesched.planning import Programs, Wishes, check_boundaries, cut_layers
-from pipesched.profiler import LayerCosts, measure_layers, measured_costs, stage_costs
+from pipesched.profiler import LayerCosts
 from pipesched.program import Program
 from pipesched.replicas import Replica, Replicas
-from pipesched.simulator import simulate
+from pipesched.sites import InProcess, OverMesh, Site
 from pipesched.stage import Feed, Head, Stage
 from pipesched.stream import Stream
-from pipesched.trace import Trace
 from pipesched.updates import give_optimizers
 from pipesched.versions import Uses
-from pipesched.wrapped import Wrapped
 
 __all__ = ["Pipeline"]
 
 _REMEMBERED = 6  # steps whose times serve the next prediction
 
 
-class Pipeline(Wrapped):
+class Pipeline(Observed):
     """A model cut into stages that train together.
 
     model: an nn.Sequential; its Parameters stay its own and are moved to the devices in place. sample: one
     micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keywords). loss_fn(output, target)
     -> scalar, a function or a Module; without one the model's own loss counts (a scalar output, or its ``loss``).
-    devices: one a rank; a device may repeat. schedule: a name, a Schedule or a Program, such as
+    devices: one a rank of this process; a device may repeat. mesh: instead, a one-dimensional DeviceMesh, with one rank
+    a process, such as ``mesh["pp"]``: every process makes the pipeline with the same model and arguments, keeps its own
+    stages, and calls the same methods with the same batch. timeout: how long a rank waits for another one there, 60 s
+    unless given. schedule: a name, a Schedule or a Program, such as
     ``load_program(path)`` reads from a file; "auto" is 1f1b; "chimera" and "dualpipe" hold the layers twice.
     num_microbatches: 4 a rank unless given. boundaries: the first layer of every stage but stage 0, by position or
     name; balanced by measured layer times unless given. checkpoint: "never", "always" or "except_last".
@@ -68,7 +68,8 @@ class Pipeline(Wrapped):
         model: nn.Module,
         sample: Any,
         *,
-        devices: Sequence[Any],
+        devices: Sequence[Any] | None = None,
+        mesh: DeviceMesh | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         num_stages: int | None = None,
         schedule: str | Schedule | Program = "auto",
@@ -81,6 +82,7 @@ class Pipeline(Wrapped):
         split_dims: SplitDims = 0,
         intra_op_threads: int = 1,
         seed: int | None = None,
+        timeout: float | None = None,
         plan: Plan | None = None,
     ) -> None:
         self._stream: Stream | None = None
@@ -88,16 +90,17 @@ class Pipeline(Wrapped):
         super().__init__(model, as_function(loss_fn, "loss_fn"))
         self._sample = as_call(sample)
         self._threads = as_threads(intra_op_threads)
-        self._seed = torch.initial_seed() if seed is None else as_seed(seed)
         self._profile: dict[str, LayerCosts] | None = None
-        self.devices = as_devices(devices)
+        own_seed = torch.initial_seed() if seed is None else as_seed(seed)
+        self._site = _site(devices, mesh, self._threads, timeout)
+        self._seed = self._site.agreed(lambda: own_seed)
         wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint)
         if plan is not None:
             wishes = wishes.pinned(plan, list(self._layers))
         check_boundaries(wishes.boundaries, list(self._layers))
         self._programs = Programs(wishes, len(self.devices), updates=optimizer is not None)
         self._programs.check_updates()
-        self.devices = self.devices[: self._programs.num_ranks]  # devices that no rank needs are left alone
+        self._site.use(self._programs.num_ranks)
         self._splitter = Splitter(
             self._programs.num_microbatches,
             self._programs.fixed,
@@ -107,12 +110,14 @@ class Pipeline(Wrapped):
         )
         program = self._programs.plain(self._programs.num_microbatches)
         self._programs.training(self._programs.num_microbatches)
-        self._cut = cut_layers(list(self._layers), program, wishes.boundaries, self._measured_graph)
+        names = list(self._layers)
+        self._cut = self._site.agreed(lambda: cut_layers(names, program, wishes.boundaries, self._measured_graph))
+        self._site.check(program, (self._cut, repr(wishes.boundaries), self.checkpoint, self._threads, repr(seed)))
         self._replicas = Replicas()
         self._warn_of_normalisation(program)
         self._stages = self._build_stages(program)
         self._optimizers = {} if optimizer is None else give_optimizers(optimizer, self._stages)
-        self._executor = LocalExecutor(self.devices, self._threads)
+        self._site.start()
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self._step = 0
 
@@ -138,6 +143,8 @@ class Pipeline(Wrapped):
         stages: dict[int, Stage] = {}
         for index, part in enumerate(program.weights):
             device = self.devices[program.placement[index]]
+            if not self._site.holds(program.placement[index]):
+                continue
             last = not program.graph.consumers[index]
             layers, loss_fn = {name: self._layers[name] for name in self._cut[part]}, self.loss_fn if last else None
             if index == part:
@@ -149,6 +156,11 @@ class Pipeline(Wrapped):
                 layers, loss_fn = replica.layers, replica.loss_fn
             stages[index] = Stage(layers, device, Head(loss_fn) if last else None)
         return stages
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each rank; under a mesh this process's own, for all."""
+        return self._site.devices
 
     # ---- what was decided -------------------------------------------------------------------------------------
 
@@ -167,11 +179,6 @@ class Pipeline(Wrapped):
         """
         self.flush()
         return self._optimizers
-
-    @property
-    def num_microbatches(self) -> int:
-        """How many micro-batches a full batch is cut into."""
-        return self._programs.num_microbatches
 
     @property
     def num_stages(self) -> int:
@@ -219,10 +226,10 @@ class Pipeline(Wrapped):
         feed = self._feed(batch, weighting, return_outputs)
         work = self._work(self._programs.training(len(batch)), feed, uses=self._programs.uses(len(batch)))
         with self._replicas.delivering():
-            self._runs.append(self._executor.run(work, grad=True))
+            self._runs.append(self._site.run(work, batch, grad=True))
         self._step += 1
         deliver_input_grads(batch, feed)
-        return _result(feed, batch, weighting, return_outputs)
+        return self._result(feed, batch, weighting, return_outputs)
 
     def _enqueue(self, batch: Batch, weighting: Weighting, return_outputs: bool) -> torch.Tensor:
         for what, asked in (("outputs", return_outputs), ("gradients of inputs", any(batch.wanted_inputs()))):
@@ -231,13 +238,14 @@ class Pipeline(Wrapped):
                     f"an asynchronous step returns before its own {what} are known; this one was asked for them; "
                     f"call evaluate or forward for outputs, detach inputs, or use a synchronous schedule"
                 )
-        self._executor.check_outside("step")
-        caller, segments = self._executor.caller(grad=True), self._programs.segments(len(batch))
+        executor = self._local("an asynchronous step")
+        executor.check_outside("step")
+        caller, segments = executor.caller(grad=True), self._programs.segments(len(batch))
         if self._stream is not None and (self._stream.caller, self._stream.segments) != (caller, segments):
             self.flush()
         if self._stream is None or not self._stream.open:
             feed = Feed(self._seed, self._step, [])
-            self._stream = Stream(self._executor, segments, self._stages, feed, caller, self._runs.append)
+            self._stream = Stream(executor, segments, self._stages, feed, caller, self._runs.append)
         self._step += 1
         return self._stream.step(batch, weighting)
 
@@ -257,11 +265,24 @@ class Pipeline(Wrapped):
         batch = self._batch(args, kwargs, target)
         weighting = self._splitter.weighting(batch)
         feed = self._feed(batch, weighting, return_outputs)
-        self._executor.run(self._work(self._programs.inference(len(batch)), feed), grad=False)
-        return _result(feed, batch, weighting, return_outputs)
+        self._site.run(self._work(self._programs.inference(len(batch)), feed), batch, grad=False)
+        return self._result(feed, batch, weighting, return_outputs)
+
+    def _result(self, feed: Feed, batch: Batch, weighting: Weighting, return_outputs: bool) -> Any:
+        last = self._programs.plain(len(batch)).placement[-1]
+        losses = feed.losses
+        loss = self._site.from_rank(last, lambda: weighting.total([losses[number] for number in range(len(batch))]))
+        return (loss, _outputs(feed, batch)) if return_outputs else loss
+
+    def _local(self, what: str) -> LocalExecutor:
+        if not isinstance(self._site, InProcess):
+            raise InputError(
+                f"{what} runs in one process, so far; this pipeline runs over a mesh; use step, or devices="
+            )
+        return self._site.executor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a mini-batch, on the last stage's device.
+        """The model's output for a mini-batch, on the last stage's device; under a mesh None on other ranks.
 
         With gradients enabled the output can be differentiated: ``criterion(pipe(x), y).backward()`` runs the
         backwards in GPipe's order, once, and adds the gradients of parameters to ``.grad`` (torch.autograd.grad yields
@@ -272,19 +293,20 @@ class Pipeline(Wrapped):
         batch = self._splitter.batch(args, kwargs)
         feed = Feed(self._seed, self._step, list(batch.inputs), keep_outputs=True)
         if not (torch.is_grad_enabled() and self.training):
-            self._executor.run(self._work(self._programs.inference(len(batch)), feed), grad=False)
+            self._site.run(self._work(self._programs.inference(len(batch)), feed), batch, grad=False)
             return _outputs(feed, batch)
+        executor = self._local("a forward whose output is differentiated")
         program = self._programs.open_pass(len(batch))
         there, back = halves(program)
         stages = {index: stage.fresh() for index, stage in self._stages.items()}
         work = self._work(program, feed, stages)
-        self._executor.run(replace(work, orders=there, finish=_nothing), grad=True)
+        executor.run(replace(work, orders=there, finish=_nothing), grad=True)
         self._step += 1
         back_work = replace(work, prepare=_nothing, orders=back)
 
         def run_backwards() -> None:
             with self._replicas.delivering():
-                self._executor.run(back_work, grad=True)
+                executor.run(back_work, grad=True)
 
         return attach(OpenPass(batch, feed, run_backwards))
 
@@ -322,65 +344,6 @@ class Pipeline(Wrapped):
 
         return Work(program, own, begin, finish=end)
 
-    # ---- what is known of time and memory ---------------------------------------------------------------------
-
-    @property
-    def trace(self) -> Trace | None:
-        """The last step, measured; None before the first. On a GPU this waits for the step to end.
-
-        Of an asynchronous schedule: what all ranks have run since the last flush, or up to it; the last six steps of
-        it where there are more, which then count as in flight only what begins with them.
-        """
-        if self._stream is not None:
-            return self._trace_of(self._stream.timelines, self._stream.versions)
-        return self._read(self._runs[-1]) if self._runs else None
-
-    @property
-    def predicted(self) -> Trace:
-        """The step, simulated: from what actions took in the steps before the last one, else from layer times.
-
-        Of an asynchronous schedule: as many steps as show how it goes on, and a flush.
-        """
-        return simulate(self._programs.timed(self.num_microbatches), self._costs or self._profiled_costs())
-
-    def _read(self, run: Timeline) -> Trace:
-        if self._programs.streams:  # a part of a stream has no beginning from which versions could be told
-            return self._trace_of([run], ())
-        trace = self._trace_of([run], ())
-        program = self._programs.plain(trace.num_microbatches)
-        bound_s = program_bound(program, measured_costs([trace], program.num_stages, trace.costs))
-        return replace(trace, versions=program.versions, bound_s=bound_s)
-
-    def _trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...]) -> Trace:
-        name = f"{self._programs.plain(self.num_microbatches).name}, measured"
-        sizes = self._profiled_costs() if self._profile is not None else None
-        spans = tuple(span for run in runs for span in run.spans())
-        return Trace(spans, len(self.devices), name, sizes, versions)
-
-    @property
-    def _costs(self) -> Costs | None:
-        """The medians of earlier steps, with the profile's sizes; without earlier steps the profile's own figures."""
-        earlier = [self._read(run) for run in list(self._runs)[:-1]]
-        profiled = self._profiled_costs() if self._profile is not None else None
-        return measured_costs(earlier, len(self._stages), profiled) if earlier else profiled
-
-    def _profiled_costs(self) -> Costs:
-        profile = self._profiled()
-        weights = self._programs.plain(self.num_microbatches).weights
-        return stage_costs([[profile[name] for name in self._cut[part]] for part in weights])
-
-    def _profiled(self) -> dict[str, LayerCosts]:
-        if self._profile is None:
-            self.flush()  # the layers are called from this thread
-            self._profile = measure_layers(self._layers, self._sample, self.devices[0], self._threads)
-        return self._profile
-
-    def _measured_graph(self) -> "nx.DiGraph[str]":
-        graph = chain_graph(self._layers)
-        for name, costs in self._profiled().items():
-            graph.nodes[name].update(asdict(costs))
-        return graph
-
     # ---- its life ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -388,7 +351,21 @@ class Pipeline(Wrapped):
         try:
             self.flush()
         finally:
-            self._executor.close()
+            self._site.close()
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name lies in this process: under a mesh those of its stages do."""
+        return any(name.startswith(f"{layer}.") for stage in self._stages.values() for layer in stage.modules)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole model's state, on every rank. Collective under a mesh."""
+        if not isinstance(self._site, OverMesh):
+            return self.state_dict()
+        merged = {name: value for own in self._site.executor.exchange(self.state_dict()) for name, value in own.items()}
+        return {name: merged[name] for name in self._all_state() if name in merged}
+
+    def _settle(self) -> None:
+        self.flush()
 
     def _modules(self) -> dict[str, nn.Module]:
         self.flush()  # while stages run on older weights, their modules hold those
@@ -424,10 +401,20 @@ def _nothing(*_: Any) -> None:
     return
 
 
+def _site(devices: Sequence[Any] | None, mesh: DeviceMesh | None, threads: int, timeout: float | None) -> Site:
+    if devices is not None and mesh is not None:
+        raise InputError("a pipeline runs on devices= of this process or over a mesh=; got both; pass one of them")
+    if mesh is None:
+        if timeout is not None:
+            raise InputError(
+                f"timeout= is of ranks in processes of their own; got {timeout!r} with devices=; leave it out"
+            )
+        return InProcess(as_devices(devices), threads)
+    return OverMesh(mesh, threads, 60.0 if timeout is None else timeout)
+
+
 def _outputs(feed: Feed, batch: Batch) -> Any:
+    """In the mini-batch's order; None where the last stage runs in another process."""
+    if not feed.outputs:
+        return None
     return gather([feed.outputs[microbatch].value for microbatch in range(len(batch))], batch.rows, batch.output_dim)
-
-
-def _result(feed: Feed, batch: Batch, weighting: Weighting, return_outputs: bool) -> Any:
-    loss = weighting.total([feed.losses[microbatch] for microbatch in range(len(batch))])
-    return (loss, _outputs(feed, batch)) if return_outputs else loss

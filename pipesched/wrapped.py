@@ -40,7 +40,12 @@ class Wrapped:
         """The model's own parameters under their own names; those of a loss module as ``loss_fn.…``."""
         for prefix, module in self._modules().items():
             for name, parameter in module.named_parameters():
-                yield prefix + name, parameter
+                if self._is_own(prefix + name):
+                    yield prefix + name, parameter
+
+    def _is_own(self, name: str) -> bool:
+        """Whether what has this name is this process's to show."""
+        return True
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters."""
@@ -50,10 +55,14 @@ class Wrapped:
         """The model's own buffers under their own names; those of a loss module as ``loss_fn.…``."""
         for prefix, module in self._modules().items():
             for name, buffer in module.named_buffers():
-                yield prefix + name, buffer
+                if self._is_own(prefix + name):
+                    yield prefix + name, buffer
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's own state under its own keys; that of a loss module as ``loss_fn.…``."""
+        """The model's own state under its own keys; that of a loss module as ``loss_fn.…``; over a mesh this rank's."""
+        return {name: value for name, value in self._all_state().items() if self._is_own(name)}
+
+    def _all_state(self) -> dict[str, Any]:
         return {
             prefix + name: value
             for prefix, module in self._modules().items()
@@ -61,7 +70,11 @@ class Wrapped:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what ``state_dict`` of this pipeline or of the bare model gave. Raises RuntimeError as torch does."""
+        """Load what ``state_dict`` of this pipeline or of the bare model gave. Raises RuntimeError as torch does.
+
+        Under a mesh a rank's own state suffices, and of the whole model's it uses that.
+        """
+        state = {**{name: value for name, value in self._all_state().items() if not self._is_own(name)}, **state}
         modules = self._modules()
         loss = {name: value for name, value in state.items() if len(modules) > 1 and name.startswith(_LOSS_PREFIX)}
         self.model.load_state_dict({name: value for name, value in state.items() if name not in loss}, strict)

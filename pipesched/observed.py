@@ -1,0 +1,117 @@
+"""Observed: what a pipeline knows of its time and memory: traces, predictions, and the profile that they come from."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import Any
+
+import networkx as nx
+from torch import nn
+
+from pipesched.bounds import program_bound
+from pipesched.costs import Costs
+from pipesched.executors.local import Timeline
+from pipesched.graph import chain_graph
+from pipesched.planning import Programs
+from pipesched.profiler import LayerCosts, measure_layers, measured_costs, stage_costs
+from pipesched.simulator import simulate
+from pipesched.sites import InProcess, Site
+from pipesched.stage import Stage
+from pipesched.stream import Stream
+from pipesched.trace import Spans, Trace
+from pipesched.wrapped import Wrapped
+
+__all__ = ["Observed"]
+
+
+class Observed(Wrapped):
+    """A wrapped model with programs that run on a site, and their times."""
+
+    _layers: dict[str, nn.Module]
+    _sample: tuple[tuple[Any, ...], dict[str, Any]]
+    _threads: int
+    _site: Site
+    _programs: Programs
+    _cut: tuple[tuple[str, ...], ...]
+    _stages: dict[int, Stage]
+    _stream: Stream | None
+    _runs: deque[Timeline]
+    _profile: dict[str, LayerCosts] | None
+
+    def _settle(self) -> None:
+        """Wait until nothing is under way."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many micro-batches a full batch is cut into."""
+        return self._programs.num_microbatches
+
+    @property
+    def trace(self) -> Trace | None:
+        """The last step, measured; None before the first. On a GPU this waits for the step to end.
+
+        Of an asynchronous schedule: what all ranks have run since the last flush, or up to it; the last six steps of
+        it where there are more, which then count as in flight only what begins with them. Under a mesh: this rank's
+        part; ``gather_trace`` has all.
+        """
+        if self._stream is not None:
+            return self._trace_of(self._stream.timelines, self._stream.versions)
+        return self._read(self._runs[-1]) if self._runs else None
+
+    @property
+    def predicted(self) -> Trace:
+        """The step, simulated: from what actions took in the steps before the last one, else from layer times.
+
+        Of an asynchronous schedule: as many steps as show how it goes on, and a flush.
+        """
+        return simulate(self._programs.timed(self.num_microbatches), self._costs or self._profiled_costs())
+
+    def _read(self, run: Timeline) -> Trace:
+        trace = self._trace_of([run], ())
+        if self._programs.streams or not isinstance(self._site, InProcess):
+            return trace  # a part: of a stream, without a beginning from which versions could be told, or of the ranks
+        return self._bounded(trace)
+
+    def gather_trace(self) -> Trace | None:
+        """The last step of all ranks on one clock; None before the first. Collective under a mesh."""
+        if isinstance(self._site, InProcess) or not self._runs:
+            return self.trace
+        spans = tuple(self._site.gather(self._runs[-1]))
+        return self._bounded(replace(self._trace_of([], ()), spans=Spans.of(spans)))
+
+    def _bounded(self, trace: Trace) -> Trace:
+        program = self._programs.plain(trace.num_microbatches)
+        bound_s = program_bound(program, measured_costs([trace], program.num_stages, trace.costs))
+        return replace(trace, versions=program.versions, bound_s=bound_s)
+
+    def _trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...]) -> Trace:
+        name = f"{self._programs.plain(self.num_microbatches).name}, measured"
+        sizes = self._profiled_costs() if self._profile is not None else None
+        spans = tuple(span for run in runs for span in run.spans())
+        return Trace(spans, len(self._site.devices), name, sizes, versions)
+
+    @property
+    def _costs(self) -> Costs | None:
+        """The medians of earlier steps, with the profile's sizes; without earlier steps the profile's own figures."""
+        profiled = self._profiled_costs() if self._profile is not None else None
+        if not isinstance(self._site, InProcess):  # this rank has not seen what the others took
+            return profiled
+        earlier = [self._read(run) for run in list(self._runs)[:-1]]
+        return measured_costs(earlier, len(self._stages), profiled) if earlier else profiled
+
+    def _profiled_costs(self) -> Costs:
+        profile = self._profiled()
+        weights = self._programs.plain(self.num_microbatches).weights
+        return stage_costs([[profile[name] for name in self._cut[part]] for part in weights])
+
+    def _profiled(self) -> dict[str, LayerCosts]:
+        if self._profile is None:
+            self._settle()  # the layers are called from this thread
+            self._profile = measure_layers(self._layers, self._sample, self._site.devices[0], self._threads)
+        return self._profile
+
+    def _measured_graph(self) -> "nx.DiGraph[str]":
+        graph = chain_graph(self._layers)
+        for name, costs in self._profiled().items():
+            graph.nodes[name].update(asdict(costs))
+        return graph

@@ -1,0 +1,160 @@
+"""Site: where a pipeline's ranks run: all in this process, or one here and the others in processes of their own."""
+
+from collections.abc import Callable, Sequence
+from pickle import dumps
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipesched.batch import Batch
+from pipesched.errors import DeviceCountError, ExecutionError, ScheduleError
+from pipesched.executors.distributed import DistributedExecutor, RankTimeline, look
+from pipesched.executors.local import LocalExecutor, Timeline, Work
+from pipesched.program import Program
+from pipesched.trace import Span
+
+__all__ = ["InProcess", "OverMesh", "Site"]
+
+T = TypeVar("T")
+
+
+class Site(Protocol):
+    """What a pipeline asks of the place where its ranks run. Collective where that is several processes."""
+
+    devices: list[torch.device]
+
+    def use(self, num_ranks: int) -> None:
+        """So many ranks there are. Raises DeviceCountError where others would have nothing to do."""
+
+    def holds(self, rank: int) -> bool:
+        """Whether the rank runs in this process."""
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        """What is made once, for all ranks."""
+
+    def check(self, program: Program, decided: Any) -> None:
+        """Raise ScheduleError for a program that cannot run here, ExecutionError where ranks decided differently."""
+
+    def start(self) -> None:
+        """Start the ranks, once all that can be wrong before has been checked."""
+
+    def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
+        """Run a program on all ranks, each its part."""
+
+    def from_rank(self, rank: int, make: Callable[[], T]) -> T:
+        """What one rank knows, for all."""
+
+    def gather(self, timeline: Timeline) -> list[Span]:
+        """The spans of all ranks on one clock."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class InProcess:
+    """Every rank in this process, on a device each; a device may repeat."""
+
+    def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
+        self.devices = list(devices)
+        self._threads = intra_op_threads
+        self._executor: LocalExecutor | None = None
+
+    @property
+    def executor(self) -> LocalExecutor:
+        """The ranks' threads, once started."""
+        if self._executor is None:
+            raise ExecutionError("ranks run once they have been started; these were not; call start")
+        return self._executor
+
+    def start(self) -> None:
+        self._executor = LocalExecutor(self.devices, self._threads)
+
+    def use(self, num_ranks: int) -> None:
+        self.devices = self.devices[:num_ranks]  # devices that no rank needs are left alone
+
+    def holds(self, rank: int) -> bool:
+        return True
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def check(self, program: Program, decided: Any) -> None:
+        return
+
+    def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
+        return self.executor.run(work, grad=grad)
+
+    def from_rank(self, rank: int, make: Callable[[], T]) -> T:
+        return make()
+
+    def gather(self, timeline: Timeline) -> list[Span]:
+        return list(timeline.spans())
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.close()
+
+
+class OverMesh:
+    """One rank of a one-dimensional DeviceMesh in this process, the others in theirs. All calls are collective."""
+
+    def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float) -> None:
+        if mesh.ndim != 1:
+            raise DeviceCountError(
+                f"a pipeline runs along one dimension of a mesh; got one of {mesh.ndim} dimensions "
+                f"({mesh.mesh_dim_names}); pass one, such as mesh['pp']"
+            )
+        device = torch.device(mesh.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.devices = [device] * mesh.size()
+        self.executor = DistributedExecutor(
+            mesh.get_group(), device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s
+        )
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self.executor.rank
+
+    def use(self, num_ranks: int) -> None:
+        if num_ranks != len(self.devices):
+            raise DeviceCountError(
+                f"every rank of the mesh holds stages; it has {len(self.devices)} ranks, the program {num_ranks}; "
+                f"use a mesh of {num_ranks}, or a model and a schedule of more stages"
+            )
+
+    def holds(self, rank: int) -> bool:
+        return rank == self.rank
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        made: T = self.executor.share(0, make() if self.rank == 0 else None)()
+        return made
+
+    def check(self, program: Program, decided: Any) -> None:
+        if program.num_weights < program.num_stages or program.has_updates:
+            what = "updates weights in flight" if program.has_updates else "shares weights between ranks"
+            raise ScheduleError(
+                f"one rank a process runs synchronous schedules whose stages have weights of their own, so far; "
+                f"{program.name!r} {what}; run it in one process with devices=, or choose another"
+            )
+        self.executor.agree("plan", dumps((str(program), decided)))
+
+    def start(self) -> None:
+        return
+
+    def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
+        return self.executor.run(work, grad=grad, looks=[look(value) for value in batch.inputs])
+
+    def from_rank(self, rank: int, make: Callable[[], T]) -> T:
+        shared: T = self.executor.share(rank, make() if self.rank == rank else None)()
+        return shared
+
+    def gather(self, timeline: Timeline) -> list[Span]:
+        if not isinstance(timeline, RankTimeline):
+            raise TypeError(f"a rank's timeline knows the shared clock; got {type(timeline).__name__}")
+        return self.executor.gather(timeline)
+
+    def close(self) -> None:
+        self.executor.close()
