@@ -112,6 +112,35 @@ def test_several_executors_live_at_once_and_end(ranks: Ranks) -> None:
     assert ranks.run(3, jobs.several_at_once) == [0, 0, 0]
 
 
+# ---- Pipeline(mesh=...) ----
+
+
+@pytest.mark.parametrize(("num_ranks", "checkpoint"), [(2, "never"), (2, "always"), (3, "except_last")])
+def test_a_pipeline_over_a_mesh_equals_the_loop_bit_by_bit(ranks: Ranks, num_ranks: int, checkpoint: str) -> None:
+    names = [name for name in EXACT if num_ranks * schedules.get(name).chunks_per_rank <= 11]
+    ranks.run(num_ranks, jobs.train_pipelines, names, checkpoint)
+
+
+def test_optimizers_over_a_mesh_equal_the_loop_bit_by_bit(ranks: Ranks) -> None:
+    ranks.run(3, jobs.train_with_optimizer)
+
+
+def test_what_does_not_run_over_a_mesh_says_so(ranks: Ranks) -> None:
+    said = ranks.run(2, jobs.refusals)
+    assert said[0] == said[1]
+    shared, asynchronous, both, different, few = said[0]
+    assert "'chimera' shares weights between ranks; run it in one process" in shared
+    assert "'pipedream' updates weights in flight" in asynchronous
+    assert "got both; pass one of them" in both
+    assert "all ranks run one plan; rank 1 of 2 has another plan than rank 0" in different
+    assert "it has 2 ranks, the program 1" in few
+
+
+def test_all_ranks_cut_alike_and_draw_alike(ranks: Ranks) -> None:
+    first, second = ranks.run(2, jobs.balanced)
+    assert first == second
+
+
 # ---- failures -----------------------------------------------------------------------------------------------------
 
 
@@ -167,32 +196,3 @@ def test_a_process_that_ends_is_named(ranks: Ranks) -> None:
         seconds, error, text, _, _ = results[rank]
         assert (error, seconds < 5) == ("ExecutionError", True)
         assert "the connection with rank 1 ended" in text
-
-
-# ---- Pipeline(mesh=...) ----
-
-
-@pytest.mark.parametrize(("num_ranks", "checkpoint"), [(2, "never"), (2, "always"), (3, "except_last")])
-def test_a_pipeline_over_a_mesh_equals_the_loop_bit_by_bit(ranks: Ranks, num_ranks: int, checkpoint: str) -> None:
-    names = [name for name in EXACT if num_ranks * schedules.get(name).chunks_per_rank <= 11]
-    ranks.run(num_ranks, jobs.train_pipelines, names, checkpoint)
-
-
-def test_optimizers_over_a_mesh_equal_the_loop_bit_by_bit(ranks: Ranks) -> None:
-    ranks.run(3, jobs.train_with_optimizer)
-
-
-def test_what_does_not_run_over_a_mesh_says_so(ranks: Ranks) -> None:
-    said = ranks.run(2, jobs.refusals)
-    assert said[0] == said[1]
-    shared, asynchronous, both, different, few = said[0]
-    assert "'chimera' shares weights between ranks; run it in one process" in shared
-    assert "'pipedream' updates weights in flight" in asynchronous
-    assert "got both; pass one of them" in both
-    assert "all ranks run one plan; rank 1 of 2 has another plan than rank 0" in different
-    assert "it has 2 ranks, the program 1" in few
-
-
-def test_all_ranks_cut_alike_and_draw_alike(ranks: Ranks) -> None:
-    first, second = ranks.run(2, jobs.balanced)
-    assert first == second

@@ -22,7 +22,7 @@ def test_an_own_schedule_is_proved_trained_with_and_drawn_in_30_lines(tmp_path):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert "eager-1f1b: valid for 1..8 ranks and 1..16 micro-batches" in ran.stdout
+    assert "slow-link-1f1b: valid for 1..8 ranks and 1..16 micro-batches" in ran.stdout
     losses = [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", ran.stdout, re.MULTILINE)]
     assert len(losses) == 8
     assert losses[-1] < losses[0]
