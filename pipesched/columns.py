@@ -106,6 +106,13 @@ class Columns:
         return _COMPUTES[self.kind]
 
     @property
+    def overlapping(self) -> Mask:
+        """Which rows overlap with the row before them."""
+        second = np.zeros(len(self), np.bool_)
+        second[1:] = self.joined[:-1]
+        return second
+
+    @property
     def pair(self) -> Ints:
         """A number for each (stage, micro-batch) pair."""
         width = int(self.microbatch.max(initial=0)) + 1

@@ -42,12 +42,11 @@ def add_communication(program: Program) -> Program:
         return program
     columns = program.columns
     messages = _Messages.of(program)
-    overlapping = np.concatenate([[0], columns.joined[:-1]]).astype(np.int64) if len(columns) else np.zeros(0, np.int64)
     sends = Columns.numbered(messages.giver, messages.send, messages.microbatch, messages.taker)
     receives = Columns.numbered(messages.taker, messages.send + _TO_RECEIVE, messages.microbatch, messages.giver)
     behind = messages.sender + columns.joined[messages.sender]
     before = _places(program, messages)
-    before -= overlapping[before]
+    before -= columns.overlapping[before]
     parts = [(before, receives, 0), (np.arange(len(columns)), columns, 1), (behind, sends, 2)]
     return replace(program, orders=_inserted(program.orders, parts))
 
@@ -68,11 +67,8 @@ class _Messages(NamedTuple):
     @classmethod
     def of(cls, program: Program) -> "_Messages":
         """All messages, by sender; those of one sender by where they go."""
-        columns, rank_of = program.columns, program.orders.rank_of
-        row, needed = program.requirements
-        kept = needed >= 0
-        kept &= rank_of[row] != rank_of[np.where(kept, needed, 0)]
-        row, needed = row[kept], needed[kept]
+        columns = program.columns
+        row, needed = (part[program.crossing] for part in program.requirements)
         order = np.lexsort((columns.stage[row], needed))
         row, needed = row[order], needed[order]
         forward = columns.kind[needed] == CODES[Kind.F]
@@ -126,7 +122,7 @@ def add_recompute(program: Program, mode: CheckpointMode) -> Program:
         spared[1:] = columns.are(Kind.F)[:-1] & (pair[1:] == pair[:-1])
     rows = np.flatnonzero(columns.are(*BACKWARDS) & ~written & ~spared)
     again = Columns.numbered(columns.stage[rows], np.full(len(rows), CODES[Kind.R]), columns.microbatch[rows])
-    before = rows - np.concatenate([[0], columns.joined])[rows]
+    before = rows - columns.overlapping[rows]
     parts = [(before, again, 0), (np.arange(len(columns)), columns, 1)]
     return replace(program, orders=_inserted(program.orders, parts))
 

@@ -15,7 +15,7 @@ from pipesched.graph import chain_graph
 from pipesched.planning import Programs
 from pipesched.profiler import LayerCosts, measure_layers, measured_costs, stage_costs
 from pipesched.simulator import simulate
-from pipesched.sites import InProcess, Site
+from pipesched.sites import InProcess, OverMesh, Site
 from pipesched.stage import Stage
 from pipesched.stream import Stream
 from pipesched.trace import Spans, Trace
@@ -74,7 +74,7 @@ class Observed(Wrapped):
 
     def gather_trace(self) -> Trace | None:
         """The last step of all ranks on one clock; None before the first. Collective under a mesh."""
-        if isinstance(self._site, InProcess) or not self._runs:
+        if not isinstance(self._site, OverMesh) or not self._runs:
             return self.trace
         spans = tuple(self._site.gather(self._runs[-1]))
         return self._bounded(replace(self._trace_of([], ()), spans=Spans.of(spans)))

@@ -355,6 +355,8 @@ class Pipeline(Observed):
 
     def _is_own(self, name: str) -> bool:
         """Whether a parameter or buffer of this name lies in this process: under a mesh those of its stages do."""
+        if isinstance(self._site, InProcess):
+            return True
         return any(name.startswith(f"{layer}.") for stage in self._stages.values() for layer in stage.modules)
 
     def full_state_dict(self) -> dict[str, Any]:

@@ -120,6 +120,13 @@ class Program:
         """What every action needs, at once."""
         return requirements(self.columns, self.index, self.graph)
 
+    @cached_property
+    def crossing(self) -> Ints:
+        """The places, among the requirements, of those between actions of different ranks."""
+        row, needed = self.requirements
+        rank_of = self.orders.rank_of
+        return np.flatnonzero((needed >= 0) & (rank_of[row] != rank_of[needed]))
+
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds."""
         return chunks_of(self.placement, rank)

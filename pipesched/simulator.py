@@ -82,9 +82,8 @@ class _Messages(NamedTuple):
 
 def _messages(program: Program, costs: Costs) -> _Messages:
     columns, rank_of = program.columns, program.orders.rank_of
-    row, needed = program.requirements
-    at = np.flatnonzero(rank_of[row] != rank_of[needed])
-    row, needed = row[at], needed[at]
+    at = program.crossing
+    row, needed = (part[at] for part in program.requirements)
     forward = columns.are(Kind.F, Kind.SEND_F)[needed]  # a gradient is as large as the output that it is of
     producer = np.where(forward, columns.stage[needed], columns.stage[row])
     return _Messages(at, needed, rank_of[needed], rank_of[row], _exactly(costs.output_bytes)[producer])

@@ -45,9 +45,6 @@ class Site(Protocol):
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
         """What one rank knows, for all."""
 
-    def gather(self, timeline: Timeline) -> list[Span]:
-        """The spans of all ranks on one clock."""
-
     def close(self) -> None:
         """End it."""
 
@@ -87,9 +84,6 @@ class InProcess:
 
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
         return make()
-
-    def gather(self, timeline: Timeline) -> list[Span]:
-        return list(timeline.spans())
 
     def close(self) -> None:
         if self._executor is not None:
@@ -152,6 +146,7 @@ class OverMesh:
         return shared
 
     def gather(self, timeline: Timeline) -> list[Span]:
+        """The spans of all ranks on one clock."""
         if not isinstance(timeline, RankTimeline):
             raise TypeError(f"a rank's timeline knows the shared clock; got {type(timeline).__name__}")
         return self.executor.gather(timeline)

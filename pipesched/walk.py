@@ -140,7 +140,7 @@ def _roles(columns: Columns) -> bytes:
     roles = np.full(len(columns), _COMPUTES, np.int8)
     roles[columns.are(Kind.SEND_F, Kind.SEND_B)] = _SENDS
     roles[columns.are(Kind.RECV_F, Kind.RECV_B)] = _RECEIVES
-    roles[1:][columns.joined[:-1]] = _OVERLAPS
+    roles[columns.overlapping] = _OVERLAPS
     return roles.tobytes()
 
 
@@ -149,14 +149,14 @@ def _waits(program: Program, timing: Timing | None) -> _Waits:
 
     The second of two that overlap waits for nothing: the first waits for both.
     """
-    columns, rank_of = program.columns, program.orders.rank_of
+    columns = program.columns
     row, needed = program.requirements
-    kept = (needed >= 0) & ((rank_of[row] != rank_of[needed]) | ~columns.compute[needed])
+    kept = (needed >= 0) & ~columns.compute[needed]
+    kept[program.crossing] = True
     row, needed = row[kept], needed[kept]
     lags = np.zeros(len(kept), object)[kept] if timing is None else timing.lags[kept]
     if columns.joined.any():
-        second = np.concatenate([[False], columns.joined[:-1]])
-        row = row - second[row]
+        row = row - columns.overlapping[row]
     order = np.argsort(row, kind="stable")
     row, needed, lags = row[order], needed[order], lags[order]
     again = np.concatenate([[False], row[1:] == row[:-1]]) if len(row) else np.zeros(0, np.bool_)
