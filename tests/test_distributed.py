@@ -1,7 +1,6 @@
 """The distributed executor on real gloo ranks: values, order, bits, failures. One set of processes serves all."""
 
 import random
-from collections.abc import Iterator
 
 import jobs_failures as failures
 import jobs_messages as messages
@@ -20,13 +19,6 @@ from pipesched.actions import Lane
 from pipesched.validation import validate
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 @settings(deadline=None, derandomize=True, max_examples=16)
