@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from pipesched.arguments import as_call, as_devices, as_function, as_seed, as_threads
+from pipesched.arguments import as_call, as_function, as_seed, as_threads
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter, Weighting
 from pipesched.caller import Caller
+from pipesched.calls import Call
 from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.graph import layers_of, normalised_over_rows, with_running_statistics
@@ -21,13 +22,12 @@ from pipesched.lowering import CheckpointMode, halves
 from pipesched.observed import Observed
 from pipesched.open_pass import OpenPass, attach, deliver_input_grads
 from pipesched.order import Schedule
-from pipesched.payload import gather
 from pipesched.plan import Plan
 from pipesched.planning import Programs, Wishes, check_boundaries, cut_layers
 from pipesched.profiler import LayerCosts
 from pipesched.program import Program
 from pipesched.replicas import Replica, Replicas
-from pipesched.sites import InProcess, OverMesh, Site
+from pipesched.sites import InProcess, OverMesh, site_for
 from pipesched.stage import Feed, Head, Stage
 from pipesched.stream import Stream
 from pipesched.updates import give_optimizers
@@ -92,7 +92,7 @@ class Pipeline(Observed):
         self._threads = as_threads(intra_op_threads)
         self._profile: dict[str, LayerCosts] | None = None
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
-        self._site = _site(devices, mesh, self._threads, timeout)
+        self._site = site_for(devices, mesh, self._threads, timeout)
         self._seed = self._site.agreed(lambda: own_seed)
         wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint)
         if plan is not None:
@@ -223,13 +223,14 @@ class Pipeline(Observed):
         weighting = self._splitter.weighting(batch, self._programs.groups(len(batch)))
         if self._programs.streams:
             return self._enqueue(batch, weighting, return_outputs)
-        feed = self._feed(batch, weighting, return_outputs)
-        work = self._work(self._programs.training(len(batch)), feed, uses=self._programs.uses(len(batch)))
+        call = Call(batch, weighting, return_outputs)
+        feed = call.feed(self._seed, self._step)
+        work = self._work(self._programs.training(len(call)), feed, uses=self._programs.uses(len(call)))
         with self._replicas.delivering():
             self._runs.append(self._site.run(work, batch, grad=True))
         self._step += 1
         deliver_input_grads(batch, feed)
-        return self._result(feed, batch, weighting, return_outputs)
+        return self._result(call, feed)
 
     def _enqueue(self, batch: Batch, weighting: Weighting, return_outputs: bool) -> torch.Tensor:
         for what, asked in (("outputs", return_outputs), ("gradients of inputs", any(batch.wanted_inputs()))):
@@ -263,16 +264,18 @@ class Pipeline(Observed):
         """As ``step``, without gradients: forwards alone, in the modules' present mode."""
         self.flush()
         batch = self._batch(args, kwargs, target)
-        weighting = self._splitter.weighting(batch)
-        feed = self._feed(batch, weighting, return_outputs)
-        self._site.run(self._work(self._programs.inference(len(batch)), feed), batch, grad=False)
-        return self._result(feed, batch, weighting, return_outputs)
+        call = Call(batch, self._splitter.weighting(batch), return_outputs)
+        return self._result(call, self._infer(call))
 
-    def _result(self, feed: Feed, batch: Batch, weighting: Weighting, return_outputs: bool) -> Any:
-        last = self._programs.plain(len(batch)).placement[-1]
-        losses = feed.losses
-        loss = self._site.from_rank(last, lambda: weighting.total([losses[number] for number in range(len(batch))]))
-        return (loss, _outputs(feed, batch)) if return_outputs else loss
+    def _infer(self, call: Call) -> Feed:
+        feed = call.feed(self._seed, self._step)
+        self._site.run(self._work(self._programs.inference(len(call)), feed), call.batch, grad=False)
+        return feed
+
+    def _result(self, call: Call, feed: Feed) -> Any:
+        last = self._programs.plain(len(call)).placement[-1]
+        loss = self._site.from_rank(last, lambda: call.loss(feed))
+        return (loss, call.outputs(feed)) if call.return_outputs else loss
 
     def _local(self, what: str) -> LocalExecutor:
         if not isinstance(self._site, InProcess):
@@ -290,13 +293,12 @@ class Pipeline(Observed):
         eval mode, only forwards run.
         """
         self.flush()
-        batch = self._splitter.batch(args, kwargs)
-        feed = Feed(self._seed, self._step, list(batch.inputs), keep_outputs=True)
+        call = Call(self._splitter.batch(args, kwargs), return_outputs=True)
         if not (torch.is_grad_enabled() and self.training):
-            self._site.run(self._work(self._programs.inference(len(batch)), feed), batch, grad=False)
-            return _outputs(feed, batch)
+            return call.outputs(self._infer(call))
         executor = self._local("a forward whose output is differentiated")
-        program = self._programs.open_pass(len(batch))
+        feed = call.feed(self._seed, self._step)
+        program = self._programs.open_pass(len(call))
         there, back = halves(program)
         stages = {index: stage.fresh() for index, stage in self._stages.items()}
         work = self._work(program, feed, stages)
@@ -308,7 +310,7 @@ class Pipeline(Observed):
             with self._replicas.delivering():
                 executor.run(back_work, grad=True)
 
-        return attach(OpenPass(batch, feed, run_backwards))
+        return attach(OpenPass(call.batch, feed, run_backwards))
 
     __call__ = forward
 
@@ -318,10 +320,6 @@ class Pipeline(Observed):
         if self.loss_fn is None and target is not None:
             raise InputError("a target goes to loss_fn; there is none; pass loss_fn= to Pipeline, or no target")
         return self._splitter.batch(args, kwargs, target)
-
-    def _feed(self, batch: Batch, weighting: Weighting, keep_outputs: bool) -> Feed:
-        inputs, factors = list(batch.inputs), weighting.factors
-        return Feed(self._seed, self._step, inputs, batch.targets, factors, keep_outputs=keep_outputs)
 
     def _work(
         self,
@@ -401,22 +399,3 @@ class Pipeline(Observed):
 
 def _nothing(*_: Any) -> None:
     return
-
-
-def _site(devices: Sequence[Any] | None, mesh: DeviceMesh | None, threads: int, timeout: float | None) -> Site:
-    if devices is not None and mesh is not None:
-        raise InputError("a pipeline runs on devices= of this process or over a mesh=; got both; pass one of them")
-    if mesh is None:
-        if timeout is not None:
-            raise InputError(
-                f"timeout= is of ranks in processes of their own; got {timeout!r} with devices=; leave it out"
-            )
-        return InProcess(as_devices(devices), threads)
-    return OverMesh(mesh, threads, 60.0 if timeout is None else timeout)
-
-
-def _outputs(feed: Feed, batch: Batch) -> Any:
-    """In the mini-batch's order; None where the last stage runs in another process."""
-    if not feed.outputs:
-        return None
-    return gather([feed.outputs[microbatch].value for microbatch in range(len(batch))], batch.rows, batch.output_dim)

@@ -7,14 +7,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipesched.arguments import as_devices
 from pipesched.batch import Batch
-from pipesched.errors import DeviceCountError, ExecutionError, ScheduleError
+from pipesched.errors import DeviceCountError, ExecutionError, InputError, ScheduleError
 from pipesched.executors.distributed import DistributedExecutor, RankTimeline, look
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.program import Program
 from pipesched.trace import Span
 
-__all__ = ["InProcess", "OverMesh", "Site"]
+__all__ = ["InProcess", "OverMesh", "Site", "site_for"]
 
 T = TypeVar("T")
 
@@ -153,3 +154,16 @@ class OverMesh:
 
     def close(self) -> None:
         self.executor.close()
+
+
+def site_for(devices: Sequence[Any] | None, mesh: DeviceMesh | None, threads: int, timeout: float | None) -> Site:
+    """The site of a Pipeline with these arguments. Raises InputError, DeviceCountError, ExecutionError."""
+    if devices is not None and mesh is not None:
+        raise InputError("a pipeline runs on devices= of this process or over a mesh=; got both; pass one of them")
+    if mesh is None:
+        if timeout is not None:
+            raise InputError(
+                f"timeout= is of ranks in processes of their own; got {timeout!r} with devices=; leave it out"
+            )
+        return InProcess(as_devices(devices), threads)
+    return OverMesh(mesh, threads, 60.0 if timeout is None else timeout)
