@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from pipesched.actions import OTHER_END, Action, Kind
-from pipesched.columns import CODES, Columns, Ints, Orders
+from pipesched.columns import CODES, Columns, Ints, Mask, Orders
 from pipesched.dependencies import BACKWARDS
 from pipesched.errors import ScheduleError
 from pipesched.program import Program
@@ -105,7 +105,9 @@ def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Ord
 def add_recompute(program: Program, mode: CheckpointMode) -> Program:
     """Put an R just before each backward whose forward is checkpointed.
 
-    never: none. always: all. except_last: all but those whose backward directly follows its forward on its rank.
+    never: none. always: all. except_last: all but those whose backward is the next on their rank, with no other B, I, W
+    or R in between: what such a pair keeps, its R would make before anything else is freed, so the peak is that of
+    always. It is each rank's first micro-batch, and of 1F1B every one on the last rank.
     Raises ScheduleError for another mode.
     """
     if mode not in get_args(CheckpointMode):
@@ -116,15 +118,25 @@ def add_recompute(program: Program, mode: CheckpointMode) -> Program:
         return program
     columns = program.columns
     pair = columns.pair
-    written = np.isin(pair, pair[columns.are(Kind.R)])
-    spared = np.zeros(len(columns), np.bool_)
+    spared = np.isin(pair, pair[columns.are(Kind.R)])
     if mode == "except_last":
-        spared[1:] = columns.are(Kind.F)[:-1] & (pair[1:] == pair[:-1])
-    rows = np.flatnonzero(columns.are(*BACKWARDS) & ~written & ~spared)
+        spared |= _next_back(program)
+    rows = np.flatnonzero(columns.are(*BACKWARDS) & ~spared)
     again = Columns.numbered(columns.stage[rows], np.full(len(rows), CODES[Kind.R]), columns.microbatch[rows])
     before = rows - columns.overlapping[rows]
     parts = [(before, again, 0), (np.arange(len(columns)), columns, 1)]
     return replace(program, orders=_inserted(program.orders, parts))
+
+
+def _next_back(program: Program) -> Mask:
+    """Which rows are backwards that nothing which frees or recomputes separates from their forward."""
+    columns = program.columns
+    rows = np.flatnonzero(columns.are(*BACKWARDS, Kind.W, Kind.R))
+    forwards = program.index.rows(Kind.F, columns.stage[rows], columns.microbatch[rows])
+    before = np.concatenate([[-1], rows[:-1]])
+    found = np.zeros(len(columns), np.bool_)
+    found[rows] = forwards > before
+    return found
 
 
 def add_updates(program: Program) -> Program:
