@@ -209,7 +209,8 @@ class Pipeline(Observed):
         Returns the loss of the mini-batch, a 0-d tensor, detached; with return_outputs also the outputs, in the
         mini-batch's order. Raises InputError for a batch that cannot be split, and what a layer raises, with a note
         that says in which stage, micro-batch and rank; the pipeline is usable afterwards (zero the gradients; with
-        optimizer= they are cleared, and some stages may have been updated).
+        optimizer= they are cleared, and some stages may have been updated). Under a mesh the loss of another rank waits
+        for its value once it is looked at, and a rank that fails ends the pipeline.
 
         Asynchronous schedules enqueue the step and return the loss of the one before, which has then run up to this
         one on all ranks (the first step waits for its own). The loss is the mean over the step's rows, each with the
@@ -274,7 +275,7 @@ class Pipeline(Observed):
 
     def _result(self, call: Call, feed: Feed) -> Any:
         last = self._programs.plain(len(call)).placement[-1]
-        loss = self._site.from_rank(last, lambda: call.loss(feed))
+        loss = self._site.loss(last, lambda: call.loss(feed))
         return (loss, call.outputs(feed)) if call.return_outputs else loss
 
     def _local(self, what: str) -> LocalExecutor:

@@ -5,6 +5,7 @@ from pickle import dumps
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.arguments import as_devices
@@ -12,6 +13,7 @@ from pipesched.batch import Batch
 from pipesched.errors import DeviceCountError, ExecutionError, InputError, ScheduleError
 from pipesched.executors.distributed import DistributedExecutor, RankTimeline, look
 from pipesched.executors.local import LocalExecutor, Timeline, Work
+from pipesched.pending import pending
 from pipesched.program import Program
 from pipesched.trace import Span
 
@@ -43,8 +45,8 @@ class Site(Protocol):
     def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
         """Run a program on all ranks, each its part."""
 
-    def from_rank(self, rank: int, make: Callable[[], T]) -> T:
-        """What one rank knows, for all."""
+    def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
+        """A loss that one rank can make, for all: elsewhere a tensor that waits for it once it is looked at."""
 
     def close(self) -> None:
         """End it."""
@@ -83,7 +85,7 @@ class InProcess:
     def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
         return self.executor.run(work, grad=grad)
 
-    def from_rank(self, rank: int, make: Callable[[], T]) -> T:
+    def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         return make()
 
     def close(self) -> None:
@@ -142,9 +144,13 @@ class OverMesh:
     def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
         return self.executor.run(work, grad=grad, looks=[look(value) for value in batch.inputs])
 
-    def from_rank(self, rank: int, make: Callable[[], T]) -> T:
-        shared: T = self.executor.share(rank, make() if self.rank == rank else None)()
-        return shared
+    def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
+        if self.rank == rank:
+            loss = make()
+            self.executor.share(rank, (loss,))
+            return loss
+        take, here = self.executor.share(rank), self.devices[rank]
+        return pending(lambda: take()[0].to(here))
 
     def gather(self, timeline: Timeline) -> list[Span]:
         """The spans of all ranks on one clock."""

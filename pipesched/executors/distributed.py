@@ -118,10 +118,17 @@ class _Shared:
     def __init__(self, take: Callable[[], Any]) -> None:
         self._take: Callable[[], Any] | None = take
         self._value: Any = None
+        self._lock = threading.Lock()  # a thread may look at it while another one runs the next step
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it has been received."""
+        return self._take is None
 
     def __call__(self) -> Any:
-        if self._take is not None:
-            self._value, self._take = self._take(), None
+        with self._lock:
+            if self._take is not None:
+                self._value, self._take = self._take(), None
         return self._value
 
 
@@ -274,7 +281,11 @@ class DistributedExecutor:
         return values
 
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
-        """Give rank ``source``'s value to all; it is on its way when this returns. What is returned waits for it."""
+        """Give rank ``source``'s value to all; it is on its way when this returns. What is returned waits for it.
+
+        One value is on its way at a time: the next call, or ``close``, receives it where nobody has looked at it. What
+        is returned raises ExecutionError where a rank failed before it came.
+        """
         with self._one_at_a_time("sharing a value"):
             wire = self._open_wire()
             if self._shared is not None:
@@ -289,6 +300,11 @@ class DistributedExecutor:
         return lambda: self._read(shared)
 
     def _read(self, shared: _Shared) -> Any:
+        if self.closed and not shared.arrived:
+            raise ExecutionError(
+                f"what another rank sends is received before the pipeline ends; this was not: "
+                f"{self._fault or 'its rank left without sending it'}; look at a loss right after its step"
+            )
         with self._stopping_all("a shared value"):
             return shared()
 
