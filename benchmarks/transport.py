@@ -60,14 +60,15 @@ def rounds_wire(group: Any, wire: Wire, nbytes: int, messages: int) -> Callable[
 
     def run() -> float:
         wire.open({1 - rank: ends}, b"")
+        send, receive = wire.sender(1 - rank, bool(rank)), wire.receiver(1 - rank, not rank)
         start_s = time.perf_counter()
         for _ in range(messages):
             if rank:
-                wire.receive(0, False)
-                wire.send(0, True, value)
+                receive()
+                send(value)
             else:
-                wire.send(1, False, value)
-                wire.receive(1, True)
+                send(value)
+                receive()
         return (time.perf_counter() - start_s) / messages / 2
 
     return run

@@ -18,6 +18,7 @@ from torch.nn import functional
 from pipesched import Action, Costs, Pipeline, Program, lower, schedules, simulate
 from pipesched.actions import Lane
 from pipesched.errors import DeadlockError, ExecutionError
+from pipesched.executors import local
 from pipesched.executors.local import LocalExecutor, Work
 from pipesched.lowering import add_recompute
 from pipesched.testing import FakeStage, run_fake
@@ -172,6 +173,26 @@ def test_an_error_stops_all_ranks_and_the_next_step_works(name: str, position: i
         bad.at = []
         pipe.zero_grad()
         assert pipe.step(X, target=X).isfinite()
+
+
+def test_ranks_are_bound_once_to_a_program_and_anew_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Counted(local.Rank):
+        def __init__(self, index: int, *others: Any) -> None:
+            made.append(index)
+            super().__init__(index, *others)
+
+    monkeypatch.setattr(local, "Rank", Counted)
+    with wrapped("1f1b") as pipe:
+        for _ in range(2):
+            pipe.step(X, target=Y)
+            pipe.evaluate(X, target=Y)
+        assert made == [0, 1] * 2  # once for steps, once for evaluations
+        with pytest.raises(IndexError):
+            pipe.step(X, target=Y + 4)
+        pipe.step(X, target=Y)
+        assert made == [0, 1] * 3
 
 
 def test_closing_from_within_a_step_is_an_error_and_no_hang() -> None:

@@ -27,7 +27,7 @@ from pipesched.actions import Action, Kind
 from pipesched.caller import Caller
 from pipesched.errors import ExecutionError
 from pipesched.executors.alarm import Alarm
-from pipesched.executors.interpreter import Rank, interpret
+from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.executors.local import Timeline, Work
 from pipesched.executors.sockets import SocketPort, own_host
 from pipesched.executors.streams import lane_for
@@ -64,10 +64,11 @@ class _Stopped(Exception):  # noqa: N818  it is no error: it ends the rank's loo
 
 
 class _Messages:
-    """The messages of one rank's order: what goes through each channel, in its order."""
+    """The messages of one rank's order: what goes through each channel, in its order. rank: who runs it."""
 
     def __init__(self, program: Program, order: tuple[Action, ...]) -> None:
         self.order = order
+        self.rank: Rank | None = None
         self._edges: dict[int, dict[tuple[bool, bool], list[tuple[int, int, int]]]] = {}
         self._last: tuple[Any, tuple[Messages, bytes]] | None = None
         for stage, kind, microbatch, peer in order:
@@ -98,12 +99,12 @@ class _Ends:
     def __init__(self, program: Program, wire: Wire, device: torch.device) -> None:
         self._placement, self._wire, self._device = program.placement, wire, device
 
-    def send(self, action: Action, value: Any) -> None:
-        self._wire.send(self._placement[action.peer or 0], action.kind is Kind.SEND_B, value)
+    def sender(self, action: Action) -> Callable[[Any], None]:
+        return self._wire.sender(self._placement[action.peer or 0], action.kind is Kind.SEND_B)
 
-    def receive(self, action: Action) -> Any:
-        value = self._wire.receive(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
-        return value if self._device.type == "cpu" else _moved(value, self._device)
+    def receiver(self, action: Action) -> Callable[[], Any]:
+        receive = self._wire.receiver(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
+        return receive if self._device.type == "cpu" else lambda: _moved(receive(), self._device)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -205,16 +206,25 @@ class DistributedExecutor:
         work.prepare(caller)
         start_s = time.perf_counter()
         self._lane.begin(start_s)
-        rank = Rank(self.rank, program, work.stages, _Ends(program, wire, self.device), self._lane, order)
+        rank, stamps = self._rank_of(work, messages), Stamps.room_for(order)
         with _intra_op(self._threads), caller.held(), self._lane.entered():
-            self._go_through(rank)
+            self._go_through(rank, stamps)
         self._lane.end()
-        stamps = [rank.stamps if index == self.rank else [] for index in range(self.num_ranks)]
-        return RankTimeline(stamps, [self._lane.reader()] * self.num_ranks, start_s + self._clock_s)
+        all_stamps = [stamps if index == self.rank else Stamps.room_for(()) for index in range(self.num_ranks)]
+        return RankTimeline(all_stamps, [self._lane.reader()] * self.num_ranks, start_s + self._clock_s)
 
-    def _go_through(self, rank: Rank) -> None:
+    def _rank_of(self, work: Work, messages: _Messages) -> Rank:
+        """The rank of this work. It is kept, unless it runs a part of its order: then its stages are of one pass."""
+        rank = messages.rank
+        if rank is None or rank.stages is not work.stages:
+            ends = _Ends(work.program, self._open_wire(), self.device)
+            rank = Rank(self.rank, work.program, work.stages, ends, work.pair)
+            messages.rank = rank if work.orders is None else None
+        return rank
+
+    def _go_through(self, rank: Rank, stamps: Stamps) -> None:
         try:
-            for _ in interpret(rank):
+            for _ in interpret(rank, self._lane, stamps):
                 if self._alarm.rung:
                     raise _Stopped
         except RuntimeError as error:
@@ -355,6 +365,7 @@ class DistributedExecutor:
 
     def _drop(self) -> None:
         wire, self._wire, self._shared = self._wire, None, None
+        self._messages.clear()
         if wire is not None:
             self._alarm.end()
             self._end_sockets()

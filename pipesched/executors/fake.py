@@ -6,7 +6,7 @@ work that is missing or done twice, a value that is not the one needed.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from pipesched.actions import Action, Kind
 from pipesched.costs import Costs
 from pipesched.errors import DeadlockError, ExecutionError
-from pipesched.executors.interpreter import Rank, interpret
+from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.lowering import lower
 from pipesched.program import Program
 from pipesched.trace import Span, Trace
@@ -169,10 +169,10 @@ class _Mail:
         """Whether an action need not wait for a message that has not been sent."""
         return action.kind not in (Kind.RECV_F, Kind.RECV_B) or bool(self._incoming(action))
 
-    def send(self, action: Action, value: Any) -> None:
-        """Put a message on its way."""
-        arrival = self._arrival(action) + self._costs.transfer_s
-        self._channel(action.stage, action.peer or 0, action.kind is Kind.SEND_F).append((arrival, value))
+    def sender(self, action: Action) -> Callable[[Any], None]:
+        """Puts a message on its way."""
+        channel = self._channel(action.stage, action.peer or 0, action.kind is Kind.SEND_F)
+        return lambda value: channel.append((self._arrival(action) + self._costs.transfer_s, value))
 
     def _arrival(self, action: Action) -> float:
         """When the link has brought a message."""
@@ -188,11 +188,16 @@ class _Mail:
         self._free[ends] = start + links.travel(*alone, size)[0]
         return self._free[ends] + links.latencies(*alone)[0]  # type: ignore[no-any-return]
 
-    def receive(self, action: Action) -> Any:
-        """Take the channel's first message, waiting for its arrival."""
-        arrival, value = self._incoming(action).popleft()
-        self._clocks[self._placement[action.stage]].reach(arrival)
-        return value
+    def receiver(self, action: Action) -> Callable[[], Any]:
+        """Takes the channel's first message, waiting for its arrival."""
+        channel, clock = self._incoming(action), self._clocks[self._placement[action.stage]]
+
+        def receive() -> Any:
+            arrival, value = channel.popleft()
+            clock.reach(arrival)
+            return value
+
+        return receive
 
 
 def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
@@ -207,8 +212,9 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     versions = program.versions or ((),) * program.num_stages
     stages = {s: FakeStage(s, costs, clocks[rank], versions[s]) for s, rank in enumerate(program.placement)}
     mail = _Mail(lowered, clocks, costs)
-    ranks = [Rank(r, lowered, stages, mail, clock) for r, clock in enumerate(clocks)]
-    _drive(ranks, mail)
+    ranks = [Rank(rank, lowered, stages, mail) for rank in range(program.num_ranks)]
+    stamps = [Stamps.room_for(order) for order in lowered.orders]
+    _drive([interpret(*one) for one in zip(ranks, clocks, stamps, strict=True)], mail)
     missing = [text for stage in stages.values() for text in stage.missing(program)]
     if missing:
         raise ExecutionError(f"work is missing at the end: {missing[0]}")
@@ -216,21 +222,22 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
         if not program.routes and stage.updates != stages[0].updates:
             raise ExecutionError(f"stages 0 and {index} have updates of other micro-batches")
     spans = tuple(
-        Span(action, rank.index, start, end, action.lane) for rank in ranks for action, start, end in rank.stamps
+        Span(action, rank, start, end, action.lane)
+        for rank, own in enumerate(stamps)
+        for action, start, end in zip(*own, strict=True)
     )
     return Trace(spans, program.num_ranks, program.name, costs)
 
 
-def _drive(ranks: list[Rank], mail: _Mail) -> None:
+def _drive(ranks: list[Iterator[Action]], mail: _Mail) -> None:
     """Resume ranks as long as one can go on."""
-    running = {rank.index: interpret(rank) for rank in ranks}
-    at = {index: next(loop, None) for index, loop in running.items()}
-    while any(action is not None for action in at.values()):
+    at = [next(loop, None) for loop in ranks]
+    while any(action is not None for action in at):
         moved = False
-        for index, loop in running.items():
+        for index, loop in enumerate(ranks):
             while (action := at[index]) is not None and mail.has_arrived(action):
                 at[index] = next(loop, None)
                 moved = True
         if not moved:
-            waits = ", ".join(f"rank {index} at {action}" for index, action in at.items() if action is not None)
+            waits = ", ".join(f"rank {index} at {action}" for index, action in enumerate(at) if action is not None)
             raise DeadlockError(f"deadlock: no rank can go on; waiting: {waits}; validate the program to see the cycle")

@@ -1,17 +1,19 @@
 """Interpreter: the loop over one rank's order, the same for every executor.
 
-A rank has stages, a transport, and a table kind -> handler. What stages hand to each other waits in its inbox until
-the action that takes it; a value for another rank waits in its outbox until its send.
+A rank binds its order once: each action becomes a call whose stage, micro-batch and channel are looked up, with the
+edges whose values it takes and gives. A value waits on its edge until the action that takes it, which is a send where
+its taker is on another rank. The loop only calls.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from pipesched.actions import Action, Kind
 from pipesched.errors import ExecutionError
 from pipesched.program import Program
 
-__all__ = ["Rank", "StageLike", "Transport", "interpret"]
+__all__ = ["Rank", "Stamps", "StageLike", "Timer", "Transport", "interpret"]
 
 
 class StageLike(Protocol):
@@ -39,11 +41,11 @@ class StageLike(Protocol):
 class Transport(Protocol):
     """How values get from rank to rank: first in, first out for each (from, to, kind)."""
 
-    def send(self, action: Action, value: Any) -> None:
-        """Send without waiting for the receiver."""
+    def sender(self, action: Action) -> Callable[[Any], None]:
+        """What sends a value as this action does, without waiting for the receiver."""
 
-    def receive(self, action: Action) -> Any:
-        """Wait for the value, and return it on this rank's device."""
+    def receiver(self, action: Action) -> Callable[[], Any]:
+        """What waits for the value of this action, and returns it on this rank's device."""
 
 
 class Timer(Protocol):
@@ -53,20 +55,41 @@ class Timer(Protocol):
         """A stamp for this moment; a float, or an event that is read after the step."""
 
 
-class _Slot(NamedTuple):
-    """Where a value waits: the kind of action that takes it, by whom, from whom."""
+class Stamps(NamedTuple):
+    """When each action of an order started and ended, as the rank's timer says it; None where it has not yet."""
 
-    taker: int
-    kind: Kind
-    microbatch: int
+    order: Sequence[Action]
+    starts: list[Any]
+    ends: list[Any]
+
+    @classmethod
+    def room_for(cls, order: Sequence[Action]) -> "Stamps":
+        """Of an order that has not run."""
+        return cls(order, [None] * len(order), [None] * len(order))
+
+
+class _Edge(NamedTuple):
+    """Where a value waits: by whom it is given, by whom it is taken, which way, and for which micro-batch."""
+
     giver: int
+    taker: int
+    backward: bool
+    microbatch: int
+
+
+class _Step(NamedTuple):
+    """An action as a call: on the values of the edges that it takes, for that of those that it gives."""
+
+    action: Action
+    call: Callable[..., Any]
+    takes: Sequence[_Edge] = ()
+    gives: Sequence[_Edge] = ()
 
 
 class Rank:
-    """One rank's side of one step, or of a stream of steps.
+    """One rank of a program over its stages: what its actions come to, and the values that wait between them.
 
-    ``order``: the part of its order to run, all of it unless given; a stream gives one part after the other. pair: the
-    program's micro-batch that is run as one of a stream is.
+    pair: the program's micro-batch that is run as one of a stream is.
     """
 
     def __init__(
@@ -75,93 +98,71 @@ class Rank:
         program: Program,
         stages: Mapping[int, StageLike],
         transport: Transport,
-        timer: Timer,
-        order: tuple[Action, ...] | None = None,
         pair: Callable[[int], int] = lambda microbatch: microbatch,
     ) -> None:
         self.index = index
-        self.order = program.orders[index] if order is None else order
-        self.timer = timer
-        self.stamps: list[tuple[Action, Any, Any]] = []
-        self._program = program
+        self.stages = stages
+        self.values: dict[_Edge, Any] = {}
+        self._graph = program.graph
         self._pair = pair
-        self._stages = stages
         self._transport = transport
         whole = program.orders[index]  # also what runs in another part of the order
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
-        self._inbox: dict[_Slot, Any] = {}
-        self._outbox: dict[_Slot, Any] = {}
-        self.handlers: dict[Kind, Callable[[Action], None]] = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.I: self._input_grad,
-            Kind.W: self._weight_grad,
-            Kind.R: self._recompute,
-            Kind.UPDATE: self._update,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-            Kind.RECV_F: self._receive,
-            Kind.RECV_B: self._receive,
-        }
+        self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])
 
-    def _forward(self, action: Action) -> None:
+    def bind(self, order: Sequence[Action]) -> list[_Step]:
+        """The steps of an order; the same ones as long as it is the same order."""
+        if self._bound[0] is not order:
+            self._bound = order, [_BINDERS[action.kind](self, action) for action in order]
+        return self._bound[1]
+
+    def _forward(self, action: Action) -> _Step:
         stage, _, microbatch, _ = action
-        arrived = [self._take(action, Kind.F, producer) for producer in self._program.graph.producers[stage]]
-        output = self._stages[stage].forward(
-            microbatch,
-            *arrived,
-            split=(stage, self._pair(microbatch)) in self._split,
-            checkpointed=(stage, self._pair(microbatch)) in self._recomputed,
-        )
-        for consumer in self._program.graph.consumers[stage]:
-            self._give(action, Kind.F, consumer, output)
+        pair = stage, self._pair(microbatch)
+        split, checkpointed = pair in self._split, pair in self._recomputed
+        call = partial(self.stages[stage].forward, microbatch, split=split, checkpointed=checkpointed)
+        takes = [_Edge(producer, stage, False, microbatch) for producer in self._graph.producers[stage]]
+        return _Step(action, call, takes, [_Edge(stage, to, False, microbatch) for to in self._graph.consumers[stage]])
 
-    def _recompute(self, action: Action) -> None:
+    def _recompute(self, action: Action) -> _Step:
         split = (action.stage, self._pair(action.microbatch)) in self._split
-        self._stages[action.stage].recompute(action.microbatch, split=split)
+        return _Step(action, partial(self.stages[action.stage].recompute, action.microbatch, split=split))
 
-    def _backward(self, action: Action) -> None:
-        self._give_back(action, self._stages[action.stage].backward(action.microbatch, *self._grads(action)))
+    def _backward(self, action: Action) -> _Step:
+        stage, kind, microbatch, _ = action
+        run = self.stages[stage].backward if kind is Kind.B else self.stages[stage].input_grad
+        takes = [_Edge(consumer, stage, True, microbatch) for consumer in self._graph.consumers[stage]]
+        gives = [_Edge(stage, producer, True, microbatch) for producer in self._graph.producers[stage]]
+        return _Step(action, partial(run, microbatch), takes, gives)
 
-    def _input_grad(self, action: Action) -> None:
-        self._give_back(action, self._stages[action.stage].input_grad(action.microbatch, *self._grads(action)))
+    def _weight_grad(self, action: Action) -> _Step:
+        return _Step(action, partial(self.stages[action.stage].weight_grad, action.microbatch))
 
-    def _weight_grad(self, action: Action) -> None:
-        self._stages[action.stage].weight_grad(action.microbatch)
+    def _update(self, action: Action) -> _Step:
+        return _Step(action, partial(self.stages[action.stage].update, action.microbatch))
 
-    def _update(self, action: Action) -> None:
-        self._stages[action.stage].update(action.microbatch)
+    def _send(self, action: Action) -> _Step:
+        edge = _Edge(action.stage, _peer(action), action.kind is Kind.SEND_B, action.microbatch)
+        return _Step(action, self._transport.sender(action), takes=[edge])
 
-    def _grads(self, action: Action) -> list[Any]:
-        return [self._take(action, Kind.B, consumer) for consumer in self._program.graph.consumers[action.stage]]
+    def _receive(self, action: Action) -> _Step:
+        edge = _Edge(_peer(action), action.stage, action.kind is Kind.RECV_B, action.microbatch)
+        return _Step(action, self._transport.receiver(action), gives=[edge])
 
-    def _give_back(self, action: Action, grads: Any) -> None:
-        for producer in self._program.graph.producers[action.stage]:
-            self._give(action, Kind.B, producer, grads)
 
-    def _give(self, action: Action, kind: Kind, taker: int, value: Any) -> None:
-        """Leave a value for a stage of this rank, or in the outbox for its send."""
-        here = self._program.placement[taker] == self.index
-        box = self._inbox if here else self._outbox
-        box[_Slot(taker, kind, action.microbatch, action.stage)] = value
-
-    def _take(self, action: Action, kind: Kind, giver: int) -> Any:
-        slot = _Slot(action.stage, kind, action.microbatch, giver)
-        if slot not in self._inbox:
-            raise ExecutionError(f"{action} needs what stage {giver} gives, which has not come; validate the program")
-        return self._inbox.pop(slot)
-
-    def _send(self, action: Action) -> None:
-        kind = Kind.F if action.kind is Kind.SEND_F else Kind.B
-        slot = _Slot(_peer(action), kind, action.microbatch, action.stage)
-        if slot not in self._outbox:
-            raise ExecutionError(f"{action} has nothing to send; validate the program")
-        self._transport.send(action, self._outbox.pop(slot))
-
-    def _receive(self, action: Action) -> None:
-        kind = Kind.F if action.kind is Kind.RECV_F else Kind.B
-        self._inbox[_Slot(action.stage, kind, action.microbatch, _peer(action))] = self._transport.receive(action)
+_BINDERS: dict[Kind, Callable[[Rank, Action], _Step]] = {
+    Kind.F: Rank._forward,
+    Kind.B: Rank._backward,
+    Kind.I: Rank._backward,
+    Kind.W: Rank._weight_grad,
+    Kind.R: Rank._recompute,
+    Kind.UPDATE: Rank._update,
+    Kind.SEND_F: Rank._send,
+    Kind.SEND_B: Rank._send,
+    Kind.RECV_F: Rank._receive,
+    Kind.RECV_B: Rank._receive,
+}
 
 
 def _peer(action: Action) -> int:
@@ -170,17 +171,17 @@ def _peer(action: Action) -> int:
     return action.peer
 
 
-def interpret(rank: Rank) -> Iterator[Action]:
-    """Run a rank's order. Yields each action before it runs: the executor resumes when it may.
+def interpret(rank: Rank, timer: Timer, stamps: Stamps) -> Iterator[Action]:
+    """Run an order of a rank. Yields each action before it runs: the executor resumes when it may.
 
-    An exception of a handler is passed on with a note that says where it happened.
+    An exception of an action is passed on with a note that says where it happened.
     """
-    now, handlers, stamp = rank.timer.now, rank.handlers, rank.stamps.append
-    for position, action in enumerate(rank.order):
+    now, values, (order, starts, ends) = timer.now, rank.values, stamps
+    for position, (action, call, takes, gives) in enumerate(rank.bind(order)):
         yield action
-        start = now()
+        starts[position] = now()
         try:
-            handlers[action.kind](action)
+            value = call(*[_taken(values, edge, action) for edge in takes])
         except BaseException as error:
             what = "update" if action.kind is Kind.UPDATE else "micro-batch"
             error.add_note(
@@ -188,4 +189,13 @@ def interpret(rank: Rank) -> Iterator[Action]:
                 f"rank {rank.index}, position {position} of its order"
             )
             raise
-        stamp((action, start, now()))
+        for edge in gives:
+            values[edge] = value
+        value = None  # an output lives no longer than somebody needs it
+        ends[position] = now()
+
+
+def _taken(values: dict[_Edge, Any], edge: _Edge, action: Action) -> Any:
+    if edge not in values:
+        raise ExecutionError(f"{action} needs what stage {edge.giver} gives, which has not come; validate the program")
+    return values.pop(edge)

@@ -17,7 +17,7 @@ import torch
 from pipesched.actions import OTHER_END, Action, Kind
 from pipesched.caller import Caller
 from pipesched.errors import ExecutionError
-from pipesched.executors.interpreter import Rank, StageLike, interpret
+from pipesched.executors.interpreter import Rank, StageLike, Stamps, interpret
 from pipesched.executors.streams import Lane, Message, lane_for
 from pipesched.program import Program
 from pipesched.trace import Span
@@ -25,6 +25,7 @@ from pipesched.trace import Span
 __all__ = ["LocalExecutor", "Part", "Run", "Timeline", "Work"]
 
 _STOP = Message("stop")
+_REMEMBERED = 64  # programs
 _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
 
 
@@ -48,27 +49,35 @@ class Work:
     pair: Callable[[int], int] = lambda microbatch: microbatch
 
 
-class Run:
-    """A program under way: the ranks, their channels, and what became of them. It runs in one part, or in several."""
+class Crew:
+    """The ranks of a program over its stages, and the channels between them. It can serve one run after the other."""
 
-    def __init__(self, work: Work, lanes: Sequence[Lane], jobs: _Jobs, caller: Caller) -> None:
-        self.work = work
+    def __init__(self, work: Work, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes
+        self.program, self.stages = work.program, work.stages
+        self.channels = _channels(work.program)
+        self.ranks = [
+            Rank(index, work.program, work.stages, _Wires(work.program, self.channels, lane), work.pair)
+            for index, lane in enumerate(lanes)
+        ]
+
+
+class Run:
+    """A program under way: its ranks, and what became of them. It runs in one part, or in several."""
+
+    def __init__(self, work: Work, crew: "Crew", jobs: _Jobs, caller: Caller) -> None:
+        self.work = work
+        self.crew = crew
         self.caller = caller
         self.error: BaseException | None = None
         self.stopping = threading.Event()
         self._jobs = jobs
         self._lock = threading.Lock()
-        self._channels = _channels(work.program)
         self._last: Part | None = None
-        self.ranks = [
-            Rank(index, work.program, work.stages, _Wires(work.program, self._channels, lane), lane, (), work.pair)
-            for index, lane in enumerate(lanes)
-        ]
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> "Part":
         """Give every rank the next part of its order; it begins when it has ended the one before."""
-        for lane in self.lanes:
+        for lane in self.crew.lanes:
             lane.follow()
         self._last = part = Part(self, orders)
         handed = 0
@@ -88,7 +97,7 @@ class Run:
         with self._lock:
             self.error = self.error or error
         self.stopping.set()
-        for channel in self._channels.values():
+        for channel in self.crew.channels.values():
             channel.put(_STOP)
 
     def wait(self) -> None:
@@ -123,19 +132,17 @@ class Part:
     def __init__(self, run: Run, orders: Sequence[tuple[Action, ...]]) -> None:
         self.finished = threading.Event()
         self._run = run
-        self._orders = orders
-        self._stamps: list[list[tuple[Action, Any, Any]]] = [[] for _ in orders]
+        self._stamps = [Stamps.room_for(order) for order in orders]
         self._left = len(orders)
         self._lock = threading.Lock()
 
     def run_rank(self, index: int) -> None:
         """In the rank's thread: run its part to the end, or until another rank fails."""
         run = self._run
-        rank = run.ranks[index]
-        rank.order, rank.stamps = self._orders[index], self._stamps[index]
+        rank, lane = run.crew.ranks[index], run.crew.lanes[index]
         try:
-            with run.caller.held(), run.lanes[index].entered():
-                for _ in interpret(rank):
+            with run.caller.held(), lane.entered():
+                for _ in interpret(rank, lane, self._stamps[index]):
                     if run.stopping.is_set():
                         return
         except _Stopped:
@@ -151,26 +158,26 @@ class Part:
 
     def catch_up(self) -> None:
         """In the caller's thread, where the part has ended: what it launches from now on comes after the part."""
-        for lane, stamps in zip(self._run.lanes, self._stamps, strict=True):
-            if stamps:
-                lane.catch_up(stamps[-1][2])
+        for lane, stamps in zip(self._run.crew.lanes, self._stamps, strict=True):
+            if stamps.ends:
+                lane.catch_up(stamps.ends[-1])
 
     def timeline(self) -> "Timeline":
         """What ran when; holds nothing else of the run."""
-        return Timeline(self._stamps, [lane.reader() for lane in self._run.lanes])
+        return Timeline(self._stamps, [lane.reader() for lane in self._run.crew.lanes])
 
 
 @dataclass(frozen=True)
 class Timeline:
     """The stamps of a run that has ended, by rank, and how to read them."""
 
-    stamps: list[list[tuple[Action, Any, Any]]]
+    stamps: list[Stamps]
     readers: list[Callable[[Any], float]]
 
     def spans(self) -> Iterator[Span]:
         """What ran when, in seconds since the step began. On a GPU this waits for the step to end."""
         for rank, (stamps, seconds) in enumerate(zip(self.stamps, self.readers, strict=True)):
-            for action, start, end in stamps:
+            for action, start, end in zip(*stamps, strict=True):
                 yield Span(action, rank, seconds(start), seconds(end), action.lane)
 
 
@@ -194,16 +201,22 @@ class _Wires:
         self._channels = channels
         self._lane = lane
 
-    def send(self, action: Action, value: Any) -> None:
+    def sender(self, action: Action) -> Callable[[Any], None]:
         here, there = self._ends(action)
-        self._channels[here, there, action.kind].put(self._lane.pack(value))
+        put, pack = self._channels[here, there, action.kind].put, self._lane.pack
+        return lambda value: put(pack(value))
 
-    def receive(self, action: Action) -> Any:
+    def receiver(self, action: Action) -> Callable[[], Any]:
         here, there = self._ends(action)
-        message = self._channels[there, here, OTHER_END[action.kind]].get()
-        if message is _STOP:
-            raise _Stopped
-        return self._lane.unpack(message)
+        get, unpack = self._channels[there, here, OTHER_END[action.kind]].get, self._lane.unpack
+
+        def receive() -> Any:
+            message = get()
+            if message is _STOP:
+                raise _Stopped
+            return unpack(message)
+
+        return receive
 
     def _ends(self, action: Action) -> tuple[int, int]:
         return self._placement[action.stage], self._placement[action.peer or 0]
@@ -220,6 +233,7 @@ class LocalExecutor:
         self._threads = _start_threads(self._jobs, intra_op_threads)
         self._finalizer = finalize(self, _end_threads, self._jobs)
         self._last: Run | None = None
+        self._kept: dict[int, Crew] = {}
 
     @property
     def closed(self) -> bool:
@@ -232,21 +246,35 @@ class LocalExecutor:
         Raises what a stage raised, with a note that says where; ExecutionError where a run is under way or after
         ``close``.
         """
-        run = self.begin(work, self.caller(grad=grad))
+        crew = self._taken(work)
+        run = self.begin(work, self.caller(grad=grad), crew)
         try:
             part = run.hand(work.orders or work.program.orders)
             run.wait()
         finally:
             self.end(run)
         run.check()
+        if work.orders is None:
+            self._kept[id(work.program)] = crew
         return part.timeline()
+
+    def _taken(self, work: Work) -> Crew:
+        """The crew that ran the same work before and did not fail, or a new one."""
+        if len(self._kept) >= _REMEMBERED:
+            self._kept.clear()
+        crew = self._kept.pop(id(work.program), None)
+        again = crew is not None and crew.program is work.program and crew.stages is work.stages
+        return crew if crew is not None and again and work.orders is None else Crew(work, self.lanes)
 
     def caller(self, *, grad: bool) -> Caller:
         """The settings of this thread, with grad mode as given."""
         return Caller.here(self._device_types, grad=grad)
 
-    def begin(self, work: Work, caller: Caller) -> Run:
-        """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``."""
+    def begin(self, work: Work, caller: Caller, crew: Crew | None = None) -> Run:
+        """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``.
+
+        crew: of this work, a new one unless given.
+        """
         if self.closed:
             raise ExecutionError("a closed pipeline does not run; it was closed before this step; make a new one")
         if not self._busy.acquire(blocking=False):
@@ -257,7 +285,7 @@ class LocalExecutor:
             if self._last is not None:
                 self._last.wait()  # an impatient interrupt may have left ranks behind
             work.prepare(caller)
-            run = self._last = Run(work, self.lanes, self._jobs, caller)
+            run = self._last = Run(work, crew or Crew(work, self.lanes), self._jobs, caller)
             start_s = time.perf_counter()
             for lane in self.lanes:
                 lane.begin(start_s)

@@ -362,15 +362,20 @@ class Wire:
                 self._neighbours[peer] = _Neighbour(self._ports, peer)
             self._neighbours[peer].open(channels, identity)
 
-    def send(self, peer: int, backward: bool, value: Any) -> None:
-        """Send without waiting."""
-        self._neighbours[peer].outgoing[backward].send(value)
+    def sender(self, peer: int, backward: bool) -> Callable[[Any], None]:
+        """Sends without waiting. Of a rank that some run has had messages with, as ``receiver``."""
+        return self._neighbours[peer].outgoing[backward].send
 
-    def receive(self, peer: int, backward: bool) -> Any:
-        """Wait for the channel's next value."""
+    def receiver(self, peer: int, backward: bool) -> Callable[[], Any]:
+        """Waits for the channel's next value."""
         neighbour = self._neighbours[peer]
-        neighbour.check(self._names)
-        return neighbour.incoming[backward].receive()
+        receive = neighbour.incoming[backward].receive
+
+        def checked() -> Any:
+            neighbour.check(self._names)
+            return receive()
+
+        return checked
 
     def tell(self, peer: int, tag: int, value: Any) -> None:
         """Send one value outside of runs, or beside them, without waiting."""
