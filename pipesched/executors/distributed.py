@@ -27,6 +27,7 @@ from pipesched.actions import Action, Kind
 from pipesched.caller import Caller
 from pipesched.errors import ExecutionError
 from pipesched.executors.alarm import Alarm
+from pipesched.executors.clock import clock_offset
 from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.executors.local import Timeline, Work
 from pipesched.executors.sockets import SocketPort, own_host
@@ -39,8 +40,7 @@ from pipesched.trace import Span
 __all__ = ["DistributedExecutor", "RankTimeline", "look"]
 
 _IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
-_CLOCK, _HANG_UP = 20, 21  # tags
-_CLOCK_ROUNDS = 10
+_HANG_UP = 21  # a tag
 _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 
@@ -170,7 +170,7 @@ class DistributedExecutor:
         self._end_sockets = finalize(self, sockets.close)
         self._alarm = Alarm(store, self.rank, self.num_ranks, _hang_up(sockets, port, self.rank, self.num_ranks))
         with self._one_at_a_time("making a pipeline"):
-            self._clock_s = _clock_offset(port, self.rank, self.num_ranks)
+            self._clock_s = clock_offset(port, self.rank, self.num_ranks)
 
     @property
     def closed(self) -> bool:
@@ -411,32 +411,6 @@ def _hang_up(sockets: SocketPort, port: Any, rank: int, num_ranks: int) -> Calla
                 port.recv([torch.empty(1)], (rank + 1) % num_ranks, _HANG_UP).wait(timedelta(milliseconds=1))
 
     return hang_up
-
-
-def _clock_offset(port: Any, rank: int, num_ranks: int) -> float:
-    """What to add to this rank's clock to get rank 0's, in seconds; right to half of the fastest round trip."""
-    answer = torch.zeros(1, dtype=torch.float64)
-    try:
-        if rank:
-            trips = [_trip(port, answer) for _ in range(_CLOCK_ROUNDS)]
-            return min(trips)[1]
-        for peer in range(1, num_ranks):
-            for _ in range(_CLOCK_ROUNDS):
-                port.recv([answer], peer, _CLOCK).wait()
-                answer[0] = time.perf_counter()
-                port.send([answer], peer, _CLOCK).wait()
-    except RuntimeError as error:
-        raise ConnectionLostError(str(error)) from None
-    return 0.0
-
-
-def _trip(port: Any, answer: Tensor) -> tuple[float, float]:
-    """(how long a round trip took, the offset that it says)."""
-    start_s = time.perf_counter()
-    port.send([answer], 0, _CLOCK).wait()
-    port.recv([answer], 0, _CLOCK).wait()
-    end_s = time.perf_counter()
-    return end_s - start_s, float(answer[0]) - (start_s + end_s) / 2
 
 
 @contextmanager
