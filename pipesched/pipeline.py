@@ -15,6 +15,7 @@ from pipesched.arguments import as_call, as_function, as_seed, as_threads
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter, Weighting
 from pipesched.caller import Caller
 from pipesched.calls import Call
+from pipesched.ends import bring_ends, end_of
 from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.graph import layers_of, normalised_over_rows, with_running_statistics
@@ -26,7 +27,7 @@ from pipesched.plan import Plan
 from pipesched.planning import Programs, Wishes, check_boundaries, cut_layers
 from pipesched.profiler import LayerCosts
 from pipesched.program import Program
-from pipesched.replicas import Replica, Replicas
+from pipesched.replicas import Replicas
 from pipesched.sites import InProcess, OverMesh, site_for
 from pipesched.stage import Feed, Head, Stage
 from pipesched.stream import Stream
@@ -113,7 +114,7 @@ class Pipeline(Observed):
         names = list(self._layers)
         self._cut = self._site.agreed(lambda: cut_layers(names, program, wishes.boundaries, self._measured_graph))
         self._site.check(program, (self._cut, repr(wishes.boundaries), self.checkpoint, self._threads, repr(seed)))
-        self._replicas = Replicas()
+        self._replicas = Replicas(self._site)
         self._warn_of_normalisation(program)
         self._stages = self._build_stages(program)
         self._optimizers = {} if optimizer is None else give_optimizers(optimizer, self._stages)
@@ -142,18 +143,19 @@ class Pipeline(Observed):
     def _build_stages(self, program: Program) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}
         for index, part in enumerate(program.weights):
-            device = self.devices[program.placement[index]]
-            if not self._site.holds(program.placement[index]):
-                continue
-            last = not program.graph.consumers[index]
+            rank, last = program.placement[index], not program.graph.consumers[index]
+            device = self.devices[rank]
             layers, loss_fn = {name: self._layers[name] for name in self._cut[part]}, self.loss_fn if last else None
+            if index != part:  # the stage of this number runs the same layers
+                replica = self._replicas.add(layers, loss_fn, device, (program.placement[part], rank))
+                if replica is not None:
+                    layers, loss_fn = replica.layers, replica.loss_fn
+            if not self._site.holds(rank):
+                continue
             if index == part:
                 for module in (*layers.values(), loss_fn):
                     if isinstance(module, nn.Module):
                         module.to(device)
-            else:  # the stage of this number runs the same layers
-                self._replicas.append(replica := Replica(layers, loss_fn, device))
-                layers, loss_fn = replica.layers, replica.loss_fn
             stages[index] = Stage(layers, device, Head(loss_fn) if last else None)
         return stages
 
@@ -230,6 +232,7 @@ class Pipeline(Observed):
         with self._replicas.delivering():
             self._runs.append(self._site.run(work, batch, grad=True))
         self._step += 1
+        bring_ends(self._programs.plain(len(call)), feed, self._site)
         deliver_input_grads(batch, feed)
         return self._result(call, feed)
 
@@ -271,10 +274,11 @@ class Pipeline(Observed):
     def _infer(self, call: Call) -> Feed:
         feed = call.feed(self._seed, self._step)
         self._site.run(self._work(self._programs.inference(len(call)), feed), call.batch, grad=False)
+        bring_ends(self._programs.plain(len(call)), feed, self._site)
         return feed
 
     def _result(self, call: Call, feed: Feed) -> Any:
-        last = self._programs.plain(len(call)).placement[-1]
+        last = end_of(self._programs.plain(len(call)))
         loss = self._site.loss(last, lambda: call.loss(feed))
         return (loss, call.outputs(feed)) if call.return_outputs else loss
 
@@ -356,7 +360,9 @@ class Pipeline(Observed):
         """Whether a parameter or buffer of this name lies in this process: under a mesh those of its stages do."""
         if isinstance(self._site, InProcess):
             return True
-        return any(name.startswith(f"{layer}.") for stage in self._stages.values() for layer in stage.modules)
+        weights = self._programs.plain(self.num_microbatches).weights
+        homes = [stage for index, stage in self._stages.items() if weights[index] == index]
+        return any(name.startswith(f"{layer}.") for stage in homes for layer in stage.modules)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's state, on every rank. Collective under a mesh."""

@@ -3,12 +3,18 @@
 The first stage of a weight copy runs the user's own layers, its home. Every further one runs a copy on its own device,
 with Parameters of its own: made equal to the home's before each run, and their gradients are added to the home's after
 it. Chimera (Li & Hoefler 2021) and DualPipe (DeepSeek-AI 2024) run so.
+
+Where ranks are processes, a home and its copy may lie in two of them. Both have the layers as the user made them, so
+modes and other settings are those of the copy's own process; tensors travel, all that one rank has for another in one
+message.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +22,20 @@ from torch import Tensor, nn
 from pipesched.errors import ExecutionError, GraphError
 from pipesched.graph import hooks_of
 
-__all__ = ["Replica", "Replicas"]
+__all__ = ["Replica", "Replicas", "Trade"]
 
 _SETTINGS = (bool, int, float, str)  # as a module's mode and the p of a Dropout
+_Tensors = list[Tensor | None]
+
+
+class Trade(Protocol):
+    """How ranks in different processes exchange values beside a program's."""
+
+    def holds(self, rank: int) -> bool:
+        """Whether the rank runs in this process."""
+
+    def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        """Give values to other ranks, and take what those in ``sources`` give to this one."""
 
 
 class Replica:
@@ -30,8 +47,7 @@ class Replica:
     def __init__(
         self, layers: Mapping[str, nn.Module], loss_fn: Callable[[Any, Any], Any] | None, device: torch.device
     ) -> None:
-        modules = [*layers.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-        self._home = nn.ModuleList(modules)
+        self._home = _together(layers, loss_fn)
         try:
             self._copy = copy.deepcopy(self._home, _kept(self._home)).to(device)
         except Exception as error:
@@ -43,27 +59,25 @@ class Replica:
         self.loss_fn = copies[-1] if isinstance(loss_fn, nn.Module) else loss_fn
         self.layers = dict(zip(layers, copies, strict=False))
 
-    def refresh(self) -> None:
+    def refresh(self, state: Sequence[Tensor]) -> None:
         """Take over the home's weights and buffers, what of them is trained, its modules' modes and other settings."""
         for theirs, mine in self._pairs("named_modules"):
             settings = {name: value for name, value in vars(theirs).items() if isinstance(value, _SETTINGS)}
             vars(mine).update(settings)
-        for theirs, mine in self._pairs("named_buffers"):
-            _copy_into(mine, theirs)
+        values = iter(state)
+        for _, mine in self._pairs("named_buffers"):
+            _copy_into(mine, next(values))
         for theirs, mine in self._pairs("named_parameters"):
-            _copy_into(mine, theirs)
+            _copy_into(mine, next(values))
             mine.requires_grad_(theirs.requires_grad)
 
-    def deliver(self) -> None:
-        """Add the gradients to the home's, through its hooks, and clear them."""
-        for theirs, mine in self._pairs("named_parameters"):
-            grad, mine.grad = mine.grad, None
-            if grad is not None:
-                torch.autograd.backward((theirs,), (grad.to(theirs.device),))
-
-    def discard(self) -> None:
-        """Clear the gradients."""
-        self._copy.zero_grad()
+    def taken_grads(self) -> _Tensors:
+        """The gradients of the copy's parameters, which then have none."""
+        parameters = list(self._copy.parameters())
+        grads = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return grads
 
     def _pairs(self, named: str) -> Iterator[tuple[Any, Any]]:
         """(the home's, this copy's), by name."""
@@ -76,24 +90,92 @@ class Replica:
         return ((home[name], mine[name]) for name in home)
 
 
-class Replicas(list[Replica]):
+@dataclass(frozen=True)
+class _Pair:
+    """A part's home, the ranks where it and its copy lie, and the copy, where that is in this process."""
+
+    home: nn.ModuleList
+    home_rank: int
+    rank: int
+    replica: Replica | None
+
+
+class Replicas:
     """All replicas of a pipeline, in the order of their stages."""
 
+    def __init__(self, trade: Trade) -> None:
+        self._trade = trade
+        self._all: list[_Pair] = []
+
+    def add(
+        self,
+        layers: Mapping[str, nn.Module],
+        loss_fn: Callable[[Any, Any], Any] | None,
+        device: torch.device,
+        ranks: tuple[int, int],
+    ) -> Replica | None:
+        """Make one. ranks: of the home and of the copy. None where the copy lies in another process."""
+        replica = Replica(layers, loss_fn, device) if self._trade.holds(ranks[1]) else None
+        self._all.append(_Pair(_together(layers, loss_fn), *ranks, replica))
+        return replica
+
     def refresh(self) -> None:
-        """Make all equal to their homes."""
-        for replica in self:
-            replica.refresh()
+        """Make all equal to their homes. Collective over processes."""
+        moves = [(pair.home_rank, pair.rank, partial(_state, pair.home)) for pair in self._all]
+        for pair, state in zip(self._all, self._moved("weights", moves), strict=True):
+            if pair.replica is not None:
+                pair.replica.refresh(state)
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """Around a run that computes gradients: add them to the homes' in stage order, or drop them where it fails."""
+        """Around a run that computes gradients: add them to the homes' in stage order, or drop them where it fails.
+
+        Collective over processes.
+        """
         try:
             yield
-            for replica in self:
-                replica.deliver()
+            moves = [(pair.rank, pair.home_rank, _taking(pair.replica)) for pair in self._all]
+            for pair, grads in zip(self._all, self._moved("gradients", moves), strict=True):
+                if self._trade.holds(pair.home_rank):
+                    _deliver(pair.home, grads)
         finally:
-            for replica in self:
-                replica.discard()
+            for pair in self._all:
+                if pair.replica is not None:
+                    pair.replica.taken_grads()
+
+    def _moved(self, what: str, moves: Sequence[tuple[int, int, Callable[[], Any]]]) -> Iterator[Any]:
+        """For each (source, target, make) what is made at the source; None at others than the target."""
+        holds = self._trade.holds
+        given: dict[int, list[Any]] = {}
+        for source, target, make in moves:
+            if holds(source) and not holds(target):
+                given.setdefault(target, []).append(make())
+        sources = {source for source, target, _ in moves if holds(target) and not holds(source)}
+        arrived = {source: iter(values) for source, values in self._trade.trade(what, given, sources).items()}
+        for source, target, make in moves:
+            if not holds(target):
+                yield None
+            else:
+                yield make() if holds(source) else next(arrived[source])
+
+
+def _together(layers: Mapping[str, nn.Module], loss_fn: Callable[[Any, Any], Any] | None) -> nn.ModuleList:
+    return nn.ModuleList([*layers.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])])
+
+
+def _state(home: nn.ModuleList) -> list[Tensor]:
+    return [tensor.detach() for tensor in (*home.buffers(), *home.parameters())]
+
+
+def _taking(replica: Replica | None) -> Callable[[], _Tensors]:
+    return replica.taken_grads if replica is not None else list
+
+
+def _deliver(home: nn.ModuleList, grads: _Tensors) -> None:
+    """Add gradients to the home's, through its hooks."""
+    for parameter, grad in zip(home.parameters(), grads, strict=True):
+        if grad is not None:
+            torch.autograd.backward((parameter,), (grad.to(parameter.device),))
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:

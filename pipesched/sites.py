@@ -1,6 +1,6 @@
 """Site: where a pipeline's ranks run: all in this process, or one here and the others in processes of their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pickle import dumps
 from typing import Any, Protocol, TypeVar
 
@@ -48,6 +48,9 @@ class Site(Protocol):
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         """A loss that one rank can make, for all: elsewhere a tensor that waits for it once it is looked at."""
 
+    def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        """Give values to ranks in other processes, and take what those in ``sources`` give to this one."""
+
     def close(self) -> None:
         """End it."""
 
@@ -87,6 +90,9 @@ class InProcess:
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         return make()
+
+    def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        return {}
 
     def close(self) -> None:
         if self._executor is not None:
@@ -130,11 +136,10 @@ class OverMesh:
         return made
 
     def check(self, program: Program, decided: Any) -> None:
-        if program.num_weights < program.num_stages or program.has_updates:
-            what = "updates weights in flight" if program.has_updates else "shares weights between ranks"
+        if program.has_updates:
             raise ScheduleError(
-                f"one rank a process runs synchronous schedules whose stages have weights of their own, so far; "
-                f"{program.name!r} {what}; run it in one process with devices=, or choose another"
+                f"one rank a process runs synchronous schedules, so far; {program.name!r} updates weights in flight; "
+                f"run it in one process with devices=, or choose another"
             )
         self.executor.agree("plan", dumps((str(program), decided)))
 
@@ -151,6 +156,9 @@ class OverMesh:
             return loss
         take, here = self.executor.share(rank), self.devices[rank]
         return pending(lambda: take()[0].to(here))
+
+    def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        return self.executor.trade(what, given, sources) if given or sources else {}
 
     def gather(self, timeline: Timeline) -> list[Span]:
         """The spans of all ranks on one clock."""

@@ -85,7 +85,6 @@ def refusals(group: Any) -> list[str]:
     said = []
     mesh = DeviceMesh.from_group(group, "cpu")
     for options in (
-        {"schedule": "chimera"},
         {"schedule": "pipedream", "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)},
         {"devices": ["cpu"] * group.size()},
         {"boundaries": [2 + group.rank()]},

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pipesched import backward, schedules
 
@@ -35,6 +36,17 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Scale.apply(x, self.weight)
+
+
+class ScaledLoss(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output * self.scale, target)
 
 
 def mixed_model(width: int = 8) -> nn.Sequential:

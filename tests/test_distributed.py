@@ -124,8 +124,7 @@ def test_optimizers_over_a_mesh_equal_the_loop_bit_by_bit(ranks: Ranks) -> None:
 def test_what_does_not_run_over_a_mesh_says_so(ranks: Ranks) -> None:
     said = ranks.run(2, pipelines.refusals)
     assert said[0] == said[1]
-    shared, asynchronous, both, different, few = said[0]
-    assert "'chimera' shares weights between ranks; run it in one process" in shared
+    asynchronous, both, different, few = said[0]
     assert "'pipedream' updates weights in flight" in asynchronous
     assert "got both; pass one of them" in both
     assert "all ranks run one plan; rank 1 of 2 has another plan than rank 0" in different

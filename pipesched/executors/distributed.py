@@ -13,7 +13,7 @@ What no proof covers, a rank that raises, dies or sticks, ends in the others wit
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,6 +41,7 @@ __all__ = ["DistributedExecutor", "RankTimeline", "look"]
 
 _IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
 _HANG_UP = 21  # a tag
+_TRADES = {"weights": 10, "gradients": 12, "losses and outputs": 14}  # tags
 _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 
@@ -289,6 +290,19 @@ class DistributedExecutor:
         for rank in others:
             wire.tell(rank, COLLECT, values)
         return values
+
+    def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        """Give values to other ranks, and take what those in ``sources`` give to this one: pytrees of tensors.
+
+        It sends all before it waits for any, and no send waits: that all ranks make the same trades in one order is
+        enough to end each. Part of a run: also called by a work's ``prepare``.
+        """
+        with self._stopping_all(f"a trade of {what}"):
+            wire, tag = self._open_wire(), _TRADES[what]
+            takes = {source: wire.ask(source, tag) for source in sorted(sources)}
+            for rank, value in given.items():
+                wire.tell(rank, tag, Payload.of(value))
+            return {source: take().value for source, take in takes.items()}
 
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
         """Give rank ``source``'s value to all; it is on its way when this returns. What is returned waits for it.
