@@ -102,7 +102,8 @@ class Deferral:
     """A provider that detaches weights in products and takes note of the products. One a stage.
 
     Which weights are deferred is learnt from the first micro-batch of a kind, whose backward runs whole. What a step's
-    first micro-batch decides holds for the step: sums keep their order.
+    first micro-batch decides holds for the step. Those before the one that was learnt from (a checkpointed one runs
+    again after later ones) run whole, too: sums keep their order.
     """
 
     def __init__(self) -> None:
@@ -112,6 +113,7 @@ class Deferral:
         self._deferrable: frozenset[Tensor] = frozenset()
         self._lesson: _Lesson | None = None
         self._decided = False
+        self._whole_up_to = -1
         self._kind: Hashable = None
         self._noting = True
 
@@ -121,16 +123,23 @@ class Deferral:
         self._decided, self._lesson = False, None
         self._products.clear()
 
-    def decide(self, kind: Callable[[], Hashable]) -> bool:
-        """Before a forward: whether it defers; else it is learnt from. ``kind`` (shapes, trainable parameters) of a
-        step's first forward decides.
+    def decide(self, microbatch: int, kind: Callable[[], Hashable]) -> bool:
+        """Before a forward: whether it defers. ``kind`` (shapes, trainable parameters) of a step's first forward
+        decides; where it is new, that forward is learnt from.
         """
         if not self._decided:
             self._decided = True
             self._kind = kind()
-            self._lesson = None if self._kind in self._learnt else _Lesson(self._live)
+            known = self._kind in self._learnt
+            self._lesson = None if known else _Lesson(self._live)
+            self._whole_up_to = -1 if known else microbatch
             self._deferrable = self._learnt.get(self._kind, frozenset())
-        return self._lesson is None
+        return microbatch > self._whole_up_to
+
+    @property
+    def learning(self) -> bool:
+        """Whether the forward that was decided on is one that is learnt from."""
+        return self._lesson is not None
 
     def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
         """End a forward: its products. Those of one that was learnt from are none."""

@@ -289,15 +289,16 @@ class Stage:
         return loss if factor is None else loss * factor
 
     def _run_keeping(self, saved: _Saved, arrived: Payload, split: bool) -> Any:
-        saved.deferred = split and self._deferral.decide(lambda: self._kind(arrived))
-        value = self._run(saved, arrived, split)
+        saved.deferred = split and self._deferral.decide(saved.microbatch, lambda: self._kind(arrived))
+        noted = saved.deferred or (split and self._deferral.learning)
+        value = self._run(saved, arrived, noted)
         saved.edges = [get_gradient_edge(leaf) for leaf in trainable_leaves(value)]
         if not saved.edges and saved.counted is not None and saved.counted[1] != 0:
             raise InputError(
                 "a step trains something; the loss depends on no parameter that requires a gradient; "
                 "unfreeze one, or call evaluate"
             )
-        if split:
+        if noted:
             saved.products = self._deferral.finish(saved.edges)
         return value
 
