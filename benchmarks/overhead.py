@@ -9,6 +9,7 @@ interpreter over stages that do nothing at all. With several ranks on few cores,
 
 import argparse
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -26,7 +27,10 @@ from pipesched.stage import Feed, Stage
 
 
 class Nothing:
-    """A stage that does nothing."""
+    """A stage of a chain that does nothing."""
+
+    def __init__(self, index: int) -> None:
+        self.grads = [None] * min(index, 1)
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> None:
         pass
@@ -34,11 +38,13 @@ class Nothing:
     def recompute(self, microbatch: int, *, split: bool) -> None:
         pass
 
-    def backward(self, microbatch: int, *grads: Any) -> None:
-        pass
+    def backward(self, microbatch: int, *grads: Any) -> list[None]:
+        return self.grads
 
     input_grad = backward
-    weight_grad = backward
+
+    def weight_grad(self, microbatch: int) -> None:
+        pass
 
 
 def real_stages(num_stages: int) -> dict[int, Stage]:
@@ -80,16 +86,16 @@ class Case:
             value: tuple[Payload, ...] = ()
             for stage in chain:
                 value = (stage.forward(microbatch, *value, split=splits),)
-            grads: tuple[Any, ...] = ()
+            grads: Sequence[Any] = ()
             for stage in reversed(chain):
-                grads = (stage.input_grad(microbatch, *grads) if splits else stage.backward(microbatch, *grads),)
+                grads = stage.input_grad(microbatch, *grads) if splits else stage.backward(microbatch, *grads)
                 if splits:
                     stage.weight_grad(microbatch)
         return time.perf_counter() - start
 
     def loop_alone(self) -> float:
         """The interpreter over stages that do nothing."""
-        nothing = {index: Nothing() for index in range(self.program.num_stages)}
+        nothing = {index: Nothing(index) for index in range(self.program.num_stages)}
         start = time.perf_counter()
         self.executor.run(Work(self.program, nothing, lambda caller: None), grad=True)
         return time.perf_counter() - start

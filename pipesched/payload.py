@@ -46,6 +46,18 @@ class Payload:
         detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(detached, places, spec, needs_grad)
 
+    @classmethod
+    def joined(cls, payloads: "Sequence[Payload]") -> "Payload":
+        """Several payloads as one, whose value is the tuple of theirs. What stands in two of them is two leaves."""
+        leaves: list[Any] = []
+        places: list[int] = []
+        for payload in payloads:
+            places += (len(leaves) + place for place in payload.places)
+            leaves += payload.leaves
+        spec = pytree.tree_structure(tuple(payload.value for payload in payloads))
+        needs_grad = tuple(needs for payload in payloads for needs in payload.needs_grad)
+        return cls(tuple(leaves), tuple(places), spec, needs_grad)
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors among the leaves."""

@@ -4,9 +4,10 @@ A stage knows nothing of order, ranks or transfers. It calls the user's own laye
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class _Saved:
 
     microbatch: int
     key: Key
-    first: bool  # what arrives is the model's input
+    wanted: tuple[int, ...]  # of each value that arrived, how many gradients go back; empty: it was the model's input
     weights: Tensors  # the version in use; empty: the Parameters themselves
     counted: tuple[Any, float | None] | None = None  # where a loss is asked for: its target and its factor
     deferred: bool = False  # F left weight gradients to W
@@ -107,12 +108,25 @@ class _Saved:
 
 
 class Stage:
-    """One stage: its layers in order, and on the last stage the head."""
+    """One stage: its layers in order, and on the last stage the head.
 
-    def __init__(self, layers: Mapping[str, nn.Module], device: torch.device, head: Head | None = None) -> None:
+    The first layer takes one argument a producer, in ascending order of stages; a stage without producers the model's
+    inputs. What goes to several consumers gets the sum of their gradients, from the last to the first: autograd's order
+    and bits, where each consumer uses it in one place. shared_input: whether another stage takes what arrives, too.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        device: torch.device,
+        head: Head | None = None,
+        *,
+        shared_input: bool = False,
+    ) -> None:
         self.layers = dict(layers)
         self.device = device
         self.head = head
+        self._shared_input = shared_input
         self.optimizer: torch.optim.Optimizer | None = None
         self.weights: Weights | None = None
         self._saved: dict[int, _Saved] = {}
@@ -125,7 +139,7 @@ class Stage:
 
     def fresh(self) -> "Stage":
         """A stage over the same layers that holds nothing: for a pass that stays open beside others."""
-        return Stage(self.layers, self.device, self.head)
+        return Stage(self.layers, self.device, self.head, shared_input=self._shared_input)
 
     def begin(self, feed: Feed, uses: Uses | None = None) -> None:
         """Start a step; what a broken one left behind is dropped.
@@ -161,20 +175,22 @@ class Stage:
 
     def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Payload:
         """F: the stage's output; on the last stage the loss, where the feed asks for one."""
-        payload = arrived[0] if arrived else Payload.of(self._feed.inputs[microbatch]).map_tensors(self._here)
+        payload = self._taken(microbatch, arrived)
         weights = self.weights.used_by(microbatch) if self.weights is not None else {}
-        saved = _Saved(microbatch, self._feed.key(microbatch), not arrived, weights, self._counted(microbatch))
-        overlapping = _overlapping(payload) if arrived else []
-        versions = [tensor._version for tensor in overlapping]
+        wanted = tuple(sum(one.needs_grad) for one in arrived)
+        saved = _Saved(microbatch, self._feed.key(microbatch), wanted, weights, self._counted(microbatch))
+        guarded = self._guarded(payload) if arrived else []
+        versions = [tensor._version for tensor in guarded]
         if not torch.is_grad_enabled():
             value = self._run(saved, payload)
         else:
             self._saved[microbatch] = saved
             value = self._run_dropping(saved, payload) if checkpointed else self._run_keeping(saved, payload, split)
-        if versions != [tensor._version for tensor in overlapping]:
+        if versions != [tensor._version for tensor in guarded]:
             raise ExecutionError(
-                f"tensors that pass between stages are modified in place only where they share no memory; the layers "
-                f"{', '.join(self.layers)} modified one of {len(overlapping)} that do; clone it, or move the boundary"
+                f"tensors that pass between stages are modified in place only where they share no memory and go to no "
+                f"other stage; the layers {', '.join(self.layers)} modified one of {len(guarded)} that do; clone it, "
+                f"or move the boundary"
             )
         output = self._apart_from_buffers(Payload.of(value))
         if saved.counted is not None:
@@ -190,16 +206,16 @@ class Stage:
         self._run_keeping(saved, arrived, split)
         saved.buffers = []
 
-    def backward(self, microbatch: int, *grads: Gradients) -> Gradients:
-        """B: adds the gradients of all parameters; returns those of the stage's input."""
+    def backward(self, microbatch: int, *grads: Gradients) -> Sequence[Gradients]:
+        """B: adds the gradients of all parameters; returns those of what arrived, for each producer."""
         saved = self._saved.pop(microbatch)
         with self._backward_mode[False]:
             self._propagate(microbatch, saved, grads)
             self._deliver(saved)
         return self._sent_back(microbatch, saved)
 
-    def input_grad(self, microbatch: int, *grads: Gradients) -> Gradients:
-        """I: returns the gradients of the stage's input; the weight gradients that pay are left to W."""
+    def input_grad(self, microbatch: int, *grads: Gradients) -> Sequence[Gradients]:
+        """I: returns the gradients of what arrived, for each producer; the weight gradients that pay are left to W."""
         saved = self._saved[microbatch]
         with self._backward_mode[saved.deferred], self._deferral.unnoted():
             self._propagate(microbatch, saved, grads)
@@ -244,6 +260,15 @@ class Stage:
             return None
         return feed.targets[microbatch] if feed.targets else None, feed.factors[microbatch]
 
+    def _taken(self, microbatch: int, arrived: Sequence[Payload]) -> Payload:
+        if not arrived:
+            return Payload.of(self._feed.inputs[microbatch]).map_tensors(self._here)
+        return arrived[0] if len(arrived) == 1 else Payload.joined(arrived)
+
+    def _guarded(self, payload: Payload) -> Sequence[Tensor]:
+        """What may not be modified in place."""
+        return payload.tensors if self._shared_input else _overlapping(payload)
+
     def _apart_from_buffers(self, output: Payload) -> Payload:
         """A buffer that leaves the stage is copied: the next forward may change it before it is read."""
         if len(output.wanted) == len(output.tensors):
@@ -266,7 +291,7 @@ class Stage:
             saved.input_grads = [None] * len(wanted)
             wanted = enter(wanted, saved.input_grads)
         value = arrived.with_wanted(wanted)
-        args, kwargs = value if saved.first else ((value,), {})
+        args, kwargs = value if not saved.wanted else (value if len(saved.wanted) > 1 else (value,), {})
         buffers = iter(saved.buffers)
         with self._feed.autocast(), self._forward_mode[split]:
             for name, layer in self.layers.items():
@@ -334,7 +359,7 @@ class Stage:
         edges, saved.edges = saved.edges, []
         grads: Gradients = (None,) * len(edges)  # right for the loss: a scalar's gradient is one
         if arrived or self._feed.factors is None:
-            given = arrived[0] if arrived else self._feed.output_grads[microbatch]
+            given = _sum(arrived) if arrived else self._feed.output_grads[microbatch]
             reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
             edges, grads = [edge for edge, _ in reached], tuple(grad for _, grad in reached)
         if edges and self.weights is not None:
@@ -342,11 +367,22 @@ class Stage:
         elif edges:
             backward(edges, grads)
 
-    def _sent_back(self, microbatch: int, saved: _Saved) -> Gradients:
+    def _sent_back(self, microbatch: int, saved: _Saved) -> Sequence[Gradients]:
         grads, saved.input_grads = tuple(saved.input_grads), []
-        if saved.first and grads:
+        if not saved.wanted and grads:
             self._feed.input_grads[microbatch] = grads
-        return grads
+        left = iter(grads)
+        return [tuple(islice(left, count)) for count in saved.wanted]
+
+
+def _sum(parts: Sequence[Gradients]) -> Gradients:
+    """What the consumers of one value sent back, added from the last consumer to the first, as autograd does."""
+    total = parts[-1]
+    for part in reversed(parts[:-1]):
+        total = tuple(
+            new if old is None else old if new is None else old + new for old, new in zip(total, part, strict=True)
+        )
+    return total
 
 
 def _call(layer: Callable[..., Any], own: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,11 +27,11 @@ class Checks(FakeStage):
 
     def backward(self, microbatch: int, *grads: Any) -> Any:
         super().backward(microbatch, *map(told, grads))
-        return (torch.tensor([self.index, microbatch]), None)
+        return [(torch.tensor([self.index, microbatch]), None)] * self._num_producers
 
     def input_grad(self, microbatch: int, *grads: Any) -> Any:
         super().input_grad(microbatch, *map(told, grads))
-        return (torch.tensor([self.index, microbatch]), None)
+        return [(torch.tensor([self.index, microbatch]), None)] * self._num_producers
 
     def _check(self, values: Any, kind: Kind, microbatch: int) -> None:
         super()._check(values, kind, microbatch)

@@ -26,8 +26,12 @@ def programs(draw, max_stages=5, max_microbatches=4):
     return program.forward() if draw(st.integers(0, 5)) == 0 else program
 
 
-def random_program(rng, num_ranks, num_stages, num_microbatches, *, skips):
-    """Such a program of this shape. skips: any stage may feed any later one."""
+def random_program(rng, num_ranks, num_stages, num_microbatches, *, skips, recomputes=False, ascending=False):
+    """Such a program of this shape.
+
+    skips: any stage may feed any later one. recomputes: some backwards have an R, as early as may be. ascending: each
+    stage takes the micro-batches one after the other, as exact programs do.
+    """
     placement = tuple(rng.randrange(num_ranks) for _ in range(num_stages))
     graph = chain(num_stages)
     if skips:
@@ -37,16 +41,24 @@ def random_program(rng, num_ranks, num_stages, num_microbatches, *, skips):
         Action(stage, kind, microbatch)
         for stage in range(num_stages)
         for microbatch in range(num_microbatches)
-        for kind in rng.choice([(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)])
+        for kind in (
+            *rng.choice([(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)]),
+            *((Kind.R,) if recomputes and rng.random() < 0.5 else ()),
+        )
     ]
-    orders = _shuffled(actions, placement, num_microbatches, graph, rng, num_ranks)
+    orders = _shuffled(actions, placement, num_microbatches, graph, rng, num_ranks, ascending)
     return Program(orders, placement, num_microbatches, graph)
 
 
-def _shuffled(actions, placement, num_microbatches, graph, rng, num_ranks):
+def _shuffled(actions, placement, num_microbatches, graph, rng, num_ranks, ascending):
     """Run the actions in a random order, always one whose needs are done; each joins its rank's order."""
     asked = Program((tuple(actions),), placement, num_microbatches, graph)
     needs = {action: set(asked.needs(action)) for action in actions}
+    if ascending:
+        for family in (Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W):
+            own = [action for action in actions if action.kind in family]
+            for one in own:
+                needs[one] |= {b for b in own if b.stage == one.stage and b.microbatch == one.microbatch - 1}
     orders = [[] for _ in range(num_ranks)]
     left, done = list(actions), set()
     while left:

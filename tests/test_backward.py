@@ -166,7 +166,7 @@ def run(case: str, split: bool, checkpointed: bool = False) -> tuple[dict[str, T
     for microbatch, output in enumerate(outputs):
         if checkpointed:
             stage.recompute(microbatch, split=split)
-        sent.append((stage.input_grad if split else stage.backward)(microbatch, ones(output)))
+        sent += (stage.input_grad if split else stage.backward)(microbatch, ones(output))
     if split:
         for microbatch in range(3):
             stage.weight_grad(microbatch)

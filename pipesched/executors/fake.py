@@ -63,6 +63,7 @@ class FakeStage:
         self._costs = costs
         self._clock = clock
         self._state: dict[int, list[Kind]] = {}
+        self._num_producers = 0
         self._versions = versions
         self._gradients: list[int] = []
         self.updates: list[list[int]] = []  # the micro-batches that each was of
@@ -76,24 +77,25 @@ class FakeStage:
             )
         self._run(Kind.F, microbatch, after=())
         self._check(arrived, Kind.F, microbatch)
+        self._num_producers = len(arrived)
         return _Value(Kind.F, self.index, microbatch)
 
     def recompute(self, microbatch: int, *, split: bool) -> None:
         """R."""
         self._run(Kind.R, microbatch, after=(Kind.F,))
 
-    def backward(self, microbatch: int, *grads: Any) -> _Value:
+    def backward(self, microbatch: int, *grads: Any) -> Sequence[_Value]:
         """B."""
         self._run(Kind.B, microbatch, after=(Kind.F,))
         self._gradients.append(microbatch)
         self._check(grads, Kind.B, microbatch)
-        return _Value(Kind.B, self.index, microbatch)
+        return [_Value(Kind.B, self.index, microbatch)] * self._num_producers
 
-    def input_grad(self, microbatch: int, *grads: Any) -> _Value:
+    def input_grad(self, microbatch: int, *grads: Any) -> Sequence[_Value]:
         """I."""
         self._run(Kind.I, microbatch, after=(Kind.F,))
         self._check(grads, Kind.B, microbatch)
-        return _Value(Kind.B, self.index, microbatch)
+        return [_Value(Kind.B, self.index, microbatch)] * self._num_producers
 
     def weight_grad(self, microbatch: int) -> None:
         """W."""

@@ -25,11 +25,11 @@ class StageLike(Protocol):
     def recompute(self, microbatch: int, *, split: bool) -> None:
         """R."""
 
-    def backward(self, microbatch: int, *grads: Any) -> Any:
-        """B: returns the gradient for the producers."""
+    def backward(self, microbatch: int, *grads: Any) -> Sequence[Any]:
+        """B: returns a gradient for each producer."""
 
-    def input_grad(self, microbatch: int, *grads: Any) -> Any:
-        """I: returns the gradient for the producers."""
+    def input_grad(self, microbatch: int, *grads: Any) -> Sequence[Any]:
+        """I: returns a gradient for each producer."""
 
     def weight_grad(self, microbatch: int) -> None:
         """W."""
@@ -78,12 +78,16 @@ class _Edge(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An action as a call: on the values of the edges that it takes, for that of those that it gives."""
+    """An action as a call: on the values of the edges that it takes, for that of those that it gives.
+
+    each: it returns a value for each edge that it gives, not one for all.
+    """
 
     action: Action
     call: Callable[..., Any]
     takes: Sequence[_Edge] = ()
     gives: Sequence[_Edge] = ()
+    each: bool = False
 
 
 class Rank:
@@ -134,7 +138,7 @@ class Rank:
         run = self.stages[stage].backward if kind is Kind.B else self.stages[stage].input_grad
         takes = [_Edge(consumer, stage, True, microbatch) for consumer in self._graph.consumers[stage]]
         gives = [_Edge(stage, producer, True, microbatch) for producer in self._graph.producers[stage]]
-        return _Step(action, partial(run, microbatch), takes, gives)
+        return _Step(action, partial(run, microbatch), takes, gives, each=True)
 
     def _weight_grad(self, action: Action) -> _Step:
         return _Step(action, partial(self.stages[action.stage].weight_grad, action.microbatch))
@@ -177,7 +181,7 @@ def interpret(rank: Rank, timer: Timer, stamps: Stamps) -> Iterator[Action]:
     An exception of an action is passed on with a note that says where it happened.
     """
     now, values, (order, starts, ends) = timer.now, rank.values, stamps
-    for position, (action, call, takes, gives) in enumerate(rank.bind(order)):
+    for position, (action, call, takes, gives, each) in enumerate(rank.bind(order)):
         yield action
         starts[position] = now()
         try:
@@ -189,8 +193,8 @@ def interpret(rank: Rank, timer: Timer, stamps: Stamps) -> Iterator[Action]:
                 f"rank {rank.index}, position {position} of its order"
             )
             raise
-        for edge in gives:
-            values[edge] = value
+        for number, edge in enumerate(gives):
+            values[edge] = value[number] if each else value
         value = None  # an output lives no longer than somebody needs it
         ends[position] = now()
 
