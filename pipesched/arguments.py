@@ -44,7 +44,7 @@ def _as_device(device: Any) -> torch.device:
             f"a rank runs on a CPU or on a CUDA device that is there; got {device!r}, "
             f"with {torch.cuda.device_count()} CUDA devices; choose another"
         )
-    return place
+    return torch.device("cuda", torch.cuda.current_device()) if str(place) == "cuda" else place
 
 
 def as_threads(count: Any) -> int:

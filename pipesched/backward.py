@@ -415,7 +415,7 @@ class _Delivery(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: _Uses, *weights: Tensor) -> Tensor:
         ctx.group = group
-        return torch.empty(0)
+        return torch.empty(0, device=weights[0].device)  # so that autograd knows the stream in which it computes
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:

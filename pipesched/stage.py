@@ -282,7 +282,8 @@ class Stage:
         """An input of the model, on this device. It is a view of the batch, but counts its own modifications: a layer
         that works in place on one micro-batch does not spoil the others' backward.
         """
-        return used_here(tensor.data) if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+        own = used_here(tensor.data)
+        return own if own.device == self.device else own.to(self.device, non_blocking=True)
 
     def _run(self, saved: _Saved, arrived: Payload, split: bool = False) -> Any:
         """Call the layers, and on the last stage the head. What is returned is the root of the backward."""

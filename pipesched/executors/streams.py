@@ -102,12 +102,17 @@ class CpuLane:
 
 
 class CudaLane:
-    """A CUDA rank: a stream to compute on, one to copy on, and events for time."""
+    """A CUDA rank: a stream to compute on, one for copies to other devices and one for copies from them, and events.
+
+    A stream of its own for each direction: what goes out waits to be computed, and nothing that comes in waits behind.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._compute = torch.cuda.Stream(device)
-        self._copy = torch.cuda.Stream(device)
+        self._outward = torch.cuda.Stream(device)
+        self._inward = torch.cuda.Stream(device)
+        self._idle = torch.cuda.Stream(device)  # nothing is ever launched in it
         self._caller = torch.cuda.current_stream(device)
         self._base = torch.cuda.Event(enable_timing=True)
         self._base_s = 0.0
@@ -115,12 +120,16 @@ class CudaLane:
     def begin(self, start_s: float) -> None:
         self._caller = torch.cuda.current_stream(self._device)
         self._base = torch.cuda.Event(enable_timing=True)
-        self._base.record(self._caller)
+        self._base.record(self._idle)  # in any other one it would wait for what was launched before
         self._base_s = time.perf_counter() - start_s
 
     def follow(self) -> None:
-        self._caller = torch.cuda.current_stream(self._device)
-        self._compute.wait_stream(self._caller)
+        self._caller = caller = torch.cuda.current_stream(self._device)
+        self._compute.wait_stream(caller)
+        self._inward.wait_stream(caller)  # what was received before may have been given to the caller, who read it
+        default = torch.cuda.default_stream(self._device)
+        if caller != default:
+            default.wait_stream(caller)  # in it the ranks of other devices read the batch's tensors on this one
 
     def catch_up(self, stamp: torch.cuda.Event) -> None:
         self._caller.wait_event(stamp)
@@ -142,6 +151,7 @@ class CudaLane:
         base, base_s = self._base, self._base_s
 
         def seconds(stamp: torch.cuda.Event) -> float:
+            base.synchronize()
             stamp.synchronize()
             return base_s + float(base.elapsed_time(stamp)) / 1e3
 
@@ -150,11 +160,11 @@ class CudaLane:
     def pack(self, value: Any) -> Message:
         ready = torch.cuda.Event()
         ready.record(self._compute)
-        return Message(value, ready, self._copy)
+        return Message(value, ready, self._outward)
 
     def unpack(self, message: Message) -> Any:
         value = _map(message.value, lambda tensor: self._bring(tensor, message))
-        self._compute.wait_stream(self._copy)
+        self._compute.wait_stream(self._inward)
         if message.ready is not None:
             self._compute.wait_event(message.ready)
         return value
@@ -164,8 +174,8 @@ class CudaLane:
             tensor.record_stream(self._compute)
             return tensor
         # A copy between GPUs is launched on the current stream of the sending one, and ends on that of this one.
-        source = message.stream or self._copy
-        with torch.cuda.stream(source), torch.cuda.stream(self._copy):
+        source = message.stream or self._inward
+        with torch.cuda.stream(source), torch.cuda.stream(self._inward):
             if message.ready is not None:
                 source.wait_event(message.ready)
             moved = tensor.to(self._device, non_blocking=True)
