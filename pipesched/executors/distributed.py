@@ -16,21 +16,21 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from pipesched.actions import Action, Kind
 from pipesched.caller import Caller
 from pipesched.errors import ExecutionError
 from pipesched.executors.alarm import Alarm
 from pipesched.executors.clock import clock_offset
+from pipesched.executors.connections import Connections
+from pipesched.executors.device_wire import channels_of, ends_over
 from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.executors.local import Timeline, Work
-from pipesched.executors.sockets import SocketPort, own_host
 from pipesched.executors.streams import lane_for
 from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Messages, Ports, Wire, digest
 from pipesched.payload import Payload, pytree
@@ -40,7 +40,6 @@ from pipesched.trace import Span
 __all__ = ["DistributedExecutor", "RankTimeline", "look"]
 
 _IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
-_HANG_UP = 21  # a tag
 _TRADES = {"weights": 10, "gradients": 12, "losses and outputs": 14}  # tags
 _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
@@ -97,21 +96,14 @@ class _Messages:
 class _Ends:
     """The rank's ends of the channels, as the interpreter uses them."""
 
-    def __init__(self, program: Program, wire: Wire, device: torch.device) -> None:
-        self._placement, self._wire, self._device = program.placement, wire, device
+    def __init__(self, program: Program, wire: Wire) -> None:
+        self._placement, self._wire = program.placement, wire
 
     def sender(self, action: Action) -> Callable[[Any], None]:
         return self._wire.sender(self._placement[action.peer or 0], action.kind is Kind.SEND_B)
 
     def receiver(self, action: Action) -> Callable[[], Any]:
-        receive = self._wire.receiver(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
-        return receive if self._device.type == "cpu" else lambda: _moved(receive(), self._device)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Payload):
-        return value.map_tensors(lambda tensor: tensor.to(device))
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+        return self._wire.receiver(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
 
 
 class _Shared:
@@ -158,20 +150,14 @@ class DistributedExecutor:
         self._steps = 0
         self._shared: _Shared | None = None
         self._fault: str | None = None
-        store = _own_store(group.get_group_store(), self.rank)
-        try:
-            port: Any = distributed.ProcessGroupGloo(store, self.rank, self.num_ranks, timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise ExecutionError(
-                f"all {self.num_ranks} ranks make their pipeline together; rank {self.rank} waited {timeout_s:g} s; "
-                f"make it on every rank, or raise the timeout ({error})"
-            ) from None
-        sockets = SocketPort(store, self.rank, own_host(store), timeout_s)
-        self._wire: Wire | None = Wire(Ports(sockets, port), _IDENTITY)
-        self._end_sockets = finalize(self, sockets.close)
-        self._alarm = Alarm(store, self.rank, self.num_ranks, _hang_up(sockets, port, self.rank, self.num_ranks))
+        connections = Connections(group, self.device, timeout_s)
+        self._links = links = connections.links
+        ends = None if links is None else ends_over(links, connections.sockets, self.rank)
+        self._wire: Wire | None = Wire(Ports(connections.sockets, connections.port), _IDENTITY, ends)
+        self._end_connections = finalize(self, connections.close)
+        self._alarm = Alarm(connections.store, self.rank, self.num_ranks, connections.hang_up)
         with self._one_at_a_time("making a pipeline"):
-            self._clock_s = clock_offset(port, self.rank, self.num_ranks)
+            self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
 
     @property
     def closed(self) -> bool:
@@ -207,10 +193,15 @@ class DistributedExecutor:
         work.prepare(caller)
         start_s = time.perf_counter()
         self._lane.begin(start_s)
+        self._lane.follow()
         rank, stamps = self._rank_of(work, messages), Stamps.room_for(order)
-        with _intra_op(self._threads), caller.held(), self._lane.entered():
-            self._go_through(rank, stamps)
-        self._lane.end()
+        try:
+            with _intra_op(self._threads), caller.held(), self._lane.entered():
+                if self._links is not None:
+                    self._links.begin()
+                self._go_through(rank, stamps)
+        finally:
+            self._lane.end()
         all_stamps = [stamps if index == self.rank else Stamps.room_for(()) for index in range(self.num_ranks)]
         return RankTimeline(all_stamps, [self._lane.reader()] * self.num_ranks, start_s + self._clock_s)
 
@@ -218,7 +209,7 @@ class DistributedExecutor:
         """The rank of this work. It is kept, unless it runs a part of its order: then its stages are of one pass."""
         rank = messages.rank
         if rank is None or rank.stages is not work.stages:
-            ends = _Ends(work.program, self._open_wire(), self.device)
+            ends = _Ends(work.program, self._open_wire())
             rank = Rank(self.rank, work.program, work.stages, ends, work.pair)
             messages.rank = rank if work.orders is None else None
         return rank
@@ -249,6 +240,8 @@ class DistributedExecutor:
                 self._known.clear()
             own = _digest(program)
             self._compare("program", own)
+            if self._links is not None:
+                self._links.connect(channels_of(program))
             known = self._known[id(program)] = program, own
         return known[1]
 
@@ -382,7 +375,7 @@ class DistributedExecutor:
         self._messages.clear()
         if wire is not None:
             self._alarm.end()
-            self._end_sockets()
+            self._end_connections()
 
     def close(self) -> None:
         """End it, once the other ranks have what was sent to them. Raises ExecutionError from within a step."""
@@ -396,6 +389,8 @@ class DistributedExecutor:
                     if self._shared is not None:
                         self._shared()
                     self._wire.drain()
+                    if self._links is not None:
+                        self._links.close()
             self._drop()
         finally:
             self._busy.release()
@@ -407,24 +402,6 @@ class _DifferentError(ExecutionError):
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _own_store(store: Any, rank: int) -> Any:
-    """A part of the group's store that nobody used before: the n-th executor of each rank belong together."""
-    number = store.add(f"pipesched/made/{rank}", 1)
-    return distributed.PrefixStore(f"pipesched/{number}", store)  # type: ignore[attr-defined]  # public all the same
-
-
-def _hang_up(sockets: SocketPort, port: Any, rank: int, num_ranks: int) -> Callable[[], None]:
-    """Ends every wait of this rank. In gloo, a receive that times out closes all connections."""
-
-    def hang_up() -> None:
-        sockets.hang_up()
-        if num_ranks > 1:
-            with suppress(RuntimeError):
-                port.recv([torch.empty(1)], (rank + 1) % num_ranks, _HANG_UP).wait(timedelta(milliseconds=1))
-
-    return hang_up
 
 
 @contextmanager

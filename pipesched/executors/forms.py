@@ -167,7 +167,9 @@ class Form:
         skeleton, _, pickled, _ = self.description
         plain = iter(pickle.loads(pickled)) if pickled is not None else None
         leaves = tuple(
-            (None if plain is None else next(plain)) if one is None else _tensor(one, pieces[one.piece], memory)
+            (None if plain is None else next(plain))
+            if one is None
+            else _tensor(one, pieces[one.piece], memory[one.piece], message.device)
             for one in restored
         )
         if isinstance(skeleton, str):
@@ -176,37 +178,38 @@ class Form:
         return Payload(leaves, places, spec, needs_grad)
 
 
-def _tensor(one: _Restored, piece: _Piece, memory: list[Any]) -> Tensor:
+def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) -> Tensor:
     if not one.gapped:
-        return torch.empty(0, dtype=one.dtype).set_(memory[one.piece], one.offset, one.shape, one.stride)
-    compact = torch.empty(0, dtype=one.dtype).set_(memory[one.piece], 0, piece.shape, piece.stride)
-    tensor = torch.empty_strided(one.shape, one.stride, dtype=one.dtype)
+        return torch.empty(0, dtype=one.dtype, device=device).set_(memory, one.offset, one.shape, one.stride)
+    compact = torch.empty(0, dtype=one.dtype, device=device).set_(memory, 0, piece.shape, piece.stride)
+    tensor = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=device)
     tensor.as_strided(piece.shape, one.stride).copy_(compact)
     return tensor
 
 
 class Packed:
-    """A message's memory: ``header`` bytes, then those of a form's tensors."""
+    """A message's memory: ``header`` bytes, on a CPU alone, then those of a form's tensors."""
 
-    def __init__(self, form: Form | None, header: int) -> None:
+    def __init__(self, form: Form | None, header: int, device: torch.device | None = None) -> None:
         pieces = form.pieces if form else []
         nbytes = header + (form.nbytes if form else 0)
         with torch.inference_mode(False):  # it serves steps with and without
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
             storage = self.tensor.untyped_storage()
             self._views = [
-                torch.empty(0, dtype=piece.dtype).set_(
+                torch.empty(0, dtype=piece.dtype, device=device).set_(
                     storage[header + piece.offset : header + piece.offset + piece.nbytes], 0, piece.shape, piece.stride
                 )
                 for piece in pieces
             ]
         self._pieces = pieces
-        self.header = self.tensor.numpy().data[:header]
+        self.header = self.tensor.numpy().data[:header] if header else memoryview(b"")
 
     def fill(self, leaves: tuple[Any, ...]) -> None:
-        """Copy the tensors of a value of this form."""
+        """Copy the tensors of a value of this form; onto a device without waiting for it, in its stream's order."""
+        ahead = self.tensor.is_cuda
         for view, piece in zip(self._views, self._pieces, strict=True):
-            view.copy_(_source(piece, leaves[piece.leaf]))
+            view.copy_(_source(piece, leaves[piece.leaf]), non_blocking=ahead)
 
 
 def _source(piece: _Piece, leaf: Tensor) -> Tensor:

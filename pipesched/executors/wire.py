@@ -29,14 +29,18 @@ from pipesched.executors.forms import Form, Packed, describe
 __all__ = [
     "COLLECT",
     "SHARE",
+    "Book",
     "ConnectionLostError",
+    "Ends",
     "Incoming",
     "Messages",
     "Outgoing",
     "Port",
     "Ports",
     "Wire",
+    "awaited",
     "digest",
+    "lost",
 ]
 
 _HEADER = 64  # bytes
@@ -80,14 +84,16 @@ class ConnectionLostError(ExecutionError):
     """A message did not come, or could not be sent."""
 
 
-def _wait(work: Work, peer: int) -> None:
+def awaited(work: Work, peer: int) -> None:
+    """Wait. Raises ConnectionLostError that names the rank at the other end."""
     try:
         work.wait()
     except RuntimeError as error:
-        raise _lost(peer, error) from None
+        raise lost(peer, error) from None
 
 
-def _lost(peer: int, error: RuntimeError) -> ConnectionLostError:
+def lost(peer: int, error: RuntimeError) -> ConnectionLostError:
+    """What an error of a port means."""
     if "Timed out" in str(error):
         return ConnectionLostError(f"nothing came from rank {peer} within the timeout")
     return ConnectionLostError(f"the connection with rank {peer} ended ({error})")
@@ -98,7 +104,7 @@ def digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-class _Book:
+class Book:
     """The forms that one end of a channel foresees: the same ones as the other end."""
 
     def __init__(self) -> None:
@@ -146,7 +152,7 @@ class Outgoing:
     def __init__(
         self, ports: Ports, peer: int, tag: int, taken: Callable[[], tuple[int, int]] = lambda: _NEITHER
     ) -> None:
-        self.book = _Book()
+        self.book = Book()
         self._ports, self._peer, self._tag, self._taken = ports, peer, tag, taken
         self._position = 0
         self._sent: deque[_Sent] = deque()
@@ -196,7 +202,7 @@ class Outgoing:
         try:
             return self._ports.of(foreseen).send([tensor], self._peer, tag)
         except RuntimeError as error:
-            raise _lost(self._peer, error) from None
+            raise lost(self._peer, error) from None
 
     def acknowledged(self, count: int) -> None:
         """The other end has taken so many messages of this run."""
@@ -204,7 +210,7 @@ class Outgoing:
             self._retire(self._sent.popleft())
 
     def _retire(self, sent: _Sent) -> None:
-        _wait(sent.work, self._peer)
+        awaited(sent.work, self._peer)
         if sent.spare is not None and isinstance(sent.message, Packed):
             sent.spare.append(sent.message)
 
@@ -225,7 +231,7 @@ class Incoming:
         tag: int,
         acknowledge: Callable[[int, int], None] = lambda forward, backward: None,
     ) -> None:
-        self.book = _Book()
+        self.book = Book()
         self.taken = 0
         self._ports, self._peer, self._tag, self._acknowledge = ports, peer, tag, acknowledge
         self._posted: deque[tuple[Tensor, Work]] = deque()
@@ -252,7 +258,7 @@ class Incoming:
             self.post()
         memory, work = self._posted.popleft()
         self.post()
-        _wait(work, self._peer)
+        awaited(work, self._peer)
         form_bytes, data_bytes, forward, backward = _FIELDS.unpack_from(memory.numpy().data)
         form, start = self.book.foreseen[self.taken], _HEADER
         if form_bytes or form is None:
@@ -267,17 +273,21 @@ class Incoming:
         written, data = (torch.empty(size, dtype=torch.uint8) for size in (form_bytes, data_bytes))
         works = [self._start(memory, self._tag + 1, len(memory)) for memory in (written, data) if len(memory)]
         for work in works:
-            _wait(work, self._peer)
+            awaited(work, self._peer)
         return Form.read(written.numpy().tobytes()), data
 
     def _start(self, memory: Tensor, tag: int, foreseen: int) -> Work:
         try:
             return self._ports.of(foreseen).recv([memory], self._peer, tag)
         except RuntimeError as error:
-            raise _lost(self._peer, error) from None
+            raise lost(self._peer, error) from None
 
 
 # ---- the channels of one rank --------------------------------------------------------------------------------------
+
+
+#: Makes the ends of the channels with another rank, which do what Outgoing and Incoming do: (rank, tag, backward).
+Ends = Callable[[int, int, bool], tuple[Any, Any]]
 
 _FORWARD, _BACKWARD, _OPENING, SHARE, COLLECT = 0, 2, 4, 6, 8  # tags; the odd ones after them are the side channels
 
@@ -285,10 +295,15 @@ _FORWARD, _BACKWARD, _OPENING, SHARE, COLLECT = 0, 2, 4, 6, 8  # tags; the odd o
 class _Neighbour:
     """A rank with which there are channels, forward and backward, out and in."""
 
-    def __init__(self, ports: Ports, peer: int) -> None:
+    def __init__(self, ports: Ports, peer: int, ends: Ends | None) -> None:
         self._port, self.peer = ports.short, peer
-        self.outgoing = tuple(Outgoing(ports, peer, tag, self._taken) for tag in (_FORWARD, _BACKWARD))
-        self.incoming = tuple(Incoming(ports, peer, tag, self._acknowledge) for tag in (_FORWARD, _BACKWARD))
+        made: list[tuple[Any, Any]] = [
+            (Outgoing(ports, peer, tag, self._taken), Incoming(ports, peer, tag, self._acknowledge))
+            if ends is None
+            else ends(peer, tag, tag == _BACKWARD)
+            for tag in (_FORWARD, _BACKWARD)
+        ]
+        self.outgoing, self.incoming = zip(*made, strict=True)
         self._opened: tuple[Tensor, Work] | None = None
         self._opening: tuple[Tensor, Work] | None = None
         self._due = b""
@@ -308,7 +323,7 @@ class _Neighbour:
             self.incoming[backward].open(keys.get((False, backward), ()))
         if self._opening is not None:
             (_, work), self._opening = self._opening, None  # gloo's second wait for one operation never ends
-            _wait(work, self.peer)
+            awaited(work, self.peer)
         try:
             if any(end.book.foreseen for end in self.outgoing):
                 words = _as_tensor(self._words(identity, self.outgoing))
@@ -319,10 +334,10 @@ class _Neighbour:
                 heard = torch.empty(len(self._due), dtype=torch.uint8)
                 self._opened = heard, self._port.recv([heard], self.peer, _OPENING)
         except RuntimeError as error:
-            raise _lost(self.peer, error) from None
+            raise lost(self.peer, error) from None
 
     @staticmethod
-    def _words(identity: bytes, ends: Sequence[Outgoing] | Sequence[Incoming]) -> bytes:
+    def _words(identity: bytes, ends: Sequence[Any]) -> bytes:
         return identity + digest(b"".join(end.book.sizes for end in ends))
 
     def check(self, names: Sequence[str]) -> None:
@@ -330,7 +345,7 @@ class _Neighbour:
         if self._opened is None:
             return
         (heard, work), self._opened = self._opened, None
-        _wait(work, self.peer)
+        awaited(work, self.peer)
         words = heard.numpy().tobytes()
         for number, name in enumerate((*names, "history of message sizes")):
             part = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
@@ -348,10 +363,13 @@ Messages = Mapping[int, Mapping[tuple[bool, bool], Sequence[Hashable]]]
 
 
 class Wire:
-    """All channels of one rank; made when first used. names: what the parts of an identity are, for errors."""
+    """All channels of one rank; made when first used. names: what the parts of an identity are, for errors.
 
-    def __init__(self, ports: Ports, names: Sequence[str]) -> None:
-        self._ports, self._names = ports, names
+    ends: makes those of runs; without it they go through the ports, as values beside runs always do.
+    """
+
+    def __init__(self, ports: Ports, names: Sequence[str], ends: Ends | None = None) -> None:
+        self._ports, self._names, self._ends = ports, names, ends
         self._neighbours: dict[int, _Neighbour] = {}
         self._single: dict[tuple[bool, int, int], Outgoing | Incoming] = {}
 
@@ -359,12 +377,13 @@ class Wire:
         """Begin a run with these messages. identity: a digest for each name."""
         for peer, channels in keys.items():
             if peer not in self._neighbours:
-                self._neighbours[peer] = _Neighbour(self._ports, peer)
+                self._neighbours[peer] = _Neighbour(self._ports, peer, self._ends)
             self._neighbours[peer].open(channels, identity)
 
     def sender(self, peer: int, backward: bool) -> Callable[[Any], None]:
         """Sends without waiting. Of a rank that some run has had messages with, as ``receiver``."""
-        return self._neighbours[peer].outgoing[backward].send
+        send: Callable[[Any], None] = self._neighbours[peer].outgoing[backward].send
+        return send
 
     def receiver(self, peer: int, backward: bool) -> Callable[[], Any]:
         """Waits for the channel's next value."""
