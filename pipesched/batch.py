@@ -1,7 +1,7 @@
 """Batch: a mini-batch cut into micro-batches, and how much each counts for the loss."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -21,12 +21,16 @@ SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
 
 @dataclass(frozen=True)
 class Batch:
-    """Micro-batches: (args, kwargs) of the model, targets (empty without), and the rows of each."""
+    """Micro-batches: (args, kwargs) of the model, targets (empty without), and the rows of each.
+
+    looks: what each looks like, where this process does not hold all of it.
+    """
 
     inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]
     targets: list[Any]
     rows: list[int]
     output_dim: int = 0
+    looks: list[Hashable] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.inputs)

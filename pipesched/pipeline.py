@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from pipesched.arguments import as_call, as_function, as_seed, as_threads
-from pipesched.batch import Batch, LossReduction, SplitDims, Splitter, Weighting
+from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
 from pipesched.caller import Caller
 from pipesched.calls import Call
 from pipesched.ends import bring_ends, end_of
@@ -28,7 +28,7 @@ from pipesched.planning import Programs, Wishes, check_boundaries, cut_layers
 from pipesched.profiler import LayerCosts
 from pipesched.program import Program
 from pipesched.replicas import Replicas
-from pipesched.sites import InProcess, OverMesh, site_for
+from pipesched.sites import InProcess, Inputs, OverMesh, site_for
 from pipesched.stage import Feed, Head, Stage
 from pipesched.stream import Stream
 from pipesched.updates import give_optimizers
@@ -47,8 +47,9 @@ class Pipeline(Observed):
     -> scalar, a function or a Module; without one the model's own loss counts (a scalar output, or its ``loss``).
     devices: one a rank of this process; a device may repeat. mesh: instead, a one-dimensional DeviceMesh, with one rank
     a process, such as ``mesh["pp"]``: every process makes the pipeline with the same model and arguments, keeps its own
-    stages, and calls the same methods with the same batch. timeout: how long a rank waits for another one there, 60 s
-    unless given. schedule: a name, a Schedule or a Program, such as
+    stages, and calls the same methods with the same batch; with inputs="first" rank 0 alone passes one, and the others
+    call ``step()``, ``evaluate()`` and ``forward()`` with nothing, and get what rank 0 asks for. timeout: how long a
+    rank waits for another one there, 60 s unless given. schedule: a name, a Schedule or a Program, such as
     ``load_program(path)`` reads from a file; "auto" is 1f1b; "chimera" and "dualpipe" hold the layers twice.
     num_microbatches: 4 a rank unless given. boundaries: the first layer of every stage but stage 0, by position or
     name; balanced by measured layer times unless given. checkpoint: "never", "always" or "except_last".
@@ -83,6 +84,7 @@ class Pipeline(Observed):
         split_dims: SplitDims = 0,
         intra_op_threads: int = 1,
         seed: int | None = None,
+        inputs: Inputs = "all",
         timeout: float | None = None,
         plan: Plan | None = None,
     ) -> None:
@@ -93,7 +95,7 @@ class Pipeline(Observed):
         self._threads = as_threads(intra_op_threads)
         self._profile: dict[str, LayerCosts] | None = None
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
-        self._site = site_for(devices, mesh, self._threads, timeout)
+        self._site = site_for(devices, mesh, self._threads, timeout, inputs)
         self._seed = self._site.agreed(lambda: own_seed)
         wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint)
         if plan is not None:
@@ -220,24 +222,35 @@ class Pipeline(Observed):
         flushes first. What a layer raises comes from this step, the next one or ``flush``; the steps under way are
         then lost, and each stage keeps the updates that it has made.
         """
-        if not torch.is_grad_enabled():
-            raise InputError("step computes gradients; it was called under no_grad; leave no_grad, or call evaluate")
-        batch = self._batch(args, kwargs, target)
-        weighting = self._splitter.weighting(batch, self._programs.groups(len(batch)))
+
+        def make() -> Call:
+            if not torch.is_grad_enabled():
+                raise InputError(
+                    "step computes gradients; it was called under no_grad; leave no_grad, or call evaluate"
+                )
+            batch = self._batch(args, kwargs, target)
+            weighting = self._splitter.weighting(batch, self._programs.groups(len(batch)))
+            return Call("step", batch, weighting, return_outputs)
+
+        call = self._called("step", (args, kwargs, target), make)
         if self._programs.streams:
-            return self._enqueue(batch, weighting, return_outputs)
-        call = Call(batch, weighting, return_outputs)
+            return self._enqueue(call)
         feed = call.feed(self._seed, self._step)
         work = self._work(self._programs.training(len(call)), feed, uses=self._programs.uses(len(call)))
         with self._replicas.delivering():
-            self._runs.append(self._site.run(work, batch, grad=True))
+            self._runs.append(self._site.run(work, call.batch, grad=True))
         self._step += 1
         bring_ends(self._programs.plain(len(call)), feed, self._site)
-        deliver_input_grads(batch, feed)
+        deliver_input_grads(call.batch, feed)
         return self._result(call, feed)
 
-    def _enqueue(self, batch: Batch, weighting: Weighting, return_outputs: bool) -> torch.Tensor:
-        for what, asked in (("outputs", return_outputs), ("gradients of inputs", any(batch.wanted_inputs()))):
+    def _called(self, method: str, given: tuple[Any, ...], make: Callable[[], Call]) -> Call:
+        args, kwargs, target = given
+        return self._site.call(method, bool(args or kwargs) or target is not None, make, self._programs.plain)
+
+    def _enqueue(self, call: Call) -> torch.Tensor:
+        wanted = any(call.batch.wanted_inputs())
+        for what, asked in (("outputs", call.return_outputs), ("gradients of inputs", wanted)):
             if asked:
                 raise InputError(
                     f"an asynchronous step returns before its own {what} are known; this one was asked for them; "
@@ -245,14 +258,14 @@ class Pipeline(Observed):
                 )
         executor = self._local("an asynchronous step")
         executor.check_outside("step")
-        caller, segments = executor.caller(grad=True), self._programs.segments(len(batch))
+        caller, segments = executor.caller(grad=True), self._programs.segments(len(call))
         if self._stream is not None and (self._stream.caller, self._stream.segments) != (caller, segments):
             self.flush()
         if self._stream is None or not self._stream.open:
             feed = Feed(self._seed, self._step, [])
             self._stream = Stream(executor, segments, self._stages, feed, caller, self._runs.append)
         self._step += 1
-        return self._stream.step(batch, weighting)
+        return self._stream.step(call.batch, call.counting)
 
     def flush(self) -> torch.Tensor | None:
         """Of an asynchronous schedule: run what is left of the steps under way, so that all their updates are made.
@@ -266,9 +279,13 @@ class Pipeline(Observed):
 
     def evaluate(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
         """As ``step``, without gradients: forwards alone, in the modules' present mode."""
+
+        def make() -> Call:
+            batch = self._batch(args, kwargs, target)
+            return Call("evaluate", batch, self._splitter.weighting(batch), return_outputs)
+
         self.flush()
-        batch = self._batch(args, kwargs, target)
-        call = Call(batch, self._splitter.weighting(batch), return_outputs)
+        call = self._called("evaluate", (args, kwargs, target), make)
         return self._result(call, self._infer(call))
 
     def _infer(self, call: Call) -> Feed:
@@ -297,11 +314,18 @@ class Pipeline(Observed):
         those of inputs only). It updates nothing, also with optimizer=: step the ``optimizers``. Under no_grad, and in
         eval mode, only forwards run.
         """
+        what, differentiated = "a forward whose output is differentiated", torch.is_grad_enabled() and self.training
+
+        def make() -> Call:
+            if differentiated:
+                self._local(what)
+            return Call("forward", self._splitter.batch(args, kwargs), return_outputs=True)
+
         self.flush()
-        call = Call(self._splitter.batch(args, kwargs), return_outputs=True)
-        if not (torch.is_grad_enabled() and self.training):
+        call = self._called("forward", (args, kwargs, None), make)
+        if not differentiated or isinstance(self._site, OverMesh):  # there rank 0's settings decide, in make
             return call.outputs(self._infer(call))
-        executor = self._local("a forward whose output is differentiated")
+        executor = self._local(what)
         feed = call.feed(self._seed, self._step)
         program = self._programs.open_pass(len(call))
         there, back = halves(program)

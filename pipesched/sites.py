@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pickle import dumps
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.arguments import as_devices
 from pipesched.batch import Batch
+from pipesched.calls import Call, dealt, received
 from pipesched.errors import DeviceCountError, ExecutionError, InputError, ScheduleError
 from pipesched.executors.distributed import DistributedExecutor, RankTimeline, look
 from pipesched.executors.local import LocalExecutor, Timeline, Work
@@ -17,9 +18,12 @@ from pipesched.pending import pending
 from pipesched.program import Program
 from pipesched.trace import Span
 
-__all__ = ["InProcess", "OverMesh", "Site", "site_for"]
+__all__ = ["InProcess", "Inputs", "OverMesh", "Site", "site_for"]
 
 T = TypeVar("T")
+
+#: Who passes a batch under a mesh: all ranks the same one, or the first rank alone.
+Inputs = Literal["all", "first"]
 
 
 class Site(Protocol):
@@ -41,6 +45,13 @@ class Site(Protocol):
 
     def start(self) -> None:
         """Start the ranks, once all that can be wrong before has been checked."""
+
+    def call(self, method: str, given: bool, make: Callable[[], Call], program: Callable[[int], Program]) -> Call:
+        """A call, as this process is to run it. given: whether a batch was passed here; program: by micro-batches.
+
+        Raises InputError where a batch was passed or missing against ``inputs=``, what ``make`` raises, and in the
+        other processes ExecutionError that says so.
+        """
 
     def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
         """Run a program on all ranks, each its part."""
@@ -85,6 +96,9 @@ class InProcess:
     def check(self, program: Program, decided: Any) -> None:
         return
 
+    def call(self, method: str, given: bool, make: Callable[[], Call], program: Callable[[int], Program]) -> Call:
+        return make()
+
     def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
         return self.executor.run(work, grad=grad)
 
@@ -102,7 +116,7 @@ class InProcess:
 class OverMesh:
     """One rank of a one-dimensional DeviceMesh in this process, the others in theirs. All calls are collective."""
 
-    def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float) -> None:
+    def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float, inputs: Inputs = "all") -> None:
         if mesh.ndim != 1:
             raise DeviceCountError(
                 f"a pipeline runs along one dimension of a mesh; got one of {mesh.ndim} dimensions "
@@ -112,6 +126,7 @@ class OverMesh:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.devices = [device] * mesh.size()
+        self._inputs = inputs
         self.executor = DistributedExecutor(
             mesh.get_group(), device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s
         )
@@ -132,7 +147,7 @@ class OverMesh:
         return rank == self.rank
 
     def agreed(self, make: Callable[[], T]) -> T:
-        made: T = self.executor.share(0, make() if self.rank == 0 else None)()
+        made: T = self.executor.deal("making a pipeline", [make()] * len(self.devices) if self.rank == 0 else [])
         return made
 
     def check(self, program: Program, decided: Any) -> None:
@@ -141,13 +156,54 @@ class OverMesh:
                 f"one rank a process runs synchronous schedules, so far; {program.name!r} updates weights in flight; "
                 f"run it in one process with devices=, or choose another"
             )
-        self.executor.agree("plan", dumps((str(program), decided)))
+        self.executor.agree("plan", dumps((str(program), self._inputs, decided)))
 
     def start(self) -> None:
         return
 
+    def call(self, method: str, given: bool, make: Callable[[], Call], program: Callable[[int], Program]) -> Call:
+        first = self._inputs == "first"
+        if given != (self.rank == 0 or not first):
+            error = InputError(
+                f"with inputs={self._inputs!r} {'rank 0 alone passes' if first else 'every rank passes'} a batch to "
+                f"{method}; rank {self.rank} of {len(self.devices)} passed {'one' if given else 'none'}; "
+                f"{'call it with nothing there' if given else 'pass it there'}, or change inputs="
+            )
+            self.executor.fail(method, error)
+        if not first:
+            return make()
+        return self._receive(method) if self.rank else self._deal(method, make, program)
+
+    def _deal(self, method: str, make: Callable[[], Call], program: Callable[[int], Program]) -> Call:
+        """Rank 0's own call, once the others' parts are on their way, or why there are none."""
+        try:
+            call = make()
+            call, messages = dealt(call, program(len(call)))
+        except BaseException as error:
+            self.executor.deal(method, [f"{type(error).__name__}: {error}"] * len(self.devices))
+            raise
+        self.executor.deal(method, messages)
+        return call
+
+    def _receive(self, method: str) -> Call:
+        message = self.executor.deal(method)
+        if isinstance(message, str):
+            raise ExecutionError(
+                f"rank 0 passes the batch for all ranks; its own {method} failed before it ran, with {message}; "
+                f"correct it there; the pipeline is usable"
+            )
+        call = received(message)
+        if call.method != method:
+            error = InputError(
+                f"all ranks call one method at a time; rank 0 called {call.method}, rank {self.rank} {method}; "
+                f"call the same methods on every rank, in the same order"
+            )
+            self.executor.fail(method, error)
+        return call
+
     def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
-        return self.executor.run(work, grad=grad, looks=[look(value) for value in batch.inputs])
+        looks = batch.looks or [look(value) for value in batch.inputs]
+        return self.executor.run(work, grad=grad, looks=looks)
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         if self.rank == rank:
@@ -170,8 +226,14 @@ class OverMesh:
         self.executor.close()
 
 
-def site_for(devices: Sequence[Any] | None, mesh: DeviceMesh | None, threads: int, timeout: float | None) -> Site:
+def site_for(
+    devices: Sequence[Any] | None, mesh: DeviceMesh | None, threads: int, timeout: float | None, inputs: Inputs
+) -> Site:
     """The site of a Pipeline with these arguments. Raises InputError, DeviceCountError, ExecutionError."""
+    if inputs not in get_args(Inputs):
+        raise InputError(
+            f"inputs is one of {', '.join(get_args(Inputs))}; got {inputs!r}; say which ranks of a mesh pass a batch"
+        )
     if devices is not None and mesh is not None:
         raise InputError("a pipeline runs on devices= of this process or over a mesh=; got both; pass one of them")
     if mesh is None:
@@ -179,5 +241,9 @@ def site_for(devices: Sequence[Any] | None, mesh: DeviceMesh | None, threads: in
             raise InputError(
                 f"timeout= is of ranks in processes of their own; got {timeout!r} with devices=; leave it out"
             )
+        if inputs != "all":
+            raise InputError(
+                f"inputs= says which ranks of a mesh pass a batch; got {inputs!r} with devices=; leave it out"
+            )
         return InProcess(as_devices(devices), threads)
-    return OverMesh(mesh, threads, 60.0 if timeout is None else timeout)
+    return OverMesh(mesh, threads, 60.0 if timeout is None else timeout, inputs)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 from weakref import finalize
 
 import torch
@@ -31,6 +31,7 @@ from pipesched.executors.connections import Connections
 from pipesched.executors.device_wire import channels_of, ends_over
 from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.executors.local import Timeline, Work
+from pipesched.executors.shared import Shared
 from pipesched.executors.streams import lane_for
 from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Messages, Ports, Wire, digest
 from pipesched.payload import Payload, pytree
@@ -40,7 +41,8 @@ from pipesched.trace import Span
 __all__ = ["DistributedExecutor", "RankTimeline", "look"]
 
 _IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
-_TRADES = {"weights": 10, "gradients": 12, "losses and outputs": 14}  # tags
+_DEALT = "what rank 0 deals out"
+_TRADES = {"weights": 10, "gradients": 12, "losses and outputs": 14, _DEALT: 16}  # tags
 _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 
@@ -106,26 +108,6 @@ class _Ends:
         return self._wire.receiver(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
 
 
-class _Shared:
-    """A value on its way from one rank to the others."""
-
-    def __init__(self, take: Callable[[], Any]) -> None:
-        self._take: Callable[[], Any] | None = take
-        self._value: Any = None
-        self._lock = threading.Lock()  # a thread may look at it while another one runs the next step
-
-    @property
-    def arrived(self) -> bool:
-        """Whether it has been received."""
-        return self._take is None
-
-    def __call__(self) -> Any:
-        with self._lock:
-            if self._take is not None:
-                self._value, self._take = self._take(), None
-        return self._value
-
-
 class DistributedExecutor:
     """One rank of a pipeline, in a process of its own. All methods, and making one, are collective.
 
@@ -148,7 +130,7 @@ class DistributedExecutor:
         self._known: dict[int, tuple[Program, bytes]] = {}
         self._messages: dict[int, _Messages] = {}
         self._steps = 0
-        self._shared: _Shared | None = None
+        self._shared: Shared | None = None
         self._fault: str | None = None
         connections = Connections(group, self.device, timeout_s)
         self._links = links = connections.links
@@ -313,10 +295,23 @@ class DistributedExecutor:
                     if rank != source:
                         wire.tell(rank, SHARE, value)
                 return lambda: value
-            shared = self._shared = _Shared(wire.ask(source, SHARE))
+            shared = self._shared = Shared(wire.ask(source, SHARE))
         return lambda: self._read(shared)
 
-    def _read(self, shared: _Shared) -> Any:
+    def deal(self, what: str, values: Sequence[Any] = ()) -> Any:
+        """Give each rank its own of rank 0's values, which alone has them. Rank 0 does not wait; the others do."""
+        with self._one_at_a_time(what):
+            if self.rank:
+                return self.trade(_DEALT, {}, (0,))[0]
+            self.trade(_DEALT, dict(enumerate(values[1:], 1)), ())
+            return values[0]
+
+    def fail(self, what: str, error: Exception) -> NoReturn:
+        """Raise an error of this rank's caller here, and in all ranks as one of this rank."""
+        with self._one_at_a_time(what):
+            raise error
+
+    def _read(self, shared: Shared) -> Any:
         if self.closed and not shared.arrived:
             raise ExecutionError(
                 f"what another rank sends is received before the pipeline ends; this was not: "

@@ -1,0 +1,237 @@
+"""What the processes of test_mesh_surface run: each function in all ranks of a group at once."""
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from models import mixed_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from pipesched import Pipeline, Program
+from pipesched.errors import ExecutionError, PipeschedError
+from pipesched.executors.wire import SHARE
+from pipesched.testing import reference_step
+
+X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.arange(19) % 4
+
+
+def pipeline(group: Any, model: nn.Module | None = None, **options: Any) -> Pipeline:
+    """A Pipeline over the group."""
+    choices = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 5, "timeout": 20, **options}
+    model = mixed_model() if model is None else model
+    choices.setdefault("boundaries", [len(model) * rank // group.size() for rank in range(1, group.size())])
+    sample = choices.pop("sample", X[:2])
+    return Pipeline(model, sample, mesh=DeviceMesh.from_group(group, "cpu"), **choices)
+
+
+def expected_losses(steps: int, model: nn.Module | None = None) -> list[Tensor]:
+    model = mixed_model() if model is None else model
+    given = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 5}
+    return [reference_step(model, X, target=Y, step=step, **given) for step in range(steps)]
+
+
+# ---- the loss -----------------------------------------------------------------------------------------------------
+
+
+class Waits:
+    """Counts the waits for losses of other ranks."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.count = 0
+        port = pipe._site.executor._wire._ports.short
+        recv = port.recv
+
+        def counted(tensors: Any, peer: int, tag: int) -> Any:
+            work = recv(tensors, peer, tag)
+            return Counted(work, self) if tag == SHARE else work
+
+        port.recv = counted
+
+
+class Counted:
+    def __init__(self, work: Any, waits: Waits) -> None:
+        self.work, self.waits = work, waits
+
+    def wait(self) -> None:
+        self.waits.count += 1
+        self.work.wait()
+
+
+def who_does_not_look_does_not_wait(group: Any) -> list[int]:
+    """The waits before each step and after it, of steps whose loss nobody looks at."""
+    with pipeline(group) as pipe:
+        waits, counts = Waits(pipe), []
+        for _ in range(4):
+            pipe.step(X, target=Y)
+            counts.append(waits.count)
+        return counts
+
+
+def losses_looked_at_late(group: Any) -> None:
+    """In another order than they came, one after closing: the loop's losses to the bit, plain tensors once used."""
+    wanted = expected_losses(5)
+    with pipeline(group) as pipe:
+        losses = [pipe.step(X, target=Y) for _ in range(5)]
+        assert all(isinstance(loss, Tensor) for loss in losses)
+        unseen = type(losses[4]) is not Tensor
+        assert unseen == (group.rank() != group.size() - 1)
+        assert torch.equal(torch.stack(losses[3:1:-1]), torch.stack(wanted[3:1:-1]))
+    for loss, due in zip(losses, wanted, strict=True):
+        assert torch.equal(loss, due)
+        assert type(loss) is Tensor
+        assert (loss.dtype, loss.requires_grad, loss.grad_fn) == (due.dtype, False, None)
+
+
+def a_loss_lives_without_its_pipeline(group: Any) -> None:
+    pipe = pipeline(group)
+    loss = pipe.step(X, target=Y)
+    pipe._site.executor.exchange(None)  # nobody drops what another one still waits for
+    del pipe
+    assert torch.equal(loss, expected_losses(1)[0])
+
+
+def losses_of_one_that_fails(group: Any) -> tuple[list[Any], list[Any]]:
+    """The last rank fails in its third step, having sent the first two losses, of which nobody looked at the second.
+    What the others then find in that, and in another pipeline's, of which the last rank ended before it sent it.
+    """
+    last, results = group.rank() == group.size() - 1, []
+    for sent in (True, False):
+        with suppress(ExecutionError, ZeroDivisionError), pipeline(group) as pipe:
+            losses = [pipe.step(X, target=Y)]
+            if last and not sent:
+                pipe._site.executor.share = fails
+            losses.append(pipe.step(X, target=Y))
+            if sent:
+                pipe.model[-1].register_forward_hook(fails)
+                pipe.step(X, target=Y)
+        results.append([looked_at(losses[-1]) for _ in range(2)])
+    return tuple(results)
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError("a layer's own error")
+
+
+def looked_at(loss: Tensor) -> Any:
+    try:
+        return float(loss)
+    except ExecutionError as error:
+        return str(error)
+
+
+# ---- inputs="first" -----------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """A first layer of two inputs, one of them a keyword, of several types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.embed = nn.Linear(8, 8), nn.Embedding(4, 8)
+
+    def forward(self, x: Tensor, *, kind: Tensor, scale: float = 1.0) -> Tensor:
+        return self.linear(x) * scale + self.embed(kind)
+
+
+def two_inputs() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.GELU()]
+    return nn.Sequential(Pair(), *layers, nn.Linear(8, 4))
+
+
+def of_class_0_twice(target: Tensor) -> Tensor:
+    return (target == 0).sum() + len(target)
+
+
+def both_ways(group: Any, name: str, placement: str | None = None) -> None:
+    """Steps, evaluations and forwards with the batch on rank 0 alone equal those with it on all, bit by bit."""
+    schedule = name if placement is None else Program.parse(placement)
+    sample = {"x": X[:2], "kind": Y[:2]}
+    options = {"schedule": schedule, "loss_weight": of_class_0_twice, "boundaries": None, "sample": sample}
+    told, differentiated = group.rank() == 0, not placement and name != "chimera"
+    with (
+        pipeline(group, two_inputs(), **options) as everywhere,
+        pipeline(group, two_inputs(), inputs="first", boundaries=everywhere.boundaries, **without(options)) as first,
+    ):
+        for rows in (19, 6, 6, 19) if placement else (19, 6, 6, 3, 19):  # ragged, again, fewer than micro-batches
+            x = X[:rows].t().contiguous().t().requires_grad_(differentiated)
+            batch = {"x": x, "kind": Y[:rows], "scale": 0.5}
+            given = {**batch, "target": Y[:rows]}
+            loss = everywhere.step(**given)
+            grad, x.grad = x.grad, None
+            assert torch.equal(first.step(**given) if told else first.step(), loss)
+            if told and differentiated:
+                assert torch.equal(x.grad, grad)
+            for key, parameter in first.named_parameters():
+                assert torch.equal(parameter.grad, dict(everywhere.named_parameters())[key].grad)
+            for method in ("step", "evaluate"):
+                asked = {**given, "return_outputs": True}
+                got = getattr(first, method)(**(asked if told else {}))
+                assert same(got, getattr(everywhere, method)(**asked)), method
+            with torch.no_grad():
+                assert same(first(**batch) if told else first(), everywhere(**batch))
+        assert first._step == everywhere._step
+
+
+def without(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "boundaries"}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple):
+        return all(map(same, one, other))
+    return one is None and other is None if one is None or other is None else torch.equal(one, other)
+
+
+def rank_0_goes_on(group: Any) -> list[float]:
+    """Each call of the others begins when rank 0's has returned; but for the first one, which compares programs."""
+    store, losses = group.get_group_store(), []
+    batches = [(torch.ones(rows, 8, wide), Y[:rows]) for rows in (19, 19, 6) for wide in (1, 20000)]
+    model = nn.Sequential(nn.Flatten(), First(), *(nn.Linear(8, 8) for _ in range(3)))
+    with pipeline(group, model, inputs="first", boundaries=[3]) as pipe:
+        for number, (x, y) in enumerate(batches):
+            if group.rank() and number:
+                store.wait([f"ahead/{number}"], timedelta(seconds=15))
+            losses.append(pipe.evaluate() if group.rank() else pipe.evaluate(x, target=y))
+            if not group.rank():
+                store.set(f"ahead/{number}", "")
+        return [float(loss) for loss in losses]
+
+
+class First(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :8]
+
+
+def wrong_uses(group: Any, ends_swapped: str) -> dict[str, str]:
+    """What each wrong use says on this rank, and whether the pipeline is usable afterwards."""
+    rank, said = group.rank(), {}
+    good = ((X,), {"target": Y}) if rank == 0 else ((), {})
+    uses = {
+        "a batch on rank 1": ("first", ((X,), {"target": Y}) if rank < 2 else ((), {})),
+        "none on rank 0": ("first", ((), {})),
+        "none on rank 1": ("all", ((), {}) if rank == 1 else ((X,), {"target": Y})),
+        "unequal rows": ("first", ((X,), {"target": Y[:7]}) if rank == 0 else ((), {})),
+        "no target": ("first", ((X,), {}) if rank == 0 else ((), {})),
+        "gradients": ("first", ((X.clone().requires_grad_(),), {"target": Y}) if rank == 0 else ((), {})),
+    }
+    for name, (inputs, (args, kwargs)) in uses.items():
+        schedule = Program.parse(ends_swapped) if name == "gradients" else "1f1b"
+        try:
+            with pipeline(group, inputs=inputs, schedule=schedule) as pipe:
+                said[name] = what_is_said(lambda: float(pipe.step(*args, **kwargs)))
+                if inputs == "first":
+                    said[name] += " then: " + what_is_said(lambda: float(pipe.step(*good[0], **good[1])))
+        except ExecutionError as error:  # one rank was through with making it when another one was not
+            said.setdefault(name, f"ExecutionError: {error}")
+    return said
+
+
+def what_is_said(call: Any) -> str:
+    try:
+        return str(call())
+    except PipeschedError as error:
+        return f"{type(error).__name__}: {error}"
