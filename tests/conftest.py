@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import places
 import pytest
 from models import every_product_deferred  # noqa: F401
 from ranks import Ranks
@@ -13,3 +14,9 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(params=["in process", "mesh"])
+def run(request: pytest.FixtureRequest) -> places.Run:
+    """Runs a job with its ranks in this process, and again over processes."""
+    return places.run_here if request.param == "in process" else request.getfixturevalue("ranks").run

@@ -1,0 +1,88 @@
+"""Where a test's ranks run: threads of this process, or processes of their own. A test is written once for both.
+
+Its job takes the group of its ranks; in one process ``OneProcess`` stands for the group.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import pytest
+import torch
+from models import gradients
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipesched import Pipeline, backward, schedules
+
+
+class OneProcess:
+    """A group whose ranks are all here."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def size(self) -> int:
+        return self._count
+
+
+#: Of torch.distributed, or OneProcess.
+Group = Any
+
+
+class Run(Protocol):
+    """Runs a job, in each process of its ranks; what it returned there."""
+
+    def __call__(self, count: int, job: Any, *args: Any) -> list[Any]: ...
+
+
+def run_here(count: int, job: Any, *args: Any) -> list[Any]:
+    return [job(OneProcess(count), *args)]
+
+
+def is_one_process(group: Any) -> bool:
+    return isinstance(group, OneProcess)
+
+
+def has_last_rank(group: Any) -> bool:
+    """Whether the last rank is here: of a chain with one stage a rank it has the outputs."""
+    return is_one_process(group) or group.rank() == group.size() - 1
+
+
+def place(group: Any) -> dict[str, Any]:
+    if is_one_process(group):
+        return {"devices": ["cpu"] * group.size()}
+    return {"mesh": DeviceMesh.from_group(group, "cpu"), "timeout": 600}  # a test's own limit comes first
+
+
+def even_boundaries(num_layers: int, num_stages: int) -> list[int]:
+    return [num_layers * stage // num_stages for stage in range(1, num_stages)]
+
+
+def pipeline(group: Any, model: nn.Sequential, sample: Any, *, schedule: str = "1f1b", **options: Any) -> Pipeline:
+    """A Pipeline over the group, its layers cut evenly by their number."""
+    num_stages = group.size() * schedules.get(schedule).chunks_per_rank
+    choices = {"boundaries": even_boundaries(len(model), num_stages), "num_microbatches": 4, "seed": 5, **options}
+    return Pipeline(model, sample, schedule=schedule, **place(group), **choices)
+
+
+def assert_as(pipe: Pipeline, expected: nn.Module) -> None:
+    """The gradients and buffers that lie here have the expected bits."""
+    names = {name for name, _ in pipe.named_parameters()}
+    assert names
+    due = {name: grad for name, grad in gradients(expected).items() if name in names}
+    mine = {name: parameter.grad for name, parameter in pipe.named_parameters() if parameter.grad is not None}
+    assert mine.keys() == due.keys()
+    buffers = dict(expected.named_buffers())
+    mine |= dict(pipe.named_buffers())
+    due |= {name: buffers[name] for name, _ in pipe.named_buffers()}
+    different = [name for name in due if not torch.equal(mine[name], due[name])]
+    assert not different
+
+
+@contextmanager
+def every_product_deferred() -> Iterator[None]:
+    """Products are deferred however small they are, so that small models show what large ones do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward, "PAYS_FLOPS", 0)
+        yield
