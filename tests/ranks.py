@@ -27,6 +27,10 @@ class Ranks:
             there.close()
             self._pipes.append(here)
             self.processes.append(process)
+        started = [pipe.poll(MINUTE.total_seconds()) and pipe.recv() for pipe in self._pipes]
+        if not all(started):
+            self.close()
+            raise AssertionError(f"{started.count(True)} of {count} processes have started within a minute")
 
     def run(self, count: int, job: Any, *args: Any, timeout_s: float = 30) -> list[Any]:
         """Run ``job(group, *args)`` on the first ``count`` ranks; its results. Fails where a rank raises or is late."""
@@ -65,6 +69,7 @@ def _serve(pipe: Any, rank: int, count: int, port: int) -> None:
     store = distributed.TCPStore("127.0.0.1", port, None, False, MINUTE)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=MINUTE)
     groups = {size: distributed.new_group(list(range(size))) for size in range(1, count + 1)}
+    pipe.send(True)
     while True:
         try:
             size, job, args = pipe.recv()
