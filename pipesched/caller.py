@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +44,12 @@ class Caller:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """For forwards alone: a backward computes in the types of its forward."""
+        return self._autocasting() if self.autocasts else nullcontext()
+
+    @contextmanager
+    def _autocasting(self) -> Iterator[None]:
         with ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))

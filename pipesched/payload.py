@@ -1,7 +1,8 @@
 """Payload: what passes between stages, and what a micro-batch is: any pytree of tensors and plain values."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +13,18 @@ from torch.utils import _pytree as pytree
 
 from pipesched.errors import InputError
 
-__all__ = ["Gradients", "Payload", "gather", "pytree", "row_dim", "rows_of", "split", "trainable_leaves", "used_here"]
+__all__ = [
+    "Gradients",
+    "Payload",
+    "flatten",
+    "gather",
+    "pytree",
+    "row_dim",
+    "rows_of",
+    "split",
+    "trainable_leaves",
+    "used_here",
+]
 
 #: One entry for each leaf of a payload that needs a gradient; None where none came.
 Gradients = tuple[Tensor | None, ...]
@@ -39,12 +51,12 @@ class Payload:
     needs_grad: tuple[bool, ...]
 
     @classmethod
-    def of(cls, value: Any) -> "Payload":
-        """Take a value apart; its tensors are detached, sharing memory and version."""
+    def of(cls, value: Any, detached: Callable[[Tensor], Tensor] = Tensor.detach) -> "Payload":
+        """Take a value apart; its tensors are detached, sharing memory and version, or what ``detached`` says."""
         leaves, places, spec = _distinct(value)
         needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return cls(detached, places, spec, needs_grad)
+        apart = tuple(detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(apart, places, spec, needs_grad)
 
     @classmethod
     def joined(cls, payloads: "Sequence[Payload]") -> "Payload":
@@ -66,7 +78,7 @@ class Payload:
     @property
     def value(self) -> Any:
         """The value put together again."""
-        return pytree.tree_unflatten([self.leaves[place] for place in self.places], self.spec)
+        return self._together(self.leaves)
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
@@ -75,18 +87,47 @@ class Payload:
 
     def with_wanted(self, tensors: Sequence[Tensor]) -> Any:
         """The value put together again, with other tensors in place of those whose gradient is wanted."""
+        if not tensors:
+            return self._together(self.leaves)
         fill = iter(tensors)
-        leaves = [next(fill) if needs else leaf for leaf, needs in zip(self.leaves, self.needs_grad, strict=True)]
-        return pytree.tree_unflatten([leaves[place] for place in self.places], self.spec)
+        return self._together(
+            [next(fill) if needs else leaf for leaf, needs in zip(self.leaves, self.needs_grad, strict=True)]
+        )
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
         """The same payload with each tensor changed, as by a copy to another device."""
         leaves = tuple(change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
-        return replace(self, leaves=leaves)
+        return Payload(leaves, self.places, self.spec, self.needs_grad)
+
+    def _together(self, leaves: Sequence[Any]) -> Any:
+        if self.spec.is_leaf():
+            return leaves[0]
+        return pytree.tree_unflatten([leaves[place] for place in self.places], self.spec)
+
+
+_LEAF = pytree.tree_structure(0)
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """As ``pytree.tree_flatten``; at once for the usual values: a tensor, and a call (args, kwargs) of tensors."""
+    if isinstance(value, Tensor):
+        return [value], _LEAF
+    if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
+        leaves = [*value[0], *value[1].values()]
+        if all(isinstance(leaf, Tensor) for leaf in leaves):
+            return leaves, _call_spec(len(value[0]), tuple(value[1]))
+    return pytree.tree_flatten(value)
+
+
+@lru_cache
+def _call_spec(num_args: int, names: tuple[Any, ...]) -> pytree.TreeSpec:
+    return pytree.tree_structure(((0,) * num_args, dict.fromkeys(names, 0)))
 
 
 def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
-    flat, spec = pytree.tree_flatten(value)
+    flat, spec = flatten(value)
+    if len(flat) == 1:
+        return flat, (0,), spec
     leaves: list[Any] = []
     index: dict[int, int] = {}
     for leaf in flat:

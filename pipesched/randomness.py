@@ -9,8 +9,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +36,7 @@ _DRAW_INSIDE = frozenset(
 _DEFAULT_GENERATORS = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """Where in training a forward runs. ``microbatch`` counts over all replicas."""
 
     seed: int

@@ -4,10 +4,10 @@ A stage knows nothing of order, ranks or transfers. It calls the user's own laye
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from pipesched.interception import Intercept
 from pipesched.payload import Gradients, Payload, pytree, trainable_leaves, used_here
 from pipesched.randomness import Key, KeyedRandom, NoRandom
 from pipesched.versions import Uses
-from pipesched.weights import Arrived, Tensors, Weights
+from pipesched.weights import Tensors, Weights
 
 __all__ = ["Feed", "Head", "Stage"]
 
+_NOTHING: Mapping[str, Tensor] = {}
 _LOSS = "loss_fn"  # the layer as which the loss draws random numbers and has versions
 
 #: One layer's buffers by name.
@@ -88,7 +89,7 @@ def _scalar(loss: Any, what: str) -> Tensor:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Saved:
     """What a stage keeps of one micro-batch from F to the end of B or W."""
 
@@ -98,13 +99,13 @@ class _Saved:
     weights: Tensors  # the version in use; empty: the Parameters themselves
     counted: tuple[Any, float | None] | None = None  # where a loss is asked for: its target and its factor
     deferred: bool = False  # F left weight gradients to W
-    input_grads: list[Tensor | None] = field(default_factory=list)
-    edges: list[GradientEdge] = field(default_factory=list)
-    products: list[Product] = field(default_factory=list)
-    grads: Arrived = field(default_factory=list)  # of the version's tensors, from I to W
+    input_grads: Sequence[Tensor | None] = ()
+    edges: Sequence[GradientEdge] = ()
+    products: Sequence[Product] = ()
+    grads: Sequence[tuple[Tensor, Tensor]] = ()  # of the version's tensors, from I to W
     # between a checkpointed F and its R:
     arrived: Payload | None = None
-    buffers: list[Buffers] = field(default_factory=list)
+    buffers: Sequence[Buffers] = ()
 
 
 class Stage:
@@ -204,7 +205,7 @@ class Stage:
             raise ExecutionError(f"R needs a checkpointed F before it; micro-batch {microbatch} has none; remove the R")
         arrived, saved.arrived = saved.arrived, None
         self._run_keeping(saved, arrived, split)
-        saved.buffers = []
+        saved.buffers = ()
 
     def backward(self, microbatch: int, *grads: Gradients) -> Sequence[Gradients]:
         """B: adds the gradients of all parameters; returns those of what arrived, for each producer."""
@@ -250,7 +251,7 @@ class Stage:
         if self.weights is None:
             return
         self.weights.deliver([*saved.grads, *self.weights.taken(saved.weights)])
-        saved.grads, saved.products, saved.weights = [], [], {}
+        saved.grads, saved.products, saved.weights = (), (), {}
         self.weights.ended(saved.microbatch)
 
     def _counted(self, microbatch: int) -> tuple[Any, float | None] | None:
@@ -258,11 +259,14 @@ class Stage:
         feed = self._feed
         if self.head is None or feed.factors is None:
             return None
-        return feed.targets[microbatch] if feed.targets else None, feed.factors[microbatch]
+        target = feed.targets[microbatch] if feed.targets else None
+        single = isinstance(target, Tensor)
+        target = self._here(target) if single else pytree.tree_map_only(Tensor, self._here, target)
+        return target, feed.factors[microbatch]
 
     def _taken(self, microbatch: int, arrived: Sequence[Payload]) -> Payload:
         if not arrived:
-            return Payload.of(self._feed.inputs[microbatch]).map_tensors(self._here)
+            return Payload.of(self._feed.inputs[microbatch], self._here)
         return arrived[0] if len(arrived) == 1 else Payload.joined(arrived)
 
     def _guarded(self, payload: Payload) -> Sequence[Tensor]:
@@ -271,7 +275,7 @@ class Stage:
 
     def _apart_from_buffers(self, output: Payload) -> Payload:
         """A buffer that leaves the stage is copied: the next forward may change it before it is read."""
-        if len(output.wanted) == len(output.tensors):
+        if all(output.needs_grad):
             return output
         own = {_memory(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         return (
@@ -289,30 +293,35 @@ class Stage:
         """Call the layers, and on the last stage the head. What is returned is the root of the backward."""
         wanted = arrived.wanted
         if wanted and torch.is_grad_enabled():
-            saved.input_grads = [None] * len(wanted)
-            wanted = enter(wanted, saved.input_grads)
+            into: list[Tensor | None] = [None] * len(wanted)
+            saved.input_grads = into
+            wanted = enter(wanted, into)
         value = arrived.with_wanted(wanted)
         args, kwargs = value if not saved.wanted else (value if len(saved.wanted) > 1 else (value,), {})
-        buffers = iter(saved.buffers)
+        owned = self._owned(saved)
         with self._feed.autocast(), self._forward_mode[split]:
-            for name, layer in self.layers.items():
+            for (name, layer), own in zip(self.layers.items(), owned, strict=False):
                 self._random.enter(saved.key, name)
-                own = {**saved.weights.get(name, {}), **next(buffers, {})}
                 args, kwargs = (_call(layer, own, args, kwargs),), {}
+            if self.head is None:
+                return args[0]
+            if self._feed.keep_outputs:
+                self._feed.outputs.setdefault(saved.microbatch, Payload.of(args[0]))
+            if saved.counted is None:
+                return args[0]
+            target, factor = saved.counted
             self._random.enter(saved.key, _LOSS)
-            own = {**saved.weights.get(_LOSS, {}), **next(buffers, {})}
-            return args[0] if self.head is None else self._loss(saved, args[0], own)
-
-    def _loss(self, saved: _Saved, output: Any, own: Mapping[str, Tensor]) -> Any:
-        if self._feed.keep_outputs:
-            self._feed.outputs.setdefault(saved.microbatch, Payload.of(output))
-        if saved.counted is None or self.head is None:
-            return output
-        target, factor = saved.counted
-        loss = self.head.loss(output, pytree.tree_map_only(Tensor, self._here, target), own)
+            loss = self.head.loss(args[0], target, next(owned))
         if factor == 0:
             return torch.zeros_like(loss)  # counts nothing, whatever it is: nothing goes backward
         return loss if factor is None else loss * factor
+
+    def _owned(self, saved: _Saved) -> Iterator[Mapping[str, Tensor]]:
+        """For each layer, and then the loss, the tensors that a micro-batch uses in place of the module's own."""
+        if not saved.weights and not saved.buffers:
+            return repeat(_NOTHING)
+        buffers = chain(saved.buffers, repeat(_NOTHING))
+        return ({**saved.weights.get(name, {}), **next(buffers)} for name in (*self.layers, _LOSS))
 
     def _run_keeping(self, saved: _Saved, arrived: Payload, split: bool) -> Any:
         saved.deferred = split and self._deferral.decide(saved.microbatch, lambda: self._kind(arrived))
@@ -357,7 +366,7 @@ class Stage:
             )
 
     def _propagate(self, microbatch: int, saved: _Saved, arrived: tuple[Gradients, ...]) -> None:
-        edges, saved.edges = saved.edges, []
+        edges, saved.edges = saved.edges, ()
         grads: Gradients = (None,) * len(edges)  # right for the loss: a scalar's gradient is one
         if arrived or self._feed.factors is None:
             given = _sum(arrived) if arrived else self._feed.output_grads[microbatch]
@@ -369,7 +378,7 @@ class Stage:
             backward(edges, grads)
 
     def _sent_back(self, microbatch: int, saved: _Saved) -> Sequence[Gradients]:
-        grads, saved.input_grads = tuple(saved.input_grads), []
+        grads, saved.input_grads = tuple(saved.input_grads), ()
         if not saved.wanted and grads:
             self._feed.input_grads[microbatch] = grads
         left = iter(grads)

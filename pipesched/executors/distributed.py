@@ -34,7 +34,7 @@ from pipesched.executors.local import Timeline, Work
 from pipesched.executors.shared import Shared
 from pipesched.executors.streams import lane_for
 from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Messages, Ports, Wire, digest
-from pipesched.payload import Payload, pytree
+from pipesched.payload import Payload, flatten, pytree
 from pipesched.program import Program
 from pipesched.trace import Span
 
@@ -49,9 +49,7 @@ _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 
 def look(value: Any) -> Hashable:
     """What a micro-batch looks like: the shapes and types of its tensors, and the types of what else it holds."""
-    return tuple(
-        (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf) for leaf in pytree.tree_leaves(value)
-    )
+    return tuple((leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf) for leaf in flatten(value)[0])
 
 
 @dataclass(frozen=True)
