@@ -259,10 +259,9 @@ class Stage:
         feed = self._feed
         if self.head is None or feed.factors is None:
             return None
-        target = feed.targets[microbatch] if feed.targets else None
-        single = isinstance(target, Tensor)
-        target = self._here(target) if single else pytree.tree_map_only(Tensor, self._here, target)
-        return target, feed.factors[microbatch]
+        target: Any = feed.targets[microbatch] if feed.targets else None
+        here = self._here(target) if isinstance(target, Tensor) else pytree.tree_map_only(Tensor, self._here, target)
+        return here, feed.factors[microbatch]
 
     def _taken(self, microbatch: int, arrived: Sequence[Payload]) -> Payload:
         if not arrived:

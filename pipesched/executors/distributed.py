@@ -34,7 +34,7 @@ from pipesched.executors.local import Timeline, Work
 from pipesched.executors.shared import Shared
 from pipesched.executors.streams import lane_for
 from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Messages, Ports, Wire, digest
-from pipesched.payload import Payload, flatten, pytree
+from pipesched.payload import Payload, flatten
 from pipesched.program import Program
 from pipesched.trace import Span
 
