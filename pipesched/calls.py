@@ -23,12 +23,16 @@ __all__ = ["Call", "dealt", "received"]
 
 @dataclass(frozen=True)
 class Call:
-    """A mini-batch and what is asked of it. weighting: how its losses count; None where no loss is asked for."""
+    """A mini-batch and what is asked of it.
+
+    weighting: how its losses count; None where no loss is asked for. gather: whether every rank gets the outputs.
+    """
 
     method: str
     batch: Batch
     weighting: Weighting | None = None
     return_outputs: bool = False
+    gather: bool = False
 
     def __len__(self) -> int:
         """How many micro-batches."""
@@ -68,6 +72,7 @@ class _Opening:
     output_dim: int
     looks: list[Hashable]
     return_outputs: bool
+    gather: bool
     has_loss: bool
 
 
@@ -89,7 +94,7 @@ def dealt(call: Call, program: Program) -> tuple[Call, list[Any]]:
         )
     factors, shares = call.weighting or ((), ())
     opening = _Opening(
-        call.method, batch.rows, batch.output_dim, looks, call.return_outputs, call.weighting is not None
+        call.method, batch.rows, batch.output_dim, looks, call.return_outputs, call.gather, call.weighting is not None
     )
     for_all = opening, _written(factors), _written(shares)
     messages = [
@@ -105,7 +110,7 @@ def received(message: tuple[Any, ...]) -> Call:
     size = len(opening.rows)
     batch = Batch(inputs or [((), {})] * size, targets or [], opening.rows, opening.output_dim, opening.looks)
     weighting = Weighting(_read(factors, size), _read(shares, size)) if opening.has_loss else None
-    return Call(opening.method, batch, weighting, opening.return_outputs)
+    return Call(opening.method, batch, weighting, opening.return_outputs, opening.gather)
 
 
 def _written(numbers: Any) -> Tensor | None:

@@ -206,15 +206,18 @@ class Pipeline(Observed):
 
     # ---- running ----------------------------------------------------------------------------------------------
 
-    def step(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def step(
+        self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
+    ) -> Any:
         """Run every micro-batch forward and backward; gradients are added to ``.grad``, with optimizer= applied.
 
         args, kwargs: the model's inputs, a whole mini-batch. target: goes to loss_fn, split as the inputs are.
         Returns the loss of the mini-batch, a 0-d tensor, detached; with return_outputs also the outputs, in the
-        mini-batch's order. Raises InputError for a batch that cannot be split, and what a layer raises, with a note
-        that says in which stage, micro-batch and rank; the pipeline is usable afterwards (zero the gradients; with
-        optimizer= they are cleared, and some stages may have been updated). Under a mesh the loss of another rank waits
-        for its value once it is looked at, and a rank that fails ends the pipeline.
+        mini-batch's order: under a mesh on the last stage's rank, with gather on all. Raises InputError for a batch
+        that cannot be split, and what a layer raises, with a note that says in which stage, micro-batch and rank; the
+        pipeline is usable afterwards (zero the gradients; with optimizer= they are cleared, and some stages may have
+        been updated). Under a mesh the loss of another rank waits for its value once it is looked at, and a rank that
+        fails ends the pipeline.
 
         Asynchronous schedules enqueue the step and return the loss of the one before, which has then run up to this
         one on all ranks (the first step waits for its own). The loss is the mean over the step's rows, each with the
@@ -230,7 +233,7 @@ class Pipeline(Observed):
                 )
             batch = self._batch(args, kwargs, target)
             weighting = self._splitter.weighting(batch, self._programs.groups(len(batch)))
-            return Call("step", batch, weighting, return_outputs)
+            return Call("step", batch, weighting, return_outputs, gather)
 
         call = self._called("step", (args, kwargs, target), make)
         if self._programs.streams:
@@ -277,12 +280,14 @@ class Pipeline(Observed):
         """
         return self._stream.flush() if self._stream is not None and self._stream.open else None
 
-    def evaluate(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def evaluate(
+        self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
+    ) -> Any:
         """As ``step``, without gradients: forwards alone, in the modules' present mode."""
 
         def make() -> Call:
             batch = self._batch(args, kwargs, target)
-            return Call("evaluate", batch, self._splitter.weighting(batch), return_outputs)
+            return Call("evaluate", batch, self._splitter.weighting(batch), return_outputs, gather)
 
         self.flush()
         call = self._called("evaluate", (args, kwargs, target), make)
@@ -297,7 +302,12 @@ class Pipeline(Observed):
     def _result(self, call: Call, feed: Feed) -> Any:
         last = end_of(self._programs.plain(len(call)))
         loss = self._site.loss(last, lambda: call.loss(feed))
-        return (loss, call.outputs(feed)) if call.return_outputs else loss
+        return (loss, self._outputs(call, feed)) if call.return_outputs else loss
+
+    def _outputs(self, call: Call, feed: Feed) -> Any:
+        if not call.gather:
+            return call.outputs(feed)
+        return self._site.from_rank(end_of(self._programs.plain(len(call))), lambda: call.outputs(feed))
 
     def _local(self, what: str) -> LocalExecutor:
         if not isinstance(self._site, InProcess):
@@ -306,25 +316,30 @@ class Pipeline(Observed):
             )
         return self._site.executor
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a mini-batch, on the last stage's device; under a mesh None on other ranks.
+    def forward(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
+        """The model's output for a mini-batch, on the last stage's device.
+
+        Under a mesh the last stage's rank has it, and the others None; with gather all have it.
 
         With gradients enabled the output can be differentiated: ``criterion(pipe(x), y).backward()`` runs the
         backwards in GPipe's order, once, and adds the gradients of parameters to ``.grad`` (torch.autograd.grad yields
         those of inputs only). It updates nothing, also with optimizer=: step the ``optimizers``. Under no_grad, and in
         eval mode, only forwards run.
         """
-        what, differentiated = "a forward whose output is differentiated", torch.is_grad_enabled() and self.training
+        what, differentiated = (
+            "a forward that can be differentiated (under no_grad it cannot)",
+            torch.is_grad_enabled() and self.training,
+        )
 
         def make() -> Call:
             if differentiated:
                 self._local(what)
-            return Call("forward", self._splitter.batch(args, kwargs), return_outputs=True)
+            return Call("forward", self._splitter.batch(args, kwargs), return_outputs=True, gather=gather)
 
         self.flush()
         call = self._called("forward", (args, kwargs, None), make)
         if not differentiated or isinstance(self._site, OverMesh):  # there rank 0's settings decide, in make
-            return call.outputs(self._infer(call))
+            return self._outputs(call, self._infer(call))
         executor = self._local(what)
         feed = call.feed(self._seed, self._step)
         program = self._programs.open_pass(len(call))

@@ -14,6 +14,7 @@ from pipesched.calls import Call, dealt, received
 from pipesched.errors import DeviceCountError, ExecutionError, InputError, ScheduleError
 from pipesched.executors.distributed import DistributedExecutor, RankTimeline, look
 from pipesched.executors.local import LocalExecutor, Timeline, Work
+from pipesched.payload import Payload
 from pipesched.pending import pending
 from pipesched.program import Program
 from pipesched.trace import Span
@@ -59,6 +60,9 @@ class Site(Protocol):
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         """A loss that one rank can make, for all: elsewhere a tensor that waits for it once it is looked at."""
 
+    def from_rank(self, rank: int, make: Callable[[], T]) -> T:
+        """What one rank can make, for all, at once."""
+
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Give values to ranks in other processes, and take what those in ``sources`` give to this one."""
 
@@ -103,6 +107,9 @@ class InProcess:
         return self.executor.run(work, grad=grad)
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
+        return make()
+
+    def from_rank(self, rank: int, make: Callable[[], T]) -> T:
         return make()
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
@@ -212,6 +219,15 @@ class OverMesh:
             return loss
         take, here = self.executor.share(rank), self.devices[rank]
         return pending(lambda: take()[0].to(here))
+
+    def from_rank(self, rank: int, make: Callable[[], T]) -> T:
+        if self.rank == rank:
+            made = make()
+            self.executor.share(rank, Payload.of(made))
+            return made
+        here = self.devices[rank]
+        shared: T = self.executor.share(rank)().map_tensors(lambda tensor: tensor.to(here)).value
+        return shared
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return self.executor.trade(what, given, sources) if given or sources else {}

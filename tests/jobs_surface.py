@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Pipeline, Program
+from pipesched import Pipeline, Program, schedules
 from pipesched.errors import ExecutionError, PipeschedError
 from pipesched.executors.wire import SHARE
 from pipesched.testing import reference_step
@@ -235,3 +235,32 @@ def what_is_said(call: Any) -> str:
         return str(call())
     except PipeschedError as error:
         return f"{type(error).__name__}: {error}"
+
+
+# ---- outputs ------------------------------------------------------------------------------------------------------
+
+
+def gathered(group: Any, name: str, inputs: str) -> int:
+    """With gather=True every rank has the outputs of one process, else the last stage's alone; how many had those."""
+    options = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 5, "schedule": name}
+    chunks = schedules.get(name).chunks_per_rank * group.size()
+    options["boundaries"] = [8 * stage // chunks for stage in range(1, chunks)]
+    told, bare = inputs == "all" or group.rank() == 0, 0
+    with (
+        Pipeline(two_inputs()[1:], X[:2], devices=["cpu"] * group.size(), **options) as alone,
+        pipeline(group, two_inputs()[1:], inputs=inputs, **options) as pipe,
+    ):
+        for method in ("step", "evaluate"):
+            given = {"target": Y, "return_outputs": True, "gather": True}
+            outputs = getattr(pipe, method)(*((X,) if told else ()), **(given if told else {}))
+            assert same(outputs, getattr(alone, method)(X, **given)), method
+        for pipeline_ in (alone, pipe):
+            pipeline_.eval()
+        with torch.no_grad():
+            due = alone(X)
+            for gather in (True, False):
+                output = pipe(*((X,) if told else ()), **({"gather": gather} if told else {}))
+                assert output is None or same(output, due)
+                bare += output is not None
+        assert not due.requires_grad
+    return bare

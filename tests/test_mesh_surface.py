@@ -109,3 +109,12 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
 def test_inputs_is_a_word_for_meshes(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError, match=re.escape(text)):
         Pipeline(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), devices=["cpu"], **options)
+
+
+# ---- outputs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inputs", ["all", "first"])
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_outputs_come_to_all_ranks_where_asked(ranks: Ranks, name: str, inputs: str) -> None:
+    assert ranks.run(2, jobs.gathered, name, inputs) == [1, 2]
