@@ -1,4 +1,4 @@
-"""Observed: what a pipeline knows of its time and memory: traces, predictions, and the profile that they come from."""
+"""Observed: what a pipeline shows of itself: what was decided, traces, predictions, and the profile behind them."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -6,12 +6,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import networkx as nx
+import torch
 from torch import nn
 
 from pipesched.bounds import program_bound
 from pipesched.costs import Costs
 from pipesched.executors.local import Timeline
 from pipesched.graph import chain_graph
+from pipesched.lowering import CheckpointMode
+from pipesched.plan import Plan
 from pipesched.planning import Programs
 from pipesched.profiler import LayerCosts, measure_layers, measured_costs, stage_costs
 from pipesched.simulator import simulate
@@ -25,7 +28,7 @@ __all__ = ["Observed"]
 
 
 class Observed(Wrapped):
-    """A wrapped model with programs that run on a site, and their times."""
+    """A wrapped model with programs that run on a site: its plan, and their times."""
 
     _layers: dict[str, nn.Module]
     _sample: tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,10 +44,45 @@ class Observed(Wrapped):
     def _settle(self) -> None:
         """Wait until nothing is under way."""
 
+    # ---- what was decided -------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs, with the costs known so far."""
+        program = self._programs.plain(self.num_microbatches)
+        return Plan(self._cut, program.name, program, self.checkpoint, self._costs, self._programs.options)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each rank; under a mesh this process's own, for all."""
+        return self._site.devices
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into; with several chains of them the stages of one."""
+        return len(self._cut)
+
+    @property
+    def checkpoint(self) -> CheckpointMode:
+        """The checkpoint mode."""
+        return self._programs.checkpoint
+
+    @property
+    def boundaries(self) -> list[str]:
+        """The first layer of every stage but stage 0."""
+        return [names[0] for names in self._cut[1:]]
+
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """The layers of each stage; the layers themselves, not copies."""
+        return [nn.Sequential(*(self._layers[name] for name in names)) for names in self._cut]
+
     @property
     def num_microbatches(self) -> int:
         """How many micro-batches a full batch is cut into."""
         return self._programs.num_microbatches
+
+    # ---- what was measured ------------------------------------------------------------------------------------
 
     @property
     def trace(self) -> Trace | None:

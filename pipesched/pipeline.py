@@ -162,19 +162,6 @@ class Pipeline(Observed):
         return stages
 
     @property
-    def devices(self) -> list[torch.device]:
-        """The device of each rank; under a mesh this process's own, for all."""
-        return self._site.devices
-
-    # ---- what was decided -------------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that runs, with the costs known so far."""
-        program = self._programs.plain(self.num_microbatches)
-        return Plan(self._cut, program.name, program, self.checkpoint, self._costs, self._programs.options)
-
-    @property
     def optimizers(self) -> dict[int, Optimizer]:
         """What optimizer= made, by stage: to save states, and to drive learning rates.
 
@@ -183,26 +170,6 @@ class Pipeline(Observed):
         """
         self.flush()
         return self._optimizers
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages the model is cut into; with several chains of them the stages of one."""
-        return len(self._cut)
-
-    @property
-    def checkpoint(self) -> CheckpointMode:
-        """The checkpoint mode."""
-        return self._programs.checkpoint
-
-    @property
-    def boundaries(self) -> list[str]:
-        """The first layer of every stage but stage 0."""
-        return [names[0] for names in self._cut[1:]]
-
-    @property
-    def partitions(self) -> list[nn.Sequential]:
-        """The layers of each stage; the layers themselves, not copies."""
-        return [nn.Sequential(*(self._layers[name] for name in names)) for names in self._cut]
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -326,10 +293,8 @@ class Pipeline(Observed):
         those of inputs only). It updates nothing, also with optimizer=: step the ``optimizers``. Under no_grad, and in
         eval mode, only forwards run.
         """
-        what, differentiated = (
-            "a forward that can be differentiated (under no_grad it cannot)",
-            torch.is_grad_enabled() and self.training,
-        )
+        what = "a forward that can be differentiated (under no_grad none can)"
+        differentiated = torch.is_grad_enabled() and self.training
 
         def make() -> Call:
             if differentiated:
