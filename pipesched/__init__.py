@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipesched.bounds import lower_bound as lower_bound
     from pipesched.costs import Costs as Costs
     from pipesched.files import load_program as load_program
+    from pipesched.link_probe import probe_links as probe_links
     from pipesched.lowering import lower as lower
     from pipesched.order import Order as Order
     from pipesched.order import Schedule as Schedule
@@ -59,6 +60,7 @@ _HOME = {
     "lower": "lowering",
     "lower_bound": "bounds",
     "partition": "partitioner",
+    "probe_links": "link_probe",
     "schedule": "order",
     "simulate": "simulator",
     "validate": "validation",

@@ -1,8 +1,9 @@
 """Links: what lies between ranks: latency, bandwidth, and whether messages wait for each other."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -34,13 +35,18 @@ def check_times(times: Sequence[float], what: str) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes latency_s + n / bytes_per_s; None: no time for its size."""
+    """A message of n bytes takes latency_s + n / bytes_per_s; None: no time for its size.
+
+    spread: where bytes_per_s was measured, how far the measured times lay apart: slowest less fastest, over the median.
+    """
 
     latency_s: float = 0
     bytes_per_s: float | None = None
+    spread: float = 0
 
     def __post_init__(self) -> None:
         check_number(self.latency_s, "the latency_s of a link")
+        check_number(self.spread, "the spread of a link")
         if self.bytes_per_s is not None:
             check_number(self.bytes_per_s, "the bytes_per_s of a link")
             if not self.bytes_per_s:
@@ -84,28 +90,42 @@ class Links:
             raise ScheduleError(f"a host has at least one rank; got ranks_per_host={ranks_per_host}; pass 1 or more")
         return cls(hosts=tuple(rank // ranks_per_host for rank in range(num_ranks)), **links)
 
+    def link(self, sender: int, receiver: int) -> Link:
+        """The link from one rank to another. Raises ScheduleError where ``hosts`` do not say where a rank is."""
+        if (sender, receiver) in self._special:
+            return self._special[sender, receiver]
+        if not self.hosts:
+            return self.inside
+        if max(sender, receiver) >= len(self.hosts):
+            raise ScheduleError(
+                f"hosts say where each rank is; rank {max(sender, receiver)} is missing from {len(self.hosts)}; "
+                f"give one a rank"
+            )
+        return self.inside if self.hosts[sender] == self.hosts[receiver] else self.between
+
+    @cached_property
+    def _special(self) -> dict[tuple[int, int], Link]:
+        return dict(self.special)
+
     def latencies(self, senders: Ints, receivers: Ints) -> NDArray[Any]:
         """The latency of each message, in seconds."""
-        return self._spread(senders, receivers, lambda link: link.latency_s)
+        return self._figures(senders, receivers, lambda link: link.latency_s)
 
     def travel(self, senders: Ints, receivers: Ints, sizes: NDArray[Any]) -> NDArray[Any]:
         """How long each message of so many bytes occupies its link, in seconds."""
-        travel: NDArray[Any] = sizes * self._spread(senders, receivers, lambda link: link.byte_s)
+        travel: NDArray[Any] = sizes * self._figures(senders, receivers, lambda link: link.byte_s)
         return travel
 
-    def _spread(self, senders: Ints, receivers: Ints, figure: Any) -> NDArray[Any]:
-        figures = np.full(len(senders), figure(self.inside), object)
-        if self.hosts:
-            most = int(max(senders.max(initial=0), receivers.max(initial=0)))
-            if most >= len(self.hosts):
-                raise ScheduleError(
-                    f"hosts say where each rank is; rank {most} is missing from {len(self.hosts)}; give one a rank"
-                )
-            hosts = np.asarray(self.hosts)
-            figures[hosts[senders] != hosts[receivers]] = figure(self.between)
-        for (sender, receiver), link in self.special:
-            figures[(senders == sender) & (receivers == receiver)] = figure(link)
-        return figures
+    def _figures(self, senders: Ints, receivers: Ints, figure: Callable[[Link], float]) -> NDArray[Any]:
+        """A figure of each message's link; looked up once for each pair of ranks."""
+        num_ranks = 1 + int(max(senders.max(initial=0), receivers.max(initial=0)))
+        pairs = senders * num_ranks + receivers
+        figures: NDArray[Any] = np.zeros(num_ranks * num_ranks, object)
+        used = np.zeros(len(figures), bool)
+        used[pairs] = True
+        for pair in np.flatnonzero(used).tolist():
+            figures[pair] = figure(self.link(*divmod(pair, num_ranks)))
+        return figures[pairs]  # type: ignore[no-any-return]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, as JSON takes them."""
