@@ -26,8 +26,8 @@ from pipesched.trace import Span
 
 __all__ = ["find_links", "measure_links", "probe_links"]
 
-_SHORT_TRIPS, _LONG_TRIPS = 20, 5
-_FIRST_BYTES, _GROWTH, _MOST_BYTES = 1 << 16, 4, 1 << 22
+_SHORT_TRIPS, _LONG_TRIPS = 10, 5
+_FIRST_BYTES, _GROWTH, _MOST_BYTES = 1 << 16, 8, 1 << 22
 _LONG_S = 0.02  # a message that travels so long shows its link's bandwidth, whatever its latency and a burst's start
 
 #: Runs a program whose stages' outputs have so many bytes. Returns the spans of all ranks.
@@ -78,7 +78,7 @@ def _rounds(num_ranks: int) -> Iterator[list[Pair]]:
     """Every pair once, in rounds in which each rank is in at most one: all but one rank go around a table."""
     seats = list(range(num_ranks + num_ranks % 2))
     half = len(seats) // 2
-    for _ in seats[1:]:
+    for _ in range(1, len(seats) if num_ranks > 1 else 0):
         facing = zip(seats[:half], reversed(seats[half:]), strict=True)
         yield [(min(pair), max(pair)) for pair in facing if max(pair) < num_ranks]
         seats.insert(1, seats.pop())

@@ -75,6 +75,7 @@ def stage_costs(stages: Sequence[Sequence[LayerCosts]]) -> Costs:
         input_bytes=tuple(layers[0].input_bytes if layers else 0 for layers in stages),
         weight_grad_bytes=total("weight_grad_bytes"),
         weight_bytes=total("parameter_bytes"),
+        output_bytes=tuple(layers[-1].output_bytes if layers else 0 for layers in stages),
     )
 
 

@@ -157,6 +157,7 @@ def test_the_costs_of_a_stage_are_the_sums_of_its_layers():
         input_bytes=(5, 0, 6),
         weight_grad_bytes=(88, 0, 80),
         weight_bytes=(9, 0, 0),
+        output_bytes=(1, 0, 1),
     )
 
 

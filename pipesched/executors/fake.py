@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from pipesched.actions import Action, Kind
 from pipesched.costs import Costs
 from pipesched.errors import DeadlockError, ExecutionError
@@ -178,17 +176,16 @@ class _Mail:
 
     def _arrival(self, action: Action) -> float:
         """When the link has brought a message."""
-        ends = sender, receiver = self._placement[action.stage], self._placement[action.peer or 0]
-        start, links = self._clocks[sender].now(), self._costs.links
+        ends = self._placement[action.stage], self._placement[action.peer or 0]
+        start, links = self._clocks[ends[0]].now(), self._costs.links
         if links is None:
             return start
         producer = action.stage if action.kind is Kind.SEND_F else action.peer or 0
         if links.contended:
             start = max(start, self._free.get(ends, start))
-        alone = np.array([sender]), np.array([receiver])
-        size = np.array([self._costs.output_bytes[producer]], object)
-        self._free[ends] = start + links.travel(*alone, size)[0]
-        return self._free[ends] + links.latencies(*alone)[0]  # type: ignore[no-any-return]
+        link = links.link(*ends)
+        self._free[ends] = start + self._costs.output_bytes[producer] * link.byte_s
+        return self._free[ends] + link.latency_s
 
     def receiver(self, action: Action) -> Callable[[], Any]:
         """Takes the channel's first message, waiting for its arrival."""
