@@ -1,5 +1,6 @@
 """The command ``pipesched``: list, show, check and compare schedules. It works without torch and in a moment."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from pipesched.costs import Costs
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.files import load_program
 from pipesched.holdings import peak_in_flight
+from pipesched.links import Links
 from pipesched.program import Program
 from pipesched.simulator import simulate
 from pipesched.trace import Trace
@@ -22,6 +24,7 @@ from pipesched.viz.units import quote_time
 __all__ = ["main"]
 
 _RANKS, _MICROBATCHES = 4, 8
+_INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -75,13 +78,34 @@ def _cost_options(command: _Command) -> _Command:
             )
             for name, text in texts.items()
         ),
+        click.option("--links", type=_INPUT, help="JSON of what lies between ranks, as Links.to_dict gives it."),
+        click.option(
+            "--output-bytes",
+            type=click.IntRange(min=0),
+            default=0,
+            show_default=True,
+            help="Bytes of a stage's output for one micro-batch, which travel over the links.",
+        ),
     )
 
 
-def _simulate(program: Program, *, transfer_s: float, **rank_costs_s: float) -> Trace:
+def _simulate(
+    program: Program, *, transfer_s: float, links: Path | None, output_bytes: int, **rank_costs_s: float
+) -> Trace:
     """Simulate with costs a rank, of which each of the chunks that a micro-batch visits there takes an equal share."""
-    stage_costs = {name: tuple(cost / share for share in program.shares) for name, cost in rank_costs_s.items()}
-    return simulate(program, Costs(**stage_costs, transfer_s=transfer_s))  # type: ignore[arg-type]
+    stage_costs: dict[str, Any] = {
+        name: tuple(cost / share for share in program.shares) for name, cost in rank_costs_s.items()
+    }
+    sizes = (output_bytes,) * program.num_stages
+    between = None if links is None else _read_links(links)
+    return simulate(program, Costs(**stage_costs, transfer_s=transfer_s, output_bytes=sizes, links=between))
+
+
+def _read_links(path: Path) -> Links:
+    try:
+        return Links.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, ScheduleError) as error:
+        raise ScheduleError(f"{path}: {error}") from error
 
 
 def _read(path: str, *, max_in_flight: int | None = None, exact: bool = False) -> Program:
@@ -159,7 +183,7 @@ def show(  # noqa: PLR0913  # one parameter an option
     png: Path | None,
     chrome: Path | None,
     as_program: bool,
-    **costs: float,
+    **costs: Any,
 ) -> None:
     """Simulate SCHEDULE, a name from `list` or a file with a program, and show who computes what and when.
 
@@ -228,7 +252,7 @@ def check(file: str, max_in_flight: int | None, exact: bool) -> None:
 @_cost_options
 @click.option("--png", type=_FILE, help="Draw the timelines on one time scale into this file.")
 def compare(
-    names: tuple[str, ...], ranks: int | None, microbatches: int | None, png: Path | None, **costs: float
+    names: tuple[str, ...], ranks: int | None, microbatches: int | None, png: Path | None, **costs: Any
 ) -> None:
     """Compare each SCHEDULE, a name from `list` or a file with a program; all that are listed by default.
 

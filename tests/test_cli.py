@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from pipesched import Program, __version__, cli, schedules
 from pipesched.cli import main
 from pipesched.errors import ScheduleError
+from pipesched.links import Link, Links
 
 WRONG_ORDER = "microbatches 2\nrank 0: 0F0 0B0 0F1 0B1\nrank 1: 1B0 1F0 1F1 1B1\n"
 DEADLOCK = "microbatches 2\nrank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0\n"
@@ -70,6 +71,23 @@ def test_show_takes_costs():
     costs = ["--forward", 2, "--input-grad", 3, "--weight-grad", 4, "--transfer", 0.5]
     # One micro-batch: F, transfer, F, B, transfer, B.
     assert "makespan 19 s" in lines("show", "gpipe", "--ranks", 2, "--microbatches", 1, *costs)[2]
+
+
+def test_show_and_compare_take_links(file):
+    links = Links(Link(latency_s=1), special={(1, 2): Link(latency_s=1, bytes_per_s=5)})
+    path = file(json.dumps(links.to_dict()), "links.json")
+    costs = ["--ranks", 3, "--microbatches", 1, "--links", path, "--output-bytes", 10]
+    # Three F and three B, 1 s on each of four ways, and 10 bytes at 5 a second on one of them.
+    assert "makespan 15 s" in lines("show", "gpipe", *costs)[3]
+    assert lines("compare", "gpipe", *costs)[1].split()[1:3] == ["15", "s"]
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", '{"inside": 3}'])
+def test_a_file_of_no_links_is_named(file, text):
+    path = file(text, "links.json")
+    result = run("show", "gpipe", "--links", path)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {path}: ")
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
