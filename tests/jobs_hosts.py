@@ -17,6 +17,7 @@ from pipesched import Pipeline, probe_links
 LAYERS = ((0.01, 1_000), (0.02, 60_000), (0.02, 1_000), (0.005, 1_000), (0.005, 1_000))
 CUTS = list(combinations(range(1, len(LAYERS)), 3))
 MICROBATCHES, ROUNDS = 4, 3
+TRAINED = ("1f1b", "zb-v")
 
 
 class Sleeping(torch.autograd.Function):
@@ -83,10 +84,10 @@ def main() -> None:
     start_s = time.perf_counter()
     links = probe_links(mesh["pp"])
     probe_s = time.perf_counter() - start_s
-    pipelines.train_pipelines(mesh.get_group(), ["1f1b", "zb-v"], "never")
+    pipelines.train_pipelines(mesh.get_group(), list(TRAINED), "never")
     took = steps_of(mesh["pp"], CUTS)
     if mesh.get_rank() == 0:
-        print(json.dumps({"links": links.to_dict(), "probe_s": probe_s, "took": took}))
+        print(json.dumps({"links": links.to_dict(), "probe_s": probe_s, "trained": TRAINED, "took": took}))
     distributed.destroy_process_group()
 
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import hosts
@@ -28,7 +27,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def found() -> Iterator[dict[str, Any]]:
-    """What the ranks found; that they trained to the bit they have checked themselves."""
+    """What the ranks found."""
     if reason := hosts.why_not():
         pytest.skip(reason)
     with hosts.hosts(4) as made:
@@ -39,6 +38,10 @@ def found() -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def links(found: dict[str, Any]) -> Links:
     return Links.from_dict(found["links"])
+
+
+def test_training_over_hosts_equals_the_loop_bit_by_bit(found: dict[str, Any]) -> None:
+    assert tuple(found["trained"]) == job.TRAINED  # each rank has compared its part, or would have failed
 
 
 def test_the_probe_finds_the_slow_link(links: Links) -> None:
@@ -81,6 +84,6 @@ def test_the_boundaries_that_the_simulator_prefers_win(
     assert best(predicted(layers, None)) == balanced
     preferred = best(predicted(layers, links))
     assert preferred != balanced
-    ran = [median(seconds) for seconds in found["took"]]
+    ran = [min(seconds) for seconds in found["took"]]  # what else runs on this machine only adds to sleeping
     assert best(ran) == preferred
     assert ran[job.CUTS.index(balanced)] > 1.4 * min(ran)  # by construction twice as long
