@@ -1,0 +1,150 @@
+"""Streams, events and NCCL that only write down what comes after what: CUDA code runs with them on CPU tensors.
+
+A stream knows all that was launched before its present end, in it or in what it waited for.
+"""
+
+import threading
+import time
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import distributed
+
+
+class Stream:
+    def __init__(self, device: Any = None, priority: int = 0, name: str = "own") -> None:
+        self.device, self.name = device, name
+        self.before: set[str] = set()
+
+    def launch(self, what: str) -> None:
+        self.before.add(what)
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.before |= other.before
+
+    def wait_event(self, event: "Event") -> None:
+        self.before |= event.before
+
+    def synchronize(self) -> None:
+        CUDA.synchronized.append(self.name)
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.before: set[str] = set()
+        self.timed = enable_timing
+        self.at_s = None
+
+    def record(self, stream: Stream) -> None:
+        self.before, self.at_s = set(stream.before), time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.at_s is not None, "an event is waited for that was never recorded"
+        CUDA.synchronized.append("event")
+
+    def elapsed_time(self, other: "Event") -> float:
+        assert self.timed
+        assert other.timed
+        return (other.at_s - self.at_s) * 1e3
+
+
+class CUDA:
+    """The calls of torch.cuda that the package makes, with streams for each thread as torch has."""
+
+    synchronized: ClassVar[list[str]] = []  # what a host waited for
+
+    def __init__(self) -> None:
+        self.defaults: dict[str, Stream] = {}
+        self.current = threading.local()
+        self.recorded: list[tuple[Any, Stream]] = []
+        CUDA.synchronized = []
+
+    def default_stream(self, device: Any) -> Stream:
+        return self.defaults.setdefault(str(device), Stream(device, name=f"default of {device}"))
+
+    def current_stream(self, device: Any) -> Stream:
+        return vars(self.current).get(str(device)) or self.default_stream(device)
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Any:
+        before = vars(self.current).get(str(stream.device))
+        vars(self.current)[str(stream.device)] = stream
+        yield
+        vars(self.current)[str(stream.device)] = before
+
+    @contextmanager
+    def device(self, device: Any) -> Any:
+        yield
+
+
+class Work:
+    def __init__(self, cuda: CUDA, device: Any, what: str, before: set[str]) -> None:
+        self._cuda, self._device, self.before = cuda, device, before | {what}
+
+    def wait(self) -> None:
+        self._cuda.current_stream(self._device).before |= self.before
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class Tensor:
+    """A tensor of some device, as lanes use one."""
+
+    def __init__(self, cuda: CUDA, device: Any) -> None:
+        self.cuda, self.device, self.is_cuda = cuda, device, device != "cpu"
+
+    def record_stream(self, stream: Stream) -> None:
+        self.cuda.recorded.append((self, stream))
+
+    def to(self, device: Any, non_blocking: bool = False) -> "Tensor":
+        """As torch does: in the source's current stream, between two waits of it and the destination's."""
+        assert non_blocking
+        source, destination = self.cuda.current_stream(self.device), self.cuda.current_stream(device)
+        source.wait_stream(destination)
+        source.launch(f"copy to {device}")
+        destination.wait_stream(source)
+        return Tensor(self.cuda, device)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
+    """In place of torch.cuda's."""
+    fake = CUDA()
+    for name in ("default_stream", "current_stream", "stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.recorded.append((tensor, stream)))
+
+    class Nccl:
+        class Options:
+            def __init__(self, is_high_priority_stream: bool = False) -> None:
+                assert is_high_priority_stream
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            self.rank, self.size, self.calls, self.timeout = rank, size, [], None
+
+        def set_timeout(self, timeout: Any) -> None:
+            self.timeout = timeout
+
+        def _post(self, what: str, tensors: list[torch.Tensor], peer: int) -> Work:
+            assert peer == 1 - self.rank
+            device = tensors[0].device
+            stream = fake.current_stream(device)
+            self.calls.append((what, len(tensors[0]), stream))
+            return Work(fake, device, what, set(stream.before))  # NCCL's own stream waits for the current one
+
+        def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+            return self._post("send", tensors, peer)
+
+        def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+            return self._post("receive", tensors, peer)
+
+        def abort(self) -> None:
+            self.calls.append(("abort", 0, None))
+
+    monkeypatch.setattr(distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    return fake
