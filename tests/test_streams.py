@@ -1,19 +1,23 @@
 """What comes after what on CUDA devices, with streams that only write it down, so that this code runs on CPUs."""
 
 import ast
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import CUDA, Stream, Tensor
+from fake_cuda import CUDA, Event, Stream, Tensor
 from models import assert_equal_bits, gradients, mixed_model
 from torch import distributed
 from torch.nn import functional
 
 from pipesched import Pipeline
-from pipesched.executors import device_wire, local
+from pipesched.executors import connections, device_wire, local
+from pipesched.executors.courier import Courier
 from pipesched.executors.device_wire import Nccl
+from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.streams import CudaLane, lane_for
+from pipesched.executors.wire import ConnectionLostError
 from pipesched.testing import reference_step
 
 CPU = torch.device("cpu")
@@ -186,6 +190,49 @@ def test_links_are_of_accelerators_and_need_nccl(monkeypatch):
         device_wire.links_for(torch.device("cuda", 0), 60)
 
 
+# ---- losses ----
+
+
+def test_values_leave_once_they_are_there_in_their_order_and_the_rank_goes_on(cuda, monkeypatch):
+    at = threading.Event()
+    monkeypatch.setattr(Event, "synchronize", lambda event: at.wait(5))
+    courier, left = Courier(torch.device("cuda", 0)), []
+    for number in range(3):
+        courier.give((torch.tensor(number), number), lambda value: left.append(value[1]))
+    assert not left
+    at.set()
+    courier.drain()
+    assert left == [0, 1, 2]
+    courier.give(None, raise_lost)
+    courier.give("late", left.append)
+    courier.drain()
+    assert left[3:] == ["late"]
+    thread = courier._thread
+    del courier
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def raise_lost(value):
+    raise ConnectionLostError("the connection ended")
+
+
+def test_the_loss_of_a_mesh_leaves_by_courier(cuda, monkeypatch, tmp_path):
+    """One rank alone, told that its device is a GPU."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+
+    class Group:
+        rank, size, get_group_store = staticmethod(lambda: 0), staticmethod(lambda: 1), staticmethod(lambda: store)
+
+    monkeypatch.setattr(connections, "links_for", lambda device, timeout_s: None)
+    executor = DistributedExecutor(Group, device=torch.device("cuda", 0), timeout_s=5)
+    assert float(executor.share(0, (torch.tensor(2.5),))()[0]) == 2.5
+    assert executor._courier._thread is not None
+    executor.close()
+    executor._courier._thread.join(5)
+    assert not executor._courier._thread.is_alive()
+
+
 # ---- no wait for a device ----
 
 PACKAGE = Path(__file__).parent.parent / "pipesched"
@@ -194,6 +241,8 @@ WAITS = {"item", "cpu", "tolist", "synchronize", "numpy", "nonzero", "block_curr
 MAY_WAIT = {
     ("executors/streams.py", "seconds"),  # who reads times
     ("executors/streams.py", "unpack"),  # a CPU rank that takes a value from a GPU
+    ("calls.py", "_read"),  # numbers that rank 0 dealt, which lie on the host
+    ("executors/courier.py", "_carry"),  # a thread of its own
     ("executors/device_wire.py", "drain"),  # when links are made and closed
     ("executors/device_wire.py", "_read"),  # bytes of a header, which lie on the host
 }
@@ -209,7 +258,7 @@ STEP = [
         "calls.py",
     ),
     *("caller.py", "stream.py", "executors/interpreter.py", "executors/local.py", "executors/streams.py"),
-    "executors/device_wire.py",
+    *("executors/device_wire.py", "executors/courier.py"),
 ]
 
 

@@ -28,6 +28,7 @@ from pipesched.errors import ExecutionError
 from pipesched.executors.alarm import Alarm
 from pipesched.executors.clock import clock_offset
 from pipesched.executors.connections import Connections
+from pipesched.executors.courier import Courier
 from pipesched.executors.device_wire import channels_of, ends_over
 from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.executors.local import Timeline, Work
@@ -132,6 +133,7 @@ class DistributedExecutor:
         self._fault: str | None = None
         connections = Connections(group, self.device, timeout_s)
         self._links = links = connections.links
+        self._courier = Courier(self.device)
         ends = None if links is None else ends_over(links, connections.sockets, self.rank)
         self._wire: Wire | None = Wire(Ports(connections.sockets, connections.port), _IDENTITY, ends)
         self._end_connections = finalize(self, connections.close)
@@ -289,9 +291,8 @@ class DistributedExecutor:
                 self._shared()
                 self._shared = None
             if self.rank == source:
-                for rank in range(self.num_ranks):
-                    if rank != source:
-                        wire.tell(rank, SHARE, value)
+                others = [rank for rank in range(self.num_ranks) if rank != source]
+                self._courier.give(value, lambda given: wire.tell_all(others, SHARE, given))
                 return lambda: value
             shared = self._shared = Shared(wire.ask(source, SHARE))
         return lambda: self._read(shared)
@@ -369,6 +370,7 @@ class DistributedExecutor:
         if wire is not None:
             self._alarm.end()
             self._end_connections()
+            self._courier.end()
 
     def close(self) -> None:
         """End it, once the other ranks have what was sent to them. Raises ExecutionError from within a step."""
@@ -381,6 +383,7 @@ class DistributedExecutor:
                 if self._wire is not None and not self._alarm.rung:
                     if self._shared is not None:
                         self._shared()
+                    self._courier.drain()
                     self._wire.drain()
                     if self._links is not None:
                         self._links.close()

@@ -403,6 +403,11 @@ class Wire:
         channel.open(_ONE)
         channel.send(value)
 
+    def tell_all(self, peers: Sequence[int], tag: int, value: Any) -> None:
+        """Send one value to each."""
+        for peer in peers:
+            self.tell(peer, tag, value)
+
     def ask(self, peer: int, tag: int) -> Callable[[], Any]:
         """Post the receive of such a value; what is returned waits for it."""
         channel = self._single.setdefault((False, peer, tag), Incoming(self._ports, peer, tag))

@@ -1,0 +1,78 @@
+"""Courier: what a device has still to compute goes to the other hosts once it is there, and no step waits for it."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from pipesched.errors import ExecutionError
+from pipesched.payload import pytree
+
+__all__ = ["Courier"]
+
+
+class _Parcel(NamedTuple):
+    """A value on its way to the host. given: what it is copied from, kept until it is there."""
+
+    given: Any
+    value: Any
+    ready: Any
+    send: Callable[[Any], None]
+
+
+class Courier:
+    """A thread that waits for a CUDA device, in place of the rank's own. Values leave in the order of ``give``; from a
+    CPU, where all is there, at once.
+
+    Dropping the courier ends its thread, as ``end`` does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._parcels: SimpleQueue[_Parcel | threading.Event | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.end = finalize(self, self._parcels.put, None)
+
+    def give(self, value: Any, send: Callable[[Any], None]) -> None:
+        """Call ``send`` with a value once its tensors are there: as they are when the current stream comes to here."""
+        if self._device.type == "cpu":
+            send(value)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=_carry, args=(self._parcels,), name="pipesched courier", daemon=True)
+            self._thread.start()
+        host = pytree.tree_map_only(Tensor, _on_host, value)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        self._parcels.put(_Parcel(value, host, ready, send))
+
+    def drain(self) -> None:
+        """Wait until all that was given has left."""
+        if self._thread is not None and self.end.alive:
+            left = threading.Event()
+            self._parcels.put(left)
+            left.wait()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _carry(parcels: "SimpleQueue[_Parcel | threading.Event | None]") -> None:
+    """In the thread: until None comes."""
+    while (parcel := parcels.get()) is not None:
+        if isinstance(parcel, threading.Event):
+            parcel.set()
+            continue
+        with suppress(ExecutionError, RuntimeError):  # of the connection, or the device: the rank's thread meets it too
+            parcel.ready.synchronize()
+            parcel.send(parcel.value)
+        del parcel
