@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import places
 import pytest
 from fake_cuda import cuda  # noqa: F401
-from models import every_product_deferred  # noqa: F401
+from models import every_product_deferred, one_thread  # noqa: F401
 from ranks import Ranks
 
 

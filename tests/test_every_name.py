@@ -67,7 +67,7 @@ def train(name, p, m, program) -> None:
         pipe.flush()
     wanted, gradients = expected(m)
     if program.has_updates:
-        # The first micro-batches see the first weights, later ones updated ones: test_asynchronous replays them.
+        # The first micro-batches see the first weights, later ones updated ones: test_staleness replays them.
         assert loss.isfinite()
         assert not torch.equal(own.state_dict()["0.weight"], before["0.weight"])
         return

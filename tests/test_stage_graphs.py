@@ -17,7 +17,7 @@ from pipesched.executors.local import LocalExecutor
 from pipesched.payload import Payload
 from pipesched.stage import Stage
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("every_product_deferred")]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("every_product_deferred", "one_thread")]
 
 SEEDS = range(320)
 PARTS = [SEEDS[start : start + 64] for start in range(0, len(SEEDS), 64)]
@@ -28,15 +28,6 @@ def executor() -> Iterator[LocalExecutor]:
     executor = LocalExecutor([torch.device("cpu")] * graphs.NUM_RANKS, intra_op_threads=1)
     yield executor
     executor.close()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums are made as the ranks make them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @cache
