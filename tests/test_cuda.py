@@ -1,5 +1,9 @@
 """One rank a process on CUDA devices, over NCCL; without any, the same jobs on CPUs over stand-ins."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jobs_cuda as jobs
 import jobs_devices as devices
 import pytest
@@ -19,6 +23,13 @@ def test_the_jobs_run_on_cpus(ranks: Ranks) -> None:
     ranks.run(2, devices.over_links, jobs.round_trips, "cpu", 3)
     ranks.run(2, devices.over_links, jobs.train, "cpu", ["1f1b", "zb-v"], "always")
     ranks.run(1, devices.over_links, jobs.train, "cpu", ["1f1b"], "never")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which it would measure")
+def test_the_benchmark_says_what_it_needs() -> None:
+    command = [sys.executable, str(Path(__file__).parent.parent / "benchmarks" / "gpu.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.startswith("no CUDA device: ")
 
 
 @needs_one
