@@ -56,8 +56,11 @@ def measure_links(executor: DistributedExecutor) -> Links:
     """The same over an executor that is there already. Collective."""
 
     def run(program: Program, sizes: Sequence[int]) -> Iterable[Span]:
-        outputs = [Payload.of(torch.empty(size, dtype=torch.uint8, device=executor.device)) for size in sizes]
-        work = Work(program, {index: _Gives(output) for index, output in enumerate(outputs)}, _nothing)  # type: ignore[abstract]
+        stages = {
+            index: _Gives(sizes[index], executor.device)  # type: ignore[abstract]  # nothing but F runs
+            for index in program.chunks(executor.rank)
+        }
+        work = Work(program, stages, _nothing)
         looks = [tuple(sizes)] * program.num_microbatches
         executor.run(work, grad=False, looks=looks)  # from now on the messages' forms are foreseen
         return executor.gather(executor.run(work, grad=False, looks=looks))
@@ -128,10 +131,10 @@ def _there_and_back(pairs: list[Pair], num_ranks: int, trips: int) -> Program:
 
 
 class _Gives(StageLike):
-    """A stage that only runs forward, to the same output each time."""
+    """A stage that only runs forward, and always gives the same bytes."""
 
-    def __init__(self, output: Payload) -> None:
-        self._output = output
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._output = Payload.of(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Payload:
         return self._output
