@@ -1,13 +1,16 @@
 """What the processes of test_mesh_surface run: each function in all ranks of a group at once."""
 
-from contextlib import suppress
+import copy
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 from models import mixed_model
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from pipesched import Pipeline, Program, schedules
@@ -264,3 +267,69 @@ def gathered(group: Any, name: str, inputs: str) -> int:
                 bare += output is not None
         assert not due.requires_grad
     return bare
+
+
+# ---- meshes of two dimensions -------------------------------------------------------------------------------------
+
+
+def plain_model() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh())))
+
+
+def replicas(group: Any, names: list[str]) -> float:
+    """Several pipelines at once over one dimension, gradients averaged over the other: one process on all rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    own = slice(8 * mesh["dp"].get_local_rank(), 8 * mesh["dp"].get_local_rank() + 8)
+    x, y = X[:16], X[:16].flip(1)
+    expected, models = plain_model(), [plain_model() for _ in names]
+    options = {"loss_fn": functional.mse_loss, "num_microbatches": 2, "mesh": mesh["pp"], "timeout": 20}
+    options["boundaries"] = [4]  # each replica would measure by itself, and might cut elsewhere
+    theirs = torch.optim.SGD(expected.parameters(), lr=0.5)
+    with ExitStack() as stack:
+        pipes = [
+            stack.enter_context(Pipeline(model, x[:4], schedule=name, **options))
+            for name, model in zip(names, models, strict=True)
+        ]
+        ours = [torch.optim.SGD(pipe.parameters(), lr=0.5) for pipe in pipes]
+        for _ in range(3):
+            due = functional.mse_loss(expected(x), y)
+            due.backward()
+            theirs.step()
+            theirs.zero_grad()
+            losses = [pipe.step(x[own], target=y[own]) for pipe in pipes]
+            for pipe, optimizer, loss in zip(pipes, ours, losses, strict=True):
+                for value in (loss, *(parameter.grad for parameter in pipe.parameters())):
+                    distributed.all_reduce(value, group=mesh["dp"].get_group())
+                    value.div_(2)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(torch.allclose(loss, due.detach(), atol=1e-6) for loss in losses)
+        for pipe in pipes:
+            state = pipe.full_state_dict()
+            assert all(torch.allclose(state[key], value, atol=1e-5) for key, value in expected.state_dict().items())
+            states: list[Any] = [None, None]
+            distributed.all_gather_object(states, state, group=mesh["dp"].get_group())
+            assert all(torch.equal(states[0][key], states[1][key]) for key in state)
+    return float(due)
+
+
+def tensor_parallel(group: Any) -> None:
+    """A stage of layers whose parameters are DTensors, cut over the other dimension."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    expected = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4)))
+    for parameter in expected.parameters():
+        distributed.broadcast(parameter.data, 0)
+    model = copy.deepcopy(expected)
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    options = {"loss_fn": functional.mse_loss, "num_microbatches": 2, "mesh": mesh["pp"], "timeout": 20}
+    with Pipeline(model, X[:4], boundaries=[2], seed=1, **options) as pipe:
+        for _ in range(2):
+            due = functional.mse_loss(expected(X[:16]), X[:16])
+            due.backward()
+            assert torch.allclose(pipe.step(X[:16], target=X[:16]), due.detach(), atol=1e-6)
+        gradients = {key: parameter.grad for key, parameter in expected.named_parameters()}
+        for key, parameter in pipe.named_parameters():
+            assert isinstance(parameter, DTensor), key
+            assert torch.allclose(parameter.grad.full_tensor(), gradients[key], atol=1e-6), key

@@ -118,3 +118,15 @@ def test_inputs_is_a_word_for_meshes(options: dict[str, Any], text: str) -> None
 @pytest.mark.parametrize("name", ["1f1b", "chimera"])
 def test_outputs_come_to_all_ranks_where_asked(ranks: Ranks, name: str, inputs: str) -> None:
     assert ranks.run(2, jobs.gathered, name, inputs) == [1, 2]
+
+
+# ---- meshes of two dimensions -------------------------------------------------------------------------------------
+
+
+def test_replicas_of_stages_equal_one_process_on_all_rows(ranks: Ranks) -> None:
+    losses = ranks.run(4, jobs.replicas, ["1f1b", "zb-h1", "chimera"])
+    assert len(set(losses)) == 1
+
+
+def test_stages_may_be_cut_over_another_dimension(ranks: Ranks) -> None:
+    ranks.run(4, jobs.tensor_parallel)
