@@ -1,21 +1,25 @@
 """Train a byte-level GPT on real text through a pipeline of two stages, and look at what ran.
 
-    python examples/train_gpt.py [--steps 120] [--schedule 1f1b] [--out runs/demo]
+    python examples/train_gpt.py [--steps 120] [--schedule 1f1b] [--out runs/demo] [--save weights.pt]
+    torchrun --nproc_per_node 2 examples/train_gpt.py    # one rank a process: the same weights in the end, to the bit
 
 The text is the source of Python's own standard library. Writes timeline.png (predicted above measured), trace.json
 (opens in Perfetto) and plan.json.
 """
 
 import argparse
+import os
 import random
 import sys
 import sysconfig
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from tqdm import tqdm
 
@@ -76,10 +80,18 @@ def batch(text: Tensor, rows: int, context: int, draw: random.Random) -> tuple[T
     return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
 
-def two_devices() -> list[str]:
-    """What is there: two GPUs, one GPU twice, or the CPU twice."""
+def ranks() -> dict[str, Any]:
+    """Under torchrun one rank a process; else two in this one: on two GPUs, one GPU twice, or the CPU twice."""
     gpus = torch.cuda.device_count()
-    return ["cuda:0", f"cuda:{min(1, gpus - 1)}"] if gpus else ["cpu", "cpu"]
+    if "WORLD_SIZE" in os.environ:
+        shape = (int(os.environ["WORLD_SIZE"]),)
+        return {"mesh": init_device_mesh("cuda" if gpus else "cpu", shape, mesh_dim_names=("pp",))["pp"]}
+    return {"devices": ["cuda:0", f"cuda:{min(1, gpus - 1)}"] if gpus else ["cpu", "cpu"]}
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and draws."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def main() -> None:
@@ -88,6 +100,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--schedule", default="1f1b", help="any name of: pipesched list")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--save", type=Path, help="where to save the weights")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -98,17 +111,25 @@ def main() -> None:
         gpt(context=context),
         test_x[: rows // microbatches],
         loss_fn=next_byte_loss,
-        devices=two_devices(),
         schedule=options.schedule,
         num_microbatches=microbatches,
+        **ranks(),
     )
-    print(pipe)
+    if is_first():
+        print(pipe)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     before = pipe.eval().evaluate(test_x, target=test_y)
     times = train(pipe.train(), optimizer, text, rows, context, options.steps, draw)
     after = pipe.eval().evaluate(test_x, target=test_y)
-    print(f"loss before {before:.3f}, after {options.steps} steps {after:.3f} (nats a byte)")
-    report(pipe, times, options.out)
+    measured, weights = pipe.gather_trace(), pipe.full_state_dict()  # from all ranks
+    if is_first():
+        print(f"loss before {before:.3f}, after {options.steps} steps {after:.3f} (nats a byte)")
+        report(pipe, measured, times, options.out)
+        if options.save:
+            torch.save(weights, options.save)
+    pipe.close()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def train(
@@ -122,7 +143,8 @@ def train(
 ) -> list[float]:
     """An ordinary training loop; returns the time of each step in seconds."""
     times = []
-    progress = tqdm(range(steps), desc="training", unit="step", mininterval=1.0 if sys.stderr.isatty() else 10.0)
+    often = 1.0 if sys.stderr.isatty() else 10.0
+    progress = tqdm(range(steps), desc="training", unit="step", mininterval=often, disable=not is_first())
     for _ in progress:
         x, y = batch(text, rows, context, draw)
         start = time.perf_counter()
@@ -130,13 +152,14 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - start)
-        progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        if is_first():
+            progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
     return times
 
 
-def report(pipe: pipesched.Pipeline, times: list[float], out: Path) -> None:
+def report(pipe: pipesched.Pipeline, measured: pipesched.Trace, times: list[float], out: Path) -> None:
     """Predicted beside measured, in words and as files."""
-    measured, predicted = pipe.trace, pipe.predicted
+    predicted = pipe.predicted
     print(f"step time {median(times) * 1e3:.1f} ms with the optimizer (median of {len(times)})")
     for name, trace in (("predicted", predicted), ("measured", measured)):
         print(f"{name:9}: makespan {trace.makespan_s * 1e3:.1f} ms, bubble {trace.bubble_ratio:.1%}")
