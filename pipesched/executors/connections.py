@@ -42,13 +42,13 @@ class Connections:
     def hang_up(self) -> None:
         """End every wait of this rank. In gloo, a receive that times out closes all connections."""
         self.sockets.hang_up()
-        if self.links is not None:
-            self.links.abort()
         if self.num_ranks > 1:
             with suppress(RuntimeError):
                 self.port.recv([torch.empty(1)], (self.rank + 1) % self.num_ranks, _HANG_UP).wait(
                     timedelta(milliseconds=1)
                 )
+        if self.links is not None:
+            self.links.abort()  # last: it may take a while, and no host waits for it
 
     def close(self) -> None:
         """End them; what was sent by the host still arrives."""
