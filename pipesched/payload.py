@@ -171,6 +171,8 @@ def split(value: Any, dim: int | None, parts: int) -> list[Any]:
 
     Other leaves, tensors without dimensions, and all of it where dim is None go to every part as they are.
     """
+    if isinstance(value, Tensor) and value.dim() and dim is not None:
+        return list(torch.tensor_split(value, parts, dim))
     leaves, spec = pytree.tree_flatten(value)
     cut = [
         torch.tensor_split(leaf, parts, dim) if dim is not None and isinstance(leaf, Tensor) and leaf.dim() else None

@@ -128,6 +128,40 @@ def long_values(group: Any, kilobytes: list[int]) -> int:
     return stages[group.rank()].seen
 
 
+class Changing(Carries):
+    """Gives a copy, and changes it as soon as it has been sent."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.given: list[Tensor] = []
+
+    def forward(self, microbatch: int, *arrived: Any, **how: bool) -> Any:
+        return self._copy(super().forward(microbatch, *arrived, **how))
+
+    def backward(self, microbatch: int, *grads: Any) -> Any:
+        return [self._copy(Payload.of(one)).leaves for one in super().backward(microbatch, *grads)]
+
+    def _copy(self, value: Payload) -> Payload:
+        for tensor in self.given:
+            tensor.zero_()
+        copy = value.map_tensors(Tensor.clone)
+        self.given = list(copy.tensors)
+        return copy
+
+
+def changed_once_sent(group: Any, kilobytes: list[int]) -> int:
+    """Tensors that are modified in place right after their send arrive as they were."""
+    outputs = [Payload.of(torch.full((size, 256), float(size))) for size in kilobytes]
+    grads = [one.leaves for one in outputs]
+    program = lower(schedules.get("gpipe").program(2, len(outputs)))
+    executor = DistributedExecutor(group, timeout_s=10)
+    for _ in range(3):
+        stages = {index: Changing(index, outputs, grads) for index in range(2)}
+        executor.run(work(program, stages), grad=False, looks=kilobytes)
+    executor.close()
+    return stages[group.rank()].seen
+
+
 def memory_of_messages(group: Any, name: str, num_microbatches: int) -> int:
     """The most messages of one form that a rank holds memory for."""
     executor = DistributedExecutor(group, timeout_s=10)

@@ -32,6 +32,11 @@ def test_long_values_cross(ranks: Ranks, kilobytes: list[int]) -> None:
     assert ranks.run(2, messages.long_values, kilobytes) == [len(kilobytes)] * 2
 
 
+def test_what_is_sent_may_change_at_once(ranks: Ranks) -> None:
+    kilobytes = [1, 100, 900, 900, 900, 900, 900, 900, 900, 100, 3000, 1]  # more than connections hold
+    assert ranks.run(2, messages.changed_once_sent, kilobytes) == [len(kilobytes)] * 2
+
+
 OUT_OF_ORDER = [
     "microbatches 2\nrank 0: 0F0 0F1 0B1 0B0\nrank 1: 1F1 1F0 1B0 1B1\n",
     "microbatches 3\nrank 0: 0F2 0F0 0F1 0B0 0B1 0B2\nrank 1: 1F1 1F2 1F0 1B2 1B1 1B0\n",

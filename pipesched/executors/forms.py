@@ -22,6 +22,7 @@ __all__ = ["Form", "Packed", "describe"]
 
 _ALIGNMENT = 64  # bytes; as torch's own allocator: kernels may add in another order at another alignment
 _STORAGE_ALIGNMENT = 16  # bytes; the largest element
+_LONG = 1 << 14  # bytes; shorter ones are copied sooner than looked at
 _GRADIENTS, _PICKLED = "gradients", "pickled"
 
 _Sizes = tuple[int, ...]
@@ -158,6 +159,24 @@ class Form:
     def pieces(self) -> list[_Piece]:
         """The bytes of a message."""
         return self._layout[0]
+
+    def in_place(self, leaves: tuple[Any, ...]) -> Tensor | None:
+        """The bytes of a message where they lie: those of a value's only tensor, if it is long and fills its memory."""
+        piece = self._only
+        if piece is None:
+            return None
+        leaf: Tensor = leaves[piece.leaf]
+        if leaf.device.type != "cpu" or leaf.is_conj() or leaf.is_neg():
+            return None
+        start = leaf.storage_offset() * leaf.element_size()
+        return torch.empty(0, dtype=torch.uint8).set_(leaf.untyped_storage(), start, (piece.nbytes,), (1,))
+
+    @cached_property
+    def _only(self) -> _Piece | None:
+        pieces, restored, nbytes = self._layout
+        plain = len(pieces) == 1 and pieces[0].source is None and pieces[0].first_byte is None
+        gapped = any(one is not None and one.gapped for one in restored)
+        return pieces[0] if plain and not gapped and nbytes >= _LONG else None
 
     def restore(self, message: Tensor, start: int) -> Any:
         """The value whose bytes lie in a message from ``start`` on. Its tensors keep the message's memory alive."""

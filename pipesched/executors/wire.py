@@ -6,8 +6,9 @@ so receives are posted before their messages are sent. A form that was not fores
 follows, with its data, on a side channel; from the next run on it is foreseen. Both ends keep the same book of
 forms, and compare what they foresee before the first message of a run: shapes that change cost time, never a crash.
 
-A send never waits for its receiver. Its message is a copy, so the tensors are free at once. The copy is used again as
-soon as it is written, or, where only waiting tells (gloo), when the other end has said in the header of a message
+A send never waits for its receiver, and the tensors are free at once: who holds one may change it. A short message of
+one tensor goes into the connection's buffers from where it lies. Any other is a copy, which is used again as soon as
+it is written, or, where only waiting tells (gloo), when the other end has said in the header of a message
 that comes back that it has taken it. What nobody acknowledged is waited for when the next run begins.
 
 Receives take fresh memory, and what is received lies in it: the allocator hands out again what was freed, and no
@@ -62,7 +63,9 @@ class Port(Protocol):
     """What is used of a process group: (tensors, rank in the group, tag)."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work | None:
-        """Start to send. None: the memory may be used again at once."""
+        """Start to send. Where messages are short: several tensors as one message, which may change at once. None: it
+        has been written.
+        """
 
     def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Work:
         """Start to receive, into as much memory as is sent, or more."""
@@ -171,6 +174,8 @@ class Outgoing:
         form = self.book.foreseen[self._position]
         if form is None or form.description != description:
             self._send_unforeseen(Form(description), leaves, form.nbytes if form else 0)
+        elif form.nbytes < self._ports.limit and (data := form.in_place(leaves)) is not None:
+            self._start(self._announced(0, 0), self._bare, form.nbytes, data)
         else:
             packed = form.spare.pop() if form.spare else Packed(form, _HEADER)
             packed.fill(leaves)
@@ -178,29 +183,33 @@ class Outgoing:
             self._start(packed, form.spare, form.nbytes)
         self._position += 1
 
+    def _announced(self, form_bytes: int, data_bytes: int) -> Packed:
+        """A header alone."""
+        header = self._bare.pop() if self._bare else Packed(None, _HEADER)
+        _FIELDS.pack_into(header.header, 0, form_bytes, data_bytes, *self._taken())
+        return header
+
     def _send_unforeseen(self, form: Form, leaves: tuple[Any, ...], foreseen: int) -> None:
         """The header alone goes where a message was foreseen; the form and the data follow on the side."""
         written = _as_tensor(form.written())
-        announced = self._bare.pop() if self._bare else Packed(None, _HEADER)
-        _FIELDS.pack_into(announced.header, 0, len(written), form.nbytes, *self._taken())
-        self._start(announced, self._bare, foreseen)
+        self._start(self._announced(len(written), form.nbytes), self._bare, foreseen)
         data = Packed(form, 0)
         data.fill(leaves)
         for tensor in (written, data.tensor):
-            if len(tensor) and (work := self._begin(tensor, self._tag + 1, len(tensor))) is not None:
+            if len(tensor) and (work := self._begin([tensor], self._tag + 1, len(tensor))) is not None:
                 self._aside.append(_Sent(self._position, work, tensor))
         self.book.note(self._position, form)
 
-    def _start(self, packed: Packed, spare: list[Packed], foreseen: int) -> None:
-        work = self._begin(packed.tensor, self._tag, foreseen)
+    def _start(self, packed: Packed, spare: list[Packed], foreseen: int, *data: Tensor) -> None:
+        work = self._begin([packed.tensor, *data], self._tag, foreseen)
         if work is None:
             spare.append(packed)
         else:
             self._sent.append(_Sent(self._position, work, packed, spare))
 
-    def _begin(self, tensor: Tensor, tag: int, foreseen: int) -> Work | None:
+    def _begin(self, tensors: list[Tensor], tag: int, foreseen: int) -> Work | None:
         try:
-            return self._ports.of(foreseen).send([tensor], self._peer, tag)
+            return self._ports.of(foreseen).send(tensors, self._peer, tag)
         except RuntimeError as error:
             raise lost(self._peer, error) from None
 
