@@ -1,13 +1,15 @@
 """Models and comparisons that several test files share."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import backward, schedules
+from pipesched import Pipeline, backward, schedules
+from pipesched.testing import reference_step
 
 
 class Scale(torch.autograd.Function):
@@ -77,6 +79,37 @@ def assert_equal_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
     assert actual.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(actual[name], expected[name])]
     assert not different
+
+
+def assert_as(pipe: Pipeline, expected: nn.Module) -> None:
+    """The gradients and buffers that lie in this process, of all stages or of one rank's, have the expected bits."""
+    names = {name for name, _ in pipe.named_parameters()}
+    mine = {name: parameter.grad for name, parameter in pipe.named_parameters() if parameter.grad is not None}
+    assert_equal_bits(mine, {name: grad for name, grad in gradients(expected).items() if name in names})
+    buffers = dict(expected.named_buffers())
+    mine = dict(pipe.named_buffers())
+    assert_equal_bits(mine, {name: buffers[name] for name in mine})
+
+
+def compare_step(
+    pipe: Pipeline,
+    expected: nn.Module,
+    *args: Any,
+    target: Any,
+    loss_fn: Any = functional.cross_entropy,
+    **options: Any,
+) -> None:
+    """One step of the pipeline and of the plain loop: loss, gradients and buffers have equal bits.
+
+    options: of the loop: the number of the step, 0 unless given, and what the pipeline was made with.
+    """
+    loss = pipe.step(*args, target=target)
+    choices = {"num_microbatches": pipe.num_microbatches, **options}
+    assert torch.equal(loss, reference_step(expected, *args, target=target, loss_fn=loss_fn, **choices)), (
+        pipe,
+        options,
+    )
+    assert_as(pipe, expected)
 
 
 def synchronous_names() -> list[str]:

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import pytest
-import torch
-from models import gradients
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -64,20 +62,6 @@ def pipeline(group: Any, model: nn.Sequential, sample: Any, *, schedule: str = "
     num_stages = group.size() * schedules.get(schedule).chunks_per_rank
     choices = {"boundaries": even_boundaries(len(model), num_stages), "num_microbatches": 4, "seed": 5, **options}
     return Pipeline(model, sample, schedule=schedule, **place(group), **choices)
-
-
-def assert_as(pipe: Pipeline, expected: nn.Module) -> None:
-    """The gradients and buffers that lie here have the expected bits."""
-    names = {name for name, _ in pipe.named_parameters()}
-    assert names
-    due = {name: grad for name, grad in gradients(expected).items() if name in names}
-    mine = {name: parameter.grad for name, parameter in pipe.named_parameters() if parameter.grad is not None}
-    assert mine.keys() == due.keys()
-    buffers = dict(expected.named_buffers())
-    mine |= dict(pipe.named_buffers())
-    due |= {name: buffers[name] for name, _ in pipe.named_buffers()}
-    different = [name for name in due if not torch.equal(mine[name], due[name])]
-    assert not different
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from models import EXACT, assert_equal_bits, gradients, mixed_model, shapes
+from models import EXACT, assert_equal_bits, compare_step, gradients, mixed_model, shapes
 from torch import nn
 from torch.nn import functional
 
@@ -45,19 +45,7 @@ def test_steps_equal_the_unpipelined_loop(name: str, num_ranks: int) -> None:
         expected, actual = mixed_model(), mixed_model()
         with wrap(actual, name, num_ranks, microbatches, checkpoint=mode, seed=5) as pipe:
             for step in range(2):  # the second adds to the gradients of the first
-                loss = pipe.step(X, target=Y)
-                wanted = reference_step(
-                    expected,
-                    X,
-                    target=Y,
-                    loss_fn=functional.cross_entropy,
-                    num_microbatches=microbatches,
-                    seed=5,
-                    step=step,
-                )
-                assert torch.equal(loss, wanted), (microbatches, mode, step)
-                assert_equal_bits(gradients(actual), gradients(expected))
-                assert_equal_bits(dict(actual.named_buffers()), dict(expected.named_buffers()))
+                compare_step(pipe, expected, X, target=Y, seed=5, step=step)
 
 
 def plain_model() -> nn.Sequential:
@@ -135,18 +123,7 @@ def test_batch_sizes_change_from_step_to_step() -> None:
     expected, actual = mixed_model(), mixed_model()
     with wrap(actual, "zb-h1", 3, 4, seed=3) as pipe:
         for step, rows in enumerate((19, 8, 13, 19)):
-            loss = pipe.step(X[:rows], target=Y[:rows])
-            wanted = reference_step(
-                expected,
-                X[:rows],
-                target=Y[:rows],
-                loss_fn=functional.cross_entropy,
-                num_microbatches=4,
-                seed=3,
-                step=step,
-            )
-            assert torch.equal(loss, wanted)
-            assert_equal_bits(gradients(actual), gradients(expected))
+            compare_step(pipe, expected, X[:rows], target=Y[:rows], seed=3, step=step)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -226,10 +203,7 @@ def test_any_number_of_chunks(num_ranks: int, num_stages: int) -> None:
         boundaries=even_boundaries(11, num_stages),
         seed=4,
     ) as pipe:
-        loss = pipe.step(X, target=Y)
-    wanted = reference_step(expected, X, target=Y, loss_fn=functional.cross_entropy, num_microbatches=5, seed=4)
-    assert torch.equal(loss, wanted)
-    assert_equal_bits(gradients(actual), gradients(expected))
+        compare_step(pipe, expected, X, target=Y, seed=4)
 
 
 class Twice(nn.Module):
@@ -337,19 +311,7 @@ def test_strange_layers(layers: str, name: str, autocast: bool) -> None:
             ) as pipe,
         ):
             for step in range(2):
-                loss = pipe.step(X, target=Y)
-                wanted = reference_step(
-                    expected,
-                    X,
-                    target=Y,
-                    loss_fn=functional.cross_entropy,
-                    num_microbatches=5,
-                    seed=1,
-                    step=step,
-                )
-                assert torch.equal(loss, wanted)
-                assert_equal_bits(gradients(actual), gradients(expected))
-                assert_equal_bits(dict(actual.named_buffers()), dict(expected.named_buffers()))
+                compare_step(pipe, expected, X, target=Y, seed=1, step=step)
 
 
 @pytest.mark.parametrize("name", EXACT)
