@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipesched.batch import Batch, Weighting
 from pipesched.errors import InputError
-from pipesched.executors.distributed import look
+from pipesched.executors.messages import look
 from pipesched.payload import gather
 from pipesched.program import Program
 from pipesched.stage import Feed

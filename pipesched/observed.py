@@ -111,11 +111,14 @@ class Observed(Wrapped):
         return self._bounded(trace)
 
     def gather_trace(self) -> Trace | None:
-        """The last step of all ranks on one clock; None before the first. Collective under a mesh."""
+        """As ``trace``, of all ranks on one clock; None before the first step. Collective under a mesh."""
         if not isinstance(self._site, OverMesh) or not self._runs:
             return self.trace
-        spans = tuple(self._site.gather(self._runs[-1]))
-        return self._bounded(replace(self._trace_of([], ()), spans=Spans.of(spans)))
+        if self._stream is not None:
+            spans = self._site.gather(self._stream.timelines)
+            return replace(self._trace_of([], self._stream.versions), spans=Spans.of(tuple(spans)))
+        spans = self._site.gather([self._runs[-1]])
+        return self._bounded(replace(self._trace_of([], ()), spans=Spans.of(tuple(spans))))
 
     def _bounded(self, trace: Trace) -> Trace:
         program = self._programs.plain(trace.num_microbatches)

@@ -226,14 +226,14 @@ class Pipeline(Observed):
                     f"an asynchronous step returns before its own {what} are known; this one was asked for them; "
                     f"call evaluate or forward for outputs, detach inputs, or use a synchronous schedule"
                 )
-        executor = self._local("an asynchronous step")
+        executor = self._site.executor
         executor.check_outside("step")
         caller, segments = executor.caller(grad=True), self._programs.segments(len(call))
         if self._stream is not None and (self._stream.caller, self._stream.segments) != (caller, segments):
             self.flush()
         if self._stream is None or not self._stream.open:
             feed = Feed(self._seed, self._step, [])
-            self._stream = Stream(executor, segments, self._stages, feed, caller, self._runs.append)
+            self._stream = Stream(self._site, segments, self._stages, feed, caller, self._runs.append)
         self._step += 1
         return self._stream.step(call.batch, call.counting)
 

@@ -1,6 +1,6 @@
 """Site: where a pipeline's ranks run: all in this process, or one here and the others in processes of their own."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pickle import dumps
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -8,18 +8,22 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipesched.actions import Action
 from pipesched.arguments import as_devices
 from pipesched.batch import Batch
+from pipesched.caller import Caller
 from pipesched.calls import Call, dealt, received
-from pipesched.errors import DeviceCountError, ExecutionError, InputError, ScheduleError
-from pipesched.executors.distributed import DistributedExecutor, RankTimeline, look
+from pipesched.errors import DeviceCountError, ExecutionError, InputError
+from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import LocalExecutor, Timeline, Work
+from pipesched.executors.messages import look
+from pipesched.executors.parts import RankTimeline
 from pipesched.payload import Payload
 from pipesched.pending import pending
 from pipesched.program import Program
 from pipesched.trace import Span
 
-__all__ = ["InProcess", "Inputs", "OverMesh", "Site", "site_for"]
+__all__ = ["Executor", "InProcess", "Inputs", "OverMesh", "Parts", "Site", "site_for"]
 
 T = TypeVar("T")
 
@@ -27,10 +31,47 @@ T = TypeVar("T")
 Inputs = Literal["all", "first"]
 
 
+class Parts(Protocol):
+    """A run that is given its orders in parts."""
+
+    @property
+    def ahead(self) -> int:
+        """How many parts may be under way while the caller goes on."""
+
+    def hand(self, orders: Sequence[tuple[Action, ...]]) -> Any:
+        """Give every rank of this process the next part of its order."""
+
+    def finish(self, part: Any) -> Timeline:
+        """Wait until they have run it: what ran when. Raises what a stage raised."""
+
+    def abandon(self) -> None:
+        """Stop all ranks."""
+
+
+class Executor(Protocol):
+    """What runs the ranks of this process, as far as a stream asks."""
+
+    def caller(self, *, grad: bool) -> Caller:
+        """The settings of this thread, with grad mode as given."""
+
+    def begin(self, work: Work, caller: Caller) -> Parts:
+        """Begin a run that is then given its orders in parts. Nothing else runs before ``end``."""
+
+    def end(self, run: Any) -> None:
+        """End it."""
+
+    def check_outside(self, what: str) -> None:
+        """Raise ExecutionError within a step."""
+
+
 class Site(Protocol):
     """What a pipeline asks of the place where its ranks run. Collective where that is several processes."""
 
     devices: list[torch.device]
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the ranks of this process, once started."""
 
     def use(self, num_ranks: int) -> None:
         """So many ranks there are. Raises DeviceCountError where others would have nothing to do."""
@@ -42,7 +83,7 @@ class Site(Protocol):
         """What is made once, for all ranks."""
 
     def check(self, program: Program, decided: Any) -> None:
-        """Raise ScheduleError for a program that cannot run here, ExecutionError where ranks decided differently."""
+        """Raise ExecutionError where ranks decided differently."""
 
     def start(self) -> None:
         """Start the ranks, once all that can be wrong before has been checked."""
@@ -158,11 +199,6 @@ class OverMesh:
         return made
 
     def check(self, program: Program, decided: Any) -> None:
-        if program.has_updates:
-            raise ScheduleError(
-                f"one rank a process runs synchronous schedules, so far; {program.name!r} updates weights in flight; "
-                f"run it in one process with devices=, or choose another"
-            )
         self.executor.agree("plan", dumps((str(program), self._inputs, decided)))
 
     def start(self) -> None:
@@ -232,11 +268,9 @@ class OverMesh:
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return self.executor.trade(what, given, sources) if given or sources else {}
 
-    def gather(self, timeline: Timeline) -> list[Span]:
+    def gather(self, timelines: Iterable[Timeline]) -> list[Span]:
         """The spans of all ranks on one clock."""
-        if not isinstance(timeline, RankTimeline):
-            raise TypeError(f"a rank's timeline knows the shared clock; got {type(timeline).__name__}")
-        return self.executor.gather(timeline)
+        return self.executor.gather([own for own in timelines if isinstance(own, RankTimeline)])
 
     def close(self) -> None:
         self.executor.close()

@@ -1,23 +1,26 @@
 """Stream: steps of an asynchronous schedule, which run on into each other until a flush.
 
-Every rank has the orders of the steps asked for so far and goes through them without waiting for the others. Weights
-are updated on the way; older versions live on as long as micro-batches in flight use them (PipeDream, Narayanan et
-al. 2019; PipeDream-2BW, 2021).
+Every rank has the orders of the steps asked for so far and goes through them without waiting for the others: in one
+process threads, which their caller is a step ahead of; in processes of their own the callers themselves. Weights are
+updated on the way; older versions live on as long as micro-batches in flight use them (PipeDream, Narayanan et al.
+2019; PipeDream-2BW, 2021).
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
 from pipesched.batch import Batch, Weighting
 from pipesched.caller import Caller
 from pipesched.errors import ExecutionError
-from pipesched.executors.local import LocalExecutor, Part, Timeline, Work
+from pipesched.executors.local import Timeline, Work
 from pipesched.payload import used_here
 from pipesched.segments import Orders, Segments
+from pipesched.sites import Site
 from pipesched.stage import Feed, Stage
 
 __all__ = ["Stream"]
@@ -28,13 +31,13 @@ _REMEMBERED = 6  # parts whose times are kept
 class Stream:
     """One stream, from its first step to its flush. feed: empty, with the number of the first step.
 
-    finished: called with the times of each part that every rank has run. Raises ExecutionError where another run is
-    under way.
+    finished: called with the times of each part that every rank of this process has run. Raises ExecutionError where
+    another run is under way.
     """
 
     def __init__(
         self,
-        executor: LocalExecutor,
+        site: Site,
         segments: Segments,
         stages: Mapping[int, Stage],
         feed: Feed,
@@ -45,27 +48,28 @@ class Stream:
         self.segments = segments
         self.timelines: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self.num_parts = 0
-        self._executor = executor
+        self._site = site
         self._stages = stages
         self._feed = feed
         self._inputs: dict[int, object] = {}
         self._targets: dict[int, object] = {}
         self._factors: dict[int, float | None] = {}
         self._weightings: deque[Weighting] = deque()
-        self._parts: deque[Part] = deque()
+        self._parts: deque[Any] = deque()
         self._finished = finished
         self._steps = 0
-        self._loss: Tensor | None = None
+        self._losses: dict[int, Tensor] = {}
         self._busy = threading.Lock()
         feed.step_size = segments.num_microbatches
         feed.inputs, feed.targets, feed.factors = self._inputs, self._targets, self._factors
-        self._run = executor.begin(_work(segments, stages, feed), caller)
+        self._run = site.executor.begin(_work(segments, stages, feed), caller)
         self.open = True
 
     def step(self, batch: Batch, weighting: Weighting) -> Tensor:
-        """Enqueue a step; wait until the one before has run up to it on all ranks.
+        """Enqueue a step; wait until the one before has run up to it on all ranks of this process.
 
-        Returns that step's loss; of the first step its own. Raises what a layer raised; the stream is then over.
+        Returns that step's loss; of the first step its own. Where each rank is a process, it runs its part of the step
+        here, waits for no other's end, and the loss is on its way. Raises what a layer raised; the stream is then over.
         """
         with self._alone("step"):
             first = self._steps * self.segments.num_microbatches
@@ -75,9 +79,9 @@ class Stream:
             self._weightings.append(weighting)
             self._hand(self.segments.segment(self._steps))
             self._steps += 1
-            while len(self._parts) > (self._steps > 1):
+            while len(self._parts) > min(self._run.ahead, self._steps - 1):
                 self._finish_step()
-            return self._newest
+            return self._losses[max(0, self._steps - 2)]
 
     def flush(self) -> Tensor:
         """Run what is left of the steps asked for, and end the stream. Returns the last step's loss. Raises as step."""
@@ -90,13 +94,12 @@ class Stream:
             self._hand(self.segments.cooldown(self._steps))
             self._finish_part()
             self._end()
-            return self._newest
+            return self._losses[self._steps - 1]
 
     def abandon(self) -> None:
         """Stop all ranks where they are, and end the stream."""
         if self.open:
-            self._run.stop()
-            self._run.wait()
+            self._run.abandon()
             self._end()
 
     @property
@@ -106,16 +109,10 @@ class Stream:
         count = self._steps * self.segments.num_microbatches
         return self.segments.versions(count) if whole else ()
 
-    @property
-    def _newest(self) -> Tensor:
-        if self._loss is None:
-            raise ExecutionError("a stream has a loss once a step has run; none has; call step")
-        return self._loss
-
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         """One call at a time, and none by a rank. What is raised within ends the stream."""
-        self._executor.check_outside(what)
+        self._site.executor.check_outside(what)
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
                 "one step at a time; this one was called while another is under way; call it after that one returns"
@@ -132,28 +129,28 @@ class Stream:
         self._parts.append(self._run.hand(orders))
 
     def _finish_part(self) -> None:
-        part = self._parts.popleft()
-        self._run.wait_for(part)
-        self._run.check()
-        part.catch_up()
-        self.timelines.append(part.timeline())
+        self.timelines.append(self._run.finish(self._parts.popleft()))
         self.num_parts += 1
         self._finished(self.timelines[-1])
 
     def _finish_step(self) -> None:
         """The oldest step under way has run up to the next one: its forwards are done, and its loss is known."""
-        step = self.num_parts
+        step, weighting = self.num_parts, self._weightings.popleft()
         self._finish_part()
         size = self.segments.num_microbatches
         own = range(step * size, (step + 1) * size)
-        self._loss = self._weightings.popleft().total([used_here(self._feed.losses.pop(number)) for number in own])
+        losses, last = self._feed.losses, self.segments.program.placement[-1]
+        self._losses[step] = self._site.loss(
+            last, lambda: weighting.total([used_here(losses.pop(number)) for number in own])
+        )
+        self._losses.pop(step - 2, None)
         for number in own:
             for table in (self._inputs, self._targets, self._factors):
                 table.pop(number, None)
 
     def _end(self) -> None:
         self.open = False
-        self._executor.end(self._run)
+        self._site.executor.end(self._run)
 
 
 def _work(segments: Segments, stages: Mapping[int, Stage], feed: Feed) -> Work:
@@ -166,4 +163,4 @@ def _work(segments: Segments, stages: Mapping[int, Stage], feed: Feed) -> Work:
         for stage in stages.values():
             stage.end(failed)
 
-    return Work(segments.program, stages, begin, finish=end, pair=segments.pair)
+    return Work(segments.program, stages, begin, finish=end, pair=segments.pair, period=segments.num_microbatches)

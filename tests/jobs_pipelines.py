@@ -72,7 +72,7 @@ def refusals(group: Any) -> list[str]:
     said = []
     mesh = DeviceMesh.from_group(group, "cpu")
     for options in (
-        {"schedule": "pipedream", "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)},
+        {"schedule": "pipedream"},
         {"devices": ["cpu"] * group.size()},
         {"boundaries": [2 + group.rank()]},
         {"num_stages": 1},

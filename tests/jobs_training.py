@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from pipesched import Program, backward, schedules
 from pipesched.batch import Splitter
-from pipesched.executors.distributed import DistributedExecutor, look
+from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import Work
+from pipesched.executors.messages import look
 from pipesched.lowering import add_recompute, halves, lower
 from pipesched.stage import Feed, Head, Stage
 from pipesched.testing import reference_step

@@ -270,10 +270,14 @@ class DeviceOutgoing:
         self._position = 0
         self.book.open(keys)
 
+    def extend(self, keys: Sequence[Hashable]) -> None:
+        """Further messages of the run."""
+        self.book.extend(keys, self._position)
+
     def send(self, value: Any) -> None:
         """Send the next value, without waiting."""
         description, leaves = describe(value)
-        form = self.book.foreseen[self._position]
+        form = self.book.form(self._position)
         written = b""
         if form is None or form.description != description:
             form = Form(description)
@@ -327,13 +331,17 @@ class DeviceIncoming:
         self.taken = 0
         self.book.open(keys)
 
+    def extend(self, keys: Sequence[Hashable]) -> None:
+        """Further messages of the run."""
+        self.book.extend(keys, self.taken)
+
     def post(self) -> None:
         """Nothing to do: a receive is posted when its header is there."""
 
     def receive(self) -> Any:
         """The next value, once the sender's host has posted it; its tensors are there in the current stream's order."""
         (form_bytes,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        form = self.book.foreseen[self.taken]
+        form = self.book.form(self.taken)
         if form_bytes or form is None:
             form = Form.read(self._read(form_bytes))
             self.book.note(self.taken, form)

@@ -8,6 +8,13 @@ action begins. So a rank waits only for a send that the program puts before it. 
 yet run, one that comes first in the acyclic order: its rank has run all before it, and what it waits for is sent; it
 runs. A rank waits for its sends to be taken only between two runs, when the receives lie in the run before.
 
+Nor can a stream hang, whose orders come in parts, the same part in all ranks. Nothing that an action needs lies in a
+later part than the action itself (``Segments`` proves it of each stream), and the parts one behind the other are the
+orders of a valid program. So the argument above holds for all actions up to some part, whatever comes later, and each
+rank gets through its part as soon as the others have begun theirs. One stream is one run: a send may be taken in a
+later part than that in which it was made, and is not waited for between parts. The loss that ranks share there was
+sent at the end of a part, and is waited for in a later one at the earliest, or once that part has been asked for.
+
 What no proof covers, a rank that raises, dies or sticks, ends in the others within moments or by ``timeout_s``.
 """
 
@@ -15,14 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import finalize
 
 import torch
-from torch import Tensor
 
-from pipesched.actions import Action, Kind
+from pipesched.actions import Action
 from pipesched.caller import Caller
 from pipesched.errors import ExecutionError
 from pipesched.executors.alarm import Alarm
@@ -31,80 +36,25 @@ from pipesched.executors.connections import Connections
 from pipesched.executors.courier import Courier
 from pipesched.executors.device_wire import channels_of, ends_over
 from pipesched.executors.interpreter import Rank, Stamps, interpret
-from pipesched.executors.local import Timeline, Work
+from pipesched.executors.local import Work
+from pipesched.executors.messages import ChannelEnds, OrderMessages, digest_of
+from pipesched.executors.parts import RankRun, RankTimeline
 from pipesched.executors.shared import Shared
 from pipesched.executors.streams import lane_for
-from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Messages, Ports, Wire, digest
-from pipesched.payload import Payload, flatten
+from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Ports, Wire, digest
+from pipesched.payload import Payload
 from pipesched.program import Program
 from pipesched.trace import Span
 
-__all__ = ["DistributedExecutor", "RankTimeline", "look"]
+__all__ = ["DistributedExecutor"]
 
 _IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
 _DEALT = "what rank 0 deals out"
 _TRADES = {"weights": 10, "gradients": 12, "losses and outputs": 14, _DEALT: 16}  # tags
-_BACKWARD = (Kind.SEND_B, Kind.RECV_B)
-_OUTGOING = (Kind.SEND_F, Kind.SEND_B)
-
-
-def look(value: Any) -> Hashable:
-    """What a micro-batch looks like: the shapes and types of its tensors, and the types of what else it holds."""
-    return tuple((leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf) for leaf in flatten(value)[0])
-
-
-@dataclass(frozen=True)
-class RankTimeline(Timeline):
-    """What one rank ran when. began_s: the run's begin on the clock that all ranks share."""
-
-    began_s: float
 
 
 class _Stopped(Exception):  # noqa: N818  it is no error: it ends the rank's loop
     """Another rank failed."""
-
-
-class _Messages:
-    """The messages of one rank's order: what goes through each channel, in its order. rank: who runs it."""
-
-    def __init__(self, program: Program, order: tuple[Action, ...]) -> None:
-        self.order = order
-        self.rank: Rank | None = None
-        self._edges: dict[int, dict[tuple[bool, bool], list[tuple[int, int, int]]]] = {}
-        self._last: tuple[Any, tuple[Messages, bytes]] | None = None
-        for stage, kind, microbatch, peer in order:
-            if peer is not None:
-                channels = self._edges.setdefault(program.placement[peer], {})
-                edge = channels.setdefault((kind in _OUTGOING, kind in _BACKWARD), [])
-                ends = (stage, peer) if kind in _OUTGOING else (peer, stage)
-                edge.append((*ends, microbatch))
-
-    def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes]:
-        """By what each message's form is foreseen, and a digest of it; the same objects as long as nothing changes."""
-        asked = tuple(looks), grad
-        if self._last is None or self._last[0] != asked:
-            keys: dict[int, dict[tuple[bool, bool], list[Hashable]]] = {
-                peer: {
-                    channel: [(giver, taker, grad, looks[mb] if looks else None) for giver, taker, mb in edge]
-                    for channel, edge in channels.items()
-                }
-                for peer, channels in self._edges.items()
-            }
-            self._last = asked, (keys, digest(repr(asked).encode()))
-        return self._last[1]
-
-
-class _Ends:
-    """The rank's ends of the channels, as the interpreter uses them."""
-
-    def __init__(self, program: Program, wire: Wire) -> None:
-        self._placement, self._wire = program.placement, wire
-
-    def sender(self, action: Action) -> Callable[[Any], None]:
-        return self._wire.sender(self._placement[action.peer or 0], action.kind is Kind.SEND_B)
-
-    def receiver(self, action: Action) -> Callable[[], Any]:
-        return self._wire.receiver(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
 
 
 class DistributedExecutor:
@@ -127,7 +77,7 @@ class DistributedExecutor:
         self._threads = intra_op_threads
         self._busy = threading.Lock()
         self._known: dict[int, tuple[Program, bytes]] = {}
-        self._messages: dict[int, _Messages] = {}
+        self._messages: dict[int, OrderMessages] = {}
         self._steps = 0
         self._shared: Shared | None = None
         self._fault: str | None = None
@@ -159,7 +109,7 @@ class DistributedExecutor:
         with self._one_at_a_time("a step"):
             failed = True
             try:
-                timeline = self._run(work, Caller.here({self.device.type}, grad=grad), looks)
+                timeline = self._run(work, self.caller(grad=grad), looks)
                 failed = False
                 return timeline
             finally:
@@ -175,23 +125,69 @@ class DistributedExecutor:
         work.prepare(caller)
         start_s = time.perf_counter()
         self._lane.begin(start_s)
-        self._lane.follow()
-        rank, stamps = self._rank_of(work, messages), Stamps.room_for(order)
         try:
-            with _intra_op(self._threads), caller.held(), self._lane.entered():
-                if self._links is not None:
-                    self._links.begin()
-                self._go_through(rank, stamps)
+            return self._went_through(self._rank_of(work, messages), order, caller, start_s)
         finally:
             self._lane.end()
+
+    def caller(self, *, grad: bool) -> Caller:
+        """The settings of this thread, with grad mode as given."""
+        return Caller.here({self.device.type}, grad=grad)
+
+    def begin(self, work: Work, caller: Caller) -> RankRun:
+        """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``."""
+        with self._one_at_a_time("a stream"):
+            program, wire = work.program, self._open_wire()
+            channels = OrderMessages(program, program.orders[self.rank]).none
+            try:
+                wire.open(channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps))
+                self._steps += 1
+                work.prepare(caller)
+            except BaseException:
+                work.finish(True)
+                raise
+            rank = Rank(self.rank, program, work.stages, ChannelEnds(program, wire), work.pair)
+            run = RankRun(work, caller, rank, self.continue_run, self.leave)
+            self._lane.begin(run.began_s)
+            return run
+
+    def continue_run(self, run: RankRun, order: tuple[Action, ...]) -> RankTimeline:
+        """Run the next part of a stream."""
+        with self._one_at_a_time("a step"):
+            run.failed = True
+            self._open_wire().extend(OrderMessages(run.work.program, order).repeated(run.work.period))
+            timeline = self._went_through(run.rank, order, run.caller, run.began_s)
+            run.failed = False
+            return timeline
+
+    def end(self, run: RankRun) -> None:
+        """End a run that was given its orders in parts."""
+        self._lane.end()
+        run.work.finish(run.failed)
+
+    def check_outside(self, what: str) -> None:
+        """Raise ExecutionError in a layer or a hook that the rank runs."""
+        if self._busy.locked():
+            raise ExecutionError(
+                f"a pipeline is used from outside its steps; {what} was called while one is under way; call it after "
+                f"the step has returned"
+            )
+
+    def _went_through(self, rank: Rank, order: tuple[Action, ...], caller: Caller, start_s: float) -> RankTimeline:
+        self._lane.follow()
+        stamps = Stamps.room_for(order)
+        with _intra_op(self._threads), caller.held(), self._lane.entered():
+            if self._links is not None:
+                self._links.begin()
+            self._go_through(rank, stamps)
         all_stamps = [stamps if index == self.rank else Stamps.room_for(()) for index in range(self.num_ranks)]
         return RankTimeline(all_stamps, [self._lane.reader()] * self.num_ranks, start_s + self._clock_s)
 
-    def _rank_of(self, work: Work, messages: _Messages) -> Rank:
+    def _rank_of(self, work: Work, messages: OrderMessages) -> Rank:
         """The rank of this work. It is kept, unless it runs a part of its order: then its stages are of one pass."""
         rank = messages.rank
         if rank is None or rank.stages is not work.stages:
-            ends = _Ends(work.program, self._open_wire())
+            ends = ChannelEnds(work.program, self._open_wire())
             rank = Rank(self.rank, work.program, work.stages, ends, work.pair)
             messages.rank = rank if work.orders is None else None
         return rank
@@ -206,12 +202,12 @@ class DistributedExecutor:
                 raise error.__cause__ from None
             raise
 
-    def _messages_of(self, program: Program, order: tuple[Action, ...]) -> _Messages:
+    def _messages_of(self, program: Program, order: tuple[Action, ...]) -> OrderMessages:
         known = self._messages.get(id(order))
         if known is None or known.order is not order:
             if len(self._messages) >= 64:
                 self._messages.clear()
-            known = self._messages[id(order)] = _Messages(program, order)
+            known = self._messages[id(order)] = OrderMessages(program, order)
         return known
 
     def _agreed(self, program: Program) -> bytes:
@@ -220,7 +216,7 @@ class DistributedExecutor:
         if known is None:
             if len(self._known) >= 64:
                 self._known.clear()
-            own = _digest(program)
+            own = digest_of(program)
             self._compare("program", own)
             if self._links is not None:
                 self._links.connect(channels_of(program))
@@ -319,13 +315,14 @@ class DistributedExecutor:
         with self._stopping_all("a shared value"):
             return shared()
 
-    def gather(self, timeline: RankTimeline) -> list[Span]:
+    def gather(self, timelines: Sequence[RankTimeline]) -> list[Span]:
         """The spans of all ranks on one clock, in seconds since the first one began."""
-        parts = self.exchange((timeline.began_s, list(timeline.spans())))
-        first_s = min(began_s for began_s, _ in parts)
+        parts = self.exchange([(one.began_s, list(one.spans())) for one in timelines])
+        first_s = min((began_s for own in parts for began_s, _ in own), default=0.0)
         return [
             span._replace(start_s=span.start_s + began_s - first_s, end_s=span.end_s + began_s - first_s)
-            for began_s, spans in parts
+            for own in parts
+            for began_s, spans in own
             for span in spans
         ]
 
@@ -363,6 +360,12 @@ class DistributedExecutor:
                 f"a rank that fails stops all; {self._fault}; rank {self.rank} of {self.num_ranks} stopped{place}; "
                 f"mend the cause and make a new pipeline"
             ) from None
+
+    def leave(self, why: str) -> None:
+        """End the pipeline in all ranks, unless it has ended."""
+        if not self.closed:
+            self._fault = f"rank {self.rank} failed: {self._alarm.ring(why).text}"
+            self._drop()
 
     def _drop(self) -> None:
         wire, self._wire, self._shared = self._wire, None, None
@@ -411,10 +414,3 @@ def _intra_op(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _digest(program: Program) -> bytes:
-    columns = program.columns
-    arrays = (columns.stage, columns.kind, columns.microbatch, columns.peer, columns.joined, program.orders.offsets)
-    others = program.placement, program.graph.edges, program.forward_only, program.num_microbatches, program.versions
-    return digest(b"".join(array.tobytes() for array in arrays) + repr(others).encode())

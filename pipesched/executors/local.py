@@ -39,6 +39,7 @@ class Work:
 
     prepare: called with the caller's settings before the ranks start, once nothing else runs; finish: called after
     they have ended, with whether one failed. pair: the program's micro-batch that is run as one of a stream is.
+    period: the micro-batches of a step of it.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class Work:
     orders: tuple[tuple[Action, ...], ...] | None = None
     finish: Callable[[bool], None] = lambda failed: None
     pair: Callable[[int], int] = lambda microbatch: microbatch
+    period: int = 1
 
 
 class Crew:
@@ -64,6 +66,8 @@ class Crew:
 
 class Run:
     """A program under way: its ranks, and what became of them. It runs in one part, or in several."""
+
+    ahead = 1  # parts that are handed on while others run
 
     def __init__(self, work: Work, crew: "Crew", jobs: _Jobs, caller: Caller) -> None:
         self.work = work
@@ -113,6 +117,18 @@ class Run:
             self.stop()
             part.finished.wait()
             raise
+
+    def finish(self, part: "Part") -> "Timeline":
+        """Wait until every rank has ended a part: what ran when. Raises what a stage raised."""
+        self.wait_for(part)
+        self.check()
+        part.catch_up()
+        return part.timeline()
+
+    def abandon(self) -> None:
+        """Stop all ranks, and wait until they have stopped."""
+        self.stop()
+        self.wait()
 
     @property
     def finished(self) -> bool:

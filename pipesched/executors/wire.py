@@ -11,6 +11,10 @@ one tensor goes into the connection's buffers from where it lies. Any other is a
 it is written, or, where only waiting tells (gloo), when the other end has said in the header of a message
 that comes back that it has taken it. What nobody acknowledged is waited for when the next run begins.
 
+A run may get its messages in parts, which need not be the same at both ends: what one end sends in a part, the other
+may receive in a later one. Then a form that was announced counts for the messages that come a few behind it in the
+channel, which is the same moment at both ends.
+
 Receives take fresh memory, and what is received lies in it: the allocator hands out again what was freed, and no
 second copy is made.
 """
@@ -47,6 +51,7 @@ __all__ = [
 _HEADER = 64  # bytes
 _FIELDS = Struct("<4q")  # bytes of a pickled form that follows, bytes of its data, messages taken: forward, backward
 _AHEAD = 4  # receives posted before they are needed, on each channel
+_SETTLED = 2 * _AHEAD  # messages: when a receive is posted, all that come so many before it are here, and more
 _REMEMBERED = 4096  # forms in the book of a channel
 DIGEST_BYTES = 16
 _NEITHER = (0, 0)
@@ -112,28 +117,51 @@ class Book:
 
     def __init__(self) -> None:
         self._forms: dict[Hashable, Form] = {}
-        self._news: dict[Hashable, Form] = {}
+        self._news: deque[tuple[int, Hashable, Form]] = deque()  # with the message's number in the run
         self._keys: Sequence[Hashable] = ()
+        self._first = 0  # the message that stands first in what follows; those before are behind
         self.foreseen: list[Form | None] = []
         self.sizes = digest(b"")  # what both ends must foresee alike
+
+    @property
+    def end(self) -> int:
+        """How many messages of the run are known."""
+        return self._first + len(self._keys)
 
     def open(self, keys: Sequence[Hashable]) -> None:
         """Foresee the messages of a run, which have these keys."""
         if keys is not self._keys or self._news:
-            self._write()
-            self._keys = keys
+            self._write(len(self._news))
+            self._keys, self._first = keys, 0
             self.foreseen = [self._forms.get(key) for key in keys]
             self.sizes = digest(repr([-1 if form is None else form.nbytes for form in self.foreseen]).encode())
 
-    def note(self, position: int, form: Form) -> None:
-        """A message had another form. It counts from the next run on, so that both ends agree about this one."""
-        self._news[self._keys[position]] = form
+    def extend(self, keys: Sequence[Hashable], behind: int) -> None:
+        """Further messages of the run. behind: how many are over, and need not be remembered."""
+        self._keys = [*self._keys[behind - self._first :], *keys]
+        del self.foreseen[: behind - self._first]
+        self._first = behind
 
-    def _write(self) -> None:
-        if len(self._forms) + len(self._news) > _REMEMBERED:
-            self._forms.clear()
-        self._forms.update(self._news)
-        self._news = {}
+    def form(self, number: int) -> Form | None:
+        """What is foreseen of a message of the run; of a further one, when that is the next to be asked for."""
+        at = number - self._first
+        if at == len(self.foreseen):
+            self._write(sum(noted <= number - _SETTLED for noted, *_ in self._news))
+            self.foreseen.append(self._forms.get(self._keys[at]))
+        return self.foreseen[at]
+
+    def note(self, number: int, form: Form) -> None:
+        """A message had another form. It counts from the next run on, or a few messages on in one of several parts:
+        not before both ends must know it, so that they agree.
+        """
+        self._news.append((number, self._keys[number - self._first], form))
+
+    def _write(self, count: int) -> None:
+        for _ in range(count):
+            _, key, form = self._news.popleft()
+            if len(self._forms) >= _REMEMBERED:
+                self._forms.clear()
+            self._forms[key] = form
 
 
 def _as_tensor(data: bytes) -> Tensor:
@@ -168,10 +196,14 @@ class Outgoing:
         self._position = 0
         self.book.open(keys)
 
+    def extend(self, keys: Sequence[Hashable]) -> None:
+        """Further messages of the run."""
+        self.book.extend(keys, self._position)
+
     def send(self, value: Any) -> None:
         """Send the next value, without waiting."""
         description, leaves = describe(value)
-        form = self.book.foreseen[self._position]
+        form = self.book.form(self._position)
         if form is None or form.description != description:
             self._send_unforeseen(Form(description), leaves, form.nbytes if form else 0)
         elif form.nbytes < self._ports.limit and (data := form.in_place(leaves)) is not None:
@@ -215,8 +247,9 @@ class Outgoing:
 
     def acknowledged(self, count: int) -> None:
         """The other end has taken so many messages of this run."""
-        while self._sent and self._sent[0].position < count:
-            self._retire(self._sent.popleft())
+        for queue in (self._sent, self._aside):
+            while queue and queue[0].position < count:
+                self._retire(queue.popleft())
 
     def _retire(self, sent: _Sent) -> None:
         awaited(sent.work, self._peer)
@@ -251,11 +284,14 @@ class Incoming:
         self.taken = self._next = 0
         self.book.open(keys)
 
+    def extend(self, keys: Sequence[Hashable]) -> None:
+        """Further messages of the run."""
+        self.book.extend(keys, self.taken)
+
     def post(self, ahead: int = _AHEAD) -> None:
         """Post the receives of the next messages, at most so many."""
-        foreseen = self.book.foreseen
-        while self._next < len(foreseen) and len(self._posted) < ahead:
-            form = foreseen[self._next]
+        while self._next < self.book.end and len(self._posted) < ahead:
+            form = self.book.form(self._next)
             nbytes = form.nbytes if form else 0
             memory = torch.empty(_HEADER + nbytes, dtype=torch.uint8)
             self._posted.append((memory, self._start(memory, self._tag, nbytes)))
@@ -269,7 +305,7 @@ class Incoming:
         self.post()
         awaited(work, self._peer)
         form_bytes, data_bytes, forward, backward = _FIELDS.unpack_from(memory.numpy().data)
-        form, start = self.book.foreseen[self.taken], _HEADER
+        form, start = self.book.form(self.taken), _HEADER
         if form_bytes or form is None:
             form, memory = self._receive_unforeseen(form_bytes, data_bytes)
             start = 0
@@ -334,16 +370,21 @@ class _Neighbour:
             (_, work), self._opening = self._opening, None  # gloo's second wait for one operation never ends
             awaited(work, self.peer)
         try:
-            if any(end.book.foreseen for end in self.outgoing):
+            if any(outgoing for outgoing, _ in keys):
                 words = _as_tensor(self._words(identity, self.outgoing))
                 sending = self._port.send([words], self.peer, _OPENING)
                 self._opening = None if sending is None else (words, sending)
-            if any(end.book.foreseen for end in self.incoming):
+            if not all(outgoing for outgoing, _ in keys):
                 self._due = self._words(identity, self.incoming)
                 heard = torch.empty(len(self._due), dtype=torch.uint8)
                 self._opened = heard, self._port.recv([heard], self.peer, _OPENING)
         except RuntimeError as error:
             raise lost(self.peer, error) from None
+
+    def extend(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]]) -> None:
+        """Further messages of the run."""
+        for (outgoing, backward), own in keys.items():
+            (self.outgoing if outgoing else self.incoming)[backward].extend(own)
 
     @staticmethod
     def _words(identity: bytes, ends: Sequence[Any]) -> bytes:
@@ -388,6 +429,11 @@ class Wire:
             if peer not in self._neighbours:
                 self._neighbours[peer] = _Neighbour(self._ports, peer, self._ends)
             self._neighbours[peer].open(channels, identity)
+
+    def extend(self, keys: Messages) -> None:
+        """Further messages of the run, with ranks that it was opened with."""
+        for peer, channels in keys.items():
+            self._neighbours[peer].extend(channels)
 
     def sender(self, peer: int, backward: bool) -> Callable[[Any], None]:
         """Sends without waiting. Of a rank that some run has had messages with, as ``receiver``."""

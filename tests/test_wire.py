@@ -1,0 +1,83 @@
+"""The two ends of a channel foresee the same, however a run comes to either of them in parts."""
+
+from collections import defaultdict, deque
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipesched.executors.wire import Incoming, Outgoing, Ports
+from pipesched.payload import Payload
+
+
+class Memory:
+    """A port within the process; a message that is longer than the memory that waits for it is an error."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, deque[bytes]] = defaultdict(deque)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> None:
+        self.sent[tag].append(bytes(tensors[0].tolist()))
+
+    def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Any:
+        return Read(self.sent[tag], tensors[0])
+
+
+class Read:
+    def __init__(self, sent: deque[bytes], memory: Tensor) -> None:
+        self.sent, self.memory = sent, memory
+
+    def wait(self) -> None:
+        data = self.sent.popleft()
+        self.memory[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+
+
+messages = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6)), max_size=60)
+
+
+@given(st.data(), messages)
+def test_both_ends_agree_whatever_their_parts(data: st.DataObject, run: list[tuple[str, int]]) -> None:
+    """Three runs, over a port for short messages and one for long ones. The receiver is as far behind as it likes."""
+    short, long = Memory(), Memory()
+    outgoing, incoming = (end(Ports(short, long, 10), 0, 0) for end in (Outgoing, Incoming))
+    keys = [key for key, _ in run]
+    for _ in range(3):
+        sent = taken = known_there = known_here = 0
+        outgoing.open(())
+        incoming.open(())
+        while taken < len(run):
+            if sent < len(run) and (sent == taken or data.draw(st.booleans())):
+                if known_there == sent:
+                    known_there = data.draw(st.integers(sent + 1, len(run)))
+                    outgoing.extend(keys[sent:known_there])
+                outgoing.send(value(run[sent][1], sent))
+                sent += 1
+            else:
+                if known_here == taken:
+                    known_here = data.draw(st.integers(taken + 1, len(run)))
+                    incoming.extend(keys[taken:known_here])
+                assert torch.equal(incoming.receive().value, value(run[taken][1], taken).value)
+                taken += 1
+        assert not any([*short.sent.values(), *long.sent.values()])
+
+
+def value(size: int, number: int) -> Payload:
+    return Payload.of(torch.full((size,), float(number)))
+
+
+def test_what_was_announced_is_foreseen_a_few_messages_later() -> None:
+    port = Memory()
+    outgoing, incoming = (end(Ports(port, port), 0, 0) for end in (Outgoing, Incoming))
+    outgoing.open(())
+    incoming.open(())
+    announced = []
+    for step in range(12):
+        outgoing.extend("ab")
+        incoming.extend("ab")
+        for size in (3, 4):
+            outgoing.send(value(size, step))
+            announced.append(len(port.sent[1]) > 0)
+            incoming.receive()
+    assert announced == [True] * 8 + [False] * 16
