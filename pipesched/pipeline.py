@@ -187,10 +187,10 @@ class Pipeline(Observed):
         fails ends the pipeline.
 
         Asynchronous schedules enqueue the step and return the loss of the one before, which has then run up to this
-        one on all ranks (the first step waits for its own). The loss is the mean over the step's rows, each with the
-        weights that it met; an update's gradient is that of its own rows. A batch of another number of micro-batches
-        flushes first. What a layer raises comes from this step, the next one or ``flush``; the steps under way are
-        then lost, and each stage keeps the updates that it has made.
+        one on all ranks (the first step waits for its own); under a mesh each process runs its part of the step. The
+        loss is the mean over the step's rows, each with the weights that it met; an update's gradient is that of its
+        own rows. A batch of another number of micro-batches flushes first. What a layer raises comes from this step,
+        the next one or ``flush``; the steps under way are then lost, and each stage keeps the updates that it has made.
         """
 
         def make() -> Call:
