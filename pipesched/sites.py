@@ -270,7 +270,7 @@ class OverMesh:
 
     def gather(self, timelines: Iterable[Timeline]) -> list[Span]:
         """The spans of all ranks on one clock."""
-        return self.executor.gather([own for own in timelines if isinstance(own, RankTimeline)])
+        return self.executor.gather(*(own for own in timelines if isinstance(own, RankTimeline)))
 
     def close(self) -> None:
         self.executor.close()

@@ -75,7 +75,7 @@ def one_clock(group: Any, name: str) -> list[Any]:
     costs = Costs.uniform(program.num_stages, forward_s=0.002, input_grad_s=0.002, weight_grad_s=0.002)
     stages = {index: FakeStage(index, costs) for index in range(program.num_stages)}
     timeline = executor.run(work(program, stages), grad=False)
-    spans = executor.gather([timeline])
+    spans = executor.gather(timeline)
     executor.close()
     return spans if group.rank() == 0 else []
 

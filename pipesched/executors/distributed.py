@@ -315,7 +315,7 @@ class DistributedExecutor:
         with self._stopping_all("a shared value"):
             return shared()
 
-    def gather(self, timelines: Sequence[RankTimeline]) -> list[Span]:
+    def gather(self, *timelines: RankTimeline) -> list[Span]:
         """The spans of all ranks on one clock, in seconds since the first one began."""
         parts = self.exchange([(one.began_s, list(one.spans())) for one in timelines])
         first_s = min((began_s for own in parts for began_s, _ in own), default=0.0)
