@@ -39,8 +39,9 @@ from torch import Tensor, distributed
 
 from pipesched.actions import Kind
 from pipesched.errors import ExecutionError
+from pipesched.executors.book import Book
 from pipesched.executors.forms import Form, Packed, describe
-from pipesched.executors.wire import Book, Ends, Port, awaited, lost
+from pipesched.executors.wire import Ends, Port, awaited, lost
 from pipesched.program import Program
 
 __all__ = ["Channel", "Link", "Links", "Maker", "Sending", "channels_of", "ends_over", "links_for"]

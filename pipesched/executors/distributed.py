@@ -31,6 +31,7 @@ from pipesched.actions import Action
 from pipesched.caller import Caller
 from pipesched.errors import ExecutionError
 from pipesched.executors.alarm import Alarm
+from pipesched.executors.book import digest
 from pipesched.executors.clock import clock_offset
 from pipesched.executors.connections import Connections
 from pipesched.executors.courier import Courier
@@ -41,7 +42,7 @@ from pipesched.executors.messages import ChannelEnds, OrderMessages, digest_of
 from pipesched.executors.parts import RankRun, RankTimeline
 from pipesched.executors.shared import Shared
 from pipesched.executors.streams import lane_for
-from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Ports, Wire, digest
+from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Ports, Wire
 from pipesched.payload import Payload
 from pipesched.program import Program
 from pipesched.trace import Span

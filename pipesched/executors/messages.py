@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from pipesched.actions import Action, Kind
+from pipesched.executors.book import digest
 from pipesched.executors.interpreter import Rank
-from pipesched.executors.wire import Messages, Wire, digest
+from pipesched.executors.wire import Messages, Wire
 from pipesched.payload import flatten
 from pipesched.program import Program
 
