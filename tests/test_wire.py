@@ -19,7 +19,7 @@ class Memory:
         self.sent: dict[int, deque[bytes]] = defaultdict(deque)
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> None:
-        self.sent[tag].append(bytes(tensors[0].tolist()))
+        self.sent[tag].append(b"".join(tensor.numpy().tobytes() for tensor in tensors))
 
     def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Any:
         return Read(self.sent[tag], tensors[0])
