@@ -1,15 +1,21 @@
 """Measure: paired, interleaved runs (A B A B ...) and what is printed of them."""
 
+import multiprocessing
 import platform
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import distributed
 
-__all__ = ["Ratio", "machine", "paired", "ratio"]
+from pipesched import Program, Trace
+
+__all__ = ["Delays", "Ratio", "delays", "in_ranks", "machine", "paired", "ratio"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,46 @@ def ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
     draw = random.Random(0)
     medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
     return Ratio(median(ratios), medians[25], medians[974], median(first), median(second))
+
+
+def in_ranks(count: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``job(rank, *args)`` in so many processes of one gloo group, with one thread each; what each returned."""
+    store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # at a free port
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        return pool.starmap(_in_rank, [(rank, count, store.port, job, args) for rank in range(count)], chunksize=1)
+
+
+def _in_rank(rank: int, count: int, port: int, job: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    store = distributed.TCPStore("127.0.0.1", port, None, False)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    try:
+        return job(rank, *args)
+    finally:
+        distributed.destroy_process_group()
+
+
+class Delays(NamedTuple):
+    """What is lost between actions, in seconds, action by action: see ``delays``."""
+
+    on_rank_s: list[float]
+    message_s: list[float]
+
+
+def delays(program: Program, trace: Trace) -> Delays:
+    """How much later each action of a measured step began than it could have.
+
+    By what it waited for last: its rank's action before it, or a message, from the end of the action that sends it on.
+    """
+    times = {span.action: (span.start_s, span.end_s) for span in trace.spans}
+    starts, ends = (np.array(column) for column in zip(*(times[action] for action in program.columns), strict=True))
+    arrives, free = np.full((2, len(starts)), -np.inf)
+    np.maximum.at(arrives, program.requirements.row, ends[program.requirements.needed])
+    free[1:] = ends[:-1]
+    free[program.orders.offsets[:-1]] = -np.inf
+    waits = arrives > free
+    known = ~waits & np.isfinite(free)
+    return Delays((starts - free)[known].tolist(), (starts - arrives)[waits].tolist())
 
 
 def machine() -> str:

@@ -1,0 +1,257 @@
+"""Stages that sleep, as a processor waits for an accelerator: the measured makespan over the simulated one.
+
+    python benchmarks/sleeping.py [--ranks 8 16] [--kinds bare layers] [--schedules 1f1b ...] [--steps 25]
+
+One process a rank, gloo. A stage's forward ends 10 ms after it began, its input gradient and its weight gradient too
+(a whole backward: 20 ms), and meanwhile the processor is free. "layers" are modules with a small product, through the
+whole of Pipeline(mesh=...); "bare" stages do nothing but sleep and hand on a tensor of the same size, so that what is
+measured is the executor: order, interpreter, messages. The simulation takes the lengths asked for, and nothing for
+messages. Printed: the median of measured / simulated over the steps with a 95 % bootstrap interval; by how much an
+action begins later than it could, after its rank's action before it and where it waits for a message (medians, in us);
+and how long the busiest rank's processor works for an action, all its threads. With many ranks on few cores it is this
+work, of ranks that wake at the same moment, that makes a step longer.
+"""
+
+import argparse
+import ctypes
+import time
+from contextlib import suppress
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from measure import Delays, delays, in_ranks, machine, ratio
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+from pipesched import Costs, Pipeline, Trace, lower, schedules, simulate
+from pipesched.executors.distributed import DistributedExecutor
+from pipesched.executors.local import Work
+from pipesched.payload import Payload
+
+SECONDS = 0.010  # F, I and W
+ROWS, WIDTH = 16, 256  # of a micro-batch: the smallest product whose weight gradient is left to W
+
+
+class Clock:
+    """When the action under way began; a wait ends at a deadline, however long the processor had work before."""
+
+    def __init__(self) -> None:
+        self.began_s = 0.0
+        self.in_backward = False
+
+    def begin(self) -> None:
+        """An action begins."""
+        self.began_s = time.perf_counter()
+
+    def wait(self, parts: int = 1) -> None:
+        """Until the action, or this part of it, has taken its time. What follows in it begins then."""
+        self.began_s += parts * SECONDS
+        time.sleep(max(0.0, self.began_s - time.perf_counter()))
+
+
+class Edge(torch.autograd.Function):
+    """The begin of a layer, or its end; backward it is the other one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, entering: bool) -> Tensor:
+        ctx.clock, ctx.entering = clock, entering
+        if entering:
+            clock.begin()
+        else:
+            clock.wait()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        clock = ctx.clock
+        if ctx.entering:
+            clock.wait()
+        else:
+            clock.begin()
+        clock.in_backward = not ctx.entering
+        return grad, None, None
+
+
+class Sleeping(nn.Module):
+    """A layer that takes its time: in F, in I, and where its weight gradient comes, in W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.clock = Clock()
+        self.weight.register_hook(self._arrived)
+
+    def _arrived(self, grad: Tensor) -> Tensor:
+        if not self.clock.in_backward:  # a W by itself, not a part of B
+            self.clock.begin()
+        self.clock.wait()
+        return grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Edge.apply(x, self.clock, True)
+        return Edge.apply(functional.linear(x, self.weight), self.clock, False)
+
+
+class Bare:
+    """A stage that does nothing but take its time; it gives a tensor of the layer's size, ready made."""
+
+    def __init__(self, index: int) -> None:
+        tensor = torch.zeros(ROWS, WIDTH, requires_grad=True)
+        self.output, self.grads = Payload.of(tensor), [(tensor.detach(),)] * (index > 0)
+        self.clock = Clock()
+
+    def _sleep(self, parts: int) -> None:
+        self.clock.begin()
+        self.clock.wait(parts)
+
+    def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Payload:
+        self._sleep(1)
+        return self.output
+
+    def backward(self, microbatch: int, *grads: Any) -> Any:
+        self._sleep(2)
+        return self.grads
+
+    def input_grad(self, microbatch: int, *grads: Any) -> Any:
+        self._sleep(1)
+        return self.grads
+
+    def weight_grad(self, microbatch: int) -> None:
+        self._sleep(1)
+
+    def recompute(self, microbatch: int, *, split: bool) -> None:
+        """There is none."""
+
+    def update(self, number: int) -> None:
+        """There is none."""
+
+
+class WholePipeline:
+    """Layers that sleep, through Pipeline."""
+
+    def __init__(self, name: str, num_ranks: int) -> None:
+        m = 2 * num_ranks
+        program = schedules.get(name).program(num_ranks, m)
+        self.x, self.y = torch.randn(m * ROWS, WIDTH), torch.randn(m * ROWS, WIDTH)
+        self.pipe = Pipeline(
+            nn.Sequential(*(Sleeping() for _ in range(program.num_stages))),
+            self.x[:ROWS],
+            loss_fn=functional.mse_loss,
+            mesh=init_device_mesh("cpu", (num_ranks,)),
+            schedule=name,
+            num_microbatches=m,
+            boundaries=list(range(1, program.num_stages)),
+        )
+
+    def step(self) -> None:
+        self.pipe.step(self.x, target=self.y)
+
+    def trace(self) -> Trace:
+        """The last step's."""
+        return self.pipe.gather_trace()
+
+    def close(self) -> None:
+        self.pipe.close()
+
+
+class BareStages:
+    """Bare stages, through the distributed executor alone."""
+
+    def __init__(self, name: str, num_ranks: int) -> None:
+        self.program = schedules.get(name).program(num_ranks, 2 * num_ranks)
+        stages = {index: Bare(index) for index in range(self.program.num_stages)}
+        self.work = Work(lower(self.program), stages, lambda caller: None)
+        self.executor = DistributedExecutor(distributed.group.WORLD)
+
+    def step(self) -> None:
+        self.timeline = self.executor.run(self.work, grad=True)
+
+    def trace(self) -> Trace:
+        """The last step's."""
+        return Trace(self.executor.gather(self.timeline), self.executor.num_ranks)
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+KINDS = {"bare": BareStages, "layers": WholePipeline}
+
+
+class Figures(NamedTuple):
+    """Each step's makespan; what one step lost between actions; the processor's seconds for an action of this rank."""
+
+    makespans_s: list[float]
+    lost: Delays
+    work_s: float
+
+
+def measured(rank: int, kind: str, name: str, num_ranks: int, steps: int) -> Figures:
+    """One case, in each rank."""
+    run = KINDS[kind](name, num_ranks)
+    run.step()
+    makespans, work_s = [], 0.0
+    for _ in range(steps):
+        before = time.process_time()
+        run.step()
+        work_s += time.process_time() - before
+        trace = run.trace()
+        makespans.append(trace.makespan_s)
+    run.close()
+    program = schedules.get(name).program(num_ranks, 2 * num_ranks)
+    return Figures(makespans, delays(program, trace), work_s / steps / len(program.orders[rank]))
+
+
+def all_measured(rank: int, cases: list[tuple[str, str]], num_ranks: int, steps: int) -> list[Figures]:
+    """All cases, each (kind, schedule), in each rank."""
+    wake_in_time()
+    return [measured(rank, *case, num_ranks, steps) for case in cases]
+
+
+def show(num_ranks: int, cases: list[tuple[str, str]], steps: int) -> None:
+    """Measure on so many ranks and print a row for each case."""
+    for (kind, name), *results in zip(cases, *in_ranks(num_ranks, all_measured, cases, num_ranks, steps), strict=True):
+        makespans, simulated = results[0].makespans_s, predicted(name, num_ranks)
+        found = ratio(makespans, [simulated] * len(makespans))
+        work_s = max(each.work_s for each in results)
+        lost = "".join(f"{median(kind or [0.0]) * 1e6:10.0f}" for kind in results[0].lost)
+        times = f"{found.first:12.3f}{simulated:11.3f}{lost}{work_s * 1e6:10.0f}"
+        print(f"{kind:8}{name:20}{num_ranks:6}{found!s:>26}{times}", flush=True)
+
+
+def wake_in_time() -> None:
+    """Linux ends sleeps up to 50 us late, to save power, unless a thread asks otherwise."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, in ns
+
+
+def lengths() -> dict[str, float]:
+    """What Costs.uniform takes."""
+    return dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), SECONDS)
+
+
+def predicted(name: str, num_ranks: int) -> float:
+    """The simulated makespan."""
+    program = schedules.get(name).program(num_ranks, 2 * num_ranks)
+    return simulate(program, Costs.uniform(program.num_stages, **lengths())).makespan_s
+
+
+def main() -> None:
+    """Print one line a case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved-1f1b", "zb-v"])
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    args = parser.parse_args()
+    print(machine())
+    print(f"{SECONDS * 1e3:g} ms for F, I and W; 2 micro-batches a rank")
+    lost = f"{'us: rank':>10}{'message':>10}{'work':>10}"
+    print(f"{'':34}{'measured / simulated':>26}{'measured s':>12}{'simulated':>11}{lost}")
+    for num_ranks in args.ranks:
+        show(num_ranks, [(kind, name) for kind in args.kinds for name in args.schedules], args.steps)
+
+
+if __name__ == "__main__":
+    main()
