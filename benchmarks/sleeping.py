@@ -1,6 +1,6 @@
 """Stages that sleep, as a processor waits for an accelerator: the measured makespan over the simulated one.
 
-    python benchmarks/sleeping.py [--ranks 8 16] [--kinds bare layers] [--schedules 1f1b ...] [--steps 25]
+    python benchmarks/sleeping.py [--ranks 8 16] [--kinds bare layers] [--schedules 1f1b ...] [--steps 25] [--torch]
 
 One process a rank, gloo. A stage's forward ends 10 ms after it began, its input gradient and its weight gradient too
 (a whole backward: 20 ms), and meanwhile the processor is free. "layers" are modules with a small product, through the
@@ -16,6 +16,7 @@ import argparse
 import ctypes
 import time
 from contextlib import suppress
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from measure import Delays, delays, in_ranks, machine, ratio
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
+from versus_torch import same_gradients, seconds, torch_step
 
 from pipesched import Costs, Pipeline, Trace, lower, schedules, simulate
 from pipesched.executors.distributed import DistributedExecutor
@@ -61,7 +63,7 @@ class Edge(torch.autograd.Function):
             clock.begin()
         else:
             clock.wait()
-        return x.view_as(x)
+        return x.clone()  # not a view: torch's split backward takes none as a stage's output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -90,7 +92,8 @@ class Sleeping(nn.Module):
         return grad
 
     def forward(self, x: Tensor) -> Tensor:
-        x = Edge.apply(x, self.clock, True)
+        # The first stage's input needs no gradient; its I takes the asked length all the same.
+        x = Edge.apply(x if x.requires_grad else x.detach().requires_grad_(), self.clock, True)
         return Edge.apply(functional.linear(x, self.weight), self.clock, False)
 
 
@@ -154,6 +157,37 @@ class WholePipeline:
 
     def close(self) -> None:
         self.pipe.close()
+
+
+def beside_torch(
+    rank: int, names: list[str], num_ranks: int, pairs: int
+) -> list[tuple[list[float], list[float], bool]]:
+    """In each rank: for each schedule seconds of our steps and of torch's, in turn, and whether gradients agree."""
+    wake_in_time()
+    found = []
+    for name in names:
+        torch.manual_seed(0)
+        ours = WholePipeline(name, num_ranks)
+        torch.manual_seed(0)
+        theirs = nn.Sequential(*(Sleeping() for _ in ours.pipe.plan.stages))
+        rival = torch_step(name, theirs, rank, num_ranks, ours.pipe.num_microbatches)
+        both = ours.step, partial(rival, ours.x, ours.y)
+        for step in both:
+            step()
+        agree = same_gradients(ours.pipe, theirs)
+        runs = [[seconds(step) for step in both] for _ in range(pairs)]
+        found.append((*map(list, zip(*runs, strict=True)), agree))
+        ours.close()
+    return found
+
+
+def show_beside_torch(names: list[str], num_ranks: int, pairs: int) -> None:
+    """A row for each schedule: wall times of a step on the slowest rank."""
+    for name, *results in zip(names, *in_ranks(num_ranks, beside_torch, names, num_ranks, pairs), strict=True):
+        (ours, theirs, _), simulated = results[0], predicted(name, num_ranks)
+        times = "".join(f"{median(each) / simulated:14.3f}" for each in (ours, theirs))
+        agree = all(agree for *_, agree in results)
+        print(f"{name:20}{num_ranks:6}{ratio(ours, theirs)!s:>26}{times}  {agree}", flush=True)
 
 
 class BareStages:
@@ -244,9 +278,15 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved-1f1b", "zb-v"])
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--torch", action="store_true", help="beside torch.distributed.pipelining on the same layers")
     args = parser.parse_args()
     print(machine())
     print(f"{SECONDS * 1e3:g} ms for F, I and W; 2 micro-batches a rank")
+    if args.torch:
+        print(f"{'a step, wall time':26}{'ours / torch':>26}{'ours / sim.':>14}{'torch / sim.':>14}  equal")
+        for num_ranks in args.ranks:
+            show_beside_torch(args.schedules, num_ranks, args.steps)
+        return
     lost = f"{'us: rank':>10}{'message':>10}{'work':>10}"
     print(f"{'':34}{'measured / simulated':>26}{'measured s':>12}{'simulated':>11}{lost}")
     for num_ranks in args.ranks:
