@@ -1,6 +1,6 @@
 """Stages that sleep, as a processor waits for an accelerator: the measured makespan over the simulated one.
 
-    python benchmarks/sleeping.py [--ranks 8 16] [--kinds bare layers] [--schedules 1f1b ...] [--steps 25] [--torch]
+    python benchmarks/sleeping.py [--ranks 8 16] [--kinds bare layers] [--schedules 1f1b ...] [--steps 15] [--torch]
 
 One process a rank, gloo. A stage's forward ends 10 ms after it began, its input gradient and its weight gradient too
 (a whole backward: 20 ms), and meanwhile the processor is free. "layers" are modules with a small product, through the
@@ -276,7 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved-1f1b", "zb-v"])
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--torch", action="store_true", help="beside torch.distributed.pipelining on the same layers")
     args = parser.parse_args()
