@@ -1,119 +1,111 @@
-"""Partitioner: layer costs -> boundaries, exactly.
+"""Partitioner: layer costs -> stages, exactly.
 
-The bottleneck of a chain is found by probe and exact bisection on whole numbers (Pinar and Aykanat 2004): a probe
-fills stages greedily up to a bound; a failed one raises the lower end to the next bound at which something changes,
-a successful one lowers the upper end to the bottleneck it realised.
+The smallest bottleneck is found by probe and exact bisection on whole numbers (Pinar and Aykanat 2004): a failed probe
+raises the lower end to the next bound at which something changes, a successful one lowers the upper end to the
+bottleneck that it realised. What a probe is depends on the graph: see `pipesched.partitioning`.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
+import numpy as np
 
-from pipesched.errors import PartitionError, ScheduleError
-from pipesched.links import check_times
+from pipesched.errors import PartitionError
+from pipesched.partitioning.answer import Partition
+from pipesched.partitioning.bisection import smallest
+from pipesched.partitioning.blocks import Cuts
+from pipesched.partitioning.chain import Chain
+from pipesched.partitioning.explanation import explained
+from pipesched.partitioning.layers import numbers, ticks_per_s
+from pipesched.partitioning.problem import Communication
+from pipesched.partitioning.remedies import infeasible
+from pipesched.partitioning.request import InFlight, Request
+from pipesched.partitioning.search import fill_up, filled_up, solve
+from pipesched.partitioning.slots import Rank, Toll, fixed_order
 
 __all__ = ["Partition", "balance", "partition"]
 
-_TICKS_PER_S = 10**12  # whole numbers, so that sums are exact and ties are ties
 
+def partition(
+    graph: "nx.DiGraph[Any]",
+    num_stages: int,
+    *,
+    communication: Communication = "none",
+    bandwidth_bytes_per_s: float | None = None,
+    latency_s: float = 0,
+    memory_limit_bytes: float | Sequence[float] | None = None,
+    in_flight: InFlight | None = None,
+    weight_copies: float = 4,
+    speeds: Sequence[float] | None = None,
+    any_order: bool = False,
+    starts: Mapping[Any, int] | None = None,
+    together: Iterable[Collection[Any]] = (),
+    exactly: bool = False,
+    max_ideals: int = 300_000,
+) -> Partition:
+    """Cut a graph of layers into at most ``num_stages`` non-empty stages with the smallest bottleneck.
 
-@dataclass(frozen=True)
-class Partition:
-    """Layers by stage. bottleneck_s: the time of the slowest stage; lower_bound_s: what no partition can beat."""
-
-    stages: list[list[Any]]
-    bottleneck_s: float
-    lower_bound_s: float
-
-
-def partition(graph: "nx.DiGraph[Any]", num_stages: int) -> Partition:
-    """Cut a chain of layers into at most ``num_stages`` non-empty stages with the smallest bottleneck.
-
-    graph: nodes with the attributes ``forward_s`` and ``backward_s`` (seconds), edges from producer to consumer.
-    Raises PartitionError where the graph is no chain, or a time is missing or no finite number.
+    graph: nodes with ``forward_s`` and ``backward_s`` (seconds), and where they count ``output_bytes``,
+    ``parameter_bytes`` and ``activation_bytes`` (held for each micro-batch in flight; the output unless given); edges
+    from producer to consumer.
+    communication: "none"; "overlap": a cut's link carries its tensors there and their gradients back while ranks
+    compute, and the bottleneck is the slowest of all stages and links (PipeDream, Narayanan et al. 2019); "serial": a
+    stage also waits while what crosses its two cuts is sent. A cut costs latency_s and the bytes that cross it over
+    bandwidth_bytes_per_s, each way; a tensor that skips stages crosses every cut on its way.
+    memory_limit_bytes: of each rank, for weight_copies x parameters (4: weights, gradients, two moments of Adam) and
+    the activations of in_flight micro-batches: one number a stage, or a function of (stage, num_stages); 1 unless
+    given. speeds: of the ranks, relative to the one that was measured, in stage order; any_order: ranks may be used in
+    whichever order is best. starts: layer -> the stage that it begins, all it needs being in earlier ones. together:
+    groups of layers that share a stage. exactly: no stage is empty.
+    A chain is cut exactly, and so is a graph of up to max_ideals order ideals. For others several linear orders are
+    tried, and ``Partition.gap`` says how far the best may be away. Memory limits on a large graph may leave a gap too.
+    Equal inputs give equal partitions. Raises PartitionError where there is none, with what would make one possible.
     """
-    order = list(nx.topological_sort(graph)) if nx.is_directed_acyclic_graph(graph) else []
-    if graph.number_of_edges() != len(order) - 1 or any(not graph.has_edge(a, b) for a, b in pairwise(order)):
-        raise PartitionError(
-            f"the layers form a chain; this graph has {len(graph)} layers and {graph.number_of_edges()} edges; "
-            f"cut a chain, such as the layers of an nn.Sequential"
-        )
-    columns = [_column(graph, order, name) for name in ("forward_s", "backward_s")]
-    times = [forward + backward for forward, backward in zip(*columns, strict=True)]
-    starts = balance(times, min(num_stages, len(order)))
-    ends = [*starts[1:], len(order)]
-    stages = [order[start:end] for start, end in zip(starts, ends, strict=True)]
-    loads = [sum(times[start:end]) for start, end in zip(starts, ends, strict=True)]
-    return Partition(stages, max(loads, default=0), max([sum(times) / num_stages, *times], default=0))
-
-
-def _column(graph: "nx.DiGraph[Any]", order: list[Any], name: str) -> list[Any]:
-    missing = [node for node in order if name not in graph.nodes[node]]
-    if missing:
-        raise PartitionError(
-            f"a layer has the attributes forward_s and backward_s; {missing[0]!r} has no {name}; measure it"
-        )
-    column = [graph.nodes[node][name] for node in order]
-    _check(column, f"{name} of layer")
-    return column
-
-
-def _check(times: Sequence[Any], what: str) -> None:
-    try:
-        check_times(times, what)
-    except ScheduleError as error:
-        raise PartitionError(str(error)) from None
+    request = Request(
+        graph,
+        num_stages,
+        communication,
+        bandwidth_bytes_per_s,
+        latency_s,
+        memory_limit_bytes,
+        in_flight,
+        weight_copies,
+        speeds,
+        any_order,
+        starts or {},
+        tuple(map(tuple, together)),
+        exactly,
+    )
+    problem = request.problem()
+    solution = solve(problem, max_ideals)
+    if solution.found is None:
+        raise infeasible(request, exact=solution.exact)
+    found = fill_up(solution.found, problem) if problem.fills_up else solution.found
+    return explained(problem, found, solution)
 
 
 def balance(times: Sequence[float], num_stages: int) -> list[int]:
     """Where each of ``num_stages`` non-empty stages begins, such that the slowest is as fast as can be.
 
-    Raises PartitionError for more stages than layers, fewer than one, or bad times.
+    times: of the layers of a chain, in seconds. Raises PartitionError for more stages than layers, fewer than one, or
+    bad times.
     """
-    _check(times, "the time of layer")
+    seconds = numbers(times, "the time of layer")
     if not 1 <= num_stages <= max(1, len(times)):
         raise PartitionError(
             f"every stage holds at least one layer; {num_stages} stages, {len(times)} layers; "
             f"use 1 to {len(times)} stages: fewer devices, or fewer chunks a rank"
         )
-    ticks = [round(time * _TICKS_PER_S) for time in times]
-    prefix = [0, *accumulate(ticks)]
-    low = max(-(-prefix[-1] // num_stages), max(ticks, default=0))
-    starts, high = list(range(num_stages)), prefix[-1]
-    while low <= high:
-        middle = (low + high) // 2
-        probed = _probe(prefix, middle, num_stages)
-        if probed[-1] == len(ticks):
-            starts = _starts(probed, prefix, num_stages)
-            high = max(prefix[b] - prefix[a] for a, b in pairwise([0, *probed])) - 1
-        else:
-            low = min(prefix[end + 1] - prefix[start] for start, end in pairwise([0, *probed]) if end < len(ticks))
-    return starts
-
-
-def _probe(prefix: list[int], bound: int, num_stages: int) -> list[int]:
-    """The ends of stages that are each filled as far as the bound allows."""
-    ends: list[int] = []
-    start = 0
-    for _ in range(num_stages):
-        start = bisect_right(prefix, prefix[start] + bound) - 1
-        ends.append(start)
-        if start == len(prefix) - 1:
-            break
-    return ends
-
-
-def _starts(ends: list[int], prefix: list[int], num_stages: int) -> list[int]:
-    """The begins of exactly ``num_stages`` stages: while there are too few, the slowest that can be is cut in two."""
-    cuts = [0, *ends]
-    while len(cuts) - 1 < num_stages:
-        loads = [(prefix[b] - prefix[a], -a, b) for a, b in pairwise(cuts) if b - a > 1]
-        _, negative, end = max(loads)
-        begin = -negative
-        middle = min(range(begin + 1, end), key=lambda cut: max(prefix[cut] - prefix[begin], prefix[end] - prefix[cut]))
-        cuts = sorted([*cuts, middle])
-    return cuts[:-1]
+    if not len(seconds):
+        return [0]
+    ticks = np.rint(seconds * ticks_per_s(float(seconds.sum()))).astype(np.int64)
+    work = np.concatenate([[0], np.cumsum(ticks)])
+    nothing = np.zeros(1, np.int64)
+    line_up = fixed_order([Rank()] * num_stages, [1] * num_stages, exactly=False, pinned=0)
+    spans = [(0, len(ticks))] * (num_stages + 1)
+    chain = Chain([], Cuts(work, nothing, nothing, nothing), Toll(nothing, blocking=False), line_up, spans)
+    largest = int(ticks.max(initial=0))
+    low = max(-(-int(work[-1]) // num_stages), largest)
+    found, _ = smallest(low, low + largest, chain.probe)
+    return filled_up([0, *found.ends], work.tolist(), num_stages)[:-1] if found else [0]

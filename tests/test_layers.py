@@ -17,6 +17,7 @@ CORE = [
     "lowering",
     "order",
     "partitioner",
+    "partitioning",
     "placement",
     "plan",
     "program",

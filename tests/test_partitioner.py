@@ -151,28 +151,52 @@ def broken(change):
 @pytest.mark.parametrize(
     ("graph", "match"),
     [
-        (broken(lambda g: g.add_edge("layer0", "layer2")), r"form a chain; this graph has 3 layers and 3 edges"),
-        (broken(lambda g: g.remove_edge("layer0", "layer1")), r"form a chain; this graph has 3 layers and 1 edges"),
-        (broken(lambda g: g.add_edge("layer2", "layer0")), r"form a chain; this graph has 3 layers and 3 edges"),
-        (chain([1, 2, 3]).to_undirected(), r"form a chain; .*layers of an nn\.Sequential"),
-        (nx.DiGraph(), r"form a chain; this graph has 0 layers"),
-        (
-            broken(lambda g: g.nodes["layer1"].pop("backward_s")),
-            r"forward_s and backward_s; 'layer1' has no backward_s",
-        ),
+        (broken(lambda g: g.add_edge("layer2", "layer0")), r"without cycles; 'layer0' -> 'layer1' -> 'layer2' -> 'lay"),
+        (broken(lambda g: g.add_edge("layer1", "layer1")), r"without cycles; 'layer1' -> 'layer1' is one; .*one layer"),
+        (chain([1, 2, 3]).to_undirected(), r"directed graph without cycles; got Graph with 3 nodes.*networkx\.DiGraph"),
+        (nx.DiGraph(), r"directed graph without cycles; got DiGraph with 0 nodes"),
+        (broken(lambda g: g.nodes["layer1"].pop("backward_s")), r"'layer1' has no backward_s; measure it"),
         (chain([1, float("nan"), 3]), r"finite numbers, not negative; forward_s of layer 1 is nan; measure it again"),
         (chain([1, 2, 3], [1, 1, -3]), r"backward_s of layer 2 is -3"),
         (chain([1, "2", 3]), r"forward_s of layer 1 is '2'"),
+        (chain([1, [2], 3]), r"forward_s of layer 1 is \[2\]"),
+        (chain([1e300, 2, 3]), r"times add up to less than \d+ s; these are 1e\+300 s; correct the unit"),
     ],
 )
-def test_a_graph_that_is_no_chain_or_has_bad_times(graph, match):
+def test_a_graph_with_a_cycle_or_bad_times(graph, match):
     with pytest.raises(PartitionError, match=match) as caught:
         partition(graph, 2)
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, PipeschedError)
 
 
-@pytest.mark.parametrize("num_stages", [0, -2])
-def test_a_partition_has_at_least_one_stage(num_stages):
+@pytest.mark.parametrize("num_stages", [0, -2, 1.5, "2", True])
+def test_a_partition_has_a_whole_number_of_stages_at_least_one(num_stages):
     with pytest.raises(PartitionError, match=rf"{num_stages} stages, 3 layers; use 1 to 3"):
         partition(chain([1, 2, 3]), num_stages)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "match"),
+    [
+        ({"communication": "slow"}, r"one of none, overlap, serial; got 'slow'"),
+        ({"communication": "serial"}, r"communication='serial' has no bandwidth_bytes_per_s; pass"),
+        ({"communication": "overlap", "bandwidth_bytes_per_s": 0}, r"bytes_per_s is 0"),
+        ({"memory_limit_bytes": -1}, r"memory_limit_bytes is -1"),
+        ({"memory_limit_bytes": 9}, r"'layer0' has no parameter_bytes; measure it"),
+        ({"memory_limit_bytes": [1, 2, 3]}, r"one number a rank; got 3 for 2 ranks"),
+        ({"weight_copies": float("inf")}, r"weight_copies is inf"),
+        ({"speeds": [1]}, r"speeds is one number a rank; got 1 for 2 ranks"),
+        ({"speeds": [1, 0]}, r"at least 1/1000; got \[1, 0\]; leave out"),
+        ({"in_flight": [1]}, r"got \[1\] for 2 stages; pass one whole number each"),
+        ({"in_flight": lambda stage, _: -stage}, r"got \[0, -1\] for 2 stages"),
+        ({"starts": {"layer9": 1}}, r"starts names layers; 'layer9' is none; the layers are 'layer0', 'layer1', 'lay"),
+        ({"starts": {"layer1": 2}}, r"stage a layer begins, 0 to 1; 'layer1' is to begin stage 2"),
+        ({"starts": {"layer1": 0}}, r"'layer1' is to begin stage 0 and needs 1 layers; choose another stage"),
+        ({"starts": {"layer1": 1}, "any_order": True}, r"counts stages along the ranks; .*any_order=True; leave one"),
+        ({"together": [["layer0", "x"]]}, r"together names layers; 'x' is none"),
+    ],
+)
+def test_wishes_that_make_no_sense(wishes, match):
+    with pytest.raises(PartitionError, match=match):
+        partition(chain([1, 2, 3]), 2, **wishes)

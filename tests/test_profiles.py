@@ -1,53 +1,118 @@
-"""Real profiles with exact answers, where they lie beside the project: the chain's bottleneck is the optimum."""
+"""Real profiles with exact answers, where they lie beside the project: every bottleneck is the optimum."""
 
-import heapq
 import json
 import os
-from itertools import pairwise
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
-from pipesched.partitioner import balance
+from pipesched import partition
+from pipesched.errors import PartitionError
+from pipesched.partitioning.bisection import smallest
+from pipesched.partitioning.request import Request
 
 FOLDER = os.environ.get("PIPESCHED_PROFILES", "")
 REFERENCE = Path(FOLDER, "reference.json") if FOLDER else None
-GRAPHS = json.loads(REFERENCE.read_text())["graphs"] if REFERENCE and REFERENCE.exists() else {}
+ANSWERS = json.loads(REFERENCE.read_text()) if REFERENCE and REFERENCE.exists() else {}
+GRAPHS = ANSWERS.get("graphs", {})
+RECOMPUTE = ANSWERS.get("recompute_bert32_a100", {})
+MODELS = {"compute": "none", "overlap": "overlap", "serial": "serial"}
+
+pytestmark = pytest.mark.skipif(not GRAPHS, reason="PIPESCHED_PROFILES names no folder of profiles")
 
 
-def layer_times(name: str) -> list[int]:
-    """Forward + backward of each layer in units of 0.1 ns, in the linear order that the answers are for."""
+def layers(name: str) -> nx.DiGraph:
+    """The profile's layers, in the order of their numbers."""
     profile = json.loads(Path(FOLDER, f"{name}.json").read_text())
-    nodes = {node["id"]: node for node in profile["nodes"] if not node["is_input"]}
-    edges = {(a, b) for a, b in profile["edges"] if a in nodes and b in nodes}
-    while True:  # sinks that only take an element out of a tuple are no layers
-        sinks = [n for n in nodes if nodes[n]["desc"].startswith("__getitem__") and all(a != n for a, _ in edges)]
-        if not sinks:
-            break
-        for sink in sinks:
-            del nodes[sink]
-        edges = {(a, b) for a, b in edges if b in nodes}
-    waiting = {node: sum(b == node for _, b in edges) for node in nodes}
-    ready = [(int(node.removeprefix("node")), node) for node, count in waiting.items() if not count]
-    heapq.heapify(ready)
-    times = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        times.append(round((nodes[node]["forward_ms"] + nodes[node]["backward_ms"]) * 1e7))
-        for a, b in edges:
-            if a == node:
-                waiting[b] -= 1
-                if not waiting[b]:
-                    heapq.heappush(ready, (int(b.removeprefix("node")), b))
-    return times
+    graph = nx.DiGraph()
+    for node in sorted(profile["nodes"], key=lambda node: int(node["id"].removeprefix("node"))):
+        if not node["is_input"]:
+            graph.add_node(
+                node["id"],
+                forward_s=node["forward_ms"] / 1e3,
+                backward_s=node["backward_ms"] / 1e3,
+                output_bytes=node["activation_bytes"],
+                parameter_bytes=node["parameter_bytes"],
+                desc=node["desc"],
+            )
+    graph.add_edges_from((a, b) for a, b in profile["edges"] if a in graph and b in graph)
+    while sinks := [n for n in graph if graph.nodes[n]["desc"].startswith("__getitem__") and not graph.out_degree(n)]:
+        graph.remove_nodes_from(sinks)  # sinks that only take an element out of a tuple are no layers
+    return graph
 
 
-@pytest.mark.skipif(not GRAPHS, reason="PIPESCHED_PROFILES names no folder of profiles")
+def units(time_s: float) -> int:
+    """In 0.1 ns, in which the answers are whole numbers."""
+    return round(time_s * 1e10)
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", GRAPHS or ["none"])
-def test_the_bottleneck_of_a_real_chain_is_the_optimum(name: str) -> None:
-    times = layer_times(name)
-    assert len(times) == GRAPHS[name]["n"]
+def test_the_bottleneck_of_a_real_graph_is_the_optimum(name: str, model: str) -> None:
+    graph = layers(name)
+    assert len(graph) == GRAPHS[name]["n"]
     for stages, answer in GRAPHS[name]["p"].items():
-        starts = balance(times, min(int(stages), len(times)))
-        bottleneck = max(sum(times[a:b]) for a, b in pairwise([*starts, len(times)]))
-        assert bottleneck == round(answer["compute_chain_ms"] * 1e7)
+        asked = {"communication": MODELS[model], "bandwidth_bytes_per_s": 10e9}
+        found = partition(graph, int(stages), **asked)
+        assert units(found.bottleneck_s) == units(answer[f"{model}_dag_ms"] / 1e3)
+        assert found.proved
+        assert found.ideals <= GRAPHS[name]["ideals"]
+        exactly = answer.get(f"{model}_exactly_p_dag_ms")
+        if exactly and int(stages) <= len(graph):
+            found = partition(graph, int(stages), **asked, exactly=True)
+            assert units(found.bottleneck_s) == units(exactly / 1e3)
+            assert len(found.stages) == int(stages)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", GRAPHS or ["none"])
+def test_the_bottleneck_of_a_real_chain_is_the_optimum(name: str, model: str) -> None:
+    """The order with the smallest numbers first, cut as a chain."""
+    graph = layers(name)
+    asked = {"communication": MODELS[model], "bandwidth_bytes_per_s": 10e9}
+    for stages, answer in GRAPHS[name]["p"].items():
+        assert units(along_own_order(graph, int(stages), **asked)) == units(answer[f"{model}_chain_ms"] / 1e3)
+
+
+def along_own_order(graph: nx.DiGraph, num_stages: int, communication: str, bandwidth_bytes_per_s: float) -> float:
+    """The bottleneck of the best cut of the graph's own order."""
+    request = Request(
+        graph, num_stages, communication, bandwidth_bytes_per_s, 0, None, None, 1, None, False, {}, (), False
+    )
+    problem = request.problem()
+    found, _ = smallest(problem.lower, problem.lower, problem.chain(range(len(graph))).probe)
+    return problem.blocks.layers.seconds(found.bottleneck)
+
+
+@pytest.mark.parametrize("case", RECOMPUTE.get("results", ["none"]))
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_real_chain_with_limits_of_memory_is_cut_best(case: str, recompute: str) -> None:
+    """1F1B with 16 micro-batches: stage k of p holds min(16, p - k) of them."""
+    profile = json.loads(Path(FOLDER, "extra_piper_bert32_a100.json").read_text())
+    nodes = {node["id"]: node for node in profile["nodes"]}
+    graph = nx.DiGraph()
+    for name in RECOMPUTE["order"]:
+        node = nodes[name]
+        costs = {**node, "time_ms": node["forward_ms"]} if recompute == "none" else node["recompute"]
+        graph.add_node(
+            name,
+            forward_s=costs["time_ms"] / 1e3,
+            backward_s=0,
+            parameter_bytes=costs["mem_fixed_bytes"],
+            activation_bytes=costs["mem_per_inflight_bytes"],
+        )
+    nx.add_path(graph, RECOMPUTE["order"])
+    stages, cap = case.removeprefix("p").removesuffix("GB").split("_cap")
+    asked = {
+        "memory_limit_bytes": int(cap) * 10**9,
+        "weight_copies": 1,
+        "in_flight": lambda stage, num_stages: min(16, num_stages - stage),
+        "exactly": True,
+    }
+    answer = RECOMPUTE["results"][case][recompute]
+    if answer is None:
+        with pytest.raises(PartitionError, match="within memory_limit_bytes"):
+            partition(graph, int(stages), **asked)
+    else:
+        assert units(partition(graph, int(stages), **asked).bottleneck_s) == units(answer["bottleneck_ms"] / 1e3)

@@ -1,0 +1,111 @@
+"""`Partition`: the stages, what each costs, and why they cannot be better."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+__all__ = ["Partition", "StageSummary", "quote_bytes", "quote_time", "span"]
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """One stage: its rank, its first and last layer, and how many it has.
+
+    time_s: of forward and backward together, on its rank, with transfers that it waits for. parameter_bytes: without
+    copies. memory_bytes: with copies and all micro-batches in flight. bytes_in, bytes_out: over its two cuts, forward.
+    """
+
+    rank: int
+    first: Any
+    last: Any
+    num_layers: int
+    time_s: float
+    parameter_bytes: int
+    memory_bytes: int
+    bytes_in: int
+    bytes_out: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Layers by stage, in an order in which they can run.
+
+    bottleneck_s: the time of the slowest stage, rank or cut. lower_bound_s: what no partition can beat; where it is
+    the bottleneck, that is proved to be the best. ranks: of each stage. reason: why it cannot be better. ideals: how
+    many order ideals were searched, 0 for a chain or single orders; probes: how often they, or chains, were gone
+    through.
+    """
+
+    stages: list[list[Any]]
+    bottleneck_s: float
+    lower_bound_s: float
+    ranks: tuple[int, ...] = ()
+    summaries: tuple[StageSummary, ...] = ()
+    bottleneck: str = ""
+    reason: str = ""
+    ideals: int = 0
+    probes: int = 0
+
+    @property
+    def gap(self) -> float:
+        """How far the bottleneck may be above the best: 0.02 for at most 2 %."""
+        return self.bottleneck_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+
+    @property
+    def proved(self) -> bool:
+        """Whether no partition has a smaller bottleneck."""
+        return self.bottleneck_s <= self.lower_bound_s
+
+    def explain(self) -> str:
+        """A table, a stage a row, then the bottleneck, and why it cannot be better."""
+        rows = [_HEAD, *(_row(stage, summary) for stage, summary in enumerate(self.summaries))]
+        verdict = "the best there is" if self.proved else f"at most {self.gap:.1%} above the best"
+        lines = [
+            *_aligned(rows),
+            f"bottleneck: {self.bottleneck}, {quote_time(self.bottleneck_s)}: {verdict}",
+            f"why: {self.reason}",
+        ]
+        return "\n".join(lines)
+
+    __str__ = explain
+
+
+_HEAD = ("stage", "rank", "layers", "first .. last", "time", "parameters", "memory", "in", "out")
+_LEFT = ("first .. last",)
+
+
+def _row(stage: int, summary: StageSummary) -> tuple[str, ...]:
+    sizes = (summary.parameter_bytes, summary.memory_bytes, summary.bytes_in, summary.bytes_out)
+    numbers = (str(stage), str(summary.rank), str(summary.num_layers))
+    return (*numbers, span([summary.first, summary.last]), quote_time(summary.time_s), *map(quote_bytes, sizes))
+
+
+def span(layers: Sequence[Any]) -> str:
+    """The first and the last of a stage's layers."""
+    return f"{layers[0]} .. {layers[-1]}" if layers[0] != layers[-1] else str(layers[0])
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    sides: list[Callable[[str, int], str]] = [str.ljust if name in _LEFT else str.rjust for name in _HEAD]
+    return [
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def quote_time(time_s: float) -> str:
+    """A time to four digits in a unit that suits it."""
+    for unit, per_s in (("s", 1), ("ms", 10**3), ("us", 10**6)):
+        if time_s * per_s >= 1 or unit == "us":
+            return f"{time_s * per_s:.4g} {unit}" if time_s else "0"
+    return ""
+
+
+def quote_bytes(size: float) -> str:
+    """A size to three digits in a unit that suits it."""
+    for unit, each in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= each:
+            return f"{size / each:.3g} {unit}"
+    return f"{size:.3g} B"

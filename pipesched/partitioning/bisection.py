@@ -1,0 +1,50 @@
+"""The smallest bottleneck that a probe admits, by exact bisection on whole numbers (Pinar and Aykanat 2004)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipesched.partitioning.slots import Slot
+
+__all__ = ["INFINITE", "Fails", "Found", "smallest"]
+
+INFINITE = 2**61  # above every number of ticks
+
+
+@dataclass(frozen=True)
+class Fails:
+    """No partition is within the bound, nor within any below ``following``."""
+
+    following: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """A partition within the bound: blocks in an order, where each stage ends in it, and the slots of the stages."""
+
+    bottleneck: int
+    order: list[int]
+    ends: list[int]
+    slots: list[Slot]
+
+
+def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tuple[Found | None, int]:
+    """The partition of the smallest bottleneck and how many probes that took; none where no bound is enough.
+
+    probe: what is within a bound. low: no bottleneck is below. guess: a bound that is likely enough.
+    """
+    probes = 1
+    best = probe(guess)
+    if isinstance(best, Fails):
+        probes, low = 2, max(low, best.following)
+        best = probe(INFINITE)
+        if isinstance(best, Fails):
+            return None, probes
+    while low < best.bottleneck:
+        middle = (low + best.bottleneck - 1) // 2
+        probed = probe(middle)
+        probes += 1
+        if isinstance(probed, Found):
+            best = probed
+        else:
+            low = max(probed.following, middle + 1)
+    return best, probes

@@ -1,0 +1,217 @@
+"""Layers that always share a stage, as one block; and what lies before each place where stages may be cut."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+
+import networkx as nx
+import numpy as np
+
+from pipesched.columns import Ints
+from pipesched.partitioning.layers import Layers
+
+__all__ = ["Blocks", "Cuts", "Tensor", "contract", "cuts_of", "reduce_blocks"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a block gives to later blocks: sent once over a cut, whoever needs it behind."""
+
+    producer: int
+    consumers: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A partition's layers, grouped. Blocks are in topological order; ``block_of`` says each layer's."""
+
+    layers: Layers
+    block_of: Ints
+
+    def __len__(self) -> int:
+        return int(self.block_of.max()) + 1
+
+    def total(self, of_layers: Ints) -> Ints:
+        """A number for each block: the sum over its layers."""
+        sums = np.zeros(len(self), np.int64)
+        np.add.at(sums, self.block_of, of_layers)
+        return sums
+
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """The layers of each block, in topological order."""
+        members: list[list[int]] = [[] for _ in range(len(self))]
+        for layer, block in enumerate(self.block_of.tolist()):
+            members[block].append(layer)
+        return members
+
+    @cached_property
+    def edges(self) -> list[tuple[int, int]]:
+        """The pairs of blocks of which the second needs the first, each once, ascending."""
+        tails, heads = self.block_of[self.layers.tails], self.block_of[self.layers.heads]
+        keys = np.unique(tails[tails != heads] * len(self) + heads[tails != heads])
+        return list(zip((keys // len(self)).tolist(), (keys % len(self)).tolist(), strict=True))
+
+    @cached_property
+    def producers(self) -> list[list[int]]:
+        """The blocks that each block needs."""
+        producers: list[list[int]] = [[] for _ in range(len(self))]
+        for tail, head in self.edges:
+            producers[head].append(tail)
+        return producers
+
+    @cached_property
+    def consumers(self) -> list[list[int]]:
+        """The blocks that need each block."""
+        consumers: list[list[int]] = [[] for _ in range(len(self))]
+        for tail, head in self.edges:
+            consumers[tail].append(head)
+        return consumers
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The outputs of layers that other blocks use."""
+        users: dict[int, set[int]] = {}
+        for tail, head in zip(self.layers.tails.tolist(), self.layers.heads.tolist(), strict=True):
+            if self.block_of[tail] != self.block_of[head]:
+                users.setdefault(tail, set()).add(int(self.block_of[head]))
+        sizes = self.layers.output_bytes
+        return [Tensor(int(self.block_of[u]), tuple(sorted(users[u])), int(sizes[u])) for u in sorted(users)]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether there is one order only: each block needs the one before it."""
+        tails, heads = self.block_of[self.layers.tails], self.block_of[self.layers.heads]
+        return len(np.unique(tails[heads == tails + 1])) == len(self) - 1
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """What lies before each place where a stage may end: the places of a chain, or the ideals of a lattice.
+
+    The first has nothing before it, the last everything. work: ticks. sent_bytes: what crosses. state_bytes and
+    activation_bytes: of the layers before.
+    """
+
+    work: Ints
+    sent_bytes: Ints
+    state_bytes: Ints
+    activation_bytes: Ints
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+
+def contract(layers: Layers, groups: Iterable[Collection[int]]) -> Blocks:
+    """Each group of layers becomes one block, with all layers that lie on a way between two of them."""
+    leader = np.arange(len(layers))
+    for group in groups:
+        for member in group:
+            leader[leader == leader[member]] = leader[min(group)]
+    if (leader != np.arange(len(layers))).any():
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from(np.unique(leader).tolist())
+        graph.add_edges_from(zip(leader[layers.tails].tolist(), leader[layers.heads].tolist(), strict=True))
+        for circle in map(sorted, nx.strongly_connected_components(graph)):
+            leader[np.isin(leader, circle)] = circle[0]
+    return Blocks(layers, _renumbered(layers, leader))
+
+
+def _renumbered(layers: Layers, leader: Ints) -> Ints:
+    """Block numbers in topological order, of all possible ones that which follows the first layers of blocks."""
+    firsts, block_of = np.unique(leader, return_inverse=True)
+    tails, heads = block_of[layers.tails], block_of[layers.heads]
+    if (tails <= heads).all():
+        return np.asarray(block_of)
+    blocks = Blocks(layers, block_of)
+    waiting = [len(producers) for producers in blocks.producers]
+    ready = [block for block, count in enumerate(waiting) if not count]
+    heapify(ready)
+    number = np.empty(len(firsts), np.int64)
+    for position in range(len(firsts)):
+        block = heappop(ready)
+        number[block] = position
+        for consumer in blocks.consumers[block]:
+            waiting[consumer] -= 1
+            if not waiting[consumer]:
+                heappush(ready, consumer)
+    return np.asarray(number[block_of])
+
+
+def reduce_blocks(blocks: Blocks, pinned: Collection[int], *, by_size: bool, by_memory: bool) -> Blocks:
+    """Blocks that cost nothing join a neighbour where no best partition is lost by that.
+
+    A block without cost joins its only producer where no cut between the two is smaller than the cut
+    behind both, or its only consumer where none is smaller than the cut before both. pinned: layers whose blocks stay
+    as they are. by_size: the bytes over cuts count; by_memory: those that layers hold.
+    """
+    while True:
+        costs = blocks.layers.ticks
+        if by_memory:
+            costs = costs + blocks.layers.state_bytes + blocks.layers.activation_bytes
+        fixed = {int(blocks.block_of[layer]) for layer in pinned}
+        free = [block for block in np.flatnonzero(blocks.total(costs) == 0).tolist() if block not in fixed]
+        size = _Sizes(blocks) if by_size else None
+        joined = _joined(blocks, free, fixed, size) or _joined_forward(blocks, free, fixed, size)
+        if not joined:
+            return blocks
+        first = [members[0] for members in blocks.members]
+        leader = [[first[a], first[b]] for a, b in joined]
+        whole = [members for members in blocks.members if len(members) > 1]
+        blocks = contract(blocks.layers, [*whole, *leader])
+
+
+class _Sizes:
+    """The bytes that go in and out of blocks."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.out = [0] * len(blocks)
+        self.used: list[list[Tensor]] = [[] for _ in range(len(blocks))]
+        for tensor in blocks.tensors:
+            self.out[tensor.producer] += tensor.size
+            for consumer in tensor.consumers:
+                self.used[consumer].append(tensor)
+
+
+def _joined(blocks: Blocks, free: list[int], fixed: set[int], sizes: _Sizes | None) -> list[tuple[int, int]]:
+    joined = []
+    for block in free:
+        producers = blocks.producers[block]
+        if len(producers) == 1 and producers[0] not in fixed:
+            own = 0 if sizes is None else sum(t.size for t in sizes.used[block] if t.consumers == (block,))
+            if sizes is None or sizes.out[block] <= own:
+                joined.append((producers[0], block))
+    return joined
+
+
+def _joined_forward(blocks: Blocks, free: list[int], fixed: set[int], sizes: _Sizes | None) -> list[tuple[int, int]]:
+    joined = []
+    for block in free:
+        consumers = blocks.consumers[block]
+        if len(consumers) == 1 and consumers[0] not in fixed:
+            kept = 0 if sizes is None else sum(t.size for t in sizes.used[block] if consumers[0] not in t.consumers)
+            if sizes is None or kept <= sizes.out[block]:
+                joined.append((block, consumers[0]))
+    return joined
+
+
+def cuts_of(blocks: Blocks, order: Sequence[int]) -> Cuts:
+    """The cuts of one order of the blocks: before each of them, and behind the last."""
+    layers, count = blocks.layers, len(blocks)
+    place = np.empty(count, np.int64)
+    place[np.asarray(order)] = np.arange(count)
+    at = place[blocks.block_of]
+    last = at.copy()  # where each layer's output is used last
+    np.maximum.at(last, layers.tails, at[layers.heads])
+    crossing = np.zeros(count + 1, np.int64)
+    np.add.at(crossing, at + 1, layers.output_bytes)
+    np.subtract.at(crossing, last + 1, layers.output_bytes)
+
+    def before(of_layers: Ints) -> Ints:
+        sums = np.zeros(count + 1, np.int64)
+        np.add.at(sums, at + 1, of_layers)
+        return np.asarray(np.cumsum(sums))
+
+    return Cuts(before(layers.ticks), np.cumsum(crossing), before(layers.state_bytes), before(layers.activation_bytes))

@@ -1,0 +1,203 @@
+"""Stages along one order of the blocks: what is within a bound.
+
+Where a stage's cost can only grow with its layers, filling each stage as far as the bound allows is exact: to begin
+later is never worse. It is worse where neighbours wait while a tensor crosses the cut between them, since a shorter
+stage may then cost more, and where a slow or small rank must not stay empty, since the next layer may be too much for
+it. There all cuts that can be reached are followed, slot by slot.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesched.columns import Ints
+from pipesched.partitioning.bisection import INFINITE, Fails, Found
+from pipesched.partitioning.blocks import Cuts
+from pipesched.partitioning.slots import LineUp, Slot, Toll
+
+__all__ = ["Chain"]
+
+Bools = NDArray[np.bool_]
+
+
+class Chain:
+    """The cuts of one order, and what may be between them.
+
+    spans: for each number of stages, the first and the last cut where that many may be closed.
+    """
+
+    def __init__(
+        self, order: list[int], cuts: Cuts, toll: Toll, line_up: LineUp, spans: Sequence[tuple[int, int]]
+    ) -> None:
+        self._order, self._end = order, len(cuts) - 1
+        self._toll, self._line_up, self._spans = toll, line_up, spans
+        weighed = {speed: slot.weighed(cuts, toll) for speed, slot in _each(line_up, "speed")}
+        memory = {held: slot.memory(cuts) for held, slot in _each(line_up, "in_flight")} if line_up.capped else {}
+        self._weighed = [weighed[slot.speed] for slot in line_up.slots]
+        self._memory = [None if slot.limit is None else memory[slot.in_flight] for slot in line_up.slots]
+        self._fills = not toll.blocking and _later_is_better(line_up)
+        if self._fills:
+            prefix = {speed: ends.tolist() for speed, (ends, _) in weighed.items()}
+            held = {count: sums.tolist() for count, sums in memory.items()}
+            self._sums = [
+                (prefix[slot.speed], slot.speed.numerator, None if slot.limit is None else held[slot.in_flight])
+                for slot in line_up.slots
+            ]
+
+    def probe(self, bound: int) -> Found | Fails:
+        """A partition within the bound, in which stages are filled from the first on."""
+        return self._fill(bound) if self._fills else self._reach(bound)
+
+    # ---- filling ----------------------------------------------------------------------------------------------------
+
+    def _fill(self, bound: int) -> Found | Fails:
+        line_up, end, spans = self._line_up, self._end, self._spans
+        snap, following = self._allowed(bound)
+        highs = self._highs(snap)
+        reach = [0, *[-1] * (line_up.num_states - 1)]
+        closed_by: list[tuple[int, bool] | None] = [None] * line_up.num_states
+        for index, slot in enumerate(line_up.slots):
+            start = reach[slot.source]
+            if start < 0:
+                continue
+            prefix, per_tick, held = self._sums[index]
+            stop = bisect_right(prefix, prefix[start] + bound * per_tick, start) - 1
+            if stop < end:
+                following = min(following, -((prefix[start] - prefix[stop + 1]) // per_tick))
+            if held is not None and slot.limit is not None:
+                stop = min(stop, bisect_right(held, held[start] + slot.limit, start) - 1)
+            stop = min(stop, highs[slot.stage + 1])
+            if snap is not None:
+                stop = snap[stop]
+            if stop <= start:
+                if slot.stage < line_up.skippable:
+                    continue
+                stop = start
+            if stop > reach[slot.target] and stop >= spans[slot.stage + 1][0]:
+                reach[slot.target] = stop
+                closed_by[slot.target] = index, stop > start
+        state = next((state for state in line_up.accepted if reach[state] == end), None)
+        return Fails(following) if state is None else self._filled(state, reach, closed_by)
+
+    def _allowed(self, bound: int) -> tuple[list[int] | None, int]:
+        """The last allowed cut up to each cut, and the smallest bound that allows one more; None for all."""
+        ticks = self._toll.ticks
+        beyond = ticks[ticks > bound]
+        if not len(beyond):
+            return None, INFINITE
+        places = np.where(ticks <= bound, np.arange(len(ticks)), 0)
+        return np.maximum.accumulate(places).tolist(), int(beyond.min())
+
+    def _highs(self, snap: list[int] | None) -> list[int]:
+        """The last cut where so many stages may be closed, such that those behind that must have layers find some."""
+        highs = [high for _, high in self._spans]
+        for stage in reversed(range(len(highs) - 1)):
+            behind = highs[stage + 1] - (stage < self._line_up.skippable)
+            highs[stage] = min(highs[stage], behind if snap is None or behind < 0 else snap[behind])
+        return highs
+
+    def _filled(self, state: int, reach: list[int], closed_by: list[tuple[int, bool] | None]) -> Found:
+        ends, used = [], []
+        while closed := closed_by[state]:
+            index, has_blocks = closed
+            if has_blocks:
+                ends.append(reach[state])
+                used.append(index)
+            state = self._line_up.slots[index].source
+        return self._found(ends[::-1], used[::-1])
+
+    def _found(self, ends: list[int], used: list[int]) -> Found:
+        slots = [self._line_up.slots[index] for index in used]
+        places = zip(used, slots, pairwise([0, *ends]), strict=True)
+        times = [slot.time(int(self._weighed[at][0][b] - self._weighed[at][1][a])) for at, slot, (a, b) in places]
+        if not self._toll.blocking and len(self._toll.ticks) > 1:
+            times += self._toll.ticks[ends].tolist()
+        return Found(max(times), self._order, ends, slots)
+
+    # ---- reaching ---------------------------------------------------------------------------------------------------
+
+    def _reach(self, bound: int) -> Found | Fails:
+        line_up = self._line_up
+        reached = np.zeros((line_up.num_states, self._end + 1), bool)
+        reached[0, 0] = True
+        beyond = np.flatnonzero(self._toll.ticks > bound) if not self._toll.blocking else np.zeros(0, np.int64)
+        following = int(self._toll.ticks[beyond].min(initial=INFINITE))
+        for index, slot in enumerate(line_up.slots):
+            costs = self._costs(index, reached[slot.source])
+            low, high = self._spans[slot.stage + 1]
+            costs[:low] = costs[high + 1 :] = INFINITE
+            costs[beyond] = INFINITE
+            limit = min(bound * slot.speed.numerator, INFINITE - 1)
+            reached[slot.target] |= costs <= limit
+            more = costs[costs > limit].min(initial=INFINITE)
+            following = min(following, INFINITE if more >= INFINITE else slot.time(int(more)))
+            if line_up.in_line and slot.stage >= line_up.skippable:
+                skipped = reached[slot.source].copy()
+                skipped[:low] = skipped[high + 1 :] = False
+                reached[slot.target] |= skipped
+        state = next((state for state in line_up.accepted if reached[state, -1]), None)
+        return Fails(following) if state is None else self._reached(state, reached, bound)
+
+    def _costs(self, index: int, starts: Bools) -> Ints:
+        """The least cost of a slot's stage that ends at each cut, over all places where it may begin."""
+        ends, begins = self._weighed[index]
+        values = np.where(starts, begins, -INFINITE)
+        memory, limit = self._memory[index], self._line_up.slots[index].limit
+        if memory is None or limit is None:
+            best = np.maximum.accumulate(np.concatenate([[-INFINITE], values[:-1]]))
+        else:
+            best = _window_maxima(values, np.searchsorted(memory, memory - limit))
+        return np.where(best > -INFINITE, ends - best, INFINITE)
+
+    def _reached(self, state: int, reached: Bools, bound: int) -> Found:
+        """Back from the end: of all places where the last stage may begin the earliest, and so on."""
+        ends, used, stop = [], [], self._end
+        while stop:
+            if self._line_up.in_line and state > self._line_up.skippable and reached[state - 1, stop]:
+                state -= 1
+                continue
+            index, start = self._begin(state, stop, reached, bound)
+            ends.append(stop)
+            used.append(index)
+            state, stop = self._line_up.slots[index].source, start
+        return self._found(ends[::-1], used[::-1])
+
+    def _begin(self, state: int, stop: int, reached: Bools, bound: int) -> tuple[int, int]:
+        for index, slot in enumerate(self._line_up.slots):
+            if slot.target == state:
+                ends, begins = self._weighed[index]
+                fits = reached[slot.source, :stop] & (ends[stop] - begins[:stop] <= bound * slot.speed.numerator)
+                memory = self._memory[index]
+                if memory is not None and slot.limit is not None:
+                    fits &= memory[stop] - memory[:stop] <= slot.limit
+                if fits.any():
+                    return index, int(fits.argmax())
+        raise RuntimeError(f"no stage leads to state {state}")  # a bug of ours
+
+
+def _later_is_better(line_up: LineUp) -> bool:
+    """Whether a stage that begins later can always end as far: there is no rank on which it must have a layer."""
+    if line_up.exactly or line_up.skippable:
+        return len({(rank.speed, rank.limit) for rank in line_up.ranks}) == 1 and not line_up.capped
+    return line_up.in_line or not line_up.capped
+
+
+def _each(line_up: LineUp, name: str) -> list[tuple[object, Slot]]:
+    return list({getattr(slot, name): slot for slot in line_up.slots}.items())
+
+
+def _window_maxima(values: Ints, lefts: Ints) -> Ints:
+    """For each place the greatest of the values from ``lefts`` up to just before it."""
+    places = np.arange(len(values))
+    best = np.full(len(values), -INFINITE)
+    table, width = values, 1
+    length = places - lefts
+    while width < len(values) + 1:
+        chosen = np.flatnonzero((length >= width) & (length < 2 * width))
+        best[chosen] = np.maximum(table[lefts[chosen]], table[places[chosen] - width])
+        table = np.maximum(table, np.concatenate([table[width:], np.full(min(width, len(table)), -INFINITE)]))
+        width *= 2
+    return best

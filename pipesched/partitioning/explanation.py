@@ -1,0 +1,140 @@
+"""What a partition costs, stage by stage, and why it cannot be better."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from pipesched.columns import Ints
+from pipesched.partitioning.answer import Partition, StageSummary, quote_bytes, quote_time, span
+from pipesched.partitioning.bisection import Found
+from pipesched.partitioning.blocks import Cuts, cuts_of
+from pipesched.partitioning.problem import Problem
+from pipesched.partitioning.search import Solution
+from pipesched.partitioning.slots import Slot, Toll
+
+__all__ = ["explained"]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A partition and the costs of all cuts of its order."""
+
+    problem: Problem
+    found: Found
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        return cuts_of(self.problem.blocks, self.found.order)
+
+    @cached_property
+    def toll(self) -> Toll:
+        return self.problem.toll(self.cuts)
+
+    @cached_property
+    def weighed(self) -> dict[Any, tuple[Ints, Ints]]:
+        return {slot.speed: slot.weighed(self.cuts, self.toll) for slot in self.found.slots}
+
+    @cached_property
+    def stages(self) -> list[tuple[Slot, int, int]]:
+        """Slot, begin and end of each stage."""
+        return [(slot, a, b) for slot, (a, b) in zip(self.found.slots, pairwise([0, *self.found.ends]), strict=True)]
+
+    def time(self, slot: Slot, begin: int, end: int) -> int:
+        """The ticks of a stage there."""
+        ends, begins = self.weighed[slot.speed]
+        return slot.time(int(ends[end] - begins[begin]))
+
+    def layers(self, begin: int, end: int) -> list[int]:
+        """The layers between two cuts, in topological order."""
+        members = self.problem.blocks.members
+        return sorted(layer for block in self.found.order[begin:end] for layer in members[block])
+
+
+def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
+    """The partition, with what each stage costs and why there is no better."""
+    cut, layers = _Cut(problem, found), problem.blocks.layers
+    stages = [[layers.names[layer] for layer in cut.layers(begin, end)] for _, begin, end in cut.stages]
+    lower = found.bottleneck if solution.exact else solution.lower
+    bottleneck, reason = _bottleneck(cut, stages, solution)
+    return Partition(
+        stages,
+        layers.seconds(found.bottleneck),
+        layers.seconds(lower),
+        tuple(slot.rank for slot in found.slots),
+        tuple(_summaries(cut, stages)),
+        bottleneck,
+        reason,
+        solution.ideals,
+        solution.probes,
+    )
+
+
+def _summaries(cut: _Cut, stages: list[list[Any]]) -> Iterator[StageSummary]:
+    layers, cuts = cut.problem.blocks.layers, cut.cuts
+    for names, (slot, begin, end) in zip(stages, cut.stages, strict=True):
+        memory = slot.memory(cuts)
+        yield StageSummary(
+            rank=slot.rank,
+            first=names[0],
+            last=names[-1],
+            num_layers=len(names),
+            time_s=layers.seconds(cut.time(slot, begin, end)),
+            parameter_bytes=int(layers.parameter_bytes[cut.layers(begin, end)].sum()),
+            memory_bytes=int(memory[end] - memory[begin]),
+            bytes_in=int(cuts.sent_bytes[begin]),
+            bytes_out=int(cuts.sent_bytes[end]),
+        )
+
+
+def _bottleneck(cut: _Cut, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
+    """The stage or the cut that is the bottleneck, and why no partition is faster, or how far one may be."""
+    problem, ticks = cut.problem, cut.found.bottleneck
+    bound = f"the {_lower(problem)}"
+    for stage, (slot, begin, end) in enumerate(cut.stages):
+        if cut.time(slot, begin, end) == ticks:
+            at = f"stage {stage} ({span(stages[stage])})"
+            moves = list(_moves(cut, stage))
+            break
+    else:
+        stage = next(at for at, (_, _, end) in enumerate(cut.stages) if cut.toll.ticks[end] == ticks)
+        at = f"the cut behind stage {stage} ({quote_bytes(cut.cuts.sent_bytes[cut.stages[stage][2]])} each way)"
+        moves = []
+    if not solution.exact:
+        return at, f"several orders of the layers were cut exactly, not all; {bound}"
+    if ticks == problem.lower:
+        return at, bound
+    searched = f"all {solution.ideals} order ideals were searched" if solution.ideals else "the chain was cut exactly"
+    return at, "; ".join([*moves, searched, f"{bound}, {1 - problem.lower / ticks:.1%} less"])
+
+
+def _lower(problem: Problem) -> str:
+    """What no partition can beat, in words."""
+    layers, blocks = problem.blocks.layers, problem.blocks
+    ranks = problem.line_up.ranks
+    even = -(-int(layers.ticks.sum()) // sum(rank.speed for rank in ranks))
+    if problem.lower == even:
+        return f"work of all layers in equal shares is {quote_time(layers.seconds(even))} on each of {len(ranks)} ranks"
+    members = blocks.members[problem.heaviest]
+    more = f" and the {len(members) - 1} with it" if len(members) > 1 else ""
+    return f"layer {layers.names[members[0]]}{more} alone takes {quote_time(layers.seconds(problem.lower))}"
+
+
+def _moves(cut: _Cut, stage: int) -> Iterator[str]:
+    """What giving a neighbour the stage's first or last layers would cost."""
+    slot, begin, end = cut.stages[stage]
+    seconds, names = cut.problem.blocks.layers.seconds, cut.problem.blocks.layers.names
+    if end - begin < 2:
+        yield f"layer {names[cut.layers(begin, end)[0]]} alone takes {quote_time(seconds(cut.time(slot, begin, end)))}"
+        return
+    if stage:
+        other, first, _ = cut.stages[stage - 1]
+        time = max(cut.time(other, first, begin + 1), cut.time(slot, begin + 1, end))
+        moved = names[cut.layers(begin, begin + 1)[0]]
+        yield f"with {moved} in stage {stage - 1}, the slower of the two takes {quote_time(seconds(time))}"
+    if stage + 1 < len(cut.stages):
+        other, _, last = cut.stages[stage + 1]
+        time = max(cut.time(other, end - 1, last), cut.time(slot, begin, end - 1))
+        moved = names[cut.layers(end - 1, end)[-1]]
+        yield f"with {moved} in stage {stage + 1}, the slower of the two takes {quote_time(seconds(time))}"

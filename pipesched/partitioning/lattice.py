@@ -1,0 +1,206 @@
+"""Stages through all orders of a graph at once: what is within a bound, over the lattice of its ideals.
+
+A stage is what lies between two ideals, and its cost a difference of two numbers: one of the ideal where it ends, one
+of that where it begins. So for each slot and ideal it is enough to know the best begin below; that goes down the
+lattice level by level, each level for all slots and ideals at once.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesched.columns import Ints
+from pipesched.partitioning.bisection import INFINITE, Fails, Found
+from pipesched.partitioning.fronts import Front
+from pipesched.partitioning.ideals import Ideals
+from pipesched.partitioning.slots import LineUp, Slot, Toll
+
+__all__ = ["Lattice"]
+
+Bools = NDArray[np.bool_]
+
+
+class Lattice:
+    """The ideals, and what may be between them.
+
+    allowed: for a number of stages, the ideals where that many may be closed; all where there is none. ceiling: the
+    bottleneck of a partition that is known, so that nothing above need be looked at.
+    """
+
+    def __init__(self, ideals: Ideals, toll: Toll, line_up: LineUp, allowed: Mapping[int, Bools], ceiling: int) -> None:
+        self._ideals, self._toll, self._line_up, self._allowed = ideals, toll, line_up, allowed
+        slots, cuts = line_up.slots, ideals.cuts
+        speeds = sorted({slot.speed for slot in slots})
+        weighed = [next(s for s in slots if s.speed == speed).weighed(cuts, toll) for speed in speeds]
+        self._ends, self._begins = (np.stack(column) for column in zip(*weighed, strict=True))
+        self._kind = np.array([speeds.index(slot.speed) for slot in slots])
+        self._sources = np.array([slot.source for slot in slots])
+        targets = np.array([slot.target for slot in slots])
+        self._first_of_target = np.searchsorted(targets, np.arange(1, line_up.num_states))
+        self._memory: Ints | None = None
+        if line_up.capped:
+            self._memory = np.stack([slot.memory(cuts) for slot in slots])
+            most = int(self._memory.max())
+            self._caps = np.array([most if slot.limit is None else slot.limit for slot in slots])
+        self._least = np.minimum.reduceat(cuts.work, ideals.levels[:-1])
+        self._most = np.maximum.reduceat(cuts.work, ideals.levels[:-1])
+        self._bands = self._bands_below(ceiling)
+
+    def probe(self, bound: int) -> Found | Fails:
+        """A partition within the bound; between equal ones of the fewest stages, then of the smallest last cut."""
+        line_up, ideals = self._line_up, self._ideals
+        limits = np.array([min(bound * slot.speed.numerator, INFINITE - 1) for slot in line_up.slots])
+        closed = np.zeros((len(line_up.slots), len(ideals)), bool)
+        crossing = self._toll.ticks[self._toll.ticks > bound] if not self._toll.blocking else np.zeros(0, np.int64)
+        open_cuts = self._toll.ticks <= bound if len(crossing) else None
+        following = int(crossing.min(initial=INFINITE))
+        front = Front(len(line_up.slots), capped=line_up.capped)
+        for level in range(len(ideals.levels) - 1):
+            first, last = ideals.levels[level : level + 2]
+            rows = slice(*self._bands[level])
+            if level:
+                front = front.down(ideals, level, rows)
+                ends = self._column(self._ends, rows, first, last)
+                costs = front.costs(rows, ends, self._least_memory(rows, first, last))
+                within = costs <= limits[rows, None]
+                more = np.where(within, INFINITE, costs).min(axis=1, initial=INFINITE)
+                following = min([following, *self._times(more, rows)])
+                closed[rows, first:last] = within if open_cuts is None else within & open_cuts[first:last]
+                self._keep_pins(closed, first, last)
+            begun = self._reached(closed[:, first:last], empty=not level)[self._sources[rows]]
+            front.begin(rows, begun, self._column(self._begins, rows, first, last), self._memory_of(rows, first, last))
+        reached = self._reached(closed[:, -1:], empty=len(ideals) == 1)[:, 0]
+        state = next((state for state in line_up.accepted if reached[state]), None)
+        return Fails(following) if state is None else self._found(state, closed, limits)
+
+    def _bands_below(self, bound: int) -> list[tuple[int, int]]:
+        """For each level the slots that matter: those before can do what lies before, those behind what is left."""
+        levels, count = len(self._least), len(self._line_up.slots)
+        if not self._line_up.in_line:
+            return [(0, count)] * levels
+        total = int(self._most[-1])
+        able = [bound * slot.speed.numerator // slot.speed.denominator + 1 for slot in self._line_up.slots]
+        up_to = np.array([min(total, done) for done in accumulate(able)])
+        behind = np.array([min(total, done) for done in accumulate(reversed(able))][::-1])
+        first = np.searchsorted(up_to, self._least)
+        last = np.searchsorted(-behind, self._most - total, "right")
+        return list(zip(np.minimum(first, count - 1).tolist(), np.maximum(last, 1).tolist(), strict=True))
+
+    def _column(self, of_kinds: Ints, rows: slice, first: int, last: int) -> Ints:
+        part = of_kinds[:, first:last]
+        return part if len(of_kinds) == 1 else part[self._kind[rows]]
+
+    def _memory_of(self, rows: slice, first: int, last: int) -> Ints | None:
+        return None if self._memory is None else self._memory[rows, first:last]
+
+    def _least_memory(self, rows: slice, first: int, last: int) -> Ints | None:
+        """What must lie before a stage that ends at each ideal, at least, so that it is within its slot's memory."""
+        if self._memory is None:
+            return None
+        return np.asarray(self._memory[rows, first:last] - self._caps[rows, None])
+
+    def _times(self, costs: Ints, rows: slice) -> list[int]:
+        slots = self._line_up.slots[rows]
+        return [slot.time(cost) for slot, cost in zip(slots, costs.tolist(), strict=True) if cost < INFINITE // 2]
+
+    def _keep_pins(self, closed: Bools, first: int, last: int) -> None:
+        for index, slot in enumerate(self._line_up.slots):
+            if slot.stage + 1 in self._allowed:
+                closed[index, first:last] &= self._allowed[slot.stage + 1][first:last]
+
+    def _reached(self, closed: Bools, *, empty: bool) -> Bools:
+        """For each state the ideals of ``closed`` where it may be; with slots left out."""
+        reached = np.zeros((self._line_up.num_states, closed.shape[1]), bool)
+        reached[0] = empty
+        reached[1:] = np.logical_or.reduceat(closed, self._first_of_target, axis=0)
+        if self._line_up.in_line:
+            some = self._line_up.skippable
+            np.logical_or.accumulate(reached[some:], axis=0, out=reached[some:])
+        return reached
+
+    def _reached_in(self, state: int, closed: Bools) -> Bools:
+        """The ideals where the state may be."""
+        skippable = self._line_up.skippable if self._line_up.in_line else self._line_up.num_states
+        fewest = min(state, skippable)
+        rows = [index for index, slot in enumerate(self._line_up.slots) if fewest <= slot.target <= state]
+        reached = np.logical_or.reduce(closed[rows], axis=0) if rows else np.zeros(closed.shape[1], bool)
+        reached[0] = fewest == 0
+        return np.asarray(reached)
+
+    # ---- the stages ------------------------------------------------------------------------------------------------
+
+    def _found(self, state: int, closed: Bools, limits: Ints) -> Found:
+        ideal = len(self._ideals) - 1
+        stages: list[tuple[Slot, list[int]]] = []
+        bottleneck = 0
+        while ideal:
+            reached = self._reached(closed[:, ideal : ideal + 1], empty=False)[:, 0]
+            while self._line_up.in_line and state > self._line_up.skippable and reached[state - 1]:
+                state -= 1
+            index, begin, below = self._begin(state, ideal, closed, limits)
+            slot, kind = self._line_up.slots[index], self._kind[index]
+            bottleneck = max(bottleneck, slot.time(int(self._ends[kind, ideal] - self._begins[kind, begin])))
+            if not self._toll.blocking and len(self._toll.ticks) > 1:
+                bottleneck = max(bottleneck, int(self._toll.ticks[begin]))
+            stages.append((slot, self._between(begin, ideal, below)))
+            state, ideal = slot.source, begin
+        stages.reverse()
+        order = [block for _, members in stages for block in members]
+        ends = np.cumsum([len(members) for _, members in stages]).tolist()
+        return Found(bottleneck, order, ends, [slot for slot, _ in stages])
+
+    def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
+        """The slot of the stage that ends at the ideal, where it begins, and what lies below the ideal."""
+        sent = self._ideals.cuts.sent_bytes
+        for index, slot in enumerate(self._line_up.slots):
+            if slot.target == state and closed[index, ideal]:
+                end, begins = self._ends[self._kind[index], ideal], self._begins[self._kind[index]]
+                fits = begins >= end - limits[index]
+                if self._memory is not None:
+                    fits &= self._memory[index] >= self._memory[index, ideal] - self._caps[index]
+                below = self._below(ideal, int(self._ends[self._kind[index], ideal] - limits[index]), index)
+                reached = self._reached_in(slot.source, closed)
+                chosen = np.flatnonzero(fits & below & reached)
+                if len(chosen):
+                    return index, int(chosen[sent[chosen].argmin()]), below
+        raise RuntimeError(f"no stage leads to state {state}")  # a bug of ours
+
+    def _below(self, ideal: int, least: int, index: int) -> Bools:
+        """The ideals that ``ideal`` contains, other than itself, as far as their work is enough."""
+        ideals, ends = self._ideals, self._ends[self._kind[index]]
+        below = np.zeros(len(ideals), bool)
+        below[ideal] = True
+        for level in range(bisect_right(ideals.levels, ideal) - 1, 0, -1):
+            steps = self._steps(level)
+            parents = ideals.parents[steps][below[ideals.children[steps]]]
+            parents = parents[ends[parents] >= least]
+            if not len(parents):
+                break
+            below[parents] = True
+        below[ideal] = False
+        return below
+
+    def _between(self, begin: int, ideal: int, below: Bools) -> list[int]:
+        """The blocks of the stage between two ideals, in the blocks' own order."""
+        ideals = self._ideals
+        above = np.zeros(len(ideals), bool)
+        above[begin] = below[ideal] = True
+        bottom, top = (bisect_right(ideals.levels, at) - 1 for at in (begin, ideal))
+        for level in range(bottom + 1, top + 1):
+            steps = self._steps(level)
+            children = ideals.children[steps][above[ideals.parents[steps]]]
+            above[children[below[children]]] = True
+        members = []
+        while ideal != begin:
+            steps = slice(ideals.steps[ideal], ideals.steps[ideal + 1])
+            step = int(above[ideals.parents[steps]].argmax()) + int(ideals.steps[ideal])
+            members.append(int(ideals.added[step]))
+            ideal = int(ideals.parents[step])
+        return sorted(members)
+
+    def _steps(self, level: int) -> slice:
+        first, last = self._ideals.levels[level : level + 2]
+        return slice(self._ideals.steps[first], self._ideals.steps[last])

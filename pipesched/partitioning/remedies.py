@@ -1,0 +1,105 @@
+"""There is no partition: which rule it fails, by how much, and what would make one possible."""
+
+from typing import Any
+
+from pipesched.errors import PartitionError
+from pipesched.partitioning.answer import quote_bytes
+from pipesched.partitioning.request import Request
+from pipesched.partitioning.search import solve
+
+__all__ = ["infeasible"]
+
+_MOST_IDEALS = 5_000  # here an answer is needed that is good enough
+
+
+def infeasible(request: Request, *, exact: bool) -> PartitionError:
+    """The error for a request without a partition. exact: surely there is none; else none was found."""
+    rule = "there is no partition" if exact else "no partition was found"
+    limits = [limit for limit in request.limits if limit is not None]
+    free = request.but(memory_limit_bytes=None)
+    if limits and _possible(free):
+        place, numbers, remedy = _memory(request, limits)
+    else:
+        place, numbers, remedy = _pins(free)
+    return PartitionError(f"{rule} {place}; {numbers}; {remedy}")
+
+
+def _possible(request: Request) -> bool:
+    return solve(request.problem(), _MOST_IDEALS).found is not None
+
+
+def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
+    most = max(limits) if len(limits) == len(request.limits) else None
+    place = f"of {len(request.layers)} layers into {request.num_stages} stages within memory_limit_bytes"
+    alone = _alone(request)
+    enough = _enough(request)
+    if most is not None and alone[1] > most:
+        numbers = (
+            f"{alone[0]} alone takes {alone[1]} bytes ({quote_bytes(alone[1])}), {alone[1] - most} more than a rank has"
+        )
+    else:
+        given = ", ".join(map(str, sorted(set(limits))))
+        numbers = f"the limit is {given} bytes a rank, {enough / max(limits) - 1:.1%} more would do"
+    return place, numbers, f"allow {enough} bytes ({quote_bytes(enough)}) a rank{_more_ranks(request)}"
+
+
+def _alone(request: Request) -> tuple[str, int]:
+    """The block that needs the most memory, with the fewest micro-batches in flight."""
+    problem = request.problem()
+    layers, blocks = problem.blocks.layers, problem.blocks
+    fewest = min(slot.in_flight for slot in problem.line_up.slots)
+    needed = blocks.total(layers.state_bytes + fewest * layers.activation_bytes)
+    members = blocks.members[int(needed.argmax())]
+    name = f"layer {layers.names[members[0]]!r}"
+    return name + (f" with the {len(members) - 1} it must share a stage with" if len(members) > 1 else ""), int(
+        needed.max()
+    )
+
+
+def _enough(request: Request) -> int:
+    """A limit for every rank that makes a partition possible: the smallest, for a graph that is small enough."""
+    problem = request.problem()
+    layers = problem.blocks.layers
+    most = max(slot.in_flight for slot in problem.line_up.slots)
+    low, high = 0, int((layers.state_bytes + most * layers.activation_bytes).sum())
+    while low < high:
+        middle = (low + high) // 2
+        if _possible(request.but(memory_limit_bytes=middle)):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _more_ranks(request: Request) -> str:
+    """How many ranks would do, where all are alike and it is known what they would hold."""
+    if len(set(request.ranks)) > 1 or not (request.in_flight is None or callable(request.in_flight)):
+        return ""
+    alike = {"memory_limit_bytes": request.limits[0], "speeds": None}
+    for more in range(request.num_stages + 1, min(2 * request.num_stages + 8, len(request.layers)) + 1):
+        if _possible(request.but(num_stages=more, **alike)):
+            return f", or use {more} ranks"
+    return ""
+
+
+def _pins(request: Request) -> tuple[str, str, str]:
+    """Which of the user's pins is in the way of the others."""
+    wishes = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
+    wishes += [f"{', '.join(map(repr, group))} together" for group in request.together]
+    wishes += ["every stage in use"] * request.exactly
+    place = f"of {len(request.layers)} layers into {request.num_stages} stages"
+    return place, f"asked for are: {'; '.join(wishes)}", _without(request)
+
+
+def _without(request: Request) -> str:
+    starts: dict[Any, int] = dict(request.starts)
+    for layer in starts:
+        others = {name: stage for name, stage in starts.items() if name != layer}
+        if _possible(request.but(starts=others)):
+            return f"let {layer!r} begin where it may, and there is one"
+    for place, group in enumerate(request.together):
+        if _possible(request.but(together=request.together[:place] + request.together[place + 1 :])):
+            return f"let {', '.join(map(repr, group))} be apart, and there is one"
+    if request.exactly and _possible(request.but(exactly=False)):
+        return "leave out exactly=True, and there is one"
+    return "leave out several of these"

@@ -1,0 +1,186 @@
+"""What the user asks of a partition, checked; and the problem that it is."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from numbers import Integral
+from typing import Any, get_args
+
+import networkx as nx
+
+from pipesched.errors import PartitionError, ScheduleError
+from pipesched.links import Link, check_number
+from pipesched.partitioning.blocks import contract
+from pipesched.partitioning.layers import Layers, read
+from pipesched.partitioning.problem import Communication, Pin, Problem
+from pipesched.partitioning.slots import LineUp, Rank, fixed_order, free_order
+
+__all__ = ["InFlight", "Request"]
+
+InFlight = Sequence[int] | Callable[[int, int], int]
+
+_FINEST_SPEED = 1000  # speeds are fractions with denominators up to this
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `pipesched.partition`, under their names. Raises PartitionError for those that make no sense."""
+
+    graph: "nx.DiGraph[Any]"
+    num_stages: int
+    communication: Communication
+    bandwidth_bytes_per_s: float | None
+    latency_s: float
+    memory_limit_bytes: float | Sequence[float | None] | None
+    in_flight: InFlight | None
+    weight_copies: float
+    speeds: Sequence[float] | None
+    any_order: bool
+    starts: Mapping[Any, int]
+    together: tuple[Collection[Any], ...]
+    exactly: bool
+
+    def __post_init__(self) -> None:
+        count = len(self.graph)
+        if not _is_whole(self.num_stages) or self.num_stages < 1 or (self.exactly and self.num_stages > count):
+            raise PartitionError(
+                f"every stage holds at least one layer; {self.num_stages} stages, {count} layers; use 1 to {count} "
+                f"stages: fewer devices, or fewer chunks a rank"
+            )
+        if self.communication not in get_args(Communication):
+            raise PartitionError(
+                f"communication is one of {', '.join(get_args(Communication))}; got {self.communication!r}; choose one"
+            )
+        if self.communication != "none" and self.bandwidth_bytes_per_s is None:
+            raise PartitionError(
+                f"what crosses a cut takes time; communication={self.communication!r} has no bandwidth_bytes_per_s; "
+                f"pass that of the slowest link, such as 10e9"
+            )
+        _number(self.weight_copies, "weight_copies")
+
+    @cached_property
+    def link(self) -> Link:
+        """What lies between stages."""
+        try:
+            return Link(self.latency_s, self.bandwidth_bytes_per_s)
+        except ScheduleError as error:
+            raise PartitionError(str(error)) from None
+
+    @cached_property
+    def limits(self) -> list[int | None]:
+        """The memory of each rank in bytes, None for no limit."""
+        limits = _one_each(self.memory_limit_bytes, self.num_stages, "memory_limit_bytes")
+        return [None if limit is None else int(_number(limit, "memory_limit_bytes")) for limit in limits]
+
+    @cached_property
+    def speeds_of_ranks(self) -> list[Fraction]:
+        """How fast each rank is, relative to the one that was measured."""
+        given = _one_each(1 if self.speeds is None else self.speeds, self.num_stages, "speeds")
+        speeds = [Fraction(_number(speed, "a speed")).limit_denominator(_FINEST_SPEED) for speed in given]
+        if not all(speeds):
+            raise PartitionError(
+                f"a rank's speed is relative to the one that was measured, at least 1/{_FINEST_SPEED}; got {given}; "
+                f"leave out ranks that are slower"
+            )
+        return speeds
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The graph's layers. Raises PartitionError for a graph that cannot be read."""
+        needed = [
+            *(["output_bytes"] if self.communication != "none" else []),
+            *(["parameter_bytes"] if set(self.limits) != {None} else []),
+        ]
+        scale = max(speed.numerator + speed.denominator for speed in self.speeds_of_ranks)
+        return read(self.graph, needed, link=self.link, weight_copies=self.weight_copies, scale=scale)
+
+    @cached_property
+    def ranks(self) -> list[Rank]:
+        """A rank for each stage; where all are alike and some may stay empty, no more than there are layers."""
+        ranks = [Rank(speed, limit) for speed, limit in zip(self.speeds_of_ranks, self.limits, strict=True)]
+        spare = self.in_flight is None and set(ranks) == {Rank()}
+        return ranks[: len(self.layers)] if spare else ranks
+
+    def problem(self) -> Problem:
+        """What is to be cut, and into what."""
+        layers = self.layers
+        position = {name: at for at, name in enumerate(layers.names)} if self.starts or self.together else {}
+        groups = [[_known(layer, position, "together") for layer in group] for group in self.together]
+        pins = [self._pin(layer, stage, position) for layer, stage in self.starts.items()]
+        return Problem(contract(layers, groups), self._line_up(pins), self.communication, self.link, pins)
+
+    def _line_up(self, pins: list[Pin]) -> LineUp:
+        ranks = self.ranks
+        held = self._held(len(ranks))
+        if self.any_order:
+            return free_order(ranks, held, exactly=self.exactly)
+        return fixed_order(ranks, held, exactly=self.exactly, pinned=1 + max((pin.stage for pin in pins), default=-1))
+
+    def _pin(self, layer: Any, stage: Any, position: Mapping[Any, int]) -> Pin:
+        at = _known(layer, position, "starts")
+        most = min(self.num_stages, len(position))
+        if self.any_order:
+            raise PartitionError(
+                f"starts counts stages along the ranks; {layer!r} is to begin stage {stage}, and any_order=True; "
+                f"leave one of the two out"
+            )
+        if not _is_whole(stage) or not 0 <= stage < most:
+            raise PartitionError(
+                f"starts says which stage a layer begins, 0 to {most - 1}; {layer!r} is to begin stage {stage!r}; "
+                f"choose one of these, or more stages"
+            )
+        ancestors = frozenset(position[name] for name in nx.ancestors(self.graph, layer))
+        if ancestors and not stage:
+            raise PartitionError(
+                f"a layer begins a stage where all that it needs is in earlier stages; {layer!r} is to begin stage 0 "
+                f"and needs {len(ancestors)} layers; choose another stage for it"
+            )
+        return Pin(int(stage), at, ancestors)
+
+    def _held(self, num_stages: int) -> list[int]:
+        """How many micro-batches each stage has in flight."""
+        if self.in_flight is None:
+            return [1] * num_stages
+        if callable(self.in_flight):
+            held = [self.in_flight(stage, self.num_stages) for stage in range(num_stages)]
+        else:
+            held = list(self.in_flight)
+        if len(held) != num_stages or not all(_is_whole(count) and count >= 0 for count in held):
+            raise PartitionError(
+                f"in_flight is a number of micro-batches a stage; got {held!r} for {num_stages} stages; "
+                f"pass one whole number each, or a function of (stage, num_stages)"
+            )
+        return [int(count) for count in held]
+
+    def but(self, **changes: Any) -> "Request":
+        """The same with other wishes; costs stay as they were read."""
+        other = replace(self, **changes)
+        other.__dict__["layers"] = self.layers
+        return other
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _number(value: Any, what: str) -> Any:
+    try:
+        check_number(value, what)
+    except ScheduleError as error:
+        raise PartitionError(str(error)) from None
+    return value
+
+
+def _one_each(given: Any, num_stages: int, name: str) -> list[Any]:
+    values = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given] * num_stages
+    if len(values) != num_stages:
+        raise PartitionError(f"{name} is one number a rank; got {len(values)} for {num_stages} ranks; pass as many")
+    return values
+
+
+def _known(layer: Any, position: Mapping[Any, int], what: str) -> int:
+    if layer not in position:
+        names = ", ".join(map(repr, list(position)[:12])) + (", ..." if len(position) > 12 else "")
+        raise PartitionError(f"{what} names layers; {layer!r} is none; the layers are {names}; use one of these")
+    return position[layer]

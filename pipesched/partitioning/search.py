@@ -1,0 +1,166 @@
+"""The search: a chain exactly; a graph exactly where its lattice is small enough, else along many orders."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+
+from pipesched.partitioning.bisection import INFINITE, Found, smallest
+from pipesched.partitioning.blocks import cuts_of, reduce_blocks
+from pipesched.partitioning.ideals import Ideals, enumerate_ideals
+from pipesched.partitioning.orders import linear_orders
+from pipesched.partitioning.problem import Problem
+
+__all__ = ["Solution", "fill_up", "solve"]
+
+_MOST_LIMITED = 100_000  # ideals up to which limits of memory are at once searched exactly: some seconds
+_RESTARTS = 24
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What was found; none where there is no partition, or none was found. lower: ticks that none can beat.
+
+    exact: nothing better exists, or, where nothing was found, nothing at all. ideals, probes: how much was searched.
+    """
+
+    found: Found | None
+    lower: int
+    exact: bool
+    ideals: int
+    probes: int
+
+
+def solve(problem: Problem, most_ideals: int) -> Solution:
+    """The partition of the smallest bottleneck, as far as that can be searched."""
+    if problem.blocks.is_chain:
+        found, probes = _along(problem, range(len(problem.blocks)))
+        return _exact(found, 0, probes)
+    own, tried = _along(problem, range(len(problem.blocks)))
+    if own is not None and own.bottleneck == problem.lower:
+        return _exact(own, 0, tried)
+    small = problem if problem.line_up.exactly else _reduced(problem)
+    ideals = enumerate_ideals(small.blocks, small.counted, most_ideals)
+    if ideals is None:
+        return _along_many(problem, problem.lower, own, 0, tried)
+    known = own.bottleneck if own else INFINITE
+    if problem.line_up.capped and len(ideals) > _MOST_LIMITED:
+        return _with_limits(problem, small, ideals, own, tried)
+    return _searched(problem, small, ideals, known, tried)
+
+
+def _searched(problem: Problem, small: Problem, ideals: Ideals, known: int, tried: int) -> Solution:
+    """The best of all orders. known: the bottleneck of some partition; tried: probes so far."""
+    found, probes = smallest(problem.lower, known, small.lattice(ideals, known).probe)
+    return _exact(found and _of(problem, small, found), len(ideals), probes + tried)
+
+
+def _exact(found: Found | None, ideals: int, probes: int) -> Solution:
+    return Solution(found, found.bottleneck if found else 0, True, ideals, probes)
+
+
+def _along(problem: Problem, order: Sequence[int]) -> tuple[Found | None, int]:
+    """The best of one order, and the number of probes."""
+    largest = int(problem.blocks.total(problem.blocks.layers.ticks).max())
+    return smallest(problem.lower, problem.lower + largest, problem.chain(order).probe)
+
+
+def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, probes: int) -> Solution:
+    """The best of several orders; ``best`` is one that is known."""
+    for order in linear_orders(problem.blocks, _RESTARTS):
+        if best and best.bottleneck == lower:
+            break
+        chain = problem.chain(order)
+        below = lower if best is None else best.bottleneck - 1
+        probes += 1
+        if best is None or isinstance(chain.probe(below), Found):
+            found, tried = smallest(lower, below, chain.probe)
+            best, probes = found or best, probes + tried
+    return Solution(best, lower, bool(best and best.bottleneck == lower), ideals, probes)
+
+
+def _with_limits(problem: Problem, small: Problem, ideals: Ideals, own: Found | None, tried: int) -> Solution:
+    """First without limits of memory: that is a bound, and the answer if it keeps them; else along many orders.
+
+    Where none of these keeps them, all orders with limits: that may take minutes.
+    """
+    line_up = problem.line_up
+    free = replace(
+        line_up,
+        ranks=tuple(replace(rank, limit=None) for rank in line_up.ranks),
+        slots=tuple(replace(slot, limit=None) for slot in line_up.slots),
+    )
+    known = own.bottleneck if own else INFINITE
+    unlimited, probes = smallest(problem.lower, known, replace(small, line_up=free).lattice(ideals, known).probe)
+    if unlimited is None:
+        return _exact(None, len(ideals), tried + probes)
+    limits = {(slot.source, slot.target, slot.rank): slot.limit for slot in line_up.slots}
+    slots = [replace(slot, limit=limits[slot.source, slot.target, slot.rank]) for slot in unlimited.slots]
+    found = _of(problem, small, replace(unlimited, slots=slots))
+    if _keeps_limits(problem, found):
+        return _exact(found, len(ideals), tried + probes)
+    solution = _along_many(problem, unlimited.bottleneck, own, len(ideals), tried + probes)
+    return solution if solution.found else _searched(problem, small, ideals, known, solution.probes)
+
+
+def _keeps_limits(problem: Problem, found: Found) -> bool:
+    cuts = cuts_of(problem.blocks, found.order)
+    for slot, (first, last) in zip(found.slots, pairwise([0, *found.ends]), strict=True):
+        memory = slot.memory(cuts)
+        if slot.limit is not None and memory[last] - memory[first] > slot.limit:
+            return False
+    return True
+
+
+def _reduced(problem: Problem) -> Problem:
+    """The problem with fewer blocks and the same best bottleneck."""
+    pinned = {pin.layer for pin in problem.pins}
+    by_size, by_memory = problem.communication != "none", problem.line_up.capped
+    blocks = reduce_blocks(problem.blocks, pinned, by_size=by_size, by_memory=by_memory)
+    return replace(problem, blocks=blocks)
+
+
+def _of(problem: Problem, small: Problem, found: Found) -> Found:
+    """A partition of the small problem as one of the whole."""
+    order: list[int] = []
+    ends = []
+    for first, last in pairwise([0, *found.ends]):
+        layers = sorted(layer for block in found.order[first:last] for layer in small.blocks.members[block])
+        order += dict.fromkeys(problem.blocks.block_of[layers].tolist())
+        ends.append(len(order))
+    return replace(found, order=order, ends=ends)
+
+
+def fill_up(found: Found, problem: Problem) -> Found:
+    """As many stages as there may be: while there are too few, the slowest of several blocks is cut in two."""
+    slots = problem.line_up.slots[: len(problem.blocks)]
+    work = cuts_of(problem.blocks, found.order).work.tolist()
+    return replace(found, ends=filled_up([0, *found.ends], work, len(slots))[1:], slots=list(slots))
+
+
+def filled_up(cuts: list[int], prefix: list[int], num_stages: int) -> list[int]:
+    """Cuts, the first and the last included, of exactly ``num_stages`` stages; each new one where it is best."""
+    waiting = [(prefix[a] - prefix[b], a, b) for a, b in pairwise(cuts) if b - a > 1]
+    heapify(waiting)
+    ends = set(cuts)
+    while len(ends) <= num_stages:
+        _, first, last = heappop(waiting)
+        middle = _middle(prefix, first, last)
+        ends.add(middle)
+        for a, b in ((first, middle), (middle, last)):
+            if b - a > 1:
+                heappush(waiting, (prefix[a] - prefix[b], a, b))
+    return sorted(ends)
+
+
+def _middle(prefix: list[int], first: int, last: int) -> int:
+    """Where a stage is best cut in two; of equal places the first."""
+    half = prefix[first] + prefix[last]
+    above = bisect_left(range(first + 1, last), half, key=lambda cut: 2 * prefix[cut]) + first + 1
+    below = max(first + 1, above - 1)
+    if above == last or half - prefix[below] - prefix[first] <= prefix[above] - prefix[first]:
+        while below > first + 1 and prefix[below - 1] == prefix[below]:
+            below -= 1
+        return below
+    return above

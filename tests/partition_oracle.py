@@ -1,0 +1,110 @@
+"""Partitions by trying all: every chain of order ideals, every rank for every stage."""
+
+import random
+from itertools import pairwise, permutations
+
+import networkx as nx
+
+
+def random_graph(rng, num_layers, density):
+    """A DAG whose costs are small whole numbers; layer names say nothing about the order."""
+    graph = nx.DiGraph()
+    names = [f"layer{i}" for i in range(num_layers)]
+    inserted = rng.sample(names, num_layers)
+    for name in inserted:
+        graph.add_node(
+            name,
+            forward_s=rng.choice([0, 0, 1, 2, 5]),
+            backward_s=rng.choice([0, 0, 1, 3]),
+            output_bytes=rng.choice([0, 1, 2, 4]),
+            parameter_bytes=rng.choice([0, 1, 3]),
+            activation_bytes=rng.choice([0, 1, 2]),
+            unknown="ignored",
+        )
+    graph.add_edges_from((a, b) for j, b in enumerate(names) for a in names[:j] if rng.random() < density)
+    return graph
+
+
+def random_chain(rng, num_layers, skips):
+    """A chain, with some edges that skip layers."""
+    graph = random_graph(rng, num_layers, skips)
+    graph.add_edges_from(pairwise(f"layer{i}" for i in range(num_layers)))
+    return graph
+
+
+def ideals(graph):
+    """All sets of layers that contain what they need."""
+    found = {frozenset()}
+    grown = list(found)
+    while grown:
+        ideal = grown.pop()
+        for layer in graph:
+            if layer not in ideal and all(before in ideal for before in graph.predecessors(layer)):
+                larger = ideal | {layer}
+                if larger not in found:
+                    found.add(larger)
+                    grown.append(larger)
+    return sorted(found, key=len)
+
+
+def sent(graph, ideal):
+    return sum(graph.nodes[u]["output_bytes"] for u in ideal if any(v not in ideal for v in graph.successors(u)))
+
+
+def best(
+    graph, num_stages, *, communication="none", speeds=None, memory_limit_bytes=None, in_flight=None, weight_copies=4,
+    any_order=False, starts=None, together=(), exactly=False, latency_s=0,
+):  # fmt: skip
+    """The smallest bottleneck at one byte a second; None where there is no partition."""
+    speeds = speeds or [1] * num_stages
+    limits = memory_limit_bytes if isinstance(memory_limit_bytes, list) else [memory_limit_bytes] * num_stages
+    held = [1] * num_stages if in_flight is None else in_flight
+    pinned = max((starts or {}).values(), default=-1)
+    all_ideals = ideals(graph)
+    toll = {ideal: sent(graph, ideal) + (latency_s if sent(graph, ideal) else 0) for ideal in all_ideals}
+    work = {layer: graph.nodes[layer]["forward_s"] + graph.nodes[layer]["backward_s"] for layer in graph}
+
+    def cost(stage, rank, begin, end):
+        """The bottleneck of one stage with the cut behind it, None where it must not be."""
+        layers = end - begin
+        if any(0 < len(layers & set(group)) < len(group) for group in together):
+            return None
+        for layer, at in (starts or {}).items():
+            if (layer in layers) != (at == stage) or (at == stage and nx.ancestors(graph, layer) & layers):
+                return None
+        fixed = sum(weight_copies * graph.nodes[layer]["parameter_bytes"] for layer in layers)
+        moving = sum(graph.nodes[layer]["activation_bytes"] for layer in layers)
+        if limits[rank] is not None and fixed + held[stage] * moving > limits[rank]:
+            return None
+        time = sum(work[layer] for layer in layers) / speeds[rank]
+        if communication == "serial":
+            return time + toll[begin] + toll[end]
+        return max(time, 2 * toll[end]) if communication == "overlap" else time
+
+    def within(ranks):
+        states = {(frozenset(), 0): 0}
+        for place, rank in enumerate(ranks):
+            following = {}
+            for (begin, stage), bottleneck in states.items():
+                if not exactly and place > pinned and not any_order:
+                    key = (begin, stage)
+                    following[key] = min(bottleneck, following.get(key, bottleneck))
+                for end in all_ideals:
+                    own = cost(place, rank, begin, end) if begin < end else None
+                    if own is not None:
+                        key = (end, stage + 1)
+                        value = max(bottleneck, own)
+                        following[key] = min(value, following.get(key, value))
+            states = following
+        reached = [bottleneck for (ideal, _), bottleneck in states.items() if len(ideal) == len(graph)]
+        return min(reached, default=None)
+
+    if not any_order:
+        return within(range(num_stages))
+    fewest = num_stages if exactly else 1
+    lines = {line for count in range(fewest, num_stages + 1) for line in permutations(range(num_stages), count)}
+    return min((found for line in sorted(lines) if (found := within(line)) is not None), default=None)
+
+
+def seeded(seed):
+    return random.Random(seed)

@@ -1,0 +1,272 @@
+"""Partitions are exact: no chain of order ideals, tried by brute force, has a smaller bottleneck."""
+
+import random
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from partition_graphs import branches, chain, residual, u_net, weights_as_layers
+from partition_oracle import best, random_chain, random_graph
+from random_programs import quick
+
+from pipesched import partition
+from pipesched.errors import PartitionError
+from pipesched.partitioning import search
+
+SEEDS = st.integers(0, 10**6)
+
+
+@st.composite
+def wishes(draw, num_stages, *, plain=False):
+    """Some of what can be asked of a partition."""
+    asked = {"communication": draw(st.sampled_from(["none", "overlap", "serial"]))}
+    if draw(st.booleans()):
+        asked["latency_s"] = draw(st.integers(1, 2))
+    if plain:
+        return asked
+    if draw(st.booleans()):
+        asked["speeds"] = draw(st.lists(st.sampled_from([1, 2, 0.5, 0.75]), min_size=num_stages, max_size=num_stages))
+    if draw(st.booleans()):
+        limit = st.integers(5, 60)
+        asked["memory_limit_bytes"] = draw(limit | st.lists(limit, min_size=num_stages, max_size=num_stages))
+        asked["weight_copies"] = draw(st.sampled_from([1, 4]))
+        if draw(st.booleans()):
+            asked["in_flight"] = [num_stages - stage for stage in range(num_stages)]
+    asked["any_order"] = draw(st.integers(0, 3)) == 0
+    asked["exactly"] = draw(st.integers(0, 3)) == 0
+    return asked
+
+
+@st.composite
+def pins(draw, graph, num_stages):
+    """Layers that begin stages, and layers that share one."""
+    layers = sorted(graph)
+    asked = {"starts": draw(st.dictionaries(st.sampled_from(layers), st.integers(0, num_stages - 1), max_size=2))}
+    asked["together"] = draw(st.lists(st.sets(st.sampled_from(layers), max_size=3), max_size=2))
+    return asked
+
+
+def check(graph, num_stages, **asked):
+    """The partition is as good as the best, and is one; or there is none."""
+    expected = best(graph, num_stages, **asked)
+    try:
+        found = partition(graph, num_stages, bandwidth_bytes_per_s=1, **asked)
+    except PartitionError:
+        assert expected is None
+        return
+    assert expected is not None
+    assert found.bottleneck_s == pytest.approx(expected, abs=1e-9)
+    assert found.proved
+    assert found.gap == 0
+    assert sorted(layer for stage in found.stages for layer in stage) == sorted(graph)
+    assert len(found.stages) <= num_stages
+    assert all(found.stages)
+    stage_of = {layer: stage for stage, layers in enumerate(found.stages) for layer in layers}
+    assert all(stage_of[a] <= stage_of[b] for a, b in graph.edges)
+
+
+@settings(quick, max_examples=150)
+@given(SEEDS, st.data())
+def test_chains_and_graphs_with_communication(seed, data):
+    rng = random.Random(seed)
+    graph = rng.choice([random_chain, random_graph])(rng, rng.randint(1, 7), rng.choice([0.1, 0.3, 0.6]))
+    num_stages = data.draw(st.integers(1, 4))
+    check(graph, num_stages, **data.draw(wishes(num_stages, plain=True)))
+
+
+@settings(quick, max_examples=250)
+@given(SEEDS, st.data())
+def test_with_speeds_and_memory_limits(seed, data):
+    rng = random.Random(seed)
+    graph = rng.choice([random_chain, random_graph])(rng, rng.randint(1, 6), rng.choice([0.1, 0.3, 0.6]))
+    num_stages = data.draw(st.integers(1, 3))
+    check(graph, num_stages, **data.draw(wishes(num_stages)))
+
+
+@settings(quick, max_examples=250)
+@given(SEEDS, st.data())
+def test_with_pins(seed, data):
+    rng = random.Random(seed)
+    graph = rng.choice([random_chain, random_graph])(rng, rng.randint(2, 6), rng.choice([0.1, 0.3, 0.6]))
+    num_stages = data.draw(st.integers(1, 3))
+    asked = data.draw(wishes(num_stages)) | {"any_order": False}
+    check(graph, num_stages, **asked, **data.draw(pins(graph, num_stages)))
+
+
+# ---- how much is searched -------------------------------------------------------------------------------------------
+
+
+def product_of_branches(modules):
+    """The ideals of modules of parallel branches, with four layers before them and one behind each."""
+    count = 5
+    for lengths in modules:
+        inside = 1
+        for length in lengths:
+            inside *= length + 1
+        count += inside - 1 + 1
+    return count
+
+
+@pytest.mark.parametrize("modules", [[(1, 1)], [(2, 3), (1, 4)], [(3, 3, 3)], [(70, 70)], [(1, 2, 3, 4), (2, 2)]])
+@pytest.mark.parametrize("communication", ["none", "serial"])
+def test_the_ideals_of_parallel_branches_are_counted(modules, communication):
+    graph = branches(modules)
+    found = partition(graph, 5, communication=communication, bandwidth_bytes_per_s=1e10)
+    assert found.proved
+    assert found.ideals in (0, product_of_branches(modules))  # 0: one order already reaches the bound
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("communication", ["none", "overlap", "serial"])
+def test_all_orders_are_never_worse_than_some(seed, communication):
+    graph = branches([(2, 3, 1), (4, 1), (2, 2)], seed)
+    link = {"communication": communication, "bandwidth_bytes_per_s": 1e10}
+    for num_stages in (2, 3, 5, 9):
+        exact = partition(graph, num_stages, **link)
+        some = partition(graph, num_stages, **link, max_ideals=1)
+        assert exact.proved
+        assert some.ideals == 0
+        assert some.lower_bound_s <= exact.bottleneck_s <= some.bottleneck_s
+        assert some.proved == (some.gap == 0)
+        assert some.gap == some.bottleneck_s / some.lower_bound_s - 1
+
+
+def test_layers_that_cost_nothing_are_no_places_to_cut():
+    """2 ** 40 ideals, if each weight were a layer of its own."""
+    graph = weights_as_layers(40)
+    for communication in ("none", "overlap", "serial"):
+        found = partition(graph, 6, communication=communication, bandwidth_bytes_per_s=1e11)
+        assert found.proved
+        assert found.ideals <= 41
+        assert sum(map(len, found.stages)) == 80
+
+
+@pytest.mark.parametrize("communication", ["none", "overlap", "serial"])
+def test_a_bisection_takes_as_many_probes_as_bits_at_most(communication):
+    graph = chain(500)
+    found = partition(graph, 32, communication=communication, bandwidth_bytes_per_s=1e10)
+    assert found.ideals == 0
+    assert found.probes <= 45
+
+
+@pytest.mark.parametrize("graph", [chain(40), residual(8), u_net(6), branches([(3, 2), (2, 2, 2)])])
+def test_equal_graphs_have_equal_partitions(graph):
+    for communication in ("none", "overlap", "serial"):
+        asked = {"communication": communication, "bandwidth_bytes_per_s": 1e10}
+        assert partition(graph, 5, **asked) == partition(graph.copy(), 5, **asked)
+
+
+@pytest.mark.parametrize("share", [1, 0.9, 0.8, 0.7])
+@pytest.mark.parametrize("communication", ["none", "serial"])
+def test_limits_of_memory_on_a_large_lattice(share, communication, monkeypatch):
+    """There the lattice without limits is a bound, orders an answer; and where that is none, all is searched."""
+    graph = branches([(2, 3, 2), (5, 4), (3, 3)])
+    asked = {
+        "communication": communication,
+        "bandwidth_bytes_per_s": 1e11,
+        "in_flight": [4, 3, 2, 1],
+        "weight_copies": 1,
+    }
+    free = partition(graph, 4, **asked)
+    limit = share * max(summary.memory_bytes for summary in free.summaries)
+    exact = partition(graph, 4, **asked, memory_limit_bytes=limit)
+    assert exact.proved
+    monkeypatch.setattr(search, "_MOST_LIMITED", 10)
+    quicker = partition(graph, 4, **asked, memory_limit_bytes=limit)
+    for found in (exact, quicker):
+        assert max(summary.memory_bytes for summary in found.summaries) <= limit
+    assert free.bottleneck_s <= quicker.lower_bound_s <= exact.bottleneck_s <= quicker.bottleneck_s
+
+
+# ---- what the answer says -------------------------------------------------------------------------------------------
+
+
+def small_chain():
+    graph = nx.DiGraph()
+    for name, time in (("embedding", 1), ("first", 2), ("second", 4), ("head", 3)):
+        graph.add_node(name, forward_s=time, backward_s=0, output_bytes=2048, parameter_bytes=1024)
+    nx.add_path(graph, list(graph))
+    return graph
+
+
+def test_a_partition_explains_itself():
+    found = partition(small_chain(), 3)
+    assert str(found) == found.explain()
+    assert found.explain().splitlines() == [
+        "stage  rank  layers  first .. last       time  parameters  memory     in    out",
+        "    0     0       2  embedding .. first   3 s       2 KiB  12 KiB    0 B  2 KiB",
+        "    1     1       1  second               4 s       1 KiB   6 KiB  2 KiB  2 KiB",
+        "    2     2       1  head                 3 s       1 KiB   6 KiB  2 KiB    0 B",
+        "bottleneck: stage 1 (second), 4 s: the best there is",
+        "why: the layer second alone takes 4 s",
+    ]
+
+
+def test_why_a_bottleneck_of_several_layers_cannot_be_better():
+    text = partition(small_chain(), 2).explain()
+    assert "bottleneck: stage 0 (embedding .. second), 7 s: the best there is" in text or "stage 1" in text
+    assert "with first in stage 0" in text or "with second in stage 1, the slower of the two takes 7 s" in text
+    assert "the chain was cut exactly" in text
+    assert "the work of all layers in equal shares is 5 s on each of 2 ranks, 28.6% less" in text
+
+
+def test_a_cut_may_be_the_bottleneck():
+    graph = small_chain()
+    found = partition(graph, 2, communication="overlap", bandwidth_bytes_per_s=512)
+    assert found.bottleneck_s == 8
+    assert "bottleneck: the cut behind stage 0 (2 KiB each way), 8 s" in found.explain()
+
+
+def test_what_is_not_proved_says_so():
+    text = partition(
+        branches([(3, 3, 3)]), 4, communication="serial", bandwidth_bytes_per_s=1e9, max_ideals=10
+    ).explain()
+    assert "above the best" in text
+    assert "several orders of the layers were cut exactly, not all" in text
+
+
+def test_ranks_that_stay_empty_are_left_out():
+    found = partition(small_chain(), 3, speeds=[0.001, 1, 1])
+    assert found.ranks == (1, 2)
+    assert found.bottleneck_s == 7
+    found = partition(small_chain(), 2, speeds=[1, 4], any_order=True)
+    assert found.bottleneck_s == pytest.approx(2.25)
+    assert found.bottleneck_s == partition(small_chain(), 2, speeds=[4, 1], any_order=True).bottleneck_s
+
+
+# ---- where there is none --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        (
+            {"memory_limit_bytes": 5000},
+            r"no partition of 4 layers into 2 stages within memory_limit_bytes; layer 'embedding' alone takes 6144 "
+            r"bytes \(6 KiB\), 1144 more than a rank has; allow 12288 bytes \(12 KiB\) a rank$",
+        ),
+        (
+            {"memory_limit_bytes": 10000},
+            r"the limit is 10000 bytes a rank, 22\.9% more would do; allow 12288 bytes \(12 KiB\) a rank, or use 4 ",
+        ),
+        (
+            {"memory_limit_bytes": 14000, "in_flight": lambda stage, stages: stages - stage},
+            r"the limit is 14000 bytes a rank, 17\.0% more would do; allow 16384 bytes \(16 KiB\) a rank, or use 3 ",
+        ),
+        (
+            {"starts": {"first": 1}, "together": [["embedding", "first"]]},
+            r"asked for are: 'first' begins stage 1; 'embedding', 'first' together; let 'first' begin where it may",
+        ),
+        ({"exactly": True, "together": [["embedding", "head"]]}, r"let 'embedding', 'head' be apart, and there is one"),
+    ],
+)
+def test_an_error_says_what_would_help(asked, match):
+    with pytest.raises(PartitionError, match=match):
+        partition(small_chain(), 2, **asked)
+
+
+def test_the_limit_that_is_named_is_the_smallest():
+    with pytest.raises(PartitionError, match="allow 12288 bytes"):
+        partition(small_chain(), 2, memory_limit_bytes=12287)
+    assert partition(small_chain(), 2, memory_limit_bytes=12288).proved
