@@ -30,6 +30,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipesched import Pipeline, simulate
+from pipesched.lowering import add_recompute
 from pipesched.profiler import measured_costs
 
 NAMES = {  # ours -> (torch's, stages a rank, whether stages lie in a V)
@@ -119,7 +120,7 @@ def processor_seconds(step: Callable[[], Any]) -> float:
 
 def simulated(pipe: Pipeline) -> float:
     """The step that just ran, with what its actions took and no communication."""
-    program, trace = pipe.plan.program, pipe.gather_trace()
+    program, trace = add_recompute(pipe.plan.program, pipe.checkpoint), pipe.gather_trace()
     if trace is None:
         raise RuntimeError("a step leaves a trace; none has run; run one")
     return float(simulate(program, measured_costs([trace], program.num_stages)).makespan_s)

@@ -4,7 +4,6 @@ Keyed random numbers and deferred weight gradients both need to see calls; they 
 a call is looked up once.
 """
 
-import functools
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["COMPOSITES", "Handler", "Intercept", "Provider"]
 
-#: Functions that multiply by weights inside a body of Python: the calls in the body are intercepted one by one.
+#: Functions that multiply by weights inside a body of Python: the calls in the body are handled one by one.
 COMPOSITES = frozenset({functional.multi_head_attention_forward})
 
 #: (function, args, kwargs) -> result, in place of the call
@@ -35,6 +34,7 @@ class Intercept(TorchFunctionMode):
         super().__init__()
         self._providers = providers
         self._table: dict[Any, Handler | None] = {}
+        self._copies: dict[types.FunctionType, types.FunctionType] = {}
 
     def __torch_function__(
         self, func: Any, kinds: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,24 +54,34 @@ class Intercept(TorchFunctionMode):
         return next((handler for handler in found if handler), None)
 
     def _inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self:
-            return _opened(func)(*args, **kwargs)
+        return self._opened(func)(*args, **kwargs)
 
+    def _opened(self, func: types.FunctionType) -> Callable[..., Any]:
+        """A copy of a function of torch.nn.functional in which each function that a provider wants is its handler.
 
-@functools.cache
-def _opened(func: types.FunctionType) -> Callable[..., Any]:
-    """A copy of a function of torch.nn.functional that runs its body under the mode.
+        What else the body calls goes straight to torch: a body of fifty calls has three that matter.
+        """
+        if func not in self._copies:
+            named = {**func.__globals__, **_ANSWERS}
+            copy = types.FunctionType(func.__code__, named, func.__name__, func.__defaults__, func.__closure__)
+            copy.__kwdefaults__ = func.__kwdefaults__
+            self._copies[func] = copy
+            called = {name: func.__globals__.get(name) for name in func.__code__.co_names if name not in _ANSWERS}
+            named.update((name, self._within(func, other)) for name, other in called.items() if callable(other))
+        return self._copies[func]
 
-    The original hands itself over to the mode before its first line and would do so for ever; in the copy that
-    question is always answered with no.
-    """
-    answers = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
-    copy = types.FunctionType(
-        func.__code__, {**func.__globals__, **answers}, func.__name__, func.__defaults__, func.__closure__
-    )
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
+    def _within(self, func: types.FunctionType, other: Any) -> Any:
+        """What stands in the copy of a function for another one that it calls."""
+        handler = self._find(other)
+        if handler is not None:
+            return lambda *args, **kwargs: handler(other, args, kwargs)
+        same_file = isinstance(other, types.FunctionType) and other.__globals__ is func.__globals__
+        return self._opened(other) if same_file else other
 
 
 def _no(*_: Any) -> bool:
     return False
+
+
+#: By these a function of Python hands itself over to the mode before its first line; a copy never does.
+_ANSWERS = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
