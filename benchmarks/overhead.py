@@ -20,10 +20,11 @@ from torch import nn
 import pipesched
 from pipesched.actions import Kind, Lane
 from pipesched.executors.local import LocalExecutor, Work
+from pipesched.feed import Feed
 from pipesched.lowering import lower
 from pipesched.payload import Payload
 from pipesched.program import Program
-from pipesched.stage import Feed, Stage
+from pipesched.stage import Stage
 
 
 class Nothing:

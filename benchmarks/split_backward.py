@@ -16,8 +16,9 @@ from measure import Ratio, machine, ratio
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipesched.feed import Feed
 from pipesched.payload import Payload
-from pipesched.stage import Feed, Stage
+from pipesched.stage import Stage
 
 
 class Block(nn.Module):

@@ -25,8 +25,8 @@ from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import Work
 from pipesched.executors.sockets import SocketPort, own_host
 from pipesched.executors.wire import Ports, Wire
+from pipesched.feed import Feed
 from pipesched.payload import Payload
-from pipesched.stage import Feed
 
 SIZES = (64, 256 * 1024, 4 << 20)  # bytes
 NUM_MICROBATCHES = 64

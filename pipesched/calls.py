@@ -14,9 +14,9 @@ from torch import Tensor
 from pipesched.batch import Batch, Weighting
 from pipesched.errors import InputError
 from pipesched.executors.messages import look
+from pipesched.feed import Feed
 from pipesched.payload import gather
 from pipesched.program import Program
-from pipesched.stage import Feed
 
 __all__ = ["Call", "dealt", "received"]
 

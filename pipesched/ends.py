@@ -1,9 +1,9 @@
 """Ends: what the last stages of several chains leave, brought together where ranks are processes."""
 
+from pipesched.feed import Feed
 from pipesched.payload import Payload
 from pipesched.program import Program
-from pipesched.replicas import Trade
-from pipesched.stage import Feed
+from pipesched.trades import Trade
 
 __all__ = ["bring_ends", "end_of"]
 

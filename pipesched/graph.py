@@ -7,31 +7,42 @@ from typing import Any
 import networkx as nx
 from torch import nn
 
-from pipesched.errors import GraphError, ModelTypeError
+from pipesched.errors import GraphError
 
-__all__ = ["chain_graph", "hooks_of", "layers_of", "normalised_over_rows", "with_running_statistics"]
+__all__ = [
+    "chain_graph",
+    "check_hooks",
+    "hooks_of",
+    "is_in_a_row",
+    "layers_of",
+    "normalised_over_rows",
+    "with_running_statistics",
+]
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of an nn.Sequential in order, by qualified name; nested plain Sequentials are flattened.
+    """The layers of an nn.Sequential in order, by qualified name; nested plain Sequentials are flattened."""
+    return dict(_flatten(model, ""))
 
-    Raises ModelTypeError for another model, GraphError where a layer or a parameter is used twice.
-    """
+
+def is_in_a_row(model: nn.Module) -> bool:
+    """Whether a model is nothing but layers in a row, each with parameters and buffers of its own."""
     if not _is_plain(model):
-        raise ModelTypeError(
-            f"the model is an nn.Sequential without a forward of its own; got {type(model).__name__}; "
-            f"write it as an nn.Sequential of its layers (capture of any module is planned)"
-        )
+        return False
+    layers = list(layers_of(model).values())
+    tensors = [id(tensor) for layer in layers for tensor in {*layer.parameters(), *layer.buffers()}]
+    own = {id(parameter) for parameter in model.parameters()}
+    return len({id(layer) for layer in layers}) == len(layers) and own <= {*tensors} and len({*tensors}) == len(tensors)
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raise GraphError where the model itself has hooks: no stage runs all of it."""
     hooks = hooks_of(model)
     if hooks:
         raise GraphError(
             f"layers are called one by one, the model itself is not; it has {len(hooks)} hooks that would never "
             f"run; register them on its first or last layer"
         )
-    layers = dict(_flatten(model, ""))
-    _check_unique(layers)
-    _check_parameters(model, layers)
-    return layers
 
 
 def chain_graph(layers: dict[str, nn.Module]) -> "nx.DiGraph[str]":
@@ -74,30 +85,3 @@ def _flatten(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
                 yield from _flatten(child, f"{prefix}{name}.")
             else:
                 yield f"{prefix}{name}", child
-
-
-def _check_unique(layers: dict[str, nn.Module]) -> None:
-    first: dict[int, str] = {}
-    for name, layer in layers.items():
-        other = first.setdefault(id(layer), name)
-        if other != name:
-            raise GraphError(
-                f"a layer is used once; {name!r} is the same module as {other!r} ({type(layer).__name__}); "
-                f"give each place a module of its own"
-            )
-
-
-def _check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:
-    owner: dict[int, str] = {}
-    for name, layer in layers.items():
-        for kind, tensors in (("parameter", layer.named_parameters()), ("buffer", layer.named_buffers())):
-            for tensor_name, tensor in tensors:
-                other = owner.setdefault(id(tensor), name)
-                if other != name:
-                    raise GraphError(
-                        f"a {kind} belongs to one layer; {tensor_name!r} of {name!r} is shared with {other!r}; "
-                        f"give each layer a {kind} of its own (tied weights are planned)"
-                    )
-    stray = [name for name, parameter in model.named_parameters() if id(parameter) not in owner]
-    if stray:
-        raise GraphError(f"every parameter belongs to a layer; {stray[0]!r} to none; move it into a layer that uses it")

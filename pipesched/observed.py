@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from typing import Any
 
 import networkx as nx
 import torch
@@ -13,10 +12,11 @@ from pipesched.bounds import program_bound
 from pipesched.costs import Costs
 from pipesched.executors.local import Timeline
 from pipesched.graph import chain_graph
+from pipesched.layered import Layered
 from pipesched.lowering import CheckpointMode
 from pipesched.plan import Plan
 from pipesched.planning import Programs
-from pipesched.profiler import LayerCosts, measure_layers, measured_costs, stage_costs
+from pipesched.profiler import LayerCosts, measured_costs, stage_costs
 from pipesched.simulator import simulate
 from pipesched.sites import InProcess, OverMesh, Site
 from pipesched.stage import Stage
@@ -31,7 +31,7 @@ class Observed(Wrapped):
     """A wrapped model with programs that run on a site: its plan, and their times."""
 
     _layers: dict[str, nn.Module]
-    _sample: tuple[tuple[Any, ...], dict[str, Any]]
+    _layered: Layered
     _threads: int
     _site: Site
     _programs: Programs
@@ -148,7 +148,7 @@ class Observed(Wrapped):
     def _profiled(self) -> dict[str, LayerCosts]:
         if self._profile is None:
             self._settle()  # the layers are called from this thread
-            self._profile = measure_layers(self._layers, self._sample, self._site.devices[0], self._threads)
+            self._profile = self._layered.measure(self._site.devices[0], self._threads)
         return self._profile
 
     def _measured_graph(self) -> "nx.DiGraph[str]":

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipesched.batch import Batch
 from pipesched.errors import ExecutionError
+from pipesched.feed import Feed
 from pipesched.payload import Gradients, Payload, gather, row_dim
-from pipesched.stage import Feed
 
 __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 

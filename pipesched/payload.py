@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from pipesched.errors import InputError
 
 __all__ = [
+    "Apart",
     "Gradients",
     "Payload",
     "flatten",
@@ -28,6 +29,10 @@ __all__ = [
 
 #: One entry for each leaf of a payload that needs a gradient; None where none came.
 Gradients = tuple[Tensor | None, ...]
+
+
+class Apart(tuple[Any, ...]):
+    """A value for each taker, where takers get different ones."""
 
 
 def used_here(tensor: Tensor) -> Tensor:

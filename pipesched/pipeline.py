@@ -13,24 +13,29 @@ from torch.optim import Optimizer
 
 from pipesched.arguments import as_call, as_function, as_seed, as_threads
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
+from pipesched.body import Chain
 from pipesched.caller import Caller
 from pipesched.calls import Call
 from pipesched.ends import bring_ends, end_of
 from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline, Work
-from pipesched.graph import layers_of, normalised_over_rows, with_running_statistics
+from pipesched.feed import Feed, Head
+from pipesched.graph import normalised_over_rows, with_running_statistics
+from pipesched.layered import layered
 from pipesched.lowering import CheckpointMode, halves
 from pipesched.observed import Observed
 from pipesched.open_pass import OpenPass, attach, deliver_input_grads
 from pipesched.order import Schedule
+from pipesched.owners import Owners
 from pipesched.plan import Plan
 from pipesched.planning import Programs, Wishes, check_boundaries, cut_layers
 from pipesched.profiler import LayerCosts
 from pipesched.program import Program
 from pipesched.replicas import Replicas
 from pipesched.sites import InProcess, Inputs, OverMesh, site_for
-from pipesched.stage import Feed, Head, Stage
+from pipesched.stage import Stage
 from pipesched.stream import Stream
+from pipesched.ties import Ties
 from pipesched.updates import give_optimizers
 from pipesched.versions import Uses
 
@@ -42,8 +47,9 @@ _REMEMBERED = 6  # steps whose times serve the next prediction
 class Pipeline(Observed):
     """A model cut into stages that train together.
 
-    model: an nn.Sequential; its Parameters stay its own and are moved to the devices in place. sample: one
-    micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keywords). loss_fn(output, target)
+    model: any module; each stage runs the model's own forward with the calls of other stages left out, an nn.Sequential
+    its layers. Its Parameters stay its own and are moved to the devices in place. sample: one micro-batch as an
+    example: a tensor, a tuple (positional arguments) or a dict (keywords). loss_fn(output, target)
     -> scalar, a function or a Module; without one the model's own loss counts (a scalar output, or its ``loss``).
     devices: one a rank of this process; a device may repeat. mesh: instead, a one-dimensional DeviceMesh, with one rank
     a process, such as ``mesh["pp"]``: every process makes the pipeline with the same model and arguments, keeps its own
@@ -89,9 +95,9 @@ class Pipeline(Observed):
         plan: Plan | None = None,
     ) -> None:
         self._stream: Stream | None = None
-        self._layers = layers_of(model)
+        self._layered = layered(model, as_call(sample))
+        self._layers = dict(self._layered.layers)
         super().__init__(model, as_function(loss_fn, "loss_fn"))
-        self._sample = as_call(sample)
         self._threads = as_threads(intra_op_threads)
         self._profile: dict[str, LayerCosts] | None = None
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
@@ -114,8 +120,13 @@ class Pipeline(Observed):
         program = self._programs.plain(self._programs.num_microbatches)
         self._programs.training(self._programs.num_microbatches)
         names = list(self._layers)
+        self._layered.check(program, updates=optimizer is not None, first=inputs == "first")
         self._cut = self._site.agreed(lambda: cut_layers(names, program, wishes.boundaries, self._measured_graph))
         self._site.check(program, (self._cut, repr(wishes.boundaries), self.checkpoint, self._threads, repr(seed)))
+        if program.num_weights == program.num_stages:
+            program = self._programs.connect(self._layered.edges(self._cut))
+        ranks = [program.placement[index] for index in range(program.num_weights)]
+        self._ties = Ties(model, self._layered.uses(self._cut, ranks), self._site)
         self._replicas = Replicas(self._site)
         self._warn_of_normalisation(program)
         self._stages = self._build_stages(program)
@@ -144,22 +155,27 @@ class Pipeline(Observed):
 
     def _build_stages(self, program: Program) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}
-        for index, part in enumerate(program.weights):
+        devices = [self.devices[program.placement[index]] for index in range(program.num_weights)]
+        bodies = self._layered.bodies(self._cut, devices, self._ties)
+        for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
             rank, last = program.placement[index], not program.graph.consumers[index]
-            device = self.devices[rank]
-            layers, loss_fn = {name: self._layers[name] for name in self._cut[part]}, self.loss_fn if last else None
+            device, body = self.devices[rank], bodies[part]
+            loss_fn = self.loss_fn if last else None
             if index != part:  # the stage of this number runs the same layers
-                replica = self._replicas.add(layers, loss_fn, device, (program.placement[part], rank))
+                replica = self._replicas.add(body.layers, loss_fn, device, (program.placement[part], rank))
                 if replica is not None:
-                    layers, loss_fn = replica.layers, replica.loss_fn
+                    body, loss_fn = Chain(replica.layers), replica.loss_fn
             if not self._site.holds(rank):
                 continue
             if index == part:
-                for module in (*layers.values(), loss_fn):
+                for module in (*body.layers.values(), loss_fn):
                     if isinstance(module, nn.Module):
                         module.to(device)
-            stages[index] = Stage(layers, device, Head(loss_fn) if last else None)
-        return stages
+            ties = self._ties.for_layers(body.layers, device)
+            stages[index] = Stage(body, device, Head(loss_fn) if last else None, ties=ties)
+        homes = [(program.placement[part], body.layers) for part, body in enumerate(bodies)]
+        self._owners = Owners(self.model, homes, loss=end_of(program))
+        return dict(sorted(stages.items()))
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
@@ -207,7 +223,7 @@ class Pipeline(Observed):
             return self._enqueue(call)
         feed = call.feed(self._seed, self._step)
         work = self._work(self._programs.training(len(call)), feed, uses=self._programs.uses(len(call)))
-        with self._replicas.delivering():
+        with self._replicas.delivering(), self._ties.delivering():
             self._runs.append(self._site.run(work, call.batch, grad=True))
         self._step += 1
         bring_ends(self._programs.plain(len(call)), feed, self._site)
@@ -316,7 +332,7 @@ class Pipeline(Observed):
         back_work = replace(work, prepare=_nothing, orders=back)
 
         def run_backwards() -> None:
-            with self._replicas.delivering():
+            with self._replicas.delivering(), self._ties.delivering():
                 executor.run(back_work, grad=True)
 
         return attach(OpenPass(call.batch, feed, run_backwards))
@@ -342,6 +358,7 @@ class Pipeline(Observed):
         def begin(caller: Caller) -> None:
             feed.autocast = caller.autocast
             self._replicas.refresh()
+            self._ties.refresh()
             for index, stage in own.items():
                 stage.begin(feed, (uses or {}).get(index))
 
@@ -362,11 +379,7 @@ class Pipeline(Observed):
 
     def _is_own(self, name: str) -> bool:
         """Whether a parameter or buffer of this name lies in this process: under a mesh those of its stages do."""
-        if isinstance(self._site, InProcess):
-            return True
-        weights = self._programs.plain(self.num_microbatches).weights
-        homes = [stage for index, stage in self._stages.items() if weights[index] == index]
-        return any(name.startswith(f"{layer}.") for stage in homes for layer in stage.modules)
+        return isinstance(self._site, InProcess) or self._site.holds(self._owners.rank(name))
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's state, on every rank. Collective under a mesh."""

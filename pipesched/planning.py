@@ -1,7 +1,7 @@
 """Planning: what the user asked for -> the programs to run, and the stages."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import networkx as nx
 
 from pipesched import schedules
+from pipesched.dependencies import StageGraph
 from pipesched.errors import DeviceCountError, PartitionError, ScheduleError
 from pipesched.lowering import CheckpointMode, add_recompute, add_updates, forward_then_backward, lower
 from pipesched.order import Schedule
@@ -79,6 +80,20 @@ class Programs:
         if isinstance(count, float) and count.is_integer():
             count = int(count)  # as 8.0 from a configuration file; other types are refused by the schedule
         self.num_microbatches: int = count
+        self._graph: StageGraph | None = None
+        self._forget()
+
+    def connect(self, edges: Sequence[tuple[int, int]]) -> Program:
+        """From now on stages feed each other along these edges. Returns the program for a full batch."""
+        program: Program = self.plain(self.num_microbatches)
+        graph = StageGraph.of(program.num_stages, edges)
+        if graph != program.graph:
+            self._graph = graph
+            self._forget()
+            program = self.plain(self.num_microbatches)
+        return program
+
+    def _forget(self) -> None:
         self.plain = lru_cache(maxsize=64)(self._plain)
         self.timed = lru_cache(maxsize=64)(self._timed)
         self.segments = lru_cache(maxsize=64)(self._segments)
@@ -104,6 +119,8 @@ class Programs:
                 f"{program.slices_per_microbatch} token slices, for which layers must keep what earlier slices left; "
                 f"study it with simulate, or choose one of: {', '.join(schedules.names())}"
             )
+        if self._graph is not None:
+            program = replace(program, graph=self._graph)
         validate(program)
         return program
 

@@ -6,7 +6,7 @@ Layers are measured by the same Stage that later runs them, one layer a stage, o
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any
 
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipesched.actions import Kind
+from pipesched.capture import unchanged
 from pipesched.costs import Costs
-from pipesched.payload import Gradients, Payload
-from pipesched.stage import Feed, Stage
+from pipesched.feed import Feed
+from pipesched.payload import Gradients, Payload, pytree
+from pipesched.stage import Stage
 from pipesched.trace import Trace
 
-__all__ = ["LayerCosts", "measure_layers", "measured_costs", "stage_costs"]
+__all__ = ["LayerCosts", "measure_calls", "measure_layers", "measured_costs", "stage_costs"]
 
 _ROUNDS = 5
 _ENOUGH_S = 1.0  # no further round once so much time is spent
@@ -39,6 +41,11 @@ class LayerCosts:
     activation_bytes: int
     weight_grad_bytes: int
     parameter_bytes: int
+
+    def __add__(self, other: "LayerCosts") -> "LayerCosts":
+        """Both, one after the other."""
+        sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
+        return LayerCosts(**{**sums, "input_bytes": self.input_bytes, "output_bytes": other.output_bytes})
 
 
 def measure_layers(
@@ -112,6 +119,40 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
     return Costs(**times) if profiled is None else replace(profiled, **times)
 
 
+def measure_calls(
+    calls: Mapping[str, tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]],
+    device: torch.device,
+    intra_op_threads: int,
+) -> dict[str, LayerCosts]:
+    """As ``measure_layers``, for layers that are called with arguments of their own. Equal calls are measured once."""
+    costs: dict[str, LayerCosts] = {}
+    known: dict[Any, LayerCosts] = {}
+    layers = [layer for layer, _ in calls.values()]
+    with _intra_op_threads(intra_op_threads), _training(layers), torch.enable_grad():
+        for name, (layer, arguments) in calls.items():
+            given = Payload.of(pytree.tree_map_only(Tensor, _wanting, arguments))
+            kind = _kind(layer, given)
+            try:
+                if kind not in known:
+                    known[kind], _ = _Probe(name, layer, device).measure(given, first=True)
+            except Exception as error:
+                error.add_note(f"while layer {name!r} was measured on {device} with the given sample")
+                raise
+            costs[name] = known[kind]
+    return costs
+
+
+def _wanting(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _kind(layer: nn.Module, given: Payload) -> Any:
+    """What decides what a call costs: types, shapes, and which parameters are trained."""
+    modules = tuple((name, type(module), repr(module)) for name, module in layer.named_modules())
+    parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+    return modules, parameters, tuple((tensor.dtype, tuple(tensor.shape)) for tensor in given.tensors), given.places
+
+
 class _Copied(nn.Module):
     """A layer called on copies of its parameters and buffers, so that its own are not touched."""
 
@@ -170,9 +211,10 @@ class _Probe:
         return costs, output
 
     def _forward(self, given: Payload, first: bool, split: bool) -> Payload:
-        feed = Feed(0, 0, [given.with_wanted(given.wanted)] if first else [])
+        feed = Feed(0, 0, [unchanged(given.with_wanted(given.wanted))] if first else [None])
         self._stage.begin(feed)
-        return self._stage.forward(0, *(() if first else (given,)), split=split)
+        output: Payload = self._stage.forward(0, *(() if first else (given,)), split=split)
+        return output
 
     def _whole(self, given: Payload, first: bool) -> tuple[float, ...]:
         output, forward_s = self._timed(lambda: self._forward(given, first, split=False))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipesched.errors import ExecutionError
 from pipesched.interception import Handler
 
-__all__ = ["Key", "KeyedRandom", "NoRandom", "is_random"]
+__all__ = ["Key", "KeyedRandom", "NoRandom", "draws", "is_random"]
 
 _DROPOUTS = frozenset({nn.functional.dropout, torch.dropout, torch.dropout_})
 #: Functions of Python that draw inside their body, and so have no operator with a tag.
@@ -56,6 +56,13 @@ def is_random(function: Callable[..., Any]) -> bool:
     return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
 
 
+def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws random numbers that are not the caller's own."""
+    if not (function in _DROPOUTS or is_random(function)):
+        return False
+    return kwargs.get("generator") is None and not _is_quiet(function.__name__, args, kwargs)
+
+
 class KeyedRandom:
     """A provider of handlers that draw by key. One a stage: it is used by one thread at a time."""
 
@@ -65,9 +72,14 @@ class KeyedRandom:
         self._key = Key(0, 0, 0)
         self._layer, self._call, self._op = "", 0, 0
 
-    def enter(self, key: Key, layer: str, call: int = 0) -> None:
-        """From now on draws belong to this call of this layer."""
-        self._key, self._layer, self._call, self._op = key, layer, call, 0
+    def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
+        """From now on draws belong to this call of this layer. op: how many came before."""
+        self._key, self._layer, self._call, self._op = key, layer, call, op
+
+    @property
+    def op(self) -> int:
+        """How many draws there were since ``enter``, and before."""
+        return self._op
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
         """Dropout, and every function that torch tags as random."""

@@ -10,32 +10,23 @@ message.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError, GraphError
 from pipesched.graph import hooks_of
+from pipesched.trades import Trade, copy_into, moved
 
-__all__ = ["Replica", "Replicas", "Trade"]
+__all__ = ["Replica", "Replicas"]
 
 _SETTINGS = (bool, int, float, str)  # as a module's mode and the p of a Dropout
 _Tensors = list[Tensor | None]
-
-
-class Trade(Protocol):
-    """How ranks in different processes exchange values beside a program's."""
-
-    def holds(self, rank: int) -> bool:
-        """Whether the rank runs in this process."""
-
-    def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Give values to other ranks, and take what those in ``sources`` give to this one."""
 
 
 class Replica:
@@ -66,9 +57,9 @@ class Replica:
             vars(mine).update(settings)
         values = iter(state)
         for _, mine in self._pairs("named_buffers"):
-            _copy_into(mine, next(values))
+            copy_into(mine, next(values))
         for theirs, mine in self._pairs("named_parameters"):
-            _copy_into(mine, next(values))
+            copy_into(mine, next(values))
             mine.requires_grad_(theirs.requires_grad)
 
     def taken_grads(self) -> _Tensors:
@@ -122,7 +113,7 @@ class Replicas:
     def refresh(self) -> None:
         """Make all equal to their homes. Collective over processes."""
         moves = [(pair.home_rank, pair.rank, partial(_state, pair.home)) for pair in self._all]
-        for pair, state in zip(self._all, self._moved("weights", moves), strict=True):
+        for pair, state in zip(self._all, moved(self._trade, "weights", moves), strict=True):
             if pair.replica is not None:
                 pair.replica.refresh(state)
 
@@ -135,28 +126,13 @@ class Replicas:
         try:
             yield
             moves = [(pair.rank, pair.home_rank, _taking(pair.replica)) for pair in self._all]
-            for pair, grads in zip(self._all, self._moved("gradients", moves), strict=True):
+            for pair, grads in zip(self._all, moved(self._trade, "gradients", moves), strict=True):
                 if self._trade.holds(pair.home_rank):
                     _deliver(pair.home, grads)
         finally:
             for pair in self._all:
                 if pair.replica is not None:
                     pair.replica.taken_grads()
-
-    def _moved(self, what: str, moves: Sequence[tuple[int, int, Callable[[], Any]]]) -> Iterator[Any]:
-        """For each (source, target, make) what is made at the source; None at others than the target."""
-        holds = self._trade.holds
-        given: dict[int, list[Any]] = {}
-        for source, target, make in moves:
-            if holds(source) and not holds(target):
-                given.setdefault(target, []).append(make())
-        sources = {source for source, target, _ in moves if holds(target) and not holds(source)}
-        arrived = {source: iter(values) for source, values in self._trade.trade(what, given, sources).items()}
-        for source, target, make in moves:
-            if not holds(target):
-                yield None
-            else:
-                yield make() if holds(source) else next(arrived[source])
 
 
 def _together(layers: Mapping[str, nn.Module], loss_fn: Callable[[Any, Any], Any] | None) -> nn.ModuleList:
@@ -184,12 +160,3 @@ def _kept(home: nn.Module) -> dict[int, Any]:
     hooks = [hook for module in own for hook in hooks_of(module)]
     owners = [getattr(hook, "__self__", hook) for hook in hooks]
     return {id(owner): owner for owner in owners if owner not in own}
-
-
-@torch.no_grad()
-def _copy_into(mine: Tensor, theirs: Tensor) -> None:
-    """Not counted as a modification: passes that are open still see the values that they saw, or the home tells."""
-    if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape):
-        mine.data.copy_(theirs)
-    else:
-        mine.data = theirs.detach().to(mine.device, copy=True)

@@ -4,10 +4,9 @@ A stage knows nothing of order, ranks or transfers. It calls the user's own laye
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from itertools import chain, islice, repeat
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,78 +14,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from pipesched.backward import Deferral, Product, backward, enter, weight_grad
+from pipesched.body import Body, Chain, call_with
 from pipesched.errors import ExecutionError, InputError
+from pipesched.feed import Feed, Head
 from pipesched.interception import Intercept
-from pipesched.payload import Gradients, Payload, pytree, trainable_leaves, used_here
+from pipesched.payload import Apart, Gradients, Payload, pytree, trainable_leaves, used_here
 from pipesched.randomness import Key, KeyedRandom, NoRandom
 from pipesched.versions import Uses
 from pipesched.weights import Tensors, Weights
 
-__all__ = ["Feed", "Head", "Stage"]
+__all__ = ["Stage"]
 
-_NOTHING: Mapping[str, Tensor] = {}
+_NOTHING: Mapping[str, Any] = {}
 _LOSS = "loss_fn"  # the layer as which the loss draws random numbers and has versions
 
 #: One layer's buffers by name.
 Buffers = dict[str, Tensor]
-
-
-@dataclass
-class Feed:
-    """What one step, or a stream of steps, gives to its stages and takes from them: by micro-batch.
-
-    step: the first one's number; step_size: the micro-batches of each step of a stream, which are numbered through.
-    inputs: (args, kwargs) of the model. factors: what each loss is multiplied by, None to leave it as it is; without
-    factors no loss is computed. output_grads: gradients of the outputs, where the loss is computed elsewhere.
-    """
-
-    seed: int
-    step: int
-    inputs: list[Any] | dict[int, Any]
-    targets: list[Any] | dict[int, Any] = field(default_factory=list)
-    factors: list[float | None] | dict[int, float | None] | None = None
-    step_size: int | None = None
-    output_grads: list[Gradients] = field(default_factory=list)
-    keep_outputs: bool = False
-    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, Payload] = field(default_factory=dict)
-    input_grads: dict[int, Gradients] = field(default_factory=dict)
-
-    def key(self, microbatch: int) -> Key:
-        """What its random numbers depend on: seed, step, and the micro-batch within the step."""
-        if self.step_size is None:
-            return Key(self.seed, self.step, microbatch)
-        steps, own = divmod(microbatch, self.step_size)
-        return Key(self.seed, self.step + steps, own)
-
-
-@dataclass(frozen=True)
-class Head:
-    """How the loss comes about on the last stage: the user's loss function, or none for the model's own loss."""
-
-    loss_fn: Callable[[Any, Any], Any] | None
-
-    def loss(self, output: Any, target: Any, own: Mapping[str, Tensor]) -> Tensor:
-        """The scalar loss of one micro-batch. own: in place of a loss module's tensors. Raises InputError for none."""
-        if self.loss_fn is not None:
-            loss = _call(self.loss_fn, own, (output, target), {})
-            return _scalar(loss, "what loss_fn(output, target) returns")
-        entry = output if isinstance(output, Tensor) else _loss_entry(output)
-        return _scalar(entry, "without loss_fn the model's output, or its 'loss',")
-
-
-def _loss_entry(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-
-
-def _scalar(loss: Any, what: str) -> Tensor:
-    if isinstance(loss, Tensor) and loss.dim() == 0:
-        return loss
-    shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise InputError(
-        f"{what} is a scalar loss; got {shape}; pass loss_fn= and reduce it with mean() or sum(), or call forward"
-    )
 
 
 @dataclass(slots=True)
@@ -95,7 +38,8 @@ class _Saved:
 
     microbatch: int
     key: Key
-    wanted: tuple[int, ...]  # of each value that arrived, how many gradients go back; empty: it was the model's input
+    wanted: tuple[int, ...]  # of each value that arrived, how many gradients go back
+    inputs: bool  # the model's inputs come before what arrived
     weights: Tensors  # the version in use; empty: the Parameters themselves
     counted: tuple[Any, float | None] | None = None  # where a loss is asked for: its target and its factor
     deferred: bool = False  # F left weight gradients to W
@@ -105,26 +49,28 @@ class _Saved:
     grads: Sequence[tuple[Tensor, Tensor]] = ()  # of the version's tensors, from I to W
     # between a checkpointed F and its R:
     arrived: Payload | None = None
-    buffers: Sequence[Buffers] = ()
+    buffers: Mapping[str, Buffers] | None = None
 
 
 class Stage:
-    """One stage: its layers in order, and on the last stage the head.
+    """One stage: its body, layers in a row unless it is another one, and on the last stage the head.
 
-    The first layer takes one argument a producer, in ascending order of stages; a stage without producers the model's
-    inputs. What goes to several consumers gets the sum of their gradients, from the last to the first: autograd's order
+    What goes to several consumers gets the sum of their gradients, from the last to the first: autograd's order
     and bits, where each consumer uses it in one place. shared_input: whether another stage takes what arrives, too.
     """
 
     def __init__(
         self,
-        layers: Mapping[str, nn.Module],
+        body: Body | Mapping[str, nn.Module],
         device: torch.device,
         head: Head | None = None,
         *,
         shared_input: bool = False,
+        ties: Mapping[tuple[str, int], Mapping[str, Tensor]] | None = None,
     ) -> None:
-        self.layers = dict(layers)
+        self.body = Chain(body) if isinstance(body, Mapping) else body
+        self.layers = self.body.layers
+        self._ties = ties or {}
         self.device = device
         self.head = head
         self._shared_input = shared_input
@@ -140,7 +86,7 @@ class Stage:
 
     def fresh(self) -> "Stage":
         """A stage over the same layers that holds nothing: for a pass that stays open beside others."""
-        return Stage(self.layers, self.device, self.head, shared_input=self._shared_input)
+        return Stage(self.body, self.device, self.head, shared_input=self._shared_input, ties=self._ties)
 
     def begin(self, feed: Feed, uses: Uses | None = None) -> None:
         """Start a step; what a broken one left behind is dropped.
@@ -149,6 +95,7 @@ class Stage:
         """
         self._saved.clear()
         self._feed = feed
+        self.body.begin()
         self.weights = None if uses is None else Weights(self.modules, uses)
         self._deferral.begin(None if self.weights is None else self.weights.live)
 
@@ -162,7 +109,7 @@ class Stage:
     def modules(self) -> dict[str, nn.Module]:
         """The layers by name, and on the last stage the loss where it is a module."""
         loss_fn = None if self.head is None else self.head.loss_fn
-        return {**self.layers, _LOSS: loss_fn} if isinstance(loss_fn, nn.Module) else self.layers
+        return {**self.layers, _LOSS: loss_fn} if isinstance(loss_fn, nn.Module) else dict(self.layers)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -174,12 +121,14 @@ class Stage:
         """How many micro-batches are held."""
         return len(self._saved)
 
-    def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Payload:
-        """F: the stage's output; on the last stage the loss, where the feed asks for one."""
-        payload = self._taken(microbatch, arrived)
+    def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Any:
+        """F: the stage's output, a Payload, or Apart one for each consumer; on the last stage the loss, where the feed
+        asks for one.
+        """
+        payload, inputs = self._taken(microbatch, arrived)
         weights = self.weights.used_by(microbatch) if self.weights is not None else {}
         wanted = tuple(sum(one.needs_grad) for one in arrived)
-        saved = _Saved(microbatch, self._feed.key(microbatch), wanted, weights, self._counted(microbatch))
+        saved = _Saved(microbatch, self._feed.key(microbatch), wanted, inputs, weights, self._counted(microbatch))
         guarded = self._guarded(payload) if arrived else []
         versions = [tensor._version for tensor in guarded]
         if not torch.is_grad_enabled():
@@ -193,6 +142,8 @@ class Stage:
                 f"other stage; the layers {', '.join(self.layers)} modified one of {len(guarded)} that do; clone it, "
                 f"or move the boundary"
             )
+        if isinstance(value, Apart):
+            return Apart(self._apart_from_buffers(Payload.of(one)) for one in value)
         output = self._apart_from_buffers(Payload.of(value))
         if saved.counted is not None:
             self._feed.losses[microbatch] = output.leaves[0]
@@ -205,9 +156,9 @@ class Stage:
             raise ExecutionError(f"R needs a checkpointed F before it; micro-batch {microbatch} has none; remove the R")
         arrived, saved.arrived = saved.arrived, None
         self._run_keeping(saved, arrived, split)
-        saved.buffers = ()
+        saved.buffers = None
 
-    def backward(self, microbatch: int, *grads: Gradients) -> Sequence[Gradients]:
+    def backward(self, microbatch: int, *grads: Gradients) -> Apart:
         """B: adds the gradients of all parameters; returns those of what arrived, for each producer."""
         saved = self._saved.pop(microbatch)
         with self._backward_mode[False]:
@@ -215,7 +166,7 @@ class Stage:
             self._deliver(saved)
         return self._sent_back(microbatch, saved)
 
-    def input_grad(self, microbatch: int, *grads: Gradients) -> Sequence[Gradients]:
+    def input_grad(self, microbatch: int, *grads: Gradients) -> Apart:
         """I: returns the gradients of what arrived, for each producer; the weight gradients that pay are left to W."""
         saved = self._saved[microbatch]
         with self._backward_mode[saved.deferred], self._deferral.unnoted():
@@ -263,10 +214,17 @@ class Stage:
         here = self._here(target) if isinstance(target, Tensor) else pytree.tree_map_only(Tensor, self._here, target)
         return here, feed.factors[microbatch]
 
-    def _taken(self, microbatch: int, arrived: Sequence[Payload]) -> Payload:
-        if not arrived:
-            return Payload.of(self._feed.inputs[microbatch], self._here)
-        return arrived[0] if len(arrived) == 1 else Payload.joined(arrived)
+    def _taken(self, microbatch: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
+        """All that the body gets, and whether the model's inputs are the first of it."""
+        if arrived and not self.body.late_inputs:
+            return arrived[0] if len(arrived) == 1 else Payload.joined(arrived), False
+        given = Payload.of(self.body.inputs(self._feed.inputs[microbatch]), self._here)
+        if arrived and any(given.needs_grad):
+            raise InputError(
+                "gradients of inputs come from the first stage; an input that requires one is used in a later stage, "
+                "too; detach it, or move the boundary behind its last use"
+            )
+        return (Payload.joined([given, *arrived]) if arrived else given), True
 
     def _guarded(self, payload: Payload) -> Sequence[Tensor]:
         """What may not be modified in place."""
@@ -285,6 +243,8 @@ class Stage:
         """An input of the model, on this device. It is a view of the batch, but counts its own modifications: a layer
         that works in place on one micro-batch does not spoil the others' backward.
         """
+        if tensor.is_meta:
+            return tensor  # it is not needed here
         own = used_here(tensor.data)
         return own if own.device == self.device else own.to(self.device, non_blocking=True)
 
@@ -296,37 +256,47 @@ class Stage:
             saved.input_grads = into
             wanted = enter(wanted, into)
         value = arrived.with_wanted(wanted)
-        args, kwargs = value if not saved.wanted else (value if len(saved.wanted) > 1 else (value,), {})
-        owned = self._owned(saved)
+        inputs, values = None, value
+        if saved.inputs:
+            inputs, *values = value if saved.wanted else (value,)
+        elif len(saved.wanted) == 1:
+            values = (value,)
+
+        def call(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._random.enter(saved.key, name, number)
+            return call_with(self._own(saved, name, number), layer, args, kwargs)
+
+        def draw(number: int) -> None:
+            self._random.enter(saved.key, "", 0, number)
+
         with self._feed.autocast(), self._forward_mode[split]:
-            for (name, layer), own in zip(self.layers.items(), owned, strict=False):
-                self._random.enter(saved.key, name)
-                args, kwargs = (_call(layer, own, args, kwargs),), {}
+            output = self.body.run(inputs, tuple(values), call, draw)
             if self.head is None:
-                return args[0]
+                return output
             if self._feed.keep_outputs:
-                self._feed.outputs.setdefault(saved.microbatch, Payload.of(args[0]))
+                self._feed.outputs.setdefault(saved.microbatch, Payload.of(output))
             if saved.counted is None:
-                return args[0]
+                return output
             target, factor = saved.counted
             self._random.enter(saved.key, _LOSS)
-            loss = self.head.loss(args[0], target, next(owned))
+            loss = self.head.loss(output, target, self._own(saved, _LOSS, 0))
         if factor == 0:
             return torch.zeros_like(loss)  # counts nothing, whatever it is: nothing goes backward
         return loss if factor is None else loss * factor
 
-    def _owned(self, saved: _Saved) -> Iterator[Mapping[str, Tensor]]:
-        """For each layer, and then the loss, the tensors that a micro-batch uses in place of the module's own."""
-        if not saved.weights and not saved.buffers:
-            return repeat(_NOTHING)
-        buffers = chain(saved.buffers, repeat(_NOTHING))
-        return ({**saved.weights.get(name, {}), **next(buffers)} for name in (*self.layers, _LOSS))
+    def _own(self, saved: _Saved, name: str, number: int) -> Mapping[str, Tensor]:
+        """What a module's call uses in place of its own tensors."""
+        if not (saved.weights or saved.buffers or self._ties):
+            return _NOTHING
+        ties = self._ties.get((name, number), _NOTHING)
+        return {**saved.weights.get(name, _NOTHING), **(saved.buffers or _NOTHING).get(name, _NOTHING), **ties}
 
     def _run_keeping(self, saved: _Saved, arrived: Payload, split: bool) -> Any:
         saved.deferred = split and self._deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self._deferral.learning)
         value = self._run(saved, arrived, noted)
-        saved.edges = [get_gradient_edge(leaf) for leaf in trainable_leaves(value)]
+        parts = value if isinstance(value, Apart) else (value,)
+        saved.edges = [get_gradient_edge(leaf) for part in parts for leaf in trainable_leaves(part)]
         if not saved.edges and saved.counted is not None and saved.counted[1] != 0:
             raise InputError(
                 "a step trains something; the loss depends on no parameter that requires a gradient; "
@@ -343,8 +313,7 @@ class Stage:
 
     def _run_dropping(self, saved: _Saved, arrived: Payload) -> Any:
         """Run in grad mode, so that the layers see what they see without checkpointing, and keep the input alone."""
-        snapshot = [_buffers(layer) for layer in self.layers.values()]
-        snapshot.append(_buffers(self.head.loss_fn) if self.head else {})
+        snapshot = {name: _buffers(module) for name, module in self.modules.items()}
         versions = [tensor._version for tensor in arrived.tensors]
         kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
         with saved_tensors_hooks(_drop, _dropped):
@@ -368,7 +337,7 @@ class Stage:
         edges, saved.edges = saved.edges, ()
         grads: Gradients = (None,) * len(edges)  # right for the loss: a scalar's gradient is one
         if arrived or self._feed.factors is None:
-            given = _sum(arrived) if arrived else self._feed.output_grads[microbatch]
+            given = self._joined(edges, arrived) if arrived else self._feed.output_grads[microbatch]
             reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
             edges, grads = [edge for edge, _ in reached], tuple(grad for _, grad in reached)
         if edges and self.weights is not None:
@@ -376,12 +345,17 @@ class Stage:
         elif edges:
             backward(edges, grads)
 
-    def _sent_back(self, microbatch: int, saved: _Saved) -> Sequence[Gradients]:
+    def _joined(self, edges: Sequence[GradientEdge], arrived: Sequence[Gradients]) -> Gradients:
+        """The gradients of what was given: apart, or one value to all."""
+        together = sum(map(len, arrived)) == len(edges) and len(arrived) > 1
+        return tuple(grad for part in arrived for grad in part) if together else _sum(arrived)
+
+    def _sent_back(self, microbatch: int, saved: _Saved) -> Apart:
         grads, saved.input_grads = tuple(saved.input_grads), ()
-        if not saved.wanted and grads:
+        if saved.inputs and not saved.wanted and grads:
             self._feed.input_grads[microbatch] = grads
         left = iter(grads)
-        return [tuple(islice(left, count)) for count in saved.wanted]
+        return Apart(tuple(islice(left, count)) for count in saved.wanted)
 
 
 def _sum(parts: Sequence[Gradients]) -> Gradients:
@@ -392,13 +366,6 @@ def _sum(parts: Sequence[Gradients]) -> Gradients:
             new if old is None else old if new is None else old + new for old, new in zip(total, part, strict=True)
         )
     return total
-
-
-def _call(layer: Callable[..., Any], own: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a layer; with buffers or weights given, on those and not on its own, which stay as they are."""
-    if own and isinstance(layer, nn.Module):
-        return torch.func.functional_call(layer, dict(own), args, kwargs)
-    return layer(*args, **kwargs)
 
 
 def _buffers(layer: Any) -> Buffers:

@@ -18,10 +18,11 @@ from pipesched.batch import Batch, Weighting
 from pipesched.caller import Caller
 from pipesched.errors import ExecutionError
 from pipesched.executors.local import Timeline, Work
+from pipesched.feed import Feed
 from pipesched.payload import used_here
 from pipesched.segments import Orders, Segments
 from pipesched.sites import Site
-from pipesched.stage import Feed, Stage
+from pipesched.stage import Stage
 
 __all__ = ["Stream"]
 

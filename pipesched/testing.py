@@ -1,6 +1,7 @@
 """Testing: what tests of schedules and of pipelines use. ``reference_step`` is the loop that a pipeline must equal."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any
@@ -10,19 +11,22 @@ from torch import Tensor, nn
 
 from pipesched.batch import LossReduction, SplitDims, Splitter
 from pipesched.caller import Caller
+from pipesched.captured import untouched
+from pipesched.containers import find_layers
 from pipesched.costs import Costs
 from pipesched.errors import ScheduleError
 from pipesched.executors.fake import FakeStage, run_virtual
 from pipesched.executors.local import LocalExecutor, Work
-from pipesched.graph import layers_of
-from pipesched.interception import Intercept
+from pipesched.graph import is_in_a_row, layers_of
 from pipesched.lowering import lower
 from pipesched.order import OrderFunction, Schedule
 from pipesched.order import schedule as schedule_of
 from pipesched.program import Program
-from pipesched.randomness import Key, KeyedRandom
+from pipesched.randomness import Key
 from pipesched.simulator import simulate
+from pipesched.ties import deliver
 from pipesched.trace import Trace
+from pipesched.unsplit import Unsplit
 from pipesched.validation import validate
 
 __all__ = ["FakeStage", "check_schedule", "reference_step", "run_fake"]
@@ -146,39 +150,75 @@ def reference_step(
     seed = torch.initial_seed() if seed is None else seed
     threads = torch.get_num_threads()
     torch.set_num_threads(intra_op_threads)
+    run = _Unpipelined(model, loss_fn)
     try:
         total: Tensor | None = None
         for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
             target_part = batch.targets[microbatch] if batch.targets else None
-            loss = _forward(model, loss_fn, inputs, target_part, Key(seed, step, microbatch))
+            loss = run.loss(inputs, target_part, Key(seed, step, microbatch))
             root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
             if factor != 0:
                 with _without_autocast():
                     root.backward()
             total = root.detach() if total is None else total + root.detach()
+        run.deliver()
     finally:
         torch.set_num_threads(threads)
     assert total is not None  # a batch has at least one micro-batch
     return total
 
 
-def _forward(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, inputs: Any, target: Any, key: Key) -> Tensor:
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    random = KeyedRandom(device)
-    args, kwargs = inputs
-    with Caller.here([device.type], grad=True).autocast(), Intercept(random):
-        for name, layer in layers_of(model).items():
-            random.enter(key, name)
-            args, kwargs = (layer(*args, **kwargs),), {}
-        random.enter(key, "loss_fn")
-        if loss_fn is not None:
-            loss: Tensor = loss_fn(args[0], target)
-            return loss
-    output = args[0]
-    if isinstance(output, Tensor):
-        return output
-    own: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
-    return own
+class _Unpipelined:
+    """The model's forward and loss; weights that several calls of layers use have a leaf for each use."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
+        plain = isinstance(model, nn.Sequential) and is_in_a_row(model)
+        layers = layers_of(model) if plain else find_layers(model)
+        self._model, self._loss_fn = model, loss_fn
+        self._leaves: dict[tuple[str, int, int], tuple[nn.Parameter, Tensor]] = {}
+        self._layers = layers
+        self._uses: Counter[int] | None = Counter() if plain else None
+        self._unsplit = Unsplit(model, layers, self._stand_ins)
+
+    def _count_uses(self, inputs: Any) -> Counter[int]:
+        """How many calls of layers use each parameter."""
+        uses: Counter[int] = Counter()
+
+        def count(name: str, number: int, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+            uses.update(map(id, parameters))
+            return {}
+
+        with untouched(self._model, self._model.training), torch.no_grad():
+            Unsplit(self._model, self._layers, count)(Key(0, 0, 0), *inputs)
+        return uses
+
+    def _stand_ins(self, name: str, number: int, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        leaves = {}
+        for parameter in parameters:
+            if self._uses and self._uses[id(parameter)] > 1:
+                leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+                leaves[parameter] = self._leaves.setdefault((name, number, id(parameter)), (parameter, leaf))[1]
+        return leaves
+
+    def loss(self, inputs: Any, target: Any, key: Key) -> Tensor:
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        args, kwargs = inputs
+        if self._uses is None:
+            self._uses = self._count_uses(inputs)
+        with Caller.here([device.type], grad=True).autocast():
+            output = self._unsplit(key, args, kwargs)
+            if self._loss_fn is not None:
+                loss: Tensor = self._unsplit.loss(self._loss_fn, key, output, target)
+                return loss
+        if isinstance(output, Tensor):
+            return output
+        own: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
+        return own
+
+    def deliver(self) -> None:
+        """Add what came to the uses of each weight, in the order of the calls."""
+        for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
+            deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
 
 
 @contextmanager

@@ -28,7 +28,7 @@ class Wrapped:
         if shared:
             raise GraphError(
                 f"a parameter belongs to a layer or to the loss; {shared[0]!r} of the loss module is the model's too; "
-                f"give the loss one of its own (tied weights are planned)"
+                f"give the loss one of its own (such ties are not supported)"
             )
 
     def _modules(self) -> dict[str, nn.Module]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipesched import schedules
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.lowering import lower
-from pipesched.payload import Payload
+from pipesched.payload import Apart, Payload
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 PLAIN = [None, 3, 3.0, True, "text", float("nan"), (), -0.0]
@@ -96,7 +96,7 @@ class Carries:
         for one in grads:
             assert_same(one, self.grads[microbatch])
             self.seen += 1
-        return [self.grads[microbatch]] * self.index  # in a chain of two
+        return Apart([self.grads[microbatch]] * self.index)  # in a chain of two
 
 
 def round_trips(group: Any, seeds: list[int]) -> int:

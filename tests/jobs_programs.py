@@ -10,7 +10,7 @@ from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.fake import FakeStage
 from pipesched.executors.local import Work
 from pipesched.lowering import lower
-from pipesched.payload import Payload
+from pipesched.payload import Apart, Payload
 
 
 def work(program: Program, stages: dict[int, Any], **others: Any) -> Work:
@@ -27,11 +27,11 @@ class Checks(FakeStage):
 
     def backward(self, microbatch: int, *grads: Any) -> Any:
         super().backward(microbatch, *map(told, grads))
-        return [(torch.tensor([self.index, microbatch]), None)] * self._num_producers
+        return Apart([(torch.tensor([self.index, microbatch]), None)] * self._num_producers)
 
     def input_grad(self, microbatch: int, *grads: Any) -> Any:
         super().input_grad(microbatch, *map(told, grads))
-        return [(torch.tensor([self.index, microbatch]), None)] * self._num_producers
+        return Apart([(torch.tensor([self.index, microbatch]), None)] * self._num_producers)
 
     def _check(self, values: Any, kind: Kind, microbatch: int) -> None:
         super()._check(values, kind, microbatch)

@@ -13,12 +13,14 @@ from torch.nn import functional
 
 from pipesched import Program, backward
 from pipesched.batch import Splitter
-from pipesched.executors.distributed import DistributedExecutor, look
+from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import Work
+from pipesched.executors.messages import look
+from pipesched.feed import Feed, Head
 from pipesched.interception import Intercept
 from pipesched.lowering import lower
 from pipesched.randomness import Key, KeyedRandom
-from pipesched.stage import Feed, Head, Stage
+from pipesched.stage import Stage
 from pipesched.validation import validate
 
 WIDTH = 6

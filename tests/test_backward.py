@@ -10,8 +10,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipesched.errors import ExecutionError
+from pipesched.feed import Feed
 from pipesched.payload import Payload
-from pipesched.stage import Feed, Stage
+from pipesched.stage import Stage
 
 CPU = torch.device("cpu")
 

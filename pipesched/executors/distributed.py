@@ -51,7 +51,8 @@ __all__ = ["DistributedExecutor"]
 
 _IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
 _DEALT = "what rank 0 deals out"
-_TRADES = {"weights": 10, "gradients": 12, "losses and outputs": 14, _DEALT: 16}  # tags
+_TRADES = ("weights", "gradients", "losses and outputs", "tied weights", "gradients of tied weights", _DEALT)
+_FIRST_TRADE = 30  # tag; the others follow, two each
 
 
 class _Stopped(Exception):  # noqa: N818  it is no error: it ends the rank's loop
@@ -270,7 +271,7 @@ class DistributedExecutor:
         enough to end each. Part of a run: also called by a work's ``prepare``.
         """
         with self._stopping_all(f"a trade of {what}"):
-            wire, tag = self._open_wire(), _TRADES[what]
+            wire, tag = self._open_wire(), _FIRST_TRADE + 2 * _TRADES.index(what)
             takes = {source: wire.ask(source, tag) for source in sorted(sources)}
             for rank, value in given.items():
                 wire.tell(rank, tag, Payload.of(value))

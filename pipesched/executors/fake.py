@@ -14,6 +14,7 @@ from pipesched.costs import Costs
 from pipesched.errors import DeadlockError, ExecutionError
 from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.lowering import lower
+from pipesched.payload import Apart
 from pipesched.program import Program
 from pipesched.trace import Span, Trace
 
@@ -82,18 +83,18 @@ class FakeStage:
         """R."""
         self._run(Kind.R, microbatch, after=(Kind.F,))
 
-    def backward(self, microbatch: int, *grads: Any) -> Sequence[_Value]:
+    def backward(self, microbatch: int, *grads: Any) -> Apart:
         """B."""
         self._run(Kind.B, microbatch, after=(Kind.F,))
         self._gradients.append(microbatch)
         self._check(grads, Kind.B, microbatch)
-        return [_Value(Kind.B, self.index, microbatch)] * self._num_producers
+        return Apart([_Value(Kind.B, self.index, microbatch)] * self._num_producers)
 
-    def input_grad(self, microbatch: int, *grads: Any) -> Sequence[_Value]:
+    def input_grad(self, microbatch: int, *grads: Any) -> Apart:
         """I."""
         self._run(Kind.I, microbatch, after=(Kind.F,))
         self._check(grads, Kind.B, microbatch)
-        return [_Value(Kind.B, self.index, microbatch)] * self._num_producers
+        return Apart([_Value(Kind.B, self.index, microbatch)] * self._num_producers)
 
     def weight_grad(self, microbatch: int) -> None:
         """W."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pipesched.actions import Action, Kind
 from pipesched.errors import ExecutionError
+from pipesched.payload import Apart
 from pipesched.program import Program
 
 __all__ = ["Rank", "Stamps", "StageLike", "Timer", "Transport", "interpret"]
@@ -20,15 +21,15 @@ class StageLike(Protocol):
     """What a stage does for a micro-batch. ``arrived``: one value a producer; ``grads``: one a consumer."""
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
-        """F: returns the stage's output."""
+        """F: returns the stage's output, or Apart one for each consumer."""
 
     def recompute(self, microbatch: int, *, split: bool) -> None:
         """R."""
 
-    def backward(self, microbatch: int, *grads: Any) -> Sequence[Any]:
+    def backward(self, microbatch: int, *grads: Any) -> Apart:
         """B: returns a gradient for each producer."""
 
-    def input_grad(self, microbatch: int, *grads: Any) -> Sequence[Any]:
+    def input_grad(self, microbatch: int, *grads: Any) -> Apart:
         """I: returns a gradient for each producer."""
 
     def weight_grad(self, microbatch: int) -> None:
@@ -78,16 +79,12 @@ class _Edge(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An action as a call: on the values of the edges that it takes, for that of those that it gives.
-
-    each: it returns a value for each edge that it gives, not one for all.
-    """
+    """An action as a call: on the values of the edges that it takes, for those of the edges that it gives."""
 
     action: Action
     call: Callable[..., Any]
     takes: Sequence[_Edge] = ()
     gives: Sequence[_Edge] = ()
-    each: bool = False
 
 
 class Rank:
@@ -138,7 +135,7 @@ class Rank:
         run = self.stages[stage].backward if kind is Kind.B else self.stages[stage].input_grad
         takes = [_Edge(consumer, stage, True, microbatch) for consumer in self._graph.consumers[stage]]
         gives = [_Edge(stage, producer, True, microbatch) for producer in self._graph.producers[stage]]
-        return _Step(action, partial(run, microbatch), takes, gives, each=True)
+        return _Step(action, partial(run, microbatch), takes, gives)
 
     def _weight_grad(self, action: Action) -> _Step:
         return _Step(action, partial(self.stages[action.stage].weight_grad, action.microbatch))
@@ -181,7 +178,7 @@ def interpret(rank: Rank, timer: Timer, stamps: Stamps) -> Iterator[Action]:
     An exception of an action is passed on with a note that says where it happened.
     """
     now, values, (order, starts, ends) = timer.now, rank.values, stamps
-    for position, (action, call, takes, gives, each) in enumerate(rank.bind(order)):
+    for position, (action, call, takes, gives) in enumerate(rank.bind(order)):
         yield action
         starts[position] = now()
         try:
@@ -194,7 +191,7 @@ def interpret(rank: Rank, timer: Timer, stamps: Stamps) -> Iterator[Action]:
             )
             raise
         for number, edge in enumerate(gives):
-            values[edge] = value[number] if each else value
+            values[edge] = value[number] if type(value) is Apart else value
         value = None  # an output lives no longer than somebody needs it
         ends[position] = now()
 

@@ -1,0 +1,67 @@
+"""Body: what a stage computes from what arrives: a chain of layers, or its part of a model's own forward."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Body", "CallLayer", "Chain", "Draw", "call_with"]
+
+#: (name, how many calls of it came before, the layer, args, kwargs) -> what it returns
+CallLayer = Callable[[str, int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+#: Told, before a function between layers draws random numbers, how many such calls came before.
+Draw = Callable[[int], None]
+
+
+class Body(Protocol):
+    """What a stage runs for each micro-batch.
+
+    late_inputs: it gets the model's inputs also where something arrives from other stages.
+    """
+
+    late_inputs: bool
+
+    @property
+    def layers(self) -> Mapping[str, nn.Module]:
+        """The layers that it calls, by name."""
+
+    def begin(self) -> None:
+        """A step begins: modes and flags of the model may have changed."""
+
+    def inputs(self, inputs: Any) -> Any:
+        """What is needed here of the model's inputs (args, kwargs)."""
+
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, draw: Draw) -> Any:
+        """The stage's output, as Apart where its consumers get different ones; on the last stage the model's."""
+
+
+class Chain:
+    """Layers in a row: the first takes one argument a producer, or the model's inputs; each further one the output."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        self.layers = dict(layers)
+        self.late_inputs = False
+
+    def begin(self) -> None:
+        """Nothing to do: layers have their own modes."""
+
+    def inputs(self, inputs: Any) -> Any:
+        """All of them."""
+        return inputs
+
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, draw: Draw) -> Any:
+        """Call one after the other."""
+        args, kwargs = (arrived, {}) if inputs is None else inputs
+        for name, layer in self.layers.items():
+            args, kwargs = (call(name, 0, layer, args, kwargs),), {}
+        return args[0]
+
+
+def call_with(
+    own: Mapping[str, Tensor], module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a module; with buffers or weights given, on those and not on its own, which stay as they are."""
+    if own and isinstance(module, nn.Module):
+        return torch.func.functional_call(module, dict(own), args, kwargs)
+    return module(*args, **kwargs)

@@ -1,0 +1,288 @@
+"""Capture: what a model's forward does, seen once: the calls of its layers and the functions between them.
+
+The model's own code runs on a sample. Each call notes which earlier values it takes; a value is one tensor that a call
+gave. Replay runs the same code again for a part of the calls; so nothing is translated, and whatever Python the
+model's containers are written in, they run as they are.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from pipesched.containers import Shells
+from pipesched.payload import pytree
+from pipesched.randomness import draws
+
+__all__ = ["INPUT", "Call", "Capture", "Pattern", "Value", "name_of", "record", "tensors_in", "unchanged"]
+
+INPUT = -1  # in a value's place of a call: it is one of the model's inputs
+
+#: A tensor: (number of the call that gave it or INPUT, which of the call's tensors).
+Value = tuple[int, int]
+
+_READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"}
+_READS |= {"__complex__", "__contains__", "__array__"}  # what makes plain Python of a tensor's contents
+
+
+class Pattern:
+    """The form of a value: what it holds beside tensors, and where they go."""
+
+    def __init__(self, value: Any) -> None:
+        leaves, self._spec = pytree.tree_flatten(value)
+        self._parts: list[Any] = [_part(leaf) for leaf in leaves]
+
+    def tensors(self, value: Any) -> list[Tensor]:
+        """The tensors of a value of this form."""
+        return list(tensors_in(value))
+
+    def build(self, tensors: Iterator[Any]) -> Any:
+        """The value with these tensors."""
+        leaves = [part.build(tensors) if isinstance(part, _Place | _Record) else part for part in self._parts]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+class _Place:
+    """Where a tensor goes."""
+
+    def build(self, tensors: Iterator[Any]) -> Any:
+        return next(tensors)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A dataclass that pytrees do not know."""
+
+    kind: type
+    parts: Mapping[str, Pattern]
+
+    def build(self, tensors: Iterator[Any]) -> Any:
+        made: Any = object.__new__(self.kind)
+        for name, pattern in self.parts.items():
+            object.__setattr__(made, name, pattern.build(tensors))
+        return made
+
+
+def _part(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _Place()
+    if _is_record(leaf):
+        parts = {item.name: Pattern(getattr(leaf, item.name)) for item in dataclasses.fields(leaf)}
+        return _Record(type(leaf), parts)
+    return leaf
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value, each place of it once, in the order of ``Pattern.build``."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif _is_record(leaf):
+            for item in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, item.name))
+
+
+@dataclass
+class Call:
+    """One thing that the model's code does: it calls a layer, or a torch function between layers.
+
+    layer: its name; empty for a function. number: of this layer's calls. takes: the values among its arguments. uses:
+    the parameters and buffers by name. gives: how many values, those it changes in place included. changes: which of
+    its arguments' tensors it changes -> which of its values that is. reads: it gives plain Python. joined: it stays in
+    one stage with all calls from this one on.
+    """
+
+    index: int
+    layer: str
+    number: int
+    function: str
+    takes: tuple[Value, ...]
+    uses: tuple[str, ...]
+    gives: int
+    pattern: Pattern
+    changes: Mapping[int, int] = field(default_factory=dict)
+    arguments: tuple[Value | None, ...] = ()
+    reads: bool = False
+    random: bool = False
+    joined: int | None = None
+
+    def __str__(self) -> str:
+        return self.layer + f" (call {self.number + 1})" * bool(self.number) if self.layer else self.function
+
+
+@dataclass
+class Capture:
+    """What a forward does. quiet: functions that are no calls: they ask for shapes and the like.
+
+    looked_at: the values whose shape, type or the like the code between layers asked for.
+    output: the values of the model's output; nbytes: of each value, for the sample. examples: the arguments of each
+    layer's call, for measuring.
+    """
+
+    calls: list[Call]
+    inputs: int
+    output: tuple[Value, ...]
+    output_pattern: Pattern
+    quiet: frozenset[str]
+    looked_at: frozenset[Value]
+    nbytes: dict[Value, int]
+    examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A torch function's name; of a property the whole name."""
+    name = getattr(function, "__name__", "")
+    return (resolve_name(function) or name) if name in ("__get__", "") else name
+
+
+def record(
+    model: nn.Module, layers: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Capture:
+    """Run the model once, as it is, in the caller's grad mode, and note what it does."""
+    return _Recorder(model, layers).run(tuple(args), dict(kwargs))
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self._root = Shells(model, list(layers.items()), self._layer).model
+        self._calls: list[Call] = []
+        self._value: dict[int, Value] = {}
+        self._alive: list[Tensor] = []  # so that no id is used again
+        self._memory: dict[int, dict[int, Value]] = {}  # where tensors lie -> the tensors there, and what they are
+        self._shared: list[tuple[Call, Value]] = []  # calls in place, and what else lies in the memory
+        self._counts: dict[str, int] = {}
+        self._quiet: set[str] = set()
+        self._looked_at: set[Value] = set()
+        self._nbytes: dict[Value, int] = {}
+        self._examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._inside = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+        inputs = list(tensors_in((args, kwargs)))
+        for position, tensor in enumerate(inputs):
+            self._value.setdefault(id(tensor), (INPUT, position))
+        self._alive += inputs
+        with self:
+            output = self._root(*args, **kwargs)
+        self._join()
+        values = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
+        looked_at = frozenset(self._looked_at)
+        quiet = frozenset(self._quiet)
+        return Capture(
+            self._calls, len(inputs), values, Pattern(output), quiet, looked_at, self._nbytes, self._examples
+        )
+
+    def _join(self) -> None:
+        """What is used again after another tensor in its memory was changed stays where that was."""
+        last = {value: call.index for call in self._calls for value in call.takes}
+        for call, value in self._shared:
+            if last.get(value, INPUT) > call.index:
+                call.joined = min(value[0], call.takes[0][0], call.index if call.joined is None else call.joined)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        taken = list(tensors_in((args, kwargs)))
+        versions = [tensor._version for tensor in taken]
+        result = func(*args, **kwargs)
+        name, changed = name_of(func), _changed(taken, versions)
+        if changed or any(True for _ in tensors_in(result)):
+            result, call = self._new("", name, taken, changed, result)
+            call.random = draws(func, args, kwargs)
+        elif name in _READS and taken:
+            self._new("", name, taken, changed, None)[1].reads = True
+        else:
+            self._quiet.add(name)
+            self._looked_at |= {self._value[id(tensor)] for tensor in taken if id(tensor) in self._value}
+        return result
+
+    def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside:
+            return layer(*args, **kwargs)
+        self._inside = True
+        try:
+            taken = list(tensors_in((args, kwargs)))
+            versions = [tensor._version for tensor in taken]
+            example = unchanged((args, kwargs))
+            result = layer(*args, **kwargs)
+            result, call = self._new(name, "", taken, _changed(taken, versions), result)
+        finally:
+            self._inside = False
+        own = (*layer.named_parameters(), *layer.named_buffers())
+        call.uses = tuple(dict.fromkeys([*call.uses, *(self._names[id(tensor)] for _, tensor in own)]))
+        self._examples[call.index] = example
+        return result
+
+    def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
+        """Note a call. Returns its result; a tensor that it hands through is another object there, to be told apart."""
+        number = self._counts.get(layer, -1) + 1 if layer else 0
+        self._counts[layer] = number
+        takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
+        uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
+        call = Call(len(self._calls), layer, number, function, takes, uses, 0, Pattern(result))
+        self._calls.append(call)
+        call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()
+        through = {id(tensor) for tensor in taken} - {id(taken[position]) for position in changed}
+        given = [tensor.view_as(tensor) if id(tensor) in through else tensor for tensor in tensors_in(result)]
+        if any(id(tensor) in through for tensor in tensors_in(result)):
+            result = call.pattern.build(iter(given))
+        places = {id(tensor): place for place, tensor in reversed(list(enumerate(given)))}
+        changes = {}
+        for position in changed:
+            target = taken[position]
+            if id(target) not in places:
+                places[id(target)] = len(given)
+                given.append(target)
+            changes[position] = places[id(target)]
+            there = self._memory.get(_memory(target), {})
+            self._shared += [(call, value) for other, value in there.items() if other != id(target)]
+        call.changes, call.gives = changes, len(given)
+        for place, tensor in enumerate(given):
+            self._value[id(tensor)] = value = call.index, place
+            self._nbytes[value] = tensor.nbytes
+            self._memory.setdefault(_memory(tensor), {})[id(tensor)] = value
+        self._alive += given
+        return result, call
+
+
+def _changed(tensors: list[Tensor], versions: list[int]) -> list[int]:
+    """The positions of those that were changed in place."""
+    return [
+        position
+        for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
+        if tensor._version != version
+    ]
+
+
+class _SharedTensors(TorchFunctionMode):
+    """Copies share tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def unchanged(value: Any) -> Any:
+    """The value with copies, around the same tensors, of objects that a layer may change: caches of keys grow."""
+    leaves, spec = pytree.tree_flatten(value)
+    plain = Tensor, int, float, str, bytes, type(None), nn.Module
+    with _SharedTensors():
+        copies = [leaf if isinstance(leaf, plain) else copy.deepcopy(leaf) for leaf in leaves]
+    return pytree.tree_unflatten(copies, spec)
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # functional wrappers, as inside vmap, have none
+        return id(tensor)

@@ -1,0 +1,296 @@
+"""Captured: a model of any code as layers in the order of their calls, and the bodies of its stages."""
+
+import copy
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.body import Body, CallLayer, Draw
+from pipesched.capture import INPUT, Call, Capture, Value, record, tensors_in
+from pipesched.containers import Twin, find_layers
+from pipesched.cut import Part, cut_at, free_calls, legal_cuts
+from pipesched.errors import GraphError, ScheduleError
+from pipesched.payload import Apart, pytree
+from pipesched.profiler import LayerCosts, measure_calls
+from pipesched.program import Program
+from pipesched.replay import Look, Replay
+from pipesched.ties import Ties, Use, with_stand_ins
+
+__all__ = ["Captured", "Replayed", "untouched"]
+
+
+class Captured:
+    """A model, seen once in each of its modes. sample: (args, kwargs).
+
+    layers: what may begin a stage, by name, in the order of calls: a layer's second call is ``name#2``.
+    """
+
+    def __init__(self, model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self.model = model
+        self.modules = find_layers(model)
+        args, kwargs = _two_rows(sample)
+        self.captures: dict[bool, Capture] = {}
+        for mode in (not model.training, model.training):
+            with untouched(model, mode), torch.no_grad():
+                self.captures[mode] = record(model, self.modules, args, kwargs)
+        own, other = self.captures[model.training], self.captures[not model.training]
+        if [str(call) for call in _layer_calls(own)] != [str(call) for call in _layer_calls(other)]:
+            del self.captures[not model.training]  # its stages could not be the same
+        self.calls = {_unit(call): call for call in _layer_calls(own)}
+        if not self.calls:
+            raise GraphError(
+                f"a model is cut between its layers; the forward of {type(model).__name__} calls none; "
+                f"give it submodules"
+            )
+        self.layers = {name: self.modules[call.layer] for name, call in self.calls.items() if self._begins(call)}
+
+    def _begins(self, call: Call) -> bool:
+        """Whether a stage may begin with this layer, in every mode."""
+        position = list(self.calls.values()).index(call)
+        return position == 0 or all(_gap(capture, position) for capture in self.captures.values())
+
+    def check(self, program: Program, *, updates: bool, first: bool) -> None:
+        """Raise ScheduleError for what stages of captured models cannot do, so far."""
+        calls = self.captures[self.model.training].calls
+        named = dict(self.model.named_parameters())
+        loose = [name for call in calls if not call.layer for name in call.uses if name in named]
+        users = Counter(name for call in calls if call.layer for name in call.uses if name in named)
+        tied = [name for name, count in users.items() if count > 1]
+        for wrong, rule, place in (
+            (program.num_weights < program.num_stages, "stages of two directions are copies of an nn.Sequential's", ""),
+            (program.has_updates and loose, "updates in flight keep versions of layers' weights", loose[:1]),
+            (updates and tied, "optimizer= updates each stage by itself", tied[:1]),
+            (first, "with inputs='first' the inputs go to the first stage alone", ""),
+        ):
+            if wrong:
+                what = f"{place[0]!r} is used between layers or by several" if place else "this model is another module"
+                raise ScheduleError(
+                    f"{rule}; {program.name}, {what}; choose another schedule, step an optimizer of your own, or pass "
+                    f"the batch on every rank"
+                )
+
+    def uses(self, cut: Sequence[Sequence[str]], ranks: Sequence[int]) -> list[Use]:
+        """The calls of layers, and on which rank each runs. ranks: of the stages."""
+        parameters = {name for name, _ in self.model.named_parameters()}
+        rank_of = {
+            index: rank
+            for part, rank in zip(self.parts(cut)[self.model.training], ranks, strict=True)
+            for index in part.own
+        }
+        return [
+            Use((call.layer, call.number), rank_of[call.index], [name for name in call.uses if name in parameters])
+            for call in _layer_calls(self.captures[self.model.training])
+        ]
+
+    def measure(self, device: torch.device, intra_op_threads: int) -> dict[str, LayerCosts]:
+        """What each layer costs, with those after it that no stage may begin with."""
+        capture = self.captures[self.model.training]
+        calls = {name: (self.modules[call.layer], capture.examples[call.index]) for name, call in self.calls.items()}
+        costs: dict[str, LayerCosts] = {}
+        for name, own in measure_calls(calls, device, intra_op_threads).items():
+            begin = name if name in self.layers else next(reversed(costs))
+            costs[begin] = costs[begin] + own if begin in costs else own
+        return costs
+
+    def parts(self, cut: Sequence[Sequence[str]]) -> dict[bool, list[Part]]:
+        """By mode, what each stage runs."""
+        order = list(self.calls)
+        begins = [order.index(names[0]) for names in cut[1:]]
+        return {
+            mode: cut_at(capture, [0, *(_narrowest(capture, position) for position in begins)])
+            for mode, capture in self.captures.items()
+        }
+
+    def edges(self, cut: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
+        """Which stage gives to which."""
+        along = set(pairwise(range(len(cut))))
+        for parts in self.parts(cut).values():
+            along |= {(giver, taker) for taker, part in enumerate(parts) for giver in part.receives}
+        return sorted(along)
+
+    def bodies(self, cut: Sequence[Sequence[str]], devices: Sequence[torch.device], ties: Ties) -> list[Body]:
+        """The stages' bodies."""
+        parts, edges = self.parts(cut), self.edges(cut)
+        return [Replayed(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
+
+
+class Replayed:
+    """The body of a stage that runs its part of a model's own forward."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        parts: Mapping[bool, Sequence[Part]],
+        edges: Sequence[tuple[int, int]],
+        stage: int,
+        device: torch.device,
+        ties: Ties,
+    ) -> None:
+        self._model = captured.model
+        self._parts = {mode: of_mode[stage] for mode, of_mode in parts.items()}
+        self._part = self._parts[captured.model.training]
+        last = stage == len(next(iter(parts.values()))) - 1
+        self._replays = {
+            mode: Replay(captured.model, captured.modules, captured.captures[mode], part, device, last=last)
+            for mode, part in self._parts.items()
+        }
+        self._givers = [giver for giver, taker in edges if taker == stage]
+        self._takers = [taker for giver, taker in edges if giver == stage]
+        self.late_inputs = True
+        self._next, self._last = stage + 1, last
+        calls = captured.captures[captured.model.training].calls
+        own, *others = sorted(parts[captured.model.training], key=lambda part: part is not self._part)
+        elsewhere = {calls[index].layer for part in others for index in part.own}
+        names = dict.fromkeys(calls[index].layer for index in sorted(own.own) if calls[index].layer)
+        self._twins = {name: Twin(captured.modules[name]) for name in names if name in elsewhere}
+        self.layers: dict[str, nn.Module] = {
+            name: self._twins[name].layer if name in elsewhere else captured.modules[name] for name in names
+        }
+        places = [(calls[index].layer, calls[index].number) for index in own.own if calls[index].layer]
+        self._tied_arguments = {place: ties.stand_ins(place) for place in places}
+        loose = _Loose(captured.model, [name for index in sorted(own.own) for name in _loose_uses(calls[index])])
+        if any(True for _ in loose.parameters()):
+            self.layers["(between layers)"] = loose
+
+    def begin(self) -> None:
+        """Choose the part of the model's mode."""
+        mode = self._model.training
+        if mode not in self._replays:
+            raise GraphError(
+                f"a model runs in the mode in which it was captured; it calls other layers when training is {mode}; "
+                f"make a pipeline in that mode"
+            )
+        self._replay, self._part = self._replays[mode], self._parts[mode]
+        self._replay.refresh()
+        for twin in self._twins.values():
+            twin.refresh()
+
+    def inputs(self, inputs: Any) -> Any:
+        """Tensors that are not needed here have no contents."""
+        leaves, spec = pytree.tree_flatten(inputs)
+        position = -1
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                position += 1
+                if position not in self._part.inputs:
+                    leaves[place] = torch.empty_like(leaf, device="meta")
+        return pytree.tree_unflatten(leaves, spec)
+
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, draw: Draw) -> Any:
+        """Run the part."""
+        args, kwargs = inputs
+        received: dict[Value, Any] = {}
+        looks: Mapping[Value, Look] = {}
+        for giver, (values, seen) in zip(self._givers, arrived, strict=True):
+            received.update(zip(self._part.receives.get(giver, ()), values, strict=True))
+            looks = seen.values if seen is not None else looks
+
+        def call_own(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if given := self._tied_arguments.get((name, number)):
+                args, kwargs = with_stand_ins((args, kwargs), given)
+            return call(name, number, self.layers[name], args, kwargs)
+
+        made, looks, output = self._replay.run(args, kwargs, received, looks, call_own, draw)
+        if self._last:
+            return output
+        return Apart(
+            ([made[value] for value in self._part.gives.get(taker, ())], _Looks(looks) if taker == self._next else None)
+            for taker in self._takers
+        )
+
+
+class _Looks:
+    """What values look like that were not sent; one leaf of what is."""
+
+    def __init__(self, values: Mapping[Value, Look]) -> None:
+        self.values = dict(values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Looks) and self.values == other.values
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Loose(nn.Module):
+    """Parameters and buffers that the code between layers uses, under names without dots."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        parameters = dict(model.named_parameters())
+        for name in dict.fromkeys(names):
+            if name in parameters:
+                self.register_parameter(name.replace(".", "/"), parameters[name])
+
+
+def _loose_uses(call: Call) -> Sequence[str]:
+    return () if call.layer else call.uses
+
+
+def _unit(call: Call) -> str:
+    return f"{call.layer}#{call.number + 1}" if call.number else call.layer
+
+
+def _layer_calls(capture: Capture) -> list[Call]:
+    return [call for call in capture.calls if call.layer]
+
+
+def _gap(capture: Capture, position: int) -> list[int]:
+    """Where a stage that begins with the position-th layer call may begin: after the layer call before it."""
+    indices = [call.index for call in _layer_calls(capture)]
+    legal = legal_cuts(capture)
+    first, last = indices[position - 1] + 1, indices[position]
+    return legal[bisect_left(legal, first) : bisect_left(legal, last + 1)]
+
+
+def _narrowest(capture: Capture, position: int) -> int:
+    """Where in the gap before a layer the fewest bytes cross; the latest of several."""
+    free = free_calls(capture)
+    last: dict[Value, int] = {}
+    for call in capture.calls:
+        if call.index not in free:
+            last.update(dict.fromkeys(call.takes, call.index))
+
+    def crossing(begin: int) -> int:
+        return sum(
+            capture.nbytes[value]
+            for value, user in last.items()
+            if value[0] != INPUT and value[0] not in free and value[0] < begin <= user
+        )
+
+    return min(reversed(_gap(capture, position)), key=crossing)
+
+
+def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A sample of one row is repeated: code may treat a single row apart."""
+    tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
+    if not tensors or any(len(tensor) != 1 for tensor in tensors):
+        return sample
+
+    def repeat(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor]) if tensor.dim() else tensor
+
+    repeated: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(Tensor, repeat, sample)
+    return repeated
+
+
+@contextmanager
+def untouched(model: nn.Module, mode: bool) -> Iterator[None]:
+    """Run the model in a mode, and leave it as it was: modes, buffers, random numbers."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, copy.deepcopy(buffer)) for buffer in model.buffers()]
+    if mode != model.training:
+        model.train(mode)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for buffer, before in buffers:
+            buffer.copy_(before)

@@ -1,0 +1,196 @@
+"""Replay: runs a stage's part of a model's forward, by running the model's own code with the other calls left out.
+
+The code of the containers runs from its beginning in every stage. A call of another stage is not made: where this
+stage uses what it gives, that has been received; elsewhere its place is held by a tensor without contents. Once the
+stage's last call is done, the code is left. A way through the code that differs from the captured one is an error.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pipesched.body import CallLayer, Draw
+from pipesched.capture import INPUT, Call, Capture, Value, name_of, tensors_in
+from pipesched.containers import Shells
+from pipesched.cut import Part
+from pipesched.errors import GraphError
+from pipesched.payload import pytree
+
+__all__ = ["Look", "Replay"]
+
+#: Type and shape of a value.
+Look = tuple[torch.dtype, tuple[int, ...]]
+
+_DEVICE = "torch.Tensor.device.__get__"
+
+
+class _Done(BaseException):
+    """The stage's last call has been made. No container may take it for an error of its own."""
+
+
+class Replay(TorchFunctionMode):
+    """One stage's part of a forward; used by one thread at a time. last: run to the end, and return the output."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        capture: Capture,
+        part: Part,
+        device: torch.device,
+        *,
+        last: bool,
+    ) -> None:
+        super().__init__()
+        self._calls, self._quiet, self._part, self._device = capture.calls, capture.quiet, part, device
+        self._end = len(capture.calls) if last else part.end
+        self._roots = _roots(capture)
+        self._looked_at = capture.looked_at
+        self._draws = {call.index: number for number, call in enumerate(c for c in capture.calls if c.random)}
+        self._wanted = {value for values in part.gives.values() for value in values}
+        self._shells = Shells(model, list(layers.items()), self._layer)
+        self._running = False
+        self.refresh = self._shells.refresh
+
+    def run(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        received: Mapping[Value, Any],
+        looks: Mapping[Value, Look],
+        call: CallLayer,
+        draw: Draw,
+    ) -> tuple[dict[Value, Any], dict[Value, Look], Any]:
+        """Run it for one micro-batch. received: what earlier stages gave. looks: of what they did not give.
+
+        call: calls a layer. draw: told before a function draws random numbers.
+        Returns (what is given to later stages, all looks, the output where this is the last stage).
+        """
+        self._position, self._call, self._draw = 0, call, draw
+        self._made = {value: one for value, one in received.items() if value in self._wanted}
+        self._looks = dict(looks)
+        self._given: dict[Value, Any] = {self._roots.get(value, value): tensor for value, tensor in received.items()}
+        args, kwargs = self._inputs(args, kwargs)
+        output = None
+        self._running = True
+        try:
+            with self:
+                output = self._shells.model(*args, **kwargs)
+        except _Done:
+            pass
+        finally:
+            self._running = False
+        return self._made, self._looks, output
+
+    def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's inputs; those that are not needed here without contents."""
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        position = -1
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                position += 1
+                if (INPUT, position) in self._given:
+                    leaves[place] = self._given[INPUT, position]
+        made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
+        return made
+
+    # ---- what the containers' code does --------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = name_of(func), kwargs or {}
+        call = self._calls[self._position] if self._position < len(self._calls) else None
+        if call is None or call.function != name:
+            return self._ask(name, func, args, kwargs)
+        self._position += 1
+        if call.index in self._part.runs:
+            if call.random:
+                self._draw(self._draws[call.index])
+            return self._ran(call, func(*args, **kwargs), args, kwargs)
+        return self._left_out(call, args, kwargs)
+
+    def _ask(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name == _DEVICE and args[0].is_meta:
+            return self._device
+        if name not in self._quiet:
+            raise self._lost(name)
+        return func(*args, **kwargs)
+
+    def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._running:
+            return layer(*args, **kwargs)
+        self._running = False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # what happens in a layer is not ours
+        try:
+            return self._call_layer(name, layer, args, kwargs)
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._running = True
+
+    def _call_layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._calls[self._position] if self._position < len(self._calls) else None
+        if call is None or call.layer != name:
+            raise self._lost(name)
+        self._position += 1
+        if call.index not in self._part.runs:
+            return self._left_out(call, args, kwargs)
+        return self._ran(call, self._call(name, call.number, layer, args, kwargs), args, kwargs)
+
+    def _ran(self, call: Call, result: Any, args: Any, kwargs: Any) -> Any:
+        if call.reads:
+            self._made[call.index, 0] = result
+            return self._ended(call, result)
+        given = list(tensors_in(result))
+        if call.changes:
+            taken = list(tensors_in((args, kwargs)))
+            given += [taken[position] for position, place in call.changes.items() if place >= len(given)]
+        for place, tensor in enumerate(given):
+            value = call.index, place
+            if value in self._wanted:
+                self._made[value] = tensor
+            if value in self._looked_at:
+                self._looks[value] = tensor.dtype, tuple(tensor.shape)
+        return self._ended(call, result)
+
+    def _left_out(self, call: Call, args: Any, kwargs: Any) -> Any:
+        """What stands for the result of a call of another stage."""
+        if call.reads:
+            return self._ended(call, self._given[call.index, 0])
+        places = [self._place((call.index, place)) for place in range(call.gives)]
+        if call.changes:  # what it changed is the object that it was
+            taken = list(tensors_in((args, kwargs)))
+            for position, place in call.changes.items():
+                places[place] = taken[position]
+        return self._ended(call, call.pattern.build(iter(places)))
+
+    def _place(self, value: Value) -> Any:
+        if value in self._given:
+            return self._given[value]
+        dtype, shape = self._looks.get(value, (torch.float32, (0,)))
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def _ended(self, call: Call, result: Any) -> Any:
+        if call.index == self._end:
+            raise _Done
+        return result
+
+    def _lost(self, name: str) -> GraphError:
+        due = self._calls[self._position] if self._position < len(self._calls) else "its end"
+        return GraphError(
+            f"a forward takes the way that it took with the sample; call {self._position} was {due} then and is "
+            f"{name} now; the model's code depends on the batch here: make the pipeline with such a sample, or move "
+            f"that code into a layer"
+        )
+
+
+def _roots(capture: Capture) -> dict[Value, Value]:
+    """For what calls change in place: the value whose object it is."""
+    roots: dict[Value, Value] = {}
+    for call in capture.calls:
+        for position, place in call.changes.items():
+            before = call.arguments[position]
+            if before is not None:
+                roots[call.index, place] = roots.get(before, before)
+    return roots

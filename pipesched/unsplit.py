@@ -1,0 +1,72 @@
+"""Unsplit: a model's forward as one piece, with the keyed random numbers and the tied weights of a pipeline."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.containers import Shells
+from pipesched.interception import Intercept
+from pipesched.payload import pytree
+from pipesched.randomness import Key, KeyedRandom
+from pipesched.ties import with_stand_ins
+
+__all__ = ["Unsplit"]
+
+
+#: (layer, number of its call, parameters) -> what to use in place of some of them
+StandIns = Callable[[str, int, Collection[nn.Parameter]], Mapping[nn.Parameter, Tensor]]
+
+
+class Unsplit:
+    """A model that is called with a key. stand_ins(layer, number of its call, parameters that it uses): tensors to use
+    in place of some of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        stand_ins: StandIns = lambda layer, number, parameters: {},
+    ) -> None:
+        self._root = Shells(model, list(layers.items()), self._call).model
+        self._stand_ins = stand_ins
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._random = KeyedRandom(device)
+        self._intercept = Intercept(self._random)
+        self._key = Key(0, 0, 0)
+        self._counts: dict[str, int] = {}
+        self._inside = False
+
+    def __call__(self, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output."""
+        self._key, self._counts, self._inside = key, {}, False
+        self._random.enter(key, "")
+        with self._intercept:
+            return self._root(*args, **kwargs)
+
+    def loss(self, loss_fn: Callable[[Any, Any], Any], key: Key, output: Any, target: Any) -> Any:
+        """The loss function's, drawing as it does in a pipeline."""
+        self._random.enter(key, "loss_fn")
+        with self._intercept:
+            return loss_fn(output, target)
+
+    def _call(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside:
+            return layer(*args, **kwargs)
+        drawn, number = self._random.op, self._counts.get(name, 0)
+        self._counts[name] = number + 1
+        self._random.enter(self._key, name, number)
+        self._inside = True
+        try:
+            used = [tensor for tensor in pytree.tree_leaves((args, kwargs)) if isinstance(tensor, nn.Parameter)]
+            named = dict(layer.named_parameters())
+            others = self._stand_ins(name, number, dict.fromkeys([*named.values(), *used]))
+            own = {key: others[parameter] for key, parameter in named.items() if parameter in others}
+            if others and used:
+                args, kwargs = with_stand_ins((args, kwargs), others)
+            return torch.func.functional_call(layer, dict(own), args, kwargs) if own else layer(*args, **kwargs)
+        finally:
+            self._inside = False
+            self._random.enter(self._key, "", 0, drawn)

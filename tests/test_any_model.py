@@ -1,0 +1,396 @@
+"""Models of any code: skips, tied weights, layers used again, parameters and dropout between layers, many outputs."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import places
+import pytest
+import torch
+from models import assert_as
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipesched import Pipeline
+from pipesched.errors import GraphError, ModelTypeError
+from pipesched.testing import reference_step
+
+SCHEDULES = ["1f1b", "zb-h1", "interleaved-1f1b"]
+
+
+class Block(nn.Module):
+    """A layer with dropout."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(width, 16), nn.Linear(16, width), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, scale: Any = None) -> Tensor:
+        y = self.drop(self.down(torch.relu(self.up(x))))
+        return x + (y if scale is None else y * scale)
+
+
+class Residual(nn.Module):
+    """Blocks in a ModuleList, with code between them: a parameter, dropout and work in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.shift, self.norm = nn.Parameter(torch.randn(8)), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x + self.shift, 0.1, self.training)
+        for number, block in enumerate(self.blocks):
+            x = x + functional.dropout(block(x), 0.3, self.training)
+            if number % 3 == 2:
+                x = x.clone()
+                x[:, 0] = 0
+                x.mul_(0.5)
+        return self.norm(x)
+
+
+class UNet(nn.Module):
+    """Long skips, used last to first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
+        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = torch.relu(layer(x))
+            kept.append(x)
+        for layer in self.up:
+            x = layer(torch.cat([x, kept.pop()], 1))
+        return x.mean((2, 3))
+
+
+class Attends(nn.Module):
+    """What the encoder gives, and a mask, are used by every block of the decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Block() for _ in range(3))
+        self.decoder = nn.ModuleList(nn.MultiheadAttention(8, 2, 0.1, batch_first=True) for _ in range(5))
+
+    def forward(self, x: Tensor, y: Tensor, *, mask: Tensor) -> Tensor:
+        for block in self.encoder:
+            x = block(x)
+        hidden = mask == 0
+        if hidden.all():
+            hidden = torch.zeros_like(hidden)
+        for attention in self.decoder:
+            y = y + attention(y, x, x, key_padding_mask=hidden)[0]
+        return y.mean(1)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head's weight, and one block called four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.shared, self.blocks = Block(), nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, text: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        x = self.embed(text) + torch.arange(text.shape[1])[None, :, None] / 10
+        for block in self.blocks:
+            x = self.shared(block(x))
+        x = self.shared(x)
+        logits = self.head(x)
+        loss = None if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits, "nothing": None}
+
+
+@dataclass
+class Both:
+    """Two losses, as a class that pytrees do not know."""
+
+    first: Tensor
+    second: Tensor
+    loss: Tensor
+
+
+class TwoTowers(nn.Module):
+    """Two inputs, two losses, a dataclass as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(*(Block() for _ in range(3)))
+        self.right = nn.Sequential(*(Block() for _ in range(3)))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, left: Tensor, right: Tensor) -> Both:
+        a, b = self.left(left), self.right(right)
+        first, second = (a - b).pow(2).mean(), a.mean() * self.scale
+        return Both(first, second, first + second)
+
+
+class Recurrent(nn.Module):
+    """LSTMs, which return tuples, and a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(4))
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for layer in self.layers:
+            x, state = layer(x, state)
+        return self.head(self.norm(x[:, -1]))
+
+
+def square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(2).mean()
+
+
+def repeated() -> nn.Sequential:
+    """A row with one layer three times, and one parameter in two layers."""
+    block, first, last = Block(), nn.Linear(8, 8), nn.Linear(8, 8)
+    last.weight = first.weight
+    return nn.Sequential(first, block, nn.Sequential(Block(), block, Block()), block, last)
+
+
+ROWS = 12
+FLOATS = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0))
+SEQUENCE = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(ROWS, 4, 6, 6, generator=torch.Generator().manual_seed(2))
+TEXT = torch.arange(ROWS * 5).view(ROWS, 5) % 12
+MASK = (torch.arange(5)[None] <= torch.arange(ROWS)[:, None] % 5).long()
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], Tensor | None]] = {
+    "residual": (Residual, (FLOATS,), {}, torch.zeros(ROWS, 8)),
+    "unet": (UNet, (IMAGES,), {}, torch.zeros(ROWS, 4)),
+    "attends": (Attends, (SEQUENCE, SEQUENCE.flip(0)), {"mask": MASK}, torch.zeros(ROWS, 8)),
+    "tied": (Tied, (TEXT,), {"labels": TEXT}, None),
+    "towers": (TwoTowers, (), {"left": FLOATS, "right": FLOATS.flip(0)}, None),
+    "repeated": (repeated, (FLOATS,), {}, torch.zeros(ROWS, 8)),
+    "recurrent": (Recurrent, (SEQUENCE,), {}, torch.zeros(ROWS, 3)),
+}
+
+
+def made(name: str, rows: int = ROWS) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+    kind, args, kwargs, target = MODELS[name]
+    torch.manual_seed(0)
+    cut = {key: value[:rows] for key, value in kwargs.items()}
+    return kind(), tuple(value[:rows] for value in args), cut, None if target is None else target[:rows]
+
+
+def pipeline(name: str, model: nn.Module, **options: Any) -> Pipeline:
+    _, args, kwargs, target = made(name, 3)
+    loss_fn = None if target is None else square
+    sample = kwargs if not args else args if not kwargs else (*args, *kwargs.values())
+    if name == "attends":
+        sample = {"x": args[0], "y": args[1], **kwargs}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of BatchNorm
+        return Pipeline(model, sample, loss_fn=loss_fn, num_microbatches=3, seed=3, **options)
+
+
+def inputs_of(name: str, rows: int) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    _, args, kwargs, target = made(name, rows)
+    if name == "attends":
+        args, kwargs = (), {"x": args[0], "y": args[1], **kwargs}
+    if name == "tied":
+        args, kwargs = (), {"text": args[0], **kwargs}
+    return args, kwargs, {} if target is None else {"target": target}
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    grads = {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {**grads, **{name: buffer.clone() for name, buffer in model.named_buffers()}}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MODELS)
+def test_any_model_trains_as_the_loop_bit_by_bit(name: str, schedule: str) -> None:
+    own, plain = made(name)[0], made(name)[0]
+    with pipeline(name, own, devices=["cpu"] * 3, schedule=schedule) as pipe:
+        for step, rows in enumerate((ROWS, 7, ROWS)):  # ragged in between
+            args, kwargs, target = inputs_of(name, rows)
+            due = reference_step(
+                plain, *args, **kwargs, **target, loss_fn=pipe.loss_fn, num_microbatches=3, seed=3, step=step
+            )
+            loss = pipe.step(*args, **kwargs, **target)
+            assert torch.equal(loss, due)
+            assert_equal(state(own), state(plain))
+
+
+def train(group: places.Group, name: str, schedule: str) -> None:
+    own, plain = made(name)[0], made(name)[0]
+    with pipeline(name, own, schedule=schedule, **places.place(group)) as pipe:
+        for step, rows in enumerate((ROWS, 7)):
+            args, kwargs, target = inputs_of(name, rows)
+            due = reference_step(
+                plain, *args, **kwargs, **target, loss_fn=pipe.loss_fn, num_microbatches=3, seed=3, step=step
+            )
+            assert torch.equal(pipe.step(*args, **kwargs, **target), due)
+            if any(True for _ in pipe.parameters()):  # a rank may have nothing but uses of tied weights
+                assert_as(pipe, plain)
+            with torch.no_grad():
+                for model in (own, plain):
+                    for parameter in model.parameters():
+                        if parameter.grad is not None:
+                            parameter.sub_(parameter.grad, alpha=0.1)
+            pipe.zero_grad()
+            plain.zero_grad()
+        whole = pipe.full_state_dict()
+        assert whole.keys() == plain.state_dict().keys()
+        assert not [key for key, value in plain.state_dict().items() if not torch.equal(value, whole[key])]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("name", MODELS)
+def test_any_model_trains_over_a_mesh(ranks: Ranks, name: str, schedule: str) -> None:
+    ranks.run(3, train, name, schedule)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputed_they_have_the_same_bits(name: str, checkpoint: str) -> None:
+    own, plain = made(name)[0], made(name)[0]
+    args, kwargs, target = inputs_of(name, ROWS)
+    with pipeline(name, own, devices=["cpu"] * 3, checkpoint=checkpoint) as pipe:
+        reference_step(plain, *args, **kwargs, **target, loss_fn=pipe.loss_fn, num_microbatches=3, seed=3)
+        pipe.step(*args, **kwargs, **target)
+    assert_equal(state(own), state(plain))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "towers"])
+def test_outputs_are_the_models_own(name: str) -> None:
+    own, plain = made(name)[0].eval(), made(name)[0].eval()
+    args, kwargs, _ = inputs_of(name, ROWS)
+    with pipeline(name, own, devices=["cpu"] * 3) as pipe, torch.no_grad():
+        got, due = pipe.forward(*args, **kwargs), plain(*args, **kwargs)
+    if isinstance(due, dict):
+        got, due = got["logits"], due["logits"]
+    torch.testing.assert_close(got, due)
+
+
+def test_the_output_can_be_differentiated() -> None:
+    own, plain = made("unet")[0], made("unet")[0]
+    with pipeline("unet", own, devices=["cpu"] * 3) as pipe:
+        pipe(IMAGES).pow(2).mean().backward()
+    plain(IMAGES).pow(2).mean().backward()
+    for one, other in zip(own.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_tied_weight_has_one_gradient_and_one_name() -> None:
+    model = made("tied")[0]
+    with pipeline("tied", model, devices=["cpu"] * 3) as pipe:
+        names = [name for name, _ in pipe.named_parameters()]
+        assert names.count("embed.weight") == 1
+        assert "head.weight" not in names
+        assert {"embed.weight", "head.weight"} <= pipe.state_dict().keys()
+        calls = []
+        model.embed.weight.register_post_accumulate_grad_hook(calls.append)
+        pipe.step(text=TEXT, labels=TEXT)
+        assert len(calls) == 1
+
+
+def test_boundaries_are_layers_in_the_order_of_their_calls() -> None:
+    model = made("tied")[0]
+    with pipeline("tied", model, devices=["cpu"] * 3, boundaries=["shared#2", "head"]) as pipe:
+        assert pipe.boundaries == ["shared#2", "head"]
+        assert pipe.plan.stages[1] == ("shared#2", "blocks.2", "shared#3", "shared#4")
+
+
+class Looped(nn.Module):
+    """The layers of a Sequential, called by code."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw", "1f1b"])
+def test_updates_in_flight_are_those_of_the_same_layers_in_a_row(schedule: str) -> None:
+    torch.manual_seed(0)
+    row = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))))
+    other = Looped(copy.deepcopy(row))
+    for model in (row, other):
+        options = {"optimizer": lambda params: torch.optim.Adam(params, lr=0.02), "boundaries": [3, 6]}
+        with Pipeline(
+            model, FLOATS[:3], devices=["cpu"] * 3, loss_fn=square, schedule=schedule, num_microbatches=4, **options
+        ) as pipe:
+            for _ in range(6):
+                pipe.step(FLOATS, target=torch.ones(ROWS, 8))
+            pipe.flush()
+    for one, two in zip(row.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+class Chooses(nn.Module):
+    """Goes another way for other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if x.sum() > 0 else -block(-x)
+        return x
+
+
+def test_a_way_that_depends_on_the_batch_is_an_error() -> None:
+    rows = torch.ones(4, 8)
+    with Pipeline(Chooses(), rows, devices=["cpu", "cpu"], loss_fn=square, num_microbatches=1) as pipe:
+        pipe.step(rows, target=rows)
+        with pytest.raises(GraphError, match="takes the way that it took with the sample"):
+            pipe.step(-rows, target=rows)
+        pipe.zero_grad()
+        pipe.step(rows, target=rows)
+
+
+def test_what_is_no_model_and_a_model_without_layers_say_so() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    with pytest.raises(ModelTypeError, match=r"the model is an nn\.Module; got function"):
+        Pipeline(square, FLOATS[:2])  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match="the forward of Bare calls none"):
+        Pipeline(Bare(), FLOATS[:2], devices=["cpu"], loss_fn=square)
+
+
+def test_capture_leaves_the_model_as_it_was() -> None:
+    model = made("recurrent")[0]
+    before, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    pipeline("recurrent", model, devices=["cpu"] * 3).close()
+    assert_equal(before, model.state_dict())
+    assert torch.equal(random, torch.get_rng_state())
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_both_modes_run() -> None:
+    own, plain = made("residual")[0], made("residual")[0]
+    with pipeline("residual", own, devices=["cpu"] * 3) as pipe:
+        pipe.eval()
+        got = pipe.evaluate(FLOATS, target=torch.zeros(ROWS, 8))
+        pipe.train()
+        pipe.step(FLOATS, target=torch.zeros(ROWS, 8))
+    plain.eval()
+    torch.testing.assert_close(got, square(plain(FLOATS), torch.zeros(ROWS, 8)).detach())
