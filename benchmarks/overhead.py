@@ -22,7 +22,7 @@ from pipesched.actions import Kind, Lane
 from pipesched.executors.local import LocalExecutor, Work
 from pipesched.feed import Feed
 from pipesched.lowering import lower
-from pipesched.payload import Payload
+from pipesched.payload import Apart, Payload
 from pipesched.program import Program
 from pipesched.stage import Stage
 
@@ -31,7 +31,7 @@ class Nothing:
     """A stage of a chain that does nothing."""
 
     def __init__(self, index: int) -> None:
-        self.grads = [None] * min(index, 1)
+        self.grads = Apart([None] * min(index, 1))
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> None:
         pass
@@ -39,7 +39,7 @@ class Nothing:
     def recompute(self, microbatch: int, *, split: bool) -> None:
         pass
 
-    def backward(self, microbatch: int, *grads: Any) -> list[None]:
+    def backward(self, microbatch: int, *grads: Any) -> Apart:
         return self.grads
 
     input_grad = backward

@@ -30,7 +30,7 @@ from versus_torch import same_gradients, seconds, torch_step
 from pipesched import Costs, Pipeline, Trace, lower, schedules, simulate
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import Work
-from pipesched.payload import Payload
+from pipesched.payload import Apart, Payload
 
 SECONDS = 0.010  # F, I and W
 ROWS, WIDTH = 16, 256  # of a micro-batch: the smallest product whose weight gradient is left to W
@@ -102,7 +102,7 @@ class Bare:
 
     def __init__(self, index: int) -> None:
         tensor = torch.zeros(ROWS, WIDTH, requires_grad=True)
-        self.output, self.grads = Payload.of(tensor), [(tensor.detach(),)] * (index > 0)
+        self.output, self.grads = Payload.of(tensor), Apart([(tensor.detach(),)] * (index > 0))
         self.clock = Clock()
 
     def _sleep(self, parts: int) -> None:

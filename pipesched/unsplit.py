@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.containers import Shells
+from pipesched.graph import is_in_a_row
 from pipesched.interception import Intercept
 from pipesched.payload import pytree
 from pipesched.randomness import Key, KeyedRandom
@@ -30,7 +31,8 @@ class Unsplit:
         layers: Mapping[str, nn.Module],
         stand_ins: StandIns = lambda layer, number, parameters: {},
     ) -> None:
-        self._root = Shells(model, list(layers.items()), self._call).model
+        self._layers = layers
+        self._root = self._row if is_in_a_row(model) else Shells(model, list(layers.items()), self._call).model
         self._stand_ins = stand_ins
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._random = KeyedRandom(device)
@@ -45,6 +47,12 @@ class Unsplit:
         self._random.enter(key, "")
         with self._intercept:
             return self._root(*args, **kwargs)
+
+    def _row(self, *args: Any, **kwargs: Any) -> Any:
+        """As a pipeline calls them: the first layer takes what the model is given."""
+        for name, layer in self._layers.items():
+            args, kwargs = (self._call(name, layer, args, kwargs),), {}
+        return args[0]
 
     def loss(self, loss_fn: Callable[[Any, Any], Any], key: Key, output: Any, target: Any) -> Any:
         """The loss function's, drawing as it does in a pipeline."""

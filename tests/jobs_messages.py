@@ -139,7 +139,7 @@ class Changing(Carries):
         return self._copy(super().forward(microbatch, *arrived, **how))
 
     def backward(self, microbatch: int, *grads: Any) -> Any:
-        return [self._copy(Payload.of(one)).leaves for one in super().backward(microbatch, *grads)]
+        return Apart(self._copy(Payload.of(one)).leaves for one in super().backward(microbatch, *grads))
 
     def _copy(self, value: Payload) -> Payload:
         for tensor in self.given:
