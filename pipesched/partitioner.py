@@ -6,6 +6,7 @@ bottleneck that it realised. What a probe is depends on the graph: see `pipesche
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import networkx as nx
@@ -17,11 +18,12 @@ from pipesched.partitioning.bisection import smallest
 from pipesched.partitioning.blocks import Cuts
 from pipesched.partitioning.chain import Chain
 from pipesched.partitioning.explanation import explained
+from pipesched.partitioning.interleaving import solved
 from pipesched.partitioning.layers import numbers, ticks_per_s
 from pipesched.partitioning.problem import Communication
 from pipesched.partitioning.remedies import infeasible
 from pipesched.partitioning.request import InFlight, Request
-from pipesched.partitioning.search import fill_up, filled_up, solve
+from pipesched.partitioning.search import fill_up, filled_up
 from pipesched.partitioning.slots import Rank, Toll, fixed_order
 
 __all__ = ["Partition", "balance", "partition"]
@@ -42,6 +44,7 @@ def partition(
     starts: Mapping[Any, int] | None = None,
     together: Iterable[Collection[Any]] = (),
     exactly: bool = False,
+    placement: Sequence[int] | None = None,
     max_ideals: int = 300_000,
 ) -> Partition:
     """Cut a graph of layers into at most ``num_stages`` non-empty stages with the smallest bottleneck.
@@ -58,6 +61,9 @@ def partition(
     given. speeds: of the ranks, relative to the one that was measured, in stage order; any_order: ranks may be used in
     whichever order is best. starts: layer -> the stage that it begins, all it needs being in earlier ones. together:
     groups of layers that share a stage. exactly: no stage is empty.
+    placement: the rank of each stage, where ranks have several (`pipesched.placement`); then the bottleneck is the
+    busiest rank, speeds and limits are one a rank, a cut inside a rank costs nothing, and the answer, found by
+    descent, need not be the best: ``Partition.gap`` is its distance to the bound.
     A chain is cut exactly, and so is a graph of up to max_ideals order ideals. For others several linear orders are
     tried, and ``Partition.gap`` says how far the best may be away. Memory limits on a large graph may leave a gap too.
     Equal inputs give equal partitions. Raises PartitionError where there is none, with what would make one possible.
@@ -76,12 +82,14 @@ def partition(
         starts or {},
         tuple(map(tuple, together)),
         exactly,
+        placement,
     )
     problem = request.problem()
-    solution = solve(problem, max_ideals)
+    solution = solved(problem, max_ideals)
     if solution.found is None:
         raise infeasible(request, exact=solution.exact)
-    found = fill_up(solution.found, problem) if problem.fills_up else solution.found
+    found = replace(solution.found, slots=problem.line_up.on_ranks(solution.found.slots))
+    found = fill_up(found, problem) if problem.fills_up else found
     return explained(problem, found, solution)
 
 

@@ -1,16 +1,17 @@
 """Partitions are exact: no chain of order ideals, tried by brute force, has a smaller bottleneck."""
 
 import random
+from itertools import combinations, pairwise
 
 import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_graphs import branches, chain, residual, u_net, weights_as_layers
-from partition_oracle import best, random_chain, random_graph
+from partition_oracle import best, random_chain, random_graph, sent
 from random_programs import quick
 
-from pipesched import partition
+from pipesched import partition, placement
 from pipesched.errors import PartitionError
 from pipesched.partitioning import search
 
@@ -258,7 +259,10 @@ def test_ranks_that_stay_empty_are_left_out():
             {"starts": {"first": 1}, "together": [["embedding", "first"]]},
             r"asked for are: 'first' begins stage 1; 'embedding', 'first' together; let 'first' begin where it may",
         ),
-        ({"exactly": True, "together": [["embedding", "head"]]}, r"let 'embedding', 'head' be apart, and there is one"),
+        (
+            {"exactly": True, "together": [["embedding", "head"]]},
+            r"layers kept together make 1 blocks; use fewer stages",
+        ),
     ],
 )
 def test_an_error_says_what_would_help(asked, match):
@@ -270,3 +274,88 @@ def test_the_limit_that_is_named_is_the_smallest():
     with pytest.raises(PartitionError, match="allow 12288 bytes"):
         partition(small_chain(), 2, memory_limit_bytes=12287)
     assert partition(small_chain(), 2, memory_limit_bytes=12288).proved
+
+
+# ---- several stages a rank ------------------------------------------------------------------------------------------
+
+
+def best_placed(graph, ranks, communication="none"):
+    """Of a chain's cuts the one with the fastest busiest rank, by trying all; links at one byte a second."""
+    layers, count = list(graph), len(ranks)
+    times = [graph.nodes[layer]["forward_s"] + graph.nodes[layer]["backward_s"] for layer in layers]
+    bottlenecks = []
+    for inner in combinations(range(1, len(layers)), count - 1):
+        cuts = [0, *inner, len(layers)]
+        loads, links = [0] * (max(ranks) + 1), [0]
+        for stage, (first, last) in enumerate(pairwise(cuts)):
+            loads[ranks[stage]] += sum(times[first:last])
+        for stage, cut in enumerate(inner):
+            size = sent(graph, set(layers[:cut]))
+            if ranks[stage] != ranks[stage + 1]:
+                links.append(2 * size)
+                if communication == "serial":
+                    loads[ranks[stage]] += size
+                    loads[ranks[stage + 1]] += size
+        bottlenecks.append(max([*loads, *(links if communication == "overlap" else [])]))
+    return min(bottlenecks)
+
+
+@settings(quick, max_examples=80)
+@given(SEEDS, st.sampled_from([(2, 2), (3, 2), (2, 3)]), st.booleans(), st.sampled_from(["none", "overlap", "serial"]))
+def test_several_stages_a_rank(seed, shape, down_and_up, communication):
+    """Never below the bound that brute force gives, and on chains this short nearly always on it."""
+    graph = random_chain(random.Random(seed), 9, 0)
+    ordered = nx.DiGraph()
+    ordered.add_nodes_from((layer, graph.nodes[layer]) for layer in nx.topological_sort(graph))
+    ordered.add_edges_from(graph.edges)
+    ranks = (placement.v if down_and_up else placement.loop)(*shape)
+    link = {"communication": communication, "bandwidth_bytes_per_s": 1}
+    found = partition(ordered, len(ranks), placement=ranks, **link)
+    best_there_is = best_placed(ordered, ranks, communication)
+    assert found.lower_bound_s <= best_there_is
+    assert best_there_is - 1e-9 <= found.bottleneck_s <= 1.25 * best_there_is
+    assert len(found.stages) == len(ranks)
+    assert found.ranks == ranks
+    assert all(found.stages)
+    assert partition(ordered, len(ranks), placement=ranks, **link) == found
+
+
+@pytest.mark.parametrize("graph", [residual(12), branches([(3, 2, 4), (2, 5), (4, 4)])])
+@pytest.mark.parametrize("rule", [placement.loop, placement.v])
+def test_two_stages_a_rank_balance_better_than_the_slowest_stage_does(graph, rule):
+    ranks = rule(4, 2)
+    found = partition(graph, 8, placement=ranks)
+    assert found.bottleneck_s <= 2 * partition(graph, 8).bottleneck_s
+    assert found.gap < 0.05
+    stage_of = {layer: stage for stage, layers in enumerate(found.stages) for layer in layers}
+    assert all(stage_of[a] <= stage_of[b] for a, b in graph.edges)
+    assert "(stages " in found.explain()
+
+
+def test_ranks_with_several_stages_keep_to_their_memory():
+    graph = residual(12)
+    free = partition(graph, 8, placement=placement.loop(4, 2), weight_copies=1)
+    held = [sum(s.memory_bytes for s in free.summaries if s.rank == rank) for rank in range(4)]
+    limit = 0.9 * max(held)
+    found = partition(graph, 8, placement=placement.loop(4, 2), weight_copies=1, memory_limit_bytes=limit)
+    held = [sum(s.memory_bytes for s in found.summaries if s.rank == rank) for rank in range(4)]
+    assert max(held) <= limit
+    assert found.bottleneck_s >= free.bottleneck_s
+    with pytest.raises(PartitionError, match="no partition was found of 52 layers into 8 stages within memory_limit"):
+        partition(graph, 8, placement=placement.loop(4, 2), memory_limit_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        ({"placement": [0, 1]}, r"a rank for each stage, and each rank has a stage; got \[0, 1\] for 4 stages"),
+        ({"placement": [0, 2, 2, 0]}, r"got \[0, 2, 2, 0\] for 4 stages"),
+        ({"placement": [0, 1, 1, 0], "starts": {"first": 1}}, r"says where stages are; .*leave one out"),
+        ({"placement": [0, 1, 1, 0], "speeds": [1, 1, 1]}, r"one number a rank; got 3 for 2 ranks"),
+        ({"placement": [0, 1, 1, 0], "together": [["first", "second"]]}, r"4 stages, but layers kept .* 3 blocks"),
+        ({"placement": [0, 1, 1, 0, 0]}, r"5 stages, 4 layers"),
+    ],
+)
+def test_placements_that_make_no_sense(asked, match):
+    with pytest.raises(PartitionError, match=match):
+        partition(small_chain(), 5 if len(asked["placement"]) == 5 else 4, **asked)

@@ -78,7 +78,7 @@ def test_the_bottleneck_of_a_real_chain_is_the_optimum(name: str, model: str) ->
 def along_own_order(graph: nx.DiGraph, num_stages: int, communication: str, bandwidth_bytes_per_s: float) -> float:
     """The bottleneck of the best cut of the graph's own order."""
     request = Request(
-        graph, num_stages, communication, bandwidth_bytes_per_s, 0, None, None, 1, None, False, {}, (), False
+        graph, num_stages, communication, bandwidth_bytes_per_s, 0, None, None, 1, None, False, {}, (), False, None
     )
     problem = request.problem()
     found, _ = smallest(problem.lower, problem.lower, problem.chain(range(len(graph))).probe)

@@ -140,21 +140,20 @@ def _renumbered(layers: Layers, leader: Ints) -> Ints:
     return np.asarray(number[block_of])
 
 
-def reduce_blocks(blocks: Blocks, pinned: Collection[int], *, by_size: bool, by_memory: bool) -> Blocks:
+def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
     """Blocks that cost nothing join a neighbour where no best partition is lost by that.
 
-    A block without cost joins its only producer where no cut between the two is smaller than the cut
-    behind both, or its only consumer where none is smaller than the cut before both. pinned: layers whose blocks stay
-    as they are. by_size: the bytes over cuts count; by_memory: those that layers hold.
+    A block without cost joins its only producer where no cut between the two is smaller than the cut behind both, or
+    its only consumer where none is smaller than the cut before both. by_size: the bytes over cuts count; by_memory:
+    those that layers hold.
     """
     while True:
         costs = blocks.layers.ticks
         if by_memory:
             costs = costs + blocks.layers.state_bytes + blocks.layers.activation_bytes
-        fixed = {int(blocks.block_of[layer]) for layer in pinned}
-        free = [block for block in np.flatnonzero(blocks.total(costs) == 0).tolist() if block not in fixed]
+        free = np.flatnonzero(blocks.total(costs) == 0).tolist()
         size = _Sizes(blocks) if by_size else None
-        joined = _joined(blocks, free, fixed, size) or _joined_forward(blocks, free, fixed, size)
+        joined = _joined(blocks, free, size) or _joined_forward(blocks, free, size)
         if not joined:
             return blocks
         first = [members[0] for members in blocks.members]
@@ -175,22 +174,22 @@ class _Sizes:
                 self.used[consumer].append(tensor)
 
 
-def _joined(blocks: Blocks, free: list[int], fixed: set[int], sizes: _Sizes | None) -> list[tuple[int, int]]:
+def _joined(blocks: Blocks, free: list[int], sizes: _Sizes | None) -> list[tuple[int, int]]:
     joined = []
     for block in free:
         producers = blocks.producers[block]
-        if len(producers) == 1 and producers[0] not in fixed:
+        if len(producers) == 1:
             own = 0 if sizes is None else sum(t.size for t in sizes.used[block] if t.consumers == (block,))
             if sizes is None or sizes.out[block] <= own:
                 joined.append((producers[0], block))
     return joined
 
 
-def _joined_forward(blocks: Blocks, free: list[int], fixed: set[int], sizes: _Sizes | None) -> list[tuple[int, int]]:
+def _joined_forward(blocks: Blocks, free: list[int], sizes: _Sizes | None) -> list[tuple[int, int]]:
     joined = []
     for block in free:
         consumers = blocks.consumers[block]
-        if len(consumers) == 1 and consumers[0] not in fixed:
+        if len(consumers) == 1:
             kept = 0 if sizes is None else sum(t.size for t in sizes.used[block] if consumers[0] not in t.consumers)
             if sizes is None or kept <= sizes.out[block]:
                 joined.append((block, consumers[0]))

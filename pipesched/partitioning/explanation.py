@@ -30,7 +30,11 @@ class _Cut:
 
     @cached_property
     def toll(self) -> Toll:
-        return self.problem.toll(self.cuts)
+        toll = self.problem.toll(self.cuts)
+        inside = [end for (slot, _, end), (other, _, _) in pairwise(self.stages) if slot.rank == other.rank]
+        if inside and len(toll.ticks) > 1:
+            toll.ticks[inside] = 0
+        return toll
 
     @cached_property
     def weighed(self) -> dict[Any, tuple[Ints, Ints]]:
@@ -91,6 +95,8 @@ def _summaries(cut: _Cut, stages: list[list[Any]]) -> Iterator[StageSummary]:
 def _bottleneck(cut: _Cut, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
     """The stage or the cut that is the bottleneck, and why no partition is faster, or how far one may be."""
     problem, ticks = cut.problem, cut.found.bottleneck
+    if problem.line_up.shares_ranks:
+        return _busiest(cut), f"cuts were moved until none gained; the {_lower(problem)}"
     bound = f"the {_lower(problem)}"
     for stage, (slot, begin, end) in enumerate(cut.stages):
         if cut.time(slot, begin, end) == ticks:
@@ -107,6 +113,18 @@ def _bottleneck(cut: _Cut, stages: list[list[Any]], solution: Solution) -> tuple
         return at, bound
     searched = f"all {solution.ideals} order ideals were searched" if solution.ideals else "the chain was cut exactly"
     return at, "; ".join([*moves, searched, f"{bound}, {1 - problem.lower / ticks:.1%} less"])
+
+
+def _busiest(cut: _Cut) -> str:
+    """The rank, or the cut, that is the bottleneck where ranks have several stages."""
+    loads: dict[int, int] = {}
+    for slot, begin, end in cut.stages:
+        loads[slot.rank] = loads.get(slot.rank, 0) + cut.time(slot, begin, end)
+    rank = max(loads, key=lambda rank: (loads[rank], -rank))
+    if loads[rank] < cut.found.bottleneck:
+        return "a cut between two ranks"
+    own = [str(stage) for stage, (slot, _, _) in enumerate(cut.stages) if slot.rank == rank]
+    return f"rank {rank} (stages {', '.join(own)})"
 
 
 def _lower(problem: Problem) -> str:

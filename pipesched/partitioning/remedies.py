@@ -4,8 +4,8 @@ from typing import Any
 
 from pipesched.errors import PartitionError
 from pipesched.partitioning.answer import quote_bytes
+from pipesched.partitioning.interleaving import solved
 from pipesched.partitioning.request import Request
-from pipesched.partitioning.search import solve
 
 __all__ = ["infeasible"]
 
@@ -25,7 +25,7 @@ def infeasible(request: Request, *, exact: bool) -> PartitionError:
 
 
 def _possible(request: Request) -> bool:
-    return solve(request.problem(), _MOST_IDEALS).found is not None
+    return solved(request.problem(), _MOST_IDEALS).found is not None
 
 
 def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
@@ -73,7 +73,8 @@ def _enough(request: Request) -> int:
 
 def _more_ranks(request: Request) -> str:
     """How many ranks would do, where all are alike and it is known what they would hold."""
-    if len(set(request.ranks)) > 1 or not (request.in_flight is None or callable(request.in_flight)):
+    placed = request.placement is not None
+    if placed or len(set(request.ranks)) > 1 or not (request.in_flight is None or callable(request.in_flight)):
         return ""
     alike = {"memory_limit_bytes": request.limits[0], "speeds": None}
     for more in range(request.num_stages + 1, min(2 * request.num_stages + 8, len(request.layers)) + 1):

@@ -14,7 +14,7 @@ from pipesched.links import Link, check_number
 from pipesched.partitioning.blocks import contract
 from pipesched.partitioning.layers import Layers, read
 from pipesched.partitioning.problem import Communication, Pin, Problem
-from pipesched.partitioning.slots import LineUp, Rank, fixed_order, free_order
+from pipesched.partitioning.slots import LineUp, Rank, fixed_order, free_order, placed
 
 __all__ = ["InFlight", "Request"]
 
@@ -40,10 +40,11 @@ class Request:
     starts: Mapping[Any, int]
     together: tuple[Collection[Any], ...]
     exactly: bool
+    placement: Sequence[int] | None
 
     def __post_init__(self) -> None:
         count = len(self.graph)
-        if not _is_whole(self.num_stages) or self.num_stages < 1 or (self.exactly and self.num_stages > count):
+        if not _is_whole(self.num_stages) or self.num_stages < 1 or (self._all_used and self.num_stages > count):
             raise PartitionError(
                 f"every stage holds at least one layer; {self.num_stages} stages, {count} layers; use 1 to {count} "
                 f"stages: fewer devices, or fewer chunks a rank"
@@ -58,6 +59,29 @@ class Request:
                 f"pass that of the slowest link, such as 10e9"
             )
         _number(self.weight_copies, "weight_copies")
+        if self.placement is not None:
+            self._check_placement(list(self.placement))
+
+    def _check_placement(self, ranks: list[Any]) -> None:
+        if len(ranks) != self.num_stages or not all(map(_is_whole, ranks)) or set(ranks) != {*range(max(ranks) + 1)}:
+            raise PartitionError(
+                f"a placement is a rank for each stage, and each rank has a stage; got {ranks} for {self.num_stages} "
+                f"stages; make one with pipesched.placement"
+            )
+        if self.starts or self.any_order:
+            raise PartitionError(
+                f"a placement says where stages are; starts={dict(self.starts)} or any_order={self.any_order} cannot "
+                f"be kept beside it; leave one out"
+            )
+
+    @property
+    def _all_used(self) -> bool:
+        return self.exactly or self.placement is not None
+
+    @property
+    def num_ranks(self) -> int:
+        """A rank for each stage, or those of the placement."""
+        return self.num_stages if self.placement is None else 1 + max(self.placement)
 
     @cached_property
     def link(self) -> Link:
@@ -70,13 +94,13 @@ class Request:
     @cached_property
     def limits(self) -> list[int | None]:
         """The memory of each rank in bytes, None for no limit."""
-        limits = _one_each(self.memory_limit_bytes, self.num_stages, "memory_limit_bytes")
+        limits = _one_each(self.memory_limit_bytes, self.num_ranks, "memory_limit_bytes")
         return [None if limit is None else int(_number(limit, "memory_limit_bytes")) for limit in limits]
 
     @cached_property
     def speeds_of_ranks(self) -> list[Fraction]:
         """How fast each rank is, relative to the one that was measured."""
-        given = _one_each(1 if self.speeds is None else self.speeds, self.num_stages, "speeds")
+        given = _one_each(1 if self.speeds is None else self.speeds, self.num_ranks, "speeds")
         speeds = [Fraction(_number(speed, "a speed")).limit_denominator(_FINEST_SPEED) for speed in given]
         if not all(speeds):
             raise PartitionError(
@@ -99,7 +123,7 @@ class Request:
     def ranks(self) -> list[Rank]:
         """A rank for each stage; where all are alike and some may stay empty, no more than there are layers."""
         ranks = [Rank(speed, limit) for speed, limit in zip(self.speeds_of_ranks, self.limits, strict=True)]
-        spare = self.in_flight is None and set(ranks) == {Rank()}
+        spare = self.placement is None and self.in_flight is None and set(ranks) == {Rank()}
         return ranks[: len(self.layers)] if spare else ranks
 
     def problem(self) -> Problem:
@@ -108,10 +132,18 @@ class Request:
         position = {name: at for at, name in enumerate(layers.names)} if self.starts or self.together else {}
         groups = [[_known(layer, position, "together") for layer in group] for group in self.together]
         pins = [self._pin(layer, stage, position) for layer, stage in self.starts.items()]
-        return Problem(contract(layers, groups), self._line_up(pins), self.communication, self.link, pins)
+        blocks = contract(layers, groups)
+        if self._all_used and len(blocks) < self.num_stages:
+            raise PartitionError(
+                f"every stage holds at least one layer; {self.num_stages} stages, but layers kept together make "
+                f"{len(blocks)} blocks; use fewer stages, or keep fewer together"
+            )
+        return Problem(blocks, self._line_up(pins), self.communication, self.link, pins)
 
     def _line_up(self, pins: list[Pin]) -> LineUp:
         ranks = self.ranks
+        if self.placement is not None:
+            return placed(ranks, self._held(self.num_stages), self.placement)
         held = self._held(len(ranks))
         if self.any_order:
             return free_order(ranks, held, exactly=self.exactly)

@@ -40,7 +40,8 @@ def solve(problem: Problem, most_ideals: int) -> Solution:
     own, tried = _along(problem, range(len(problem.blocks)))
     if own is not None and own.bottleneck == problem.lower:
         return _exact(own, 0, tried)
-    small = problem if problem.line_up.exactly else _reduced(problem)
+    may_be_empty = not problem.line_up.exactly and not problem.pins
+    small = _reduced(problem) if may_be_empty else problem  # else a layer without cost may be what a stage has
     ideals = enumerate_ideals(small.blocks, small.counted, most_ideals)
     if ideals is None:
         return _along_many(problem, problem.lower, own, 0, tried)
@@ -115,9 +116,8 @@ def _keeps_limits(problem: Problem, found: Found) -> bool:
 
 def _reduced(problem: Problem) -> Problem:
     """The problem with fewer blocks and the same best bottleneck."""
-    pinned = {pin.layer for pin in problem.pins}
     by_size, by_memory = problem.communication != "none", problem.line_up.capped
-    blocks = reduce_blocks(problem.blocks, pinned, by_size=by_size, by_memory=by_memory)
+    blocks = reduce_blocks(problem.blocks, by_size=by_size, by_memory=by_memory)
     return replace(problem, blocks=blocks)
 
 

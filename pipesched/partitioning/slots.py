@@ -5,7 +5,7 @@ ranks may come in any order, how many ranks of each kind are used.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
 
@@ -14,7 +14,7 @@ import numpy as np
 from pipesched.columns import Ints
 from pipesched.partitioning.blocks import Cuts
 
-__all__ = ["LineUp", "Rank", "Slot", "Toll", "fixed_order", "free_order"]
+__all__ = ["LineUp", "Rank", "Slot", "Toll", "fixed_order", "free_order", "placed"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,10 @@ class Toll:
 
 @dataclass(frozen=True)
 class Slot:
-    """One stage: the ``stage``-th, on a rank (of a kind), between two states. in_flight: micro-batches it holds."""
+    """One stage: the ``stage``-th, on a rank, or on one like it, between two states.
+
+    in_flight: micro-batches it holds.
+    """
 
     source: int
     target: int
@@ -76,10 +79,23 @@ class LineUp:
     in_line: bool
     exactly: bool
 
+    def on_ranks(self, slots: Sequence[Slot]) -> list[Slot]:
+        """The slots of a partition, where any order will do with a rank each: of those alike the first first."""
+        if self.in_line:
+            return list(slots)
+        kinds = [Rank(slot.speed, slot.limit) for slot in slots]
+        places = [[at for at, rank in enumerate(self.ranks) if rank == kind] for kind in kinds]
+        return [replace(slot, rank=places[at][kinds[:at].count(kinds[at])]) for at, slot in enumerate(slots)]
+
     @property
     def alike(self) -> bool:
         """Whether every stage may be on every rank: as fast as the one that was measured, without a limit."""
         return set(self.ranks) == {Rank()}
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Whether some rank has several stages."""
+        return self.in_line and len(self.slots) > len({slot.rank for slot in self.slots})
 
     @property
     def capped(self) -> bool:
@@ -92,6 +108,13 @@ def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: boo
     slots = tuple(Slot(k, k + 1, k, k, rank.speed, rank.limit, in_flight[k]) for k, rank in enumerate(ranks))
     skippable = len(ranks) if exactly else pinned
     return LineUp(tuple(ranks), slots, len(ranks) + 1, (len(ranks),), skippable, in_line=True, exactly=exactly)
+
+
+def placed(ranks: Sequence[Rank], in_flight: Sequence[int], placement: Sequence[int]) -> LineUp:
+    """Each stage on the rank that the placement says; none is left out."""
+    line_up = fixed_order([ranks[rank] for rank in placement], in_flight, exactly=True, pinned=0)
+    slots = tuple(replace(slot, rank=rank) for slot, rank in zip(line_up.slots, placement, strict=True))
+    return replace(line_up, ranks=tuple(ranks), slots=slots)
 
 
 def free_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool) -> LineUp:

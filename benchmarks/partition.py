@@ -1,0 +1,217 @@
+"""How long a partition takes, and how good it is beside the splitters of torchgpipe and DeepSpeed.
+
+    python benchmarks/partition.py [--profiles FOLDER]
+
+FOLDER holds profiles as JSON (nodes with forward_ms, backward_ms and is_input, and edges); they are split as well.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import networkx as nx
+import numpy as np
+from measure import machine
+
+from pipesched import partition
+from pipesched.partitioner import balance
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from partition_graphs import branches, chain, residual
+
+LINK = {"bandwidth_bytes_per_s": 1e11}
+
+
+# ---- other splitters, from their published rules --------------------------------------------------------------------
+
+
+def unit_moves(times: list[float], num_stages: int) -> list[int]:
+    """torchgpipe's block partition (Barany and Grinberg 2015): where stages begin.
+
+    Times are scaled so that the largest is 1. While the largest and the smallest stage differ by more than 1, one layer
+    at a time moves over a boundary from the largest stage towards the nearest stage that is small enough to take it.
+    """
+    scaled = [time / max(times) for time in times]
+    count = len(scaled)
+    cuts = [round(stage * count / num_stages) for stage in range(num_stages + 1)]
+
+    def load(stage: int) -> float:
+        return sum(scaled[cuts[stage] : cuts[stage + 1]])
+
+    while True:
+        loads = [load(stage) for stage in range(num_stages)]
+        largest = max(range(num_stages), key=loads.__getitem__)
+        if loads[largest] <= min(loads) + 1:
+            return cuts[:-1]
+        while True:
+            small = [stage for stage in range(num_stages) if load(stage) < loads[largest] - 1]
+            if not small:
+                break
+            target = min(small, key=lambda stage: abs(stage - largest))
+            step = 1 if target > largest else -1
+            giver = target - step  # the neighbour on the way gives first
+            boundary = target if step > 0 else target + 1
+            if cuts[giver + 1] - cuts[giver] == 0:
+                break
+            cuts[boundary] -= step
+            if load(largest) < loads[largest]:
+                break
+
+
+def max_min(times: list[float], num_stages: int) -> list[int]:
+    """DeepSpeed's balanced split: of all splits the one with the largest difference of stages the smallest.
+
+    A dynamic programme over (layers, stages) keeps for each the split whose largest stage less its smallest is least.
+    """
+    prefix = np.concatenate([[0], np.cumsum(times)])
+    count = len(times)
+    high, low = prefix.copy(), prefix.copy()
+    back = np.zeros((num_stages + 1, count + 1), int)
+    for stage in range(2, num_stages + 1):
+        next_high, next_low = np.full(count + 1, np.inf), np.full(count + 1, -np.inf)
+        for end in range(stage, count + 1):
+            begins = np.arange(stage - 1, end)
+            own = prefix[end] - prefix[begins]
+            most, least = np.maximum(high[begins], own), np.minimum(low[begins], own)
+            best = int((most - least).argmin())
+            back[stage, end] = begins[best]
+            next_high[end], next_low[end] = most[best], least[best]
+        high, low = next_high, next_low
+    starts, end = [], count
+    for stage in range(num_stages, 0, -1):
+        end = int(back[stage, end]) if stage > 1 else 0
+        starts.append(end)
+    return starts[::-1]
+
+
+def bottleneck(times: list[float], starts: list[int]) -> float:
+    """The slowest stage."""
+    return max(sum(times[first:last]) for first, last in pairwise([*starts, len(times)]))
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def median_ms(run: Callable[[], Any], repeats: int = 5) -> tuple[float, float, float]:
+    """The median, least and most milliseconds of some runs, after one to warm up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        began = perf_counter()
+        run()
+        times.append((perf_counter() - began) * 1e3)
+    return statistics.median(times), min(times), max(times)
+
+
+def show(label: str, times: tuple[float, float, float], note: str = "") -> None:
+    """One line."""
+    print(f"{label:<58}{times[0]:>10.1f} ms  ({times[1]:.1f} to {times[2]:.1f})  {note}".rstrip(), flush=True)
+
+
+def chains() -> None:
+    """From arrays of times, and from graphs."""
+    for length, num_stages in ((1_000, 64), (10_000, 256), (100_000, 1_024)):
+        generator = random.Random(0)
+        times = np.array([generator.uniform(1e-4, 1e-2) for _ in range(length)])
+        show(f"chain n={length:,} p={num_stages:,}, an array", median_ms(lambda t=times, p=num_stages: balance(t, p)))
+        graph = chain(length)
+        label = f"chain n={length:,} p={num_stages:,}, a networkx graph"
+        show(label, median_ms(lambda g=graph, p=num_stages: partition(g, p), 3))
+    for communication in ("overlap", "serial"):
+        graph = chain(1_000)
+        asked = {"communication": communication, **LINK}
+        show(f"chain n=1,000 p=64, {communication}", median_ms(lambda a=asked, g=graph: partition(g, 64, **a), 3))
+
+
+def lattices(named: dict[str, nx.DiGraph]) -> None:
+    """Graphs, exactly."""
+    synthetic = {
+        "16 residual blocks": residual(16),
+        "11 modules of branches": branches([(2, 6, 6, 3), (3, 6, 12, 3)] * 4 + [(10, 10, 9, 9, 7, 2)]),
+    }
+    for name, graph in (named | synthetic).items():
+        for communication in ("none", "overlap", "serial"):
+            for num_stages in (4, 16):
+                asked = {"communication": communication, **LINK}
+                found = partition(graph, num_stages, **asked)
+                times = median_ms(lambda g=graph, p=num_stages, a=asked: partition(g, p, **a), 3)
+                note = f"{found.ideals:,} ideals, {found.probes} probes, gap {found.gap:.1%}"
+                show(f"{name}, {len(graph)} layers, p={num_stages}, {communication}", times, note)
+
+
+def splitters(named: dict[str, list[float]]) -> None:
+    """Bottleneck over the optimum of the same chain."""
+    print("\nbottleneck over the optimum            p     here  unit moves    max - min   ms here   ms theirs")
+    rows: dict[str, list[float]] = {}
+    for name, times in named.items():
+        for num_stages in (2, 4, 8, 16):
+            if num_stages > len(times):
+                continue
+            found = {}
+            for splitter in (balance, unit_moves, max_min):
+                began = perf_counter()
+                starts = splitter(times, num_stages)
+                found[splitter.__name__] = bottleneck(times, starts), (perf_counter() - began) * 1e3
+            best = found["balance"][0]
+            over = [value / best for value, _ in found.values()]
+            spent = [time for _, time in found.values()]
+            rows.setdefault(name.split(" #")[0], []).append(1)
+            if " #" not in name:
+                print(
+                    f"{name:<36}{num_stages:>4}{over[0]:>9.3f}{over[1]:>12.3f}{over[2]:>13.3f}"
+                    f"{spent[0]:>10.2f}{spent[1]:>9.2f}, {spent[2]:.0f}",
+                    flush=True,
+                )
+            else:
+                rows.setdefault("all", []).extend(over[1:])
+    moves, least = rows["all"][::2], rows["all"][1::2]
+    for label, ratios in (("unit moves", moves), ("max - min", least)):
+        best = sum(ratio < 1 + 1e-9 for ratio in ratios) / len(ratios)
+        print(
+            f"{len(ratios)} random chains, {label}: optimal in {best:.0%}, mean {np.mean(ratios):.3f}, worst {max(ratios):.3f}"
+        )
+
+
+def profile(path: Path) -> nx.DiGraph:
+    """A graph from a file of measured layers."""
+    content = json.loads(path.read_text())
+    graph = nx.DiGraph()
+    for node in sorted(content["nodes"], key=lambda node: int(node["id"].removeprefix("node"))):
+        if not node["is_input"]:
+            costs = {"forward_s": node["forward_ms"] / 1e3, "backward_s": node["backward_ms"] / 1e3}
+            graph.add_node(node["id"], **costs, output_bytes=node["activation_bytes"])
+    graph.add_edges_from((a, b) for a, b in content["edges"] if a in graph and b in graph)
+    return graph
+
+
+def main() -> None:
+    """Print all rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profiles", type=Path)
+    folder = parser.parse_args().profiles
+    names = ("alexnet", "vgg16", "resnet18", "squeezenet1_0", "resnet50", "gnmt") if folder else ()
+    graphs = {name: profile(folder / f"{name}.json") for name in names}
+    print(machine())
+    chains()
+    lattices({name: graphs[name] for name in ("resnet50", "gnmt") if name in graphs})
+    own = {name: [sum(graph.nodes[n][c] for c in ("forward_s", "backward_s")) for n in nx.lexicographical_topological_sort(
+        graph, lambda n: int(n.removeprefix("node")))] for name, graph in graphs.items()}  # fmt: skip
+    generator = random.Random(0)
+    drawn = {
+        f"random #{at}": [
+            generator.choice([0.1, 1, 3]) * generator.random() for _ in range(generator.randrange(16, 80))
+        ]
+        for at in range(100)
+    }
+    splitters(own | {"60 layers, ends heavy": [9.0] + [1.0 + at % 3 for at in range(58)] + [14.0]} | drawn)
+
+
+if __name__ == "__main__":
+    main()
