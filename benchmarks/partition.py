@@ -33,7 +33,7 @@ LINK = {"bandwidth_bytes_per_s": 1e11}
 
 
 def unit_moves(times: list[float], num_stages: int) -> list[int]:
-    """torchgpipe's block partition (Barany and Grinberg 2015): where stages begin.
+    """The block partition of torchgpipe (Barany and Grinberg 2015): where stages begin.
 
     Times are scaled so that the largest is 1. While the largest and the smallest stage differ by more than 1, one layer
     at a time moves over a boundary from the largest stage towards the nearest stage that is small enough to take it.
@@ -45,11 +45,11 @@ def unit_moves(times: list[float], num_stages: int) -> list[int]:
     def load(stage: int) -> float:
         return sum(scaled[cuts[stage] : cuts[stage + 1]])
 
-    while True:
+    for _ in range(count * num_stages):
         loads = [load(stage) for stage in range(num_stages)]
         largest = max(range(num_stages), key=loads.__getitem__)
         if loads[largest] <= min(loads) + 1:
-            return cuts[:-1]
+            break
         while True:
             small = [stage for stage in range(num_stages) if load(stage) < loads[largest] - 1]
             if not small:
@@ -63,6 +63,7 @@ def unit_moves(times: list[float], num_stages: int) -> list[int]:
             cuts[boundary] -= step
             if load(largest) < loads[largest]:
                 break
+    return cuts[:-1]
 
 
 def max_min(times: list[float], num_stages: int) -> list[int]:
@@ -149,7 +150,7 @@ def lattices(named: dict[str, nx.DiGraph]) -> None:
 def splitters(named: dict[str, list[float]]) -> None:
     """Bottleneck over the optimum of the same chain."""
     print("\nbottleneck over the optimum            p     here  unit moves    max - min   ms here   ms theirs")
-    rows: dict[str, list[float]] = {}
+    drawn: list[float] = []
     for name, times in named.items():
         for num_stages in (2, 4, 8, 16):
             if num_stages > len(times):
@@ -162,7 +163,6 @@ def splitters(named: dict[str, list[float]]) -> None:
             best = found["balance"][0]
             over = [value / best for value, _ in found.values()]
             spent = [time for _, time in found.values()]
-            rows.setdefault(name.split(" #")[0], []).append(1)
             if " #" not in name:
                 print(
                     f"{name:<36}{num_stages:>4}{over[0]:>9.3f}{over[1]:>12.3f}{over[2]:>13.3f}"
@@ -170,13 +170,11 @@ def splitters(named: dict[str, list[float]]) -> None:
                     flush=True,
                 )
             else:
-                rows.setdefault("all", []).extend(over[1:])
-    moves, least = rows["all"][::2], rows["all"][1::2]
-    for label, ratios in (("unit moves", moves), ("max - min", least)):
+                drawn += over[1:]
+    for label, ratios in (("unit moves", drawn[::2]), ("max - min", drawn[1::2])):
         best = sum(ratio < 1 + 1e-9 for ratio in ratios) / len(ratios)
-        print(
-            f"{len(ratios)} random chains, {label}: optimal in {best:.0%}, mean {np.mean(ratios):.3f}, worst {max(ratios):.3f}"
-        )
+        figures = f"optimal in {best:.0%}, mean {np.mean(ratios):.3f}, worst {max(ratios):.3f}"
+        print(f"{len(ratios)} random chains, {label}: {figures}")
 
 
 def profile(path: Path) -> nx.DiGraph:
@@ -191,6 +189,17 @@ def profile(path: Path) -> nx.DiGraph:
     return graph
 
 
+def own_order(graph: nx.DiGraph) -> list[float]:
+    """The layers' times in the order of their numbers, as far as edges allow."""
+    order = nx.lexicographical_topological_sort(graph, lambda name: int(name.removeprefix("node")))
+    return [graph.nodes[name]["forward_s"] + graph.nodes[name]["backward_s"] for name in order]
+
+
+def random_times(generator: random.Random) -> list[float]:
+    """Some light layers, some heavy."""
+    return [generator.choice([0.1, 1, 3]) * generator.random() for _ in range(generator.randrange(16, 80))]
+
+
 def main() -> None:
     """Print all rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -201,15 +210,9 @@ def main() -> None:
     print(machine())
     chains()
     lattices({name: graphs[name] for name in ("resnet50", "gnmt") if name in graphs})
-    own = {name: [sum(graph.nodes[n][c] for c in ("forward_s", "backward_s")) for n in nx.lexicographical_topological_sort(
-        graph, lambda n: int(n.removeprefix("node")))] for name, graph in graphs.items()}  # fmt: skip
+    own = {name: own_order(graph) for name, graph in graphs.items()}
     generator = random.Random(0)
-    drawn = {
-        f"random #{at}": [
-            generator.choice([0.1, 1, 3]) * generator.random() for _ in range(generator.randrange(16, 80))
-        ]
-        for at in range(100)
-    }
+    drawn = {f"random #{at}": random_times(generator) for at in range(100)}
     splitters(own | {"60 layers, ends heavy": [9.0] + [1.0 + at % 3 for at in range(58)] + [14.0]} | drawn)
 
 
