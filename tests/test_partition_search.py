@@ -14,6 +14,7 @@ from random_programs import quick
 from pipesched import partition, placement
 from pipesched.errors import PartitionError
 from pipesched.partitioning import search
+from pipesched.partitioning.bisection import INFINITE, Fails, Found, smallest
 
 SEEDS = st.integers(0, 10**6)
 
@@ -93,6 +94,21 @@ def test_with_pins(seed, data):
     num_stages = data.draw(st.integers(1, 3))
     asked = data.draw(wishes(num_stages)) | {"any_order": False}
     check(graph, num_stages, **asked, **data.draw(pins(graph, num_stages)))
+
+
+@quick
+@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000))
+def test_a_bisection_finds_the_smallest_bound(smallest_there_is, room_below, guess):
+    """A probe that realises just its bound, and knows of no further bound than the next."""
+
+    def probe(bound):
+        return Found(bound, [], [], []) if bound >= smallest_there_is else Fails(bound + 1)
+
+    low = max(0, smallest_there_is - room_below)
+    found, probes = smallest(low, max(low, guess), probe)
+    assert found.bottleneck == smallest_there_is
+    assert probes <= 65
+    assert smallest(low, low, lambda bound: Fails(INFINITE)) == (None, 2)
 
 
 # ---- how much is searched -------------------------------------------------------------------------------------------
