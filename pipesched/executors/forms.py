@@ -173,10 +173,14 @@ class Form:
 
     @cached_property
     def _only(self) -> _Piece | None:
-        pieces, restored, nbytes = self._layout
+        pieces, _, nbytes = self._layout
         plain = len(pieces) == 1 and pieces[0].source is None and pieces[0].first_byte is None
-        gapped = any(one is not None and one.gapped for one in restored)
-        return pieces[0] if plain and not gapped and nbytes >= _LONG else None
+        return pieces[0] if plain and self.lies_as_sent and nbytes >= _LONG else None
+
+    @cached_property
+    def lies_as_sent(self) -> bool:
+        """Whether a value's tensors lie in the message as they are: it may be restored before the bytes are there."""
+        return not any(one is not None and one.gapped for one in self._layout[1])
 
     def restore(self, message: Tensor, start: int) -> Any:
         """The value whose bytes lie in a message from ``start`` on. Its tensors keep the message's memory alive."""
