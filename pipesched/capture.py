@@ -9,6 +9,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,10 +36,6 @@ class Pattern:
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
         self._parts: list[Any] = [_part(leaf) for leaf in leaves]
-
-    def tensors(self, value: Any) -> list[Tensor]:
-        """The tensors of a value of this form."""
-        return list(tensors_in(value))
 
     def build(self, tensors: Iterator[Any]) -> Any:
         """The value with these tensors."""
@@ -128,13 +125,38 @@ class Capture:
     """
 
     calls: list[Call]
-    inputs: int
     output: tuple[Value, ...]
-    output_pattern: Pattern
     quiet: frozenset[str]
     looked_at: frozenset[Value]
     nbytes: dict[Value, int]
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+
+    @cached_property
+    def layer_calls(self) -> list[Call]:
+        """Those of layers."""
+        return [call for call in self.calls if call.layer]
+
+    @cached_property
+    def free(self) -> frozenset[int]:
+        """The calls that any stage may run again instead of being sent what they give: they need no weights.
+
+        They take the model's inputs and what other free calls give, and draw no random numbers: positions, masks.
+        """
+        free: set[int] = set()
+        for call in self.calls:
+            own = call.layer or call.uses or call.random
+            if not own and all(source == INPUT or source in free for source, _ in call.takes):
+                free.add(call.index)
+        return frozenset(free)
+
+    @cached_property
+    def legal_cuts(self) -> list[int]:
+        """The calls before which a stage may begin, without the first."""
+        barred: set[int] = set()
+        for call in self.calls:
+            if call.joined is not None:
+                barred.update(range(call.joined + 1, call.index + 1))
+        return [call.index for call in self.calls[1:] if call.index not in barred]
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -176,11 +198,8 @@ class _Recorder(TorchFunctionMode):
             output = self._root(*args, **kwargs)
         self._join()
         values = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
-        looked_at = frozenset(self._looked_at)
-        quiet = frozenset(self._quiet)
-        return Capture(
-            self._calls, len(inputs), values, Pattern(output), quiet, looked_at, self._nbytes, self._examples
-        )
+        quiet, looked_at = frozenset(self._quiet), frozenset(self._looked_at)
+        return Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples)
 
     def _join(self) -> None:
         """What is used again after another tensor in its memory was changed stays where that was."""

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from pipesched.body import Body, CallLayer, Draw
 from pipesched.capture import INPUT, Call, Capture, Value, record, tensors_in
 from pipesched.containers import Twin, find_layers
-from pipesched.cut import Part, cut_at, free_calls, legal_cuts
+from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.payload import Apart, pytree
 from pipesched.profiler import LayerCosts, measure_calls
@@ -22,7 +23,11 @@ from pipesched.program import Program
 from pipesched.replay import Look, Replay
 from pipesched.ties import Ties, Use, with_stand_ins
 
-__all__ = ["Captured", "Replayed", "untouched"]
+__all__ = ["Captured", "Cut", "Replayed", "untouched"]
+
+
+#: The names of each stage's layers.
+Cut = tuple[tuple[str, ...], ...]
 
 
 class Captured:
@@ -40,20 +45,20 @@ class Captured:
             with untouched(model, mode), torch.no_grad():
                 self.captures[mode] = record(model, self.modules, args, kwargs)
         own, other = self.captures[model.training], self.captures[not model.training]
-        if [str(call) for call in _layer_calls(own)] != [str(call) for call in _layer_calls(other)]:
+        if [_unit(call) for call in own.layer_calls] != [_unit(call) for call in other.layer_calls]:
             del self.captures[not model.training]  # its stages could not be the same
-        self.calls = {_unit(call): call for call in _layer_calls(own)}
+        self.calls = {_unit(call): call for call in own.layer_calls}
         if not self.calls:
             raise GraphError(
                 f"a model is cut between its layers; the forward of {type(model).__name__} calls none; "
                 f"give it submodules"
             )
-        self.layers = {name: self.modules[call.layer] for name, call in self.calls.items() if self._begins(call)}
-
-    def _begins(self, call: Call) -> bool:
-        """Whether a stage may begin with this layer, in every mode."""
-        position = list(self.calls.values()).index(call)
-        return position == 0 or all(_gap(capture, position) for capture in self.captures.values())
+        self.layers = {
+            name: self.modules[call.layer]
+            for position, (name, call) in enumerate(self.calls.items())
+            if position == 0 or all(_gap(capture, position) for capture in self.captures.values())
+        }
+        self.parts = lru_cache(maxsize=1)(self._parts)
 
     def check(self, program: Program, *, updates: bool, first: bool) -> None:
         """Raise ScheduleError for what stages of captured models cannot do, so far."""
@@ -75,7 +80,7 @@ class Captured:
                     f"the batch on every rank"
                 )
 
-    def uses(self, cut: Sequence[Sequence[str]], ranks: Sequence[int]) -> list[Use]:
+    def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:
         """The calls of layers, and on which rank each runs. ranks: of the stages."""
         parameters = {name for name, _ in self.model.named_parameters()}
         rank_of = {
@@ -85,7 +90,7 @@ class Captured:
         }
         return [
             Use((call.layer, call.number), rank_of[call.index], [name for name in call.uses if name in parameters])
-            for call in _layer_calls(self.captures[self.model.training])
+            for call in self.captures[self.model.training].layer_calls
         ]
 
     def measure(self, device: torch.device, intra_op_threads: int) -> dict[str, LayerCosts]:
@@ -98,7 +103,7 @@ class Captured:
             costs[begin] = costs[begin] + own if begin in costs else own
         return costs
 
-    def parts(self, cut: Sequence[Sequence[str]]) -> dict[bool, list[Part]]:
+    def _parts(self, cut: Cut) -> dict[bool, list[Part]]:
         """By mode, what each stage runs."""
         order = list(self.calls)
         begins = [order.index(names[0]) for names in cut[1:]]
@@ -107,14 +112,14 @@ class Captured:
             for mode, capture in self.captures.items()
         }
 
-    def edges(self, cut: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
+    def edges(self, cut: Cut) -> list[tuple[int, int]]:
         """Which stage gives to which."""
         along = set(pairwise(range(len(cut))))
         for parts in self.parts(cut).values():
             along |= {(giver, taker) for taker, part in enumerate(parts) for giver in part.receives}
         return sorted(along)
 
-    def bodies(self, cut: Sequence[Sequence[str]], devices: Sequence[torch.device], ties: Ties) -> list[Body]:
+    def bodies(self, cut: Cut, devices: Sequence[torch.device], ties: Ties) -> list[Body]:
         """The stages' bodies."""
         parts, edges = self.parts(cut), self.edges(cut)
         return [Replayed(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
@@ -211,11 +216,6 @@ class _Looks:
     def __init__(self, values: Mapping[Value, Look]) -> None:
         self.values = dict(values)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Looks) and self.values == other.values
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 class _Loose(nn.Module):
     """Parameters and buffers that the code between layers uses, under names without dots."""
@@ -236,21 +236,16 @@ def _unit(call: Call) -> str:
     return f"{call.layer}#{call.number + 1}" if call.number else call.layer
 
 
-def _layer_calls(capture: Capture) -> list[Call]:
-    return [call for call in capture.calls if call.layer]
-
-
 def _gap(capture: Capture, position: int) -> list[int]:
     """Where a stage that begins with the position-th layer call may begin: after the layer call before it."""
-    indices = [call.index for call in _layer_calls(capture)]
-    legal = legal_cuts(capture)
-    first, last = indices[position - 1] + 1, indices[position]
+    legal, (before, own) = capture.legal_cuts, capture.layer_calls[position - 1 : position + 1]
+    first, last = before.index + 1, own.index
     return legal[bisect_left(legal, first) : bisect_left(legal, last + 1)]
 
 
 def _narrowest(capture: Capture, position: int) -> int:
     """Where in the gap before a layer the fewest bytes cross; the latest of several."""
-    free = free_calls(capture)
+    free = capture.free
     last: dict[Value, int] = {}
     for call in capture.calls:
         if call.index not in free:

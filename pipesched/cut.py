@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from pipesched.capture import INPUT, Call, Capture, Value
+from pipesched.capture import INPUT, Capture, Value
 
-__all__ = ["Part", "cut_at", "free_calls", "legal_cuts"]
+__all__ = ["Part", "cut_at"]
 
 
 @dataclass
@@ -29,36 +29,9 @@ class Part:
         return max(self.own)
 
 
-def free_calls(capture: Capture) -> frozenset[int]:
-    """The calls that any stage may run again instead of being sent what they give: they need no weights.
-
-    They take the model's inputs and what other free calls give, and draw no random numbers: positions, masks.
-    """
-    free: set[int] = set()
-    for call in capture.calls:
-        if not (call.layer or call.uses or call.random) and all(source in free for source, _ in _needs(call)):
-            free.add(call.index)
-    return frozenset(free)
-
-
-def _needs(call: Call) -> list[Value]:
-    return [value for value in call.takes if value[0] != INPUT]
-
-
-def legal_cuts(capture: Capture) -> list[int]:
-    """The calls before which a stage may begin, without the first."""
-    barred = {
-        position
-        for call in capture.calls
-        if call.joined is not None
-        for position in range(call.joined + 1, call.index + 1)
-    }
-    return [call.index for call in capture.calls[1:] if call.index not in barred]
-
-
 def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
     """The parts that begin with these calls, the first with the first call."""
-    free = free_calls(capture)
+    free = capture.free
     ends = [*starts[1:], len(capture.calls)]
     parts = [
         Part(frozenset(index for index in range(start, end) if index not in free))
@@ -67,7 +40,7 @@ def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
     home = {index: stage for stage, part in enumerate(parts) for index in part.own}
     users: dict[Value, list[int]] = {}
     for stage, part in enumerate(parts):
-        part.runs, part.inputs, taken = _needed(capture, part.own, free)
+        part.runs, part.inputs, taken = _needed(capture, part.own)
         if stage == len(parts) - 1:
             taken |= {value for value in capture.output if value[0] not in {*part.runs, *free, INPUT}}
         for value in sorted(taken):
@@ -80,10 +53,9 @@ def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
     return parts
 
 
-def _needed(
-    capture: Capture, own: frozenset[int], free: frozenset[int]
-) -> tuple[frozenset[int], frozenset[int], set[Value]]:
+def _needed(capture: Capture, own: frozenset[int]) -> tuple[frozenset[int], frozenset[int], set[Value]]:
     """(the calls to run, the model's inputs needed, what comes from other stages)."""
+    free = capture.free
     runs: set[int] = set()
     inputs: set[int] = set()
     taken: set[Value] = set()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipesched.body import Body, Chain
-from pipesched.captured import Captured
+from pipesched.captured import Captured, Cut
 from pipesched.errors import ModelTypeError
 from pipesched.graph import check_hooks, is_in_a_row, layers_of
 from pipesched.profiler import LayerCosts, measure_layers
@@ -16,8 +16,6 @@ from pipesched.program import Program
 from pipesched.ties import Ties, Use
 
 __all__ = ["Layered", "layered"]
-
-Cut = Sequence[Sequence[str]]
 
 
 class Layered(Protocol):
