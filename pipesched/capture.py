@@ -7,7 +7,7 @@ model's containers are written in, they run as they are.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -148,6 +148,14 @@ class Capture:
             if not own and all(source == INPUT or source in free for source, _ in call.takes):
                 free.add(call.index)
         return frozenset(free)
+
+    def trained(self, parameters: Set[str]) -> set[Value]:
+        """The values that depend on one of these parameters: whose gradients are asked for where those are trained."""
+        values: set[Value] = set()
+        for call in self.calls:
+            if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):
+                values.update((call.index, place) for place in range(call.gives))
+        return values
 
     @cached_property
     def legal_cuts(self) -> list[int]:

@@ -97,8 +97,12 @@ class Captured:
         """What each layer costs, with those after it that no stage may begin with."""
         capture = self.captures[self.model.training]
         calls = {name: (self.modules[call.layer], capture.examples[call.index]) for name, call in self.calls.items()}
+        trained = capture.trained(
+            {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        )
+        wanted = {name for name, call in self.calls.items() if trained.intersection(call.takes)}
         costs: dict[str, LayerCosts] = {}
-        for name, own in measure_calls(calls, device, intra_op_threads).items():
+        for name, own in measure_calls(calls, wanted, device, intra_op_threads).items():
             begin = name if name in self.layers else next(reversed(costs))
             costs[begin] = costs[begin] + own if begin in costs else own
         return costs

@@ -4,7 +4,7 @@ Layers are measured by the same Stage that later runs them, one layer a stage, o
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from statistics import median
@@ -53,7 +53,8 @@ def measure_layers(
 ) -> dict[str, LayerCosts]:
     """Run one micro-batch through the layers on ``device``, each several times; the medians count.
 
-    sample: (args, kwargs) of the first layer. Layers are measured in training mode.
+    sample: (args, kwargs) of the first layer. Layers are measured in training mode; where some train and some do not,
+    each in its own.
     """
     costs: dict[str, LayerCosts] = {}
     with _intra_op_threads(intra_op_threads), _training(layers.values()), torch.enable_grad():
@@ -121,16 +122,20 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
 
 def measure_calls(
     calls: Mapping[str, tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]],
+    wanted: Collection[str],
     device: torch.device,
     intra_op_threads: int,
 ) -> dict[str, LayerCosts]:
-    """As ``measure_layers``, for layers that are called with arguments of their own. Equal calls are measured once."""
+    """As ``measure_layers``, for layers that are called with arguments of their own. Equal calls are measured once.
+
+    wanted: the calls whose arguments' gradients are asked for.
+    """
     costs: dict[str, LayerCosts] = {}
     known: dict[Any, LayerCosts] = {}
     layers = [layer for layer, _ in calls.values()]
     with _intra_op_threads(intra_op_threads), _training(layers), torch.enable_grad():
         for name, (layer, arguments) in calls.items():
-            given = Payload.of(pytree.tree_map_only(Tensor, _wanting, arguments))
+            given = Payload.of(pytree.tree_map_only(Tensor, _wanting, arguments) if name in wanted else arguments)
             kind = _kind(layer, given)
             try:
                 if kind not in known:
@@ -150,7 +155,8 @@ def _kind(layer: nn.Module, given: Payload) -> Any:
     """What decides what a call costs: types, shapes, and which parameters are trained."""
     modules = tuple((name, type(module), repr(module)) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-    return modules, parameters, tuple((tensor.dtype, tuple(tensor.shape)) for tensor in given.tensors), given.places
+    shapes = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in given.tensors)
+    return modules, parameters, shapes, given.places, given.needs_grad
 
 
 class _Copied(nn.Module):
@@ -277,7 +283,7 @@ def _training(layers: Any) -> Iterator[None]:
     modules = [module for layer in layers for module in layer.modules()]
     flags = [module.training for module in modules]
     for module in modules:
-        module.training = True
+        module.training = module.training or not any(flags)  # a frozen BatchNorm in a model that trains stays frozen
     try:
         yield
     finally:

@@ -48,6 +48,7 @@ class _Saved:
     products: Sequence[Product] = ()
     grads: Sequence[tuple[Tensor, Tensor]] = ()  # of the version's tensors, from I to W
     # between a checkpointed F and its R:
+    bare: bool = False  # nothing of it is differentiated: R has nothing to do
     arrived: Payload | None = None
     buffers: Mapping[str, Buffers] | None = None
 
@@ -152,6 +153,8 @@ class Stage:
     def recompute(self, microbatch: int, *, split: bool = False) -> None:
         """R: run F again, with the same random numbers and buffers, and this time keep what the backward needs."""
         saved = self._saved[microbatch]
+        if saved.bare:
+            return
         if saved.arrived is None:
             raise ExecutionError(f"R needs a checkpointed F before it; micro-batch {microbatch} has none; remove the R")
         arrived, saved.arrived = saved.arrived, None
@@ -295,13 +298,7 @@ class Stage:
         saved.deferred = split and self._deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self._deferral.learning)
         value = self._run(saved, arrived, noted)
-        parts = value if isinstance(value, Apart) else (value,)
-        saved.edges = [get_gradient_edge(leaf) for part in parts for leaf in trainable_leaves(part)]
-        if not saved.edges and saved.counted is not None and saved.counted[1] != 0:
-            raise InputError(
-                "a step trains something; the loss depends on no parameter that requires a gradient; "
-                "unfreeze one, or call evaluate"
-            )
+        saved.edges = [get_gradient_edge(leaf) for leaf in _roots(saved, value)]
         if noted:
             saved.products = self._deferral.finish(saved.edges)
         return value
@@ -319,6 +316,9 @@ class Stage:
         with saved_tensors_hooks(_drop, _dropped):
             value = self._run(saved, arrived)
         self._check_input(versions != [tensor._version for tensor in arrived.tensors])
+        saved.bare = not _roots(saved, value)
+        if saved.bare:
+            return value
         saved.arrived = kept if self._modifies_input else arrived
         saved.buffers = snapshot
         return value
@@ -356,6 +356,18 @@ class Stage:
             self._feed.input_grads[microbatch] = grads
         left = iter(grads)
         return Apart(tuple(islice(left, count)) for count in saved.wanted)
+
+
+def _roots(saved: _Saved, value: Any) -> list[Tensor]:
+    """What of a stage's output is differentiated; nothing where all in front of it is frozen."""
+    parts = value if isinstance(value, Apart) else (value,)
+    roots = [leaf for part in parts for leaf in trainable_leaves(part)]
+    if not roots and saved.counted is not None and saved.counted[1] != 0:
+        raise InputError(
+            "a step trains something; the loss depends on no parameter that requires a gradient; "
+            "unfreeze one, or call evaluate"
+        )
+    return roots
 
 
 def _sum(parts: Sequence[Gradients]) -> Gradients:

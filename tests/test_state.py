@@ -1,0 +1,185 @@
+"""State: parameters without gradients, adapters on a frozen model, layers in evaluation mode."""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import places
+import pytest
+import test_any_model as zoo
+import torch
+from models import Scale, Scaled, assert_as
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipesched import Pipeline, backward
+from pipesched.stage import Stage
+from pipesched.testing import reference_step
+
+pytestmark = pytest.mark.timeout(60)
+
+X, ZEROS = zoo.FLOATS, torch.zeros(zoo.ROWS, 8)
+
+
+class Adapted(nn.Module):
+    """A linear layer, frozen, beside a product of two small matrices that trains (LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.drop = nn.Linear(base.in_features, rank, bias=False), nn.Dropout(0.1)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(self.drop(x)))
+
+
+def adapt(model: nn.Module, every: int = 2) -> nn.Module:
+    """Freeze a model, and put adapters around every second linear layer."""
+    model.requires_grad_(False)
+    linears = [(module, name) for module in model.modules() for name in module._modules if _is_linear(module, name)]
+    for module, name in linears[1::every]:
+        setattr(module, name, Adapted(getattr(module, name)))
+    return model
+
+
+def _is_linear(module: nn.Module, name: str) -> bool:
+    return type(getattr(module, name)) is nn.Linear and not isinstance(module, nn.MultiheadAttention)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Scaled(8), nn.Linear(8, 8), nn.Tanh(), Scaled(8), nn.Linear(8, 8), nn.Linear(8, 8), Scaled(8), nn.Linear(8, 8)
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", ["row", "captured"])
+def test_what_is_frozen_costs_nothing_backward(
+    kind: str, schedule: str, monkeypatch: pytest.MonkeyPatch, every_product_deferred: None
+) -> None:
+    """Two stages in front of the first trainable layer, a frozen layer behind it, a frozen weight in a deferred W."""
+    model: nn.Module = layers()
+    model[:5].requires_grad_(False)
+    model[6:].requires_grad_(False)
+    model = model if kind == "row" else zoo.Looped(model)
+    calls: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: calls.update([name])) if name else None
+    sent: list[tuple[Any, ...]] = []
+    for method in ("backward", "input_grad"):
+        plain = getattr(Stage, method)
+        monkeypatch.setattr(Stage, method, lambda *args, plain=plain: sent.extend(back := plain(*args)) or back)
+    rule, products = backward._linear_rule, []
+    monkeypatch.setattr(backward, "_linear_rule", lambda *args: products.append(1) or rule(*args))
+    with Pipeline(
+        model,
+        X[:3],
+        devices=["cpu"] * 4,
+        loss_fn=zoo.square,
+        boundaries=[2, 5, 6],
+        schedule=schedule,
+        num_microbatches=4,
+        checkpoint="always",
+    ) as pipe:
+        known = pipe.predicted.costs
+        for noted in (calls, sent, products):
+            noted.clear()
+        Scale.calls = 0
+        pipe.step(X, target=ZEROS)
+    assert known is not None
+    assert known.activation_bytes[:2] == (0, 0)  # the profile knows it, too
+    names = [f"{'layers.' * (kind == 'captured')}{index}" for index in range(8)]
+    assert [calls[name] for name in names] == [4] * 5 + [8] * 3  # stages 0 and 1 do not run again
+    assert Scale.calls == 4  # the one behind what trains
+    assert sum(map(len, sent)) == 4  # from stage 3 to 2 alone
+    assert len(products) == (3 if schedule == "zb-h1" else 0)  # the first micro-batch is whole
+    assert [parameter.grad is not None for parameter in model.parameters()].count(True) == 2
+
+
+@pytest.mark.parametrize("name", ["residual", "unet", "tied", "repeated"])
+def test_adapters_on_a_frozen_model_train_as_in_the_loop(run: places.Run, name: str) -> None:
+    run(3, adapters, name)
+
+
+def adapters(group: places.Group, name: str) -> None:
+    """Some stages have nothing to train at first; then more is unfrozen, then other layers alone."""
+    own, plain = (adapt(zoo.made(name)[0]) if name != "unet" else halved(zoo.made(name)[0]) for _ in range(2))
+    for model in (own, plain):  # adapters are drawn again
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.requires_grad and nn.init.normal_(parameter, std=0.3)
+    first = [parameter.requires_grad for parameter in own.parameters()]
+    others = [number % 5 > 2 for number in range(len(first))]
+    with zoo.pipeline(name, own, schedule="zb-h1", **places.place(group)) as pipe:
+        for step, wanted in enumerate((first, [True] * len(first), others, first)):
+            for model in (own, plain):
+                model.zero_grad()
+                for parameter, requires_grad in zip(model.parameters(), wanted, strict=True):
+                    parameter.requires_grad_(requires_grad)
+            args, kwargs, target = zoo.inputs_of(name, zoo.ROWS)
+            loss = pipe.step(*args, **kwargs, **target)
+            due = reference_step(
+                plain, *args, **kwargs, **target, loss_fn=pipe.loss_fn, num_microbatches=3, seed=3, step=step
+            )
+            assert torch.equal(loss, due), step
+            if any(True for _ in pipe.parameters()):
+                assert_as(pipe, plain)
+
+
+def halved(model: nn.Module) -> nn.Module:
+    """Freeze its first half."""
+    parameters = list(model.parameters())
+    for parameter in parameters[: len(parameters) // 2]:
+        parameter.requires_grad_(False)
+    return model
+
+
+class Normed(nn.Module):
+    """Convolutions with BatchNorm, and dropout: what is usually fine-tuned with some of it in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.2)) for _ in range(4)
+        )
+        self.norm, self.drop = nn.BatchNorm2d(4), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.drop(torch.relu(block(x)))
+        return functional.dropout(self.norm(x), 0.2, self.training).mean((2, 3))
+
+
+@pytest.mark.parametrize("kind", ["row", "captured"])
+def test_layers_in_evaluation_mode_stay_so(run: places.Run, kind: str) -> None:
+    run(3, partly_evaluating, kind)
+
+
+def partly_evaluating(group: places.Group, kind: str) -> None:
+    """Frozen batch norms and a dropout that is switched off, from the beginning; then others, step by step."""
+    torch.manual_seed(0)
+    made = Normed()
+    for norm in (made.norm, *(block[1] for block in made.blocks)):
+        norm.running_mean.uniform_(-1, 1), norm.running_var.uniform_(0.5, 2)
+    own, plain = (copy.deepcopy(nn.Sequential(*made.blocks, made.norm) if kind == "row" else made) for _ in range(2))
+    images = zoo.IMAGES
+    modes = [[module.training for module in own.modules()]]
+    for chosen in (2, 3, 5):
+        modes.append([number % chosen != 1 for number, _ in enumerate(own.modules())])
+        modes[-1][0] = True
+    for module, mode in zip(own.modules(), modes[1], strict=True):
+        module.training = mode
+    loss_fn = functional.mse_loss
+    options = {"schedule": "1f1b", "checkpoint": "always", "num_microbatches": 3, "seed": 3}
+    target = torch.zeros(zoo.ROWS, 4) if kind == "captured" else torch.zeros_like(images)
+    with Pipeline(own, images[:1], loss_fn=loss_fn, **options, **places.place(group)) as pipe:
+        for step, chosen in enumerate([modes[1], modes[0], modes[2], modes[3]]):
+            for model in (own, plain):
+                for module, mode in zip(model.modules(), chosen, strict=True):
+                    module.training = mode
+            loss = pipe.step(images, target=target)
+            due = reference_step(plain, images, target=target, loss_fn=loss_fn, num_microbatches=3, seed=3, step=step)
+            assert torch.equal(loss, due), step
+            assert_as(pipe, plain)
