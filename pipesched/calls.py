@@ -4,7 +4,7 @@ And how it travels, where rank 0 alone passes a batch: every rank gets what all 
 stages take.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from pipesched.batch import Batch, Weighting
+from pipesched.body import Body
 from pipesched.errors import InputError
 from pipesched.executors.messages import look
 from pipesched.feed import Feed
-from pipesched.payload import gather
+from pipesched.payload import gather, pytree, trainable_leaves
 from pipesched.program import Program
 
 __all__ = ["Call", "dealt", "received"]
@@ -76,20 +77,32 @@ class _Opening:
     has_loss: bool
 
 
-def dealt(call: Call, program: Program) -> tuple[Call, list[Any]]:
+@dataclass(frozen=True)
+class _Unsent:
+    """A tensor that a rank does not need: it has none of its contents."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def dealt(call: Call, program: Program, bodies: Sequence[Body]) -> tuple[Call, list[Any]]:
     """(rank 0's own call, each rank's part of it as a message). program: what the call runs, as far as placement goes.
 
-    The inputs go to the stages without producers, targets to those without consumers. Raises InputError for inputs
-    whose gradients would stay on another rank.
+    bodies: what its stages run. An input goes where one uses it, targets to the stages without consumers. Raises
+    InputError for inputs whose gradients would stay on another rank.
     """
     batch, looks = call.batch, [look(value) for value in call.batch.inputs]
-    firsts, lasts = (
-        {program.placement[stage] for stage, others in enumerate(neighbours) if not others}
-        for neighbours in (program.graph.producers, program.graph.consumers)
-    )
-    if any(batch.wanted_inputs()) and firsts != {0}:
+    lasts = {program.placement[stage] for stage, others in enumerate(program.graph.consumers) if not others}
+    takers: list[list[Body]] = [[] for _ in range(program.num_ranks)]
+    for stage, producers in enumerate(program.graph.producers):
+        body = bodies[program.weights[stage]]
+        if not producers or body.late_inputs:
+            takers[program.placement[stage]].append(body)
+    inputs = [[_needed(value, own) for value in batch.inputs] if own else None for own in takers]
+    others = [rank for rank, own in enumerate(inputs) if rank and any(map(trainable_leaves, own or ()))]
+    if others:
         raise InputError(
-            f"gradients of inputs stay where the first stages run, here on ranks {sorted(firsts)}, and rank 0 alone "
+            f"gradients of inputs stay where the inputs are used, here on ranks {others}, and rank 0 alone "
             f"has the inputs; detach them, or pass the batch on every rank with inputs='all'"
         )
     factors, shares = call.weighting or ((), ())
@@ -97,10 +110,7 @@ def dealt(call: Call, program: Program) -> tuple[Call, list[Any]]:
         call.method, batch.rows, batch.output_dim, looks, call.return_outputs, call.gather, call.weighting is not None
     )
     for_all = opening, _written(factors), _written(shares)
-    messages = [
-        (*for_all, batch.inputs if rank in firsts else None, batch.targets if rank in lasts else None)
-        for rank in range(program.num_ranks)
-    ]
+    messages = [(*for_all, own, batch.targets if rank in lasts else None) for rank, own in enumerate(inputs)]
     return replace(call, batch=replace(batch, looks=looks)), messages
 
 
@@ -108,9 +118,27 @@ def received(message: tuple[Any, ...]) -> Call:
     """Rank 0's call, as far as this rank has a part in it."""
     opening, factors, shares, inputs, targets = message
     size = len(opening.rows)
+    inputs = pytree.tree_map_only(_Unsent, _without_contents, inputs)
     batch = Batch(inputs or [((), {})] * size, targets or [], opening.rows, opening.output_dim, opening.looks)
     weighting = Weighting(_read(factors, size), _read(shares, size)) if opening.has_loss else None
     return Call(opening.method, batch, weighting, opening.return_outputs, opening.gather)
+
+
+def _needed(value: Any, takers: Sequence[Body]) -> Any:
+    """What any of the bodies takes of a micro-batch's inputs."""
+    leaves, spec = pytree.tree_flatten(value)
+    columns = zip(leaves, *(pytree.tree_leaves(body.inputs(value)) for body in takers), strict=True)
+    return pytree.tree_unflatten(
+        [
+            leaf if any(one is leaf for one in seen) else _Unsent(leaf.dtype, tuple(leaf.shape))
+            for leaf, *seen in columns
+        ],
+        spec,
+    )
+
+
+def _without_contents(one: _Unsent) -> Tensor:
+    return torch.empty(one.shape, dtype=one.dtype, device="meta")
 
 
 def _written(numbers: Any) -> Tensor | None:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,12 +20,24 @@ from pipesched.containers import Shells
 from pipesched.payload import pytree
 from pipesched.randomness import draws
 
-__all__ = ["INPUT", "Call", "Capture", "Pattern", "Value", "name_of", "record", "tensors_in", "unchanged"]
+__all__ = [
+    "INPUT",
+    "Call",
+    "Capture",
+    "Pattern",
+    "Value",
+    "name_of",
+    "named_leaves",
+    "positional",
+    "record",
+    "tensors_in",
+    "unchanged",
+]
 
 INPUT = -1  # in a value's place of a call: it is one of the model's inputs
 
-#: A tensor: (number of the call that gave it or INPUT, which of the call's tensors).
-Value = tuple[int, int]
+#: A tensor: (number of the call that gave it, which of the call's tensors), or (INPUT, its name among the inputs).
+Value = tuple[int, Any]
 
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"}
 _READS |= {"__complex__", "__contains__", "__array__"}  # what makes plain Python of a tensor's contents
@@ -85,6 +98,25 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         elif _is_record(leaf):
             for item in dataclasses.fields(leaf):
                 yield from tensors_in(getattr(leaf, item.name))
+
+
+def positional(forward: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that may be passed by position."""
+    kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
+    return [name for name, parameter in signature(forward).parameters.items() if parameter.kind in kinds]
+
+
+def named_leaves(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, int], Any]]:
+    """The leaves of a call, in the order of the pytree (args, kwargs), each with (its argument's name, number in it).
+
+    names: of positional arguments. So a leaf has one name, by position or by keyword, in whatever order.
+    """
+    more = (f"argument {position}" for position in range(len(names), len(args)))
+    for name, value in (*zip((*names, *more), args, strict=False), *kwargs.items()):
+        for number, leaf in enumerate(pytree.tree_leaves(value)):
+            yield (name, number), leaf
 
 
 @dataclass
@@ -184,6 +216,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self._names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self._positional = positional(model.forward)
         self._root = Shells(model, list(layers.items()), self._layer).model
         self._calls: list[Call] = []
         self._value: dict[int, Value] = {}
@@ -198,16 +231,24 @@ class _Recorder(TorchFunctionMode):
         self._inside = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
-        inputs = list(tensors_in((args, kwargs)))
-        for position, tensor in enumerate(inputs):
-            self._value.setdefault(id(tensor), (INPUT, position))
-        self._alive += inputs
+        args, kwargs = self._inputs(args, kwargs)
         with self:
             output = self._root(*args, **kwargs)
         self._join()
         values = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
         quiet, looked_at = frozenset(self._quiet), frozenset(self._looked_at)
         return Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples)
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Note the inputs. One that is passed twice is another object there, to be told apart."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for place, (name, leaf) in enumerate(named_leaves(self._positional, args, kwargs)):
+            if isinstance(leaf, Tensor):
+                leaves[place] = leaf.view_as(leaf) if id(leaf) in self._value else leaf
+                self._value[id(leaves[place])] = INPUT, name
+                self._alive.append(leaves[place])
+        told_apart: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
+        return told_apart
 
     def _join(self) -> None:
         """What is used again after another tensor in its memory was changed stays where that was."""

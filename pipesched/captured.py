@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.body import Body, CallLayer, Draw
-from pipesched.capture import INPUT, Call, Capture, Value, record, tensors_in
+from pipesched.capture import INPUT, Call, Capture, Value, named_leaves, positional, record, tensors_in
 from pipesched.containers import Twin, find_layers
 from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
@@ -60,7 +60,7 @@ class Captured:
         }
         self.parts = lru_cache(maxsize=1)(self._parts)
 
-    def check(self, program: Program, *, updates: bool, first: bool) -> None:
+    def check(self, program: Program, *, updates: bool) -> None:
         """Raise ScheduleError for what stages of captured models cannot do, so far."""
         calls = self.captures[self.model.training].calls
         named = dict(self.model.named_parameters())
@@ -71,13 +71,11 @@ class Captured:
             (program.num_weights < program.num_stages, "stages of two directions are copies of an nn.Sequential's", ""),
             (program.has_updates and loose, "updates in flight keep versions of layers' weights", loose[:1]),
             (updates and tied, "optimizer= updates each stage by itself", tied[:1]),
-            (first, "with inputs='first' the inputs go to the first stage alone", ""),
         ):
             if wrong:
                 what = f"{place[0]!r} is used between layers or by several" if place else "this model is another module"
                 raise ScheduleError(
-                    f"{rule}; {program.name}, {what}; choose another schedule, step an optimizer of your own, or pass "
-                    f"the batch on every rank"
+                    f"{rule}; {program.name}, {what}; choose another schedule, or step an optimizer of your own"
                 )
 
     def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:
@@ -145,6 +143,7 @@ class Replayed:
         self._parts = {mode: of_mode[stage] for mode, of_mode in parts.items()}
         self._part = self._parts[captured.model.training]
         last = stage == len(next(iter(parts.values()))) - 1
+        self._positional = positional(captured.model.forward)
         self._replays = {
             mode: Replay(captured.model, captured.modules, captured.captures[mode], part, device, last=last)
             for mode, part in self._parts.items()
@@ -183,12 +182,10 @@ class Replayed:
     def inputs(self, inputs: Any) -> Any:
         """Tensors that are not needed here have no contents."""
         leaves, spec = pytree.tree_flatten(inputs)
-        position = -1
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                position += 1
-                if position not in self._part.inputs:
-                    leaves[place] = torch.empty_like(leaf, device="meta")
+        needed = self._parts.get(self._model.training, self._part).inputs
+        for place, (name, leaf) in enumerate(named_leaves(self._positional, *inputs)):
+            if isinstance(leaf, Tensor) and name not in needed:
+                leaves[place] = torch.empty_like(leaf, device="meta", requires_grad=False)
         return pytree.tree_unflatten(leaves, spec)
 
     def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, draw: Draw) -> Any:

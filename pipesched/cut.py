@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from pipesched.capture import INPUT, Capture, Value
 
@@ -11,7 +12,8 @@ __all__ = ["Part", "cut_at"]
 
 @dataclass
 class Part:
-    """One stage's part. runs: the calls it runs, its own and the free ones that it needs; inputs: the model's inputs.
+    """One stage's part. runs: the calls it runs, its own and the free ones that it needs; inputs: the model's inputs,
+    by name.
 
     receives: from each earlier stage, what it takes; gives: to each later one. A value with several users goes from
     user to user, so that its gradient comes back as one running sum, the last user's first, as autograd adds it up.
@@ -19,7 +21,7 @@ class Part:
 
     own: frozenset[int]
     runs: frozenset[int] = frozenset()
-    inputs: frozenset[int] = frozenset()
+    inputs: frozenset[Any] = frozenset()
     receives: dict[int, list[Value]] = field(default_factory=dict)
     gives: dict[int, list[Value]] = field(default_factory=dict)
 
@@ -40,9 +42,7 @@ def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
     home = {index: stage for stage, part in enumerate(parts) for index in part.own}
     users: dict[Value, list[int]] = {}
     for stage, part in enumerate(parts):
-        part.runs, part.inputs, taken = _needed(capture, part.own)
-        if stage == len(parts) - 1:
-            taken |= {value for value in capture.output if value[0] not in {*part.runs, *free, INPUT}}
+        part.runs, part.inputs, taken = _needed(capture, part.own, last=stage == len(parts) - 1)
         for value in sorted(taken):
             users.setdefault(value, []).append(stage)
     for value in sorted(users):
@@ -53,28 +53,28 @@ def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
     return parts
 
 
-def _needed(capture: Capture, own: frozenset[int]) -> tuple[frozenset[int], frozenset[int], set[Value]]:
-    """(the calls to run, the model's inputs needed, what comes from other stages)."""
+def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[frozenset[int], frozenset[Any], set[Value]]:
+    """(the calls to run, the model's inputs needed, what comes from other stages). last: it gives the output."""
     free = capture.free
     runs: set[int] = set()
-    inputs: set[int] = set()
+    inputs: set[Any] = set()
     taken: set[Value] = set()
-    last = max(own, default=INPUT)
-    before = [call for call in capture.calls[: last + 1] if call.index in free]
+    end = len(capture.calls) if last else max(own, default=INPUT) + 1
+    before = [call for call in capture.calls[:end] if call.index in free]
     asked = [*own, *(call.index for call in before if call.reads or not call.takes)]
-    while asked:
-        index = asked.pop()
-        if index in runs:
+    values = list(capture.output) if last else []
+    while asked or values:
+        if not values:
+            index = asked.pop()
+            values += () if index in runs else capture.calls[index].takes
+            runs.add(index)
             continue
-        runs.add(index)
-        for value in capture.calls[index].takes:
-            if value[0] == INPUT:
-                inputs.add(value[1])
-            elif value[0] in own or value[0] in free:
-                asked.append(value[0])
-            else:
-                taken.add(value)
-    taken |= {
-        (call.index, 0) for call in capture.calls if call.reads and call.index not in free | own and call.index < last
-    }
+        giver, which = value = values.pop()
+        if giver == INPUT:
+            inputs.add(which)
+        elif giver in own or giver in free:
+            asked.append(giver)
+        else:
+            taken.add(value)
+    taken |= {(call.index, 0) for call in capture.calls[:end] if call.reads and call.index not in free | own}
     return frozenset(runs), frozenset(inputs), taken

@@ -25,10 +25,8 @@ class Layered(Protocol):
     def layers(self) -> Mapping[str, nn.Module]:
         """Those with which a stage may begin, by name, in the order in which they run."""
 
-    def check(self, program: Program, *, updates: bool, first: bool) -> None:
-        """Raise ScheduleError for what its stages cannot do, so far. updates: the pipeline has optimizers. first: rank
-        0 alone has the inputs.
-        """
+    def check(self, program: Program, *, updates: bool) -> None:
+        """Raise ScheduleError for what its stages cannot do, so far. updates: the pipeline has optimizers."""
 
     def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:
         """The calls of layers, where several may share parameters. ranks: of the stages."""
@@ -63,7 +61,7 @@ class InARow:
         self.layers = layers_of(model)
         self._sample = sample
 
-    def check(self, program: Program, *, updates: bool, first: bool) -> None:
+    def check(self, program: Program, *, updates: bool) -> None:
         """Nothing: its stages can do everything."""
 
     def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:

@@ -15,7 +15,7 @@ from pipesched.arguments import as_call, as_function, as_seed, as_threads
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
 from pipesched.body import Chain
 from pipesched.caller import Caller
-from pipesched.calls import Call
+from pipesched.calls import Call, dealt
 from pipesched.ends import bring_ends, end_of
 from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline, Work
@@ -120,7 +120,7 @@ class Pipeline(Observed):
         program = self._programs.plain(self._programs.num_microbatches)
         self._programs.training(self._programs.num_microbatches)
         names = list(self._layers)
-        self._layered.check(program, updates=optimizer is not None, first=inputs == "first")
+        self._layered.check(program, updates=optimizer is not None)
         self._cut = self._site.agreed(lambda: cut_layers(names, program, wishes.boundaries, self._measured_graph))
         self._site.check(program, (self._cut, repr(wishes.boundaries), self.checkpoint, self._threads, repr(seed)))
         if program.num_weights == program.num_stages:
@@ -156,7 +156,7 @@ class Pipeline(Observed):
     def _build_stages(self, program: Program) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}
         devices = [self.devices[program.placement[index]] for index in range(program.num_weights)]
-        bodies = self._layered.bodies(self._cut, devices, self._ties)
+        self._bodies = bodies = self._layered.bodies(self._cut, devices, self._ties)
         for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
             rank, last = program.placement[index], not program.graph.consumers[index]
             device, body = self.devices[rank], bodies[part]
@@ -232,7 +232,11 @@ class Pipeline(Observed):
 
     def _called(self, method: str, given: tuple[Any, ...], make: Callable[[], Call]) -> Call:
         args, kwargs, target = given
-        return self._site.call(method, bool(args or kwargs) or target is not None, make, self._programs.plain)
+
+        def deal(call: Call) -> tuple[Call, list[Any]]:
+            return dealt(call, self._programs.plain(len(call)), self._bodies)
+
+        return self._site.call(method, bool(args or kwargs) or target is not None, make, deal)
 
     def _enqueue(self, call: Call) -> torch.Tensor:
         wanted = any(call.batch.wanted_inputs())

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pipesched.body import CallLayer, Draw
-from pipesched.capture import INPUT, Call, Capture, Value, name_of, tensors_in
+from pipesched.capture import INPUT, Call, Capture, Value, name_of, named_leaves, positional, tensors_in
 from pipesched.containers import Shells
 from pipesched.cut import Part
 from pipesched.errors import GraphError
@@ -51,6 +51,7 @@ class Replay(TorchFunctionMode):
         self._looked_at = capture.looked_at
         self._draws = {call.index: number for number, call in enumerate(c for c in capture.calls if c.random)}
         self._wanted = {value for values in part.gives.values() for value in values}
+        self._positional = positional(model.forward)
         self._shells = Shells(model, list(layers.items()), self._layer)
         self._running = False
         self.refresh = self._shells.refresh
@@ -86,14 +87,10 @@ class Replay(TorchFunctionMode):
         return self._made, self._looks, output
 
     def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model's inputs; those that are not needed here without contents."""
+        """The model's inputs; those that earlier stages have changed, as they were received."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        position = -1
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                position += 1
-                if (INPUT, position) in self._given:
-                    leaves[place] = self._given[INPUT, position]
+        for place, (name, _) in enumerate(named_leaves(self._positional, args, kwargs)):
+            leaves[place] = self._given.get((INPUT, name), leaves[place])
         made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
         return made
 

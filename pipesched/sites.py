@@ -12,7 +12,7 @@ from pipesched.actions import Action
 from pipesched.arguments import as_devices
 from pipesched.batch import Batch
 from pipesched.caller import Caller
-from pipesched.calls import Call, dealt, received
+from pipesched.calls import Call, received
 from pipesched.errors import DeviceCountError, ExecutionError, InputError
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import LocalExecutor, Timeline, Work
@@ -26,6 +26,9 @@ from pipesched.trace import Span
 __all__ = ["Executor", "InProcess", "Inputs", "OverMesh", "Parts", "Site", "site_for"]
 
 T = TypeVar("T")
+
+#: Rank 0's own call, and each rank's part of it as a message.
+Deal = Callable[[Call], tuple[Call, list[Any]]]
 
 #: Who passes a batch under a mesh: all ranks the same one, or the first rank alone.
 Inputs = Literal["all", "first"]
@@ -88,8 +91,8 @@ class Site(Protocol):
     def start(self) -> None:
         """Start the ranks, once all that can be wrong before has been checked."""
 
-    def call(self, method: str, given: bool, make: Callable[[], Call], program: Callable[[int], Program]) -> Call:
-        """A call, as this process is to run it. given: whether a batch was passed here; program: by micro-batches.
+    def call(self, method: str, given: bool, make: Callable[[], Call], deal: Deal) -> Call:
+        """A call, as this process is to run it. given: whether a batch was passed here; deal: each rank's part of one.
 
         Raises InputError where a batch was passed or missing against ``inputs=``, what ``make`` raises, and in the
         other processes ExecutionError that says so.
@@ -141,7 +144,7 @@ class InProcess:
     def check(self, program: Program, decided: Any) -> None:
         return
 
-    def call(self, method: str, given: bool, make: Callable[[], Call], program: Callable[[int], Program]) -> Call:
+    def call(self, method: str, given: bool, make: Callable[[], Call], deal: Deal) -> Call:
         return make()
 
     def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
@@ -204,7 +207,7 @@ class OverMesh:
     def start(self) -> None:
         return
 
-    def call(self, method: str, given: bool, make: Callable[[], Call], program: Callable[[int], Program]) -> Call:
+    def call(self, method: str, given: bool, make: Callable[[], Call], deal: Deal) -> Call:
         first = self._inputs == "first"
         if given != (self.rank == 0 or not first):
             error = InputError(
@@ -215,13 +218,12 @@ class OverMesh:
             self.executor.fail(method, error)
         if not first:
             return make()
-        return self._receive(method) if self.rank else self._deal(method, make, program)
+        return self._receive(method) if self.rank else self._deal(method, make, deal)
 
-    def _deal(self, method: str, make: Callable[[], Call], program: Callable[[int], Program]) -> Call:
+    def _deal(self, method: str, make: Callable[[], Call], deal: Deal) -> Call:
         """Rank 0's own call, once the others' parts are on their way, or why there are none."""
         try:
-            call = make()
-            call, messages = dealt(call, program(len(call)))
+            call, messages = deal(make())
         except BaseException as error:
             self.executor.deal(method, [f"{type(error).__name__}: {error}"] * len(self.devices))
             raise

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipesched import Pipeline
-from pipesched.errors import GraphError, ModelTypeError
+from pipesched.batch import Splitter
+from pipesched.calls import Call, dealt
+from pipesched.errors import GraphError, InputError, ModelTypeError
 from pipesched.testing import reference_step
 
 SCHEDULES = ["1f1b", "zb-h1", "interleaved-1f1b"]
@@ -227,15 +229,16 @@ def test_any_model_trains_as_the_loop_bit_by_bit(name: str, schedule: str) -> No
             assert_equal(state(own), state(plain))
 
 
-def train(group: places.Group, name: str, schedule: str) -> None:
+def train(group: places.Group, name: str, schedule: str, inputs: str) -> None:
     own, plain = made(name)[0], made(name)[0]
-    with pipeline(name, own, schedule=schedule, **places.place(group)) as pipe:
+    told = inputs == "all" or group.rank() == 0
+    with pipeline(name, own, schedule=schedule, inputs=inputs, **places.place(group)) as pipe:
         for step, rows in enumerate((ROWS, 7)):
             args, kwargs, target = inputs_of(name, rows)
             due = reference_step(
                 plain, *args, **kwargs, **target, loss_fn=pipe.loss_fn, num_microbatches=3, seed=3, step=step
             )
-            assert torch.equal(pipe.step(*args, **kwargs, **target), due)
+            assert torch.equal(pipe.step(*args, **kwargs, **target) if told else pipe.step(), due)
             if any(True for _ in pipe.parameters()):  # a rank may have nothing but uses of tied weights
                 assert_as(pipe, plain)
             with torch.no_grad():
@@ -250,10 +253,22 @@ def train(group: places.Group, name: str, schedule: str) -> None:
         assert not [key for key, value in plain.state_dict().items() if not torch.equal(value, whole[key])]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(("schedule", "inputs"), [("1f1b", "all"), ("zb-v", "first")])
 @pytest.mark.parametrize("name", MODELS)
-def test_any_model_trains_over_a_mesh(ranks: Ranks, name: str, schedule: str) -> None:
-    ranks.run(3, train, name, schedule)
+def test_any_model_trains_over_a_mesh(ranks: Ranks, name: str, schedule: str, inputs: str) -> None:
+    ranks.run(3, train, name, schedule, inputs)
+
+
+def test_inputs_go_where_they_are_used() -> None:
+    batch = Splitter(3, fixed=False).batch((), {"left": FLOATS, "right": FLOATS.flip(0)})
+    with pipeline("towers", made("towers")[0], devices=["cpu"] * 3, boundaries=["left.2", "right.2"]) as pipe:
+        program = pipe.plan.program
+        _, messages = dealt(Call("forward", batch), program, pipe._bodies)
+        sent = [[type(value) for value in message[3][0][1].values()] for message in messages]
+        late = (), {"left": FLOATS, "right": FLOATS.clone().requires_grad_()}
+        with pytest.raises(InputError, match=r"where the inputs are used, here on ranks \[1\], and rank 0 alone"):
+            dealt(Call("forward", Splitter(3, fixed=False).batch(*late)), program, pipe._bodies)
+    assert [[kind is Tensor for kind in kinds] for kinds in sent] == [[True, False], [False, True], [False, False]]
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
@@ -276,6 +291,29 @@ def test_outputs_are_the_models_own(name: str) -> None:
     if isinstance(due, dict):
         got, due = got["logits"], due["logits"]
     torch.testing.assert_close(got, due)
+
+
+class Gives(nn.Module):
+    """Its output holds an input, and what needs no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        places = torch.arange(8.0) + 0 * x
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * mask
+        return {"x": x, "mask": mask, "places": places}
+
+
+def test_an_argument_is_the_same_however_it_is_passed() -> None:
+    model, other = Gives(), FLOATS.flip(0)
+    calls = [((FLOATS,), {"mask": other}), ((), {"mask": other, "x": FLOATS}), ((FLOATS, FLOATS), {})]
+    for sample in ((FLOATS[:2], other[:2]), (FLOATS[:2], FLOATS[:2])):
+        with Pipeline(model, sample, devices=["cpu"] * 3, loss_fn=square) as pipe, torch.no_grad():
+            for args, kwargs in calls:
+                torch.testing.assert_close(pipe(*args, **kwargs), model(*args, **kwargs))
 
 
 def test_the_output_can_be_differentiated() -> None:

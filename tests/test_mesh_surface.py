@@ -86,7 +86,7 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
     for name, text in (
         ("unequal rows", "InputError: all tensors of a batch have as many rows; argument 0 has 19, the target has 7"),
         ("no target", "InputError: loss_fn(output, target) needs a target"),
-        ("gradients", "InputError: gradients of inputs stay where the first stages run, here on ranks [1], and rank 0"),
+        ("gradients", "InputError: gradients of inputs stay where the inputs are used, here on ranks [1], and rank 0"),
     ):
         assert said[0][name].startswith(text)
         for rank in (1, 2):
