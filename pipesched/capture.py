@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from pipesched.containers import Shells
 from pipesched.payload import pytree
 from pipesched.randomness import draws
+from pipesched.ties import Place
 
 __all__ = [
     "INPUT",
@@ -123,10 +124,10 @@ def named_leaves(
 class Call:
     """One thing that the model's code does: it calls a layer, or a torch function between layers.
 
-    layer: its name; empty for a function. number: of this layer's calls. takes: the values among its arguments. uses:
-    the parameters and buffers by name. gives: how many values, those it changes in place included. changes: which of
-    its arguments' tensors it changes -> which of its values that is. reads: it gives plain Python. joined: it stays in
-    one stage with all calls from this one on.
+    layer: its name; empty for a function. number: of this layer's calls, or of the functions' that use any. takes: the
+    values among its arguments. uses: the parameters and buffers by name. gives: how many values, those it changes in
+    place included. changes: which of its arguments' tensors it changes -> which of its values that is. reads: it gives
+    plain Python. joined: it stays in one stage with all calls from this one on.
     """
 
     index: int
@@ -142,6 +143,11 @@ class Call:
     reads: bool = False
     random: bool = False
     joined: int | None = None
+
+    @property
+    def place(self) -> Place:
+        """What tells it from others that use parameters, in both modes."""
+        return self.layer, self.number
 
     def __str__(self) -> str:
         return self.layer + f" (call {self.number + 1})" * bool(self.number) if self.layer else self.function
@@ -294,10 +300,11 @@ class _Recorder(TorchFunctionMode):
 
     def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
         """Note a call. Returns its result; a tensor that it hands through is another object there, to be told apart."""
-        number = self._counts.get(layer, -1) + 1 if layer else 0
-        self._counts[layer] = number
         takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
+        number = 0
+        if layer or uses:
+            number = self._counts[layer] = self._counts.get(layer, -1) + 1
         call = Call(len(self._calls), layer, number, function, takes, uses, 0, Pattern(result))
         self._calls.append(call)
         call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()

@@ -21,7 +21,7 @@ from pipesched.payload import Apart, pytree
 from pipesched.profiler import LayerCosts, measure_calls
 from pipesched.program import Program
 from pipesched.replay import Look, Replay
-from pipesched.ties import Ties, Use, with_stand_ins
+from pipesched.ties import Ties, Use
 
 __all__ = ["Captured", "Cut", "Replayed", "untouched"]
 
@@ -65,7 +65,7 @@ class Captured:
         calls = self.captures[self.model.training].calls
         named = dict(self.model.named_parameters())
         loose = [name for call in calls if not call.layer for name in call.uses if name in named]
-        users = Counter(name for call in calls if call.layer for name in call.uses if name in named)
+        users = Counter(name for call in calls for name in _trained(call) if name in named)
         tied = [name for name, count in users.items() if count > 1]
         for wrong, rule, place in (
             (program.num_weights < program.num_stages, "stages of two directions are copies of an nn.Sequential's", ""),
@@ -79,7 +79,7 @@ class Captured:
                 )
 
     def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:
-        """The calls of layers, and on which rank each runs. ranks: of the stages."""
+        """The calls that use parameters, and on which rank each runs. ranks: of the stages."""
         parameters = {name for name, _ in self.model.named_parameters()}
         rank_of = {
             index: rank
@@ -87,8 +87,9 @@ class Captured:
             for index in part.own
         }
         return [
-            Use((call.layer, call.number), rank_of[call.index], [name for name in call.uses if name in parameters])
-            for call in self.captures[self.model.training].layer_calls
+            Use(call.place, rank_of[call.index], [name for name in _trained(call) if name in parameters])
+            for call in self.captures[self.model.training].calls
+            if call.index in rank_of
         ]
 
     def measure(self, device: torch.device, intra_op_threads: int) -> dict[str, LayerCosts]:
@@ -121,10 +122,13 @@ class Captured:
             along |= {(giver, taker) for taker, part in enumerate(parts) for giver in part.receives}
         return sorted(along)
 
-    def bodies(self, cut: Cut, devices: Sequence[torch.device], ties: Ties) -> list[Body]:
-        """The stages' bodies."""
+    def bodies(self, cut: Cut, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
+        """The stages' bodies. What no call uses lies in the stage of what is registered before it."""
         parts, edges = self.parts(cut), self.edges(cut)
-        return [Replayed(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
+        bodies = [Replayed(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
+        for stage, names in _unused(self.model, bodies).items():
+            bodies[stage].layers["(never used)"] = _Loose(self.model, names)
+        return bodies
 
 
 class Replayed:
@@ -144,27 +148,29 @@ class Replayed:
         self._part = self._parts[captured.model.training]
         last = stage == len(next(iter(parts.values()))) - 1
         self._positional = positional(captured.model.forward)
-        self._replays = {
-            mode: Replay(captured.model, captured.modules, captured.captures[mode], part, device, last=last)
-            for mode, part in self._parts.items()
-        }
         self._givers = [giver for giver, taker in edges if taker == stage]
         self._takers = [taker for giver, taker in edges if giver == stage]
         self.late_inputs = True
         self._next, self._last = stage + 1, last
         calls = captured.captures[captured.model.training].calls
         own, *others = sorted(parts[captured.model.training], key=lambda part: part is not self._part)
-        elsewhere = {calls[index].layer for part in others for index in part.own}
+        away = [calls[index] for part in others for index in part.own]
+        looked_into = {name for call in away if not call.layer for name in call.uses}  # as self.embed.weight is
+        elsewhere = {call.layer for call in away}
+        elsewhere |= {calls[index].layer for index in own.own if looked_into & {*calls[index].uses}}
         names = dict.fromkeys(calls[index].layer for index in sorted(own.own) if calls[index].layer)
         self._twins = {name: Twin(captured.modules[name]) for name in names if name in elsewhere}
         self.layers: dict[str, nn.Module] = {
             name: self._twins[name].layer if name in elsewhere else captured.modules[name] for name in names
         }
-        places = [(calls[index].layer, calls[index].number) for index in own.own if calls[index].layer]
-        self._tied_arguments = {place: ties.stand_ins(place) for place in places}
-        loose = _Loose(captured.model, [name for index in sorted(own.own) for name in _loose_uses(calls[index])])
-        if any(True for _ in loose.parameters()):
-            self.layers["(between layers)"] = loose
+        tied = {calls[index].place: ties.stand_ins(calls[index].place, device) for index in own.own}
+        self._replays = {
+            mode: Replay(captured.model, captured.modules, captured.captures[mode], part, device, tied, last=last)
+            for mode, part in self._parts.items()
+        }
+        loose = [name for index in sorted(own.own) for name in calls[index].uses if not calls[index].layer]
+        if loose:
+            self.layers["(between layers)"] = _Loose(captured.model, loose)
 
     def begin(self) -> None:
         """Choose the part of the model's mode."""
@@ -198,8 +204,6 @@ class Replayed:
             looks = seen.values if seen is not None else looks
 
         def call_own(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if given := self._tied_arguments.get((name, number)):
-                args, kwargs = with_stand_ins((args, kwargs), given)
             return call(name, number, self.layers[name], args, kwargs)
 
         made, looks, output = self._replay.run(args, kwargs, received, looks, call_own, draw)
@@ -223,14 +227,37 @@ class _Loose(nn.Module):
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
-        parameters = dict(model.named_parameters())
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         for name in dict.fromkeys(names):
             if name in parameters:
                 self.register_parameter(name.replace(".", "/"), parameters[name])
+            else:
+                self.register_buffer(name.replace(".", "/"), buffers[name])
 
 
-def _loose_uses(call: Call) -> Sequence[str]:
-    return () if call.layer else call.uses
+def _trained(call: Call) -> Sequence[str]:
+    """What a call uses that may get a gradient by it."""
+    return () if call.reads else call.uses
+
+
+def _unused(model: nn.Module, bodies: Sequence["Replayed"]) -> dict[int, list[str]]:
+    """The parameters and buffers that no stage has yet, by the stage of what is registered before each."""
+    stage_of = {
+        tensor: stage
+        for stage, body in enumerate(bodies)
+        for layer in body.layers.values()
+        for tensor in (*layer.parameters(), *layer.buffers())
+    }
+    unused: dict[int, list[str]] = {}
+    stage = 0
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor in stage_of:
+                stage = stage_of[tensor]
+            else:
+                stage_of[tensor] = stage
+                unused.setdefault(stage, []).append(f"{prefix}.{name}" if prefix else name)
+    return unused
 
 
 def _unit(call: Call) -> str:

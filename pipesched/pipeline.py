@@ -174,7 +174,7 @@ class Pipeline(Observed):
             ties = self._ties.for_layers(body.layers, device)
             stages[index] = Stage(body, device, Head(loss_fn) if last else None, ties=ties)
         homes = [(program.placement[part], body.layers) for part, body in enumerate(bodies)]
-        self._owners = Owners(self.model, homes, loss=end_of(program))
+        self._owners = Owners(self.model, homes, end_of(program), self._ties.parameters)
         return dict(sorted(stages.items()))
 
     @property

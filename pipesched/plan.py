@@ -79,6 +79,13 @@ class Plan:
                 f"a plan has as many stages as its program has weight copies; it lists {len(stages)}, the program has "
                 f"{program.num_weights}; correct one of them"
             )
+        names = [name for layers in stages for name in layers]
+        if len({*names}) < len(names):
+            doubled = next(name for name in names if names.count(name) > 1)
+            raise ScheduleError(
+                f"every layer is in exactly one stage; the plan has {doubled!r} {names.count(doubled)} times; "
+                f"correct it"
+            )
         validate(program)
         return plan
 

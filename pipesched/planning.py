@@ -1,5 +1,6 @@
 """Planning: what the user asked for -> the programs to run, and the stages."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -44,8 +45,8 @@ class Wishes:
         of_plan = [name for layers in plan.stages for name in layers]
         if of_plan != names:
             raise PartitionError(
-                f"a plan is for one model; it has {len(of_plan)} layers, the model {len(names)}; "
-                f"{_first_difference(of_plan, names)}; make the plan anew for this model"
+                f"a plan has each layer of its model in exactly one stage; it has {len(of_plan)} layers, the model "
+                f"{len(names)}; {_first_difference(of_plan, names)}; make the plan anew for this model"
             )
         if self != Wishes():
             raise PartitionError("a plan holds all choices; others were made beside it; pass the plan alone")
@@ -54,6 +55,11 @@ class Wishes:
 
 
 def _first_difference(of_plan: list[str], of_model: list[str]) -> str:
+    count = Counter(of_plan)
+    if count.keys() & {*of_model}:
+        for name in of_model:
+            if count[name] != 1:
+                return f"layer {name!r} is in {'several stages' if count[name] else 'none'}"
     pairs = enumerate(zip_longest(of_plan, of_model))
     position, (planned, own) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
     return f"layer {position} is {planned!r} in the plan and {own!r} in the model"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipesched.body import CallLayer, Draw
@@ -18,6 +18,7 @@ from pipesched.containers import Shells
 from pipesched.cut import Part
 from pipesched.errors import GraphError
 from pipesched.payload import pytree
+from pipesched.ties import Place, with_stand_ins
 
 __all__ = ["Look", "Replay"]
 
@@ -32,7 +33,10 @@ class _Done(BaseException):
 
 
 class Replay(TorchFunctionMode):
-    """One stage's part of a forward; used by one thread at a time. last: run to the end, and return the output."""
+    """One stage's part of a forward; used by one thread at a time. last: run to the end, and return the output.
+
+    tied: what calls take in the place of weights that several use.
+    """
 
     def __init__(
         self,
@@ -41,10 +45,12 @@ class Replay(TorchFunctionMode):
         capture: Capture,
         part: Part,
         device: torch.device,
+        tied: Mapping[Place, Mapping[nn.Parameter, Tensor]],
         *,
         last: bool,
     ) -> None:
         super().__init__()
+        self._tied = {place: stand_ins for place, stand_ins in tied.items() if stand_ins}
         self._calls, self._quiet, self._part, self._device = capture.calls, capture.quiet, part, device
         self._end = len(capture.calls) if last else part.end
         self._roots = _roots(capture)
@@ -105,6 +111,8 @@ class Replay(TorchFunctionMode):
         if call.index in self._part.runs:
             if call.random:
                 self._draw(self._draws[call.index])
+            if call.uses:
+                args, kwargs = self._own((args, kwargs), call)
             return self._ran(call, func(*args, **kwargs), args, kwargs)
         return self._left_out(call, args, kwargs)
 
@@ -133,7 +141,14 @@ class Replay(TorchFunctionMode):
         self._position += 1
         if call.index not in self._part.runs:
             return self._left_out(call, args, kwargs)
+        args, kwargs = self._own((args, kwargs), call)
         return self._ran(call, self._call(name, call.number, layer, args, kwargs), args, kwargs)
+
+    def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
+        """The arguments of a call, with its own leaves of tied weights."""
+        given = self._tied.get(call.place)
+        taken: tuple[Any, Any] = with_stand_ins(arguments, given) if given else arguments
+        return taken
 
     def _ran(self, call: Call, result: Any, args: Any, kwargs: Any) -> Any:
         if call.reads:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipesched.batch import LossReduction, SplitDims, Splitter
 from pipesched.caller import Caller
+from pipesched.capture import record
 from pipesched.captured import untouched
 from pipesched.containers import find_layers
 from pipesched.costs import Costs
@@ -169,7 +170,7 @@ def reference_step(
 
 
 class _Unpipelined:
-    """The model's forward and loss; weights that several calls of layers use have a leaf for each use."""
+    """The model's forward and loss; weights that several calls use have a leaf for each use."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
         plain = isinstance(model, nn.Sequential) and is_in_a_row(model)
@@ -181,16 +182,11 @@ class _Unpipelined:
         self._unsplit = Unsplit(model, layers, self._stand_ins)
 
     def _count_uses(self, inputs: Any) -> Counter[int]:
-        """How many calls of layers use each parameter."""
-        uses: Counter[int] = Counter()
-
-        def count(name: str, number: int, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-            uses.update(map(id, parameters))
-            return {}
-
+        """How many calls, of layers and of functions between them, use each parameter."""
+        own = {name: id(parameter) for name, parameter in self._model.named_parameters()}
         with untouched(self._model, self._model.training), torch.no_grad():
-            Unsplit(self._model, self._layers, count)(Key(0, 0, 0), *inputs)
-        return uses
+            calls = record(self._model, self._layers, *inputs).calls
+        return Counter(own[name] for call in calls if not call.reads for name in call.uses if name in own)
 
     def _stand_ins(self, name: str, number: int, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         leaves = {}

@@ -5,7 +5,7 @@ sums are added in the order of the calls and handed to the Parameter, whose hook
 depend on which stages the calls lie in.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from pipesched.trades import Move, Trade, copy_into, moved
 
 __all__ = ["Place", "Ties", "Use", "deliver", "with_stand_ins"]
 
-#: (layer, number of its call).
+#: (layer, number of its call); of a function between layers the layer is empty.
 Place = tuple[str, int]
 
 
@@ -41,7 +41,7 @@ def deliver(parameter: nn.Parameter, grads: Iterable[Tensor | None]) -> None:
 
 @dataclass(frozen=True)
 class Use:
-    """A call of a layer: its parameters by their names in the model, and the rank where it runs."""
+    """A call: the parameters that it uses, by their names in the model, and the rank where it runs."""
 
     place: Place
     rank: int
@@ -95,6 +95,11 @@ class Ties:
             if len(places) > 1
         }
 
+    @property
+    def parameters(self) -> Collection[nn.Parameter]:
+        """Those that several calls use."""
+        return self._all.keys()
+
     def for_layers(self, layers: Mapping[str, nn.Module], device: torch.device) -> dict[Place, dict[str, Tensor]]:
         """What calls of these layers use in place of their own, on a device."""
         own: dict[Place, dict[str, Tensor]] = {}
@@ -107,9 +112,12 @@ class Ties:
                         own.setdefault(place, {})[key] = leaf
         return own
 
-    def stand_ins(self, place: Place) -> dict[nn.Parameter, Tensor]:
+    def stand_ins(self, place: Place, device: torch.device) -> dict[nn.Parameter, Tensor]:
         """What a call uses in place of tied weights, wherever they come from: also as its arguments."""
-        return {tie.parameter: tie.leaves[place] for tie in self._all.values() if place in tie.leaves}
+        given = {tie.parameter: tie.leaves[place] for tie in self._all.values() if place in tie.leaves}
+        for parameter, leaf in given.items():
+            leaf.data = parameter.detach().to(device)
+        return given
 
     def refresh(self) -> None:
         """Before a run: parameters are what they are at home, and leaves what the parameters are. Collective."""

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from pipesched.capture import tensors_in
 from pipesched.containers import Shells
 from pipesched.graph import is_in_a_row
 from pipesched.interception import Intercept
@@ -16,8 +18,19 @@ from pipesched.ties import with_stand_ins
 __all__ = ["Unsplit"]
 
 
-#: (layer, number of its call, parameters) -> what to use in place of some of them
+#: (layer, number of its call, parameters) -> what to use in place of some of them; functions between layers have none
 StandIns = Callable[[str, int, Collection[nn.Parameter]], Mapping[nn.Parameter, Tensor]]
+
+
+class _Functions(TorchFunctionMode):
+    """Each torch function goes to ``call``."""
+
+    def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(func, args, kwargs or {})
 
 
 class Unsplit:
@@ -45,7 +58,7 @@ class Unsplit:
         """The model's output."""
         self._key, self._counts, self._inside = key, {}, False
         self._random.enter(key, "")
-        with self._intercept:
+        with self._intercept, _Functions(self._between):
             return self._root(*args, **kwargs)
 
     def _row(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +72,15 @@ class Unsplit:
         self._random.enter(key, "loss_fn")
         with self._intercept:
             return loss_fn(output, target)
+
+    def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a torch function; one that takes parameters uses them, as the call of a layer does."""
+        used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
+        if used:
+            number = self._counts[""] = self._counts.get("", -1) + 1
+            others = self._stand_ins("", number, dict.fromkeys(used))
+            args, kwargs = with_stand_ins((args, kwargs), others) if others else (args, kwargs)
+        return func(*args, **kwargs)
 
     def _call(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:

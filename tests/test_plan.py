@@ -171,6 +171,7 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         ("program", ["microbatches 1", "rank 0: 0F0 0Z0"], r"line 2: .*0Z0"),
         ("program", 3, r"is missing or wrong"),
         ("stages", 3, r"is missing or wrong"),
+        ("stages", [["a", "b"], ["b"]], r"every layer is in exactly one stage; the plan has 'b' 2 times; correct it"),
         ("costs", {"forward_s": [1]}, r"'input_grad_s' is unknown or missing"),
     ],
 )
