@@ -288,11 +288,15 @@ class _Recorder(TorchFunctionMode):
         try:
             taken = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
+            buffers = [(buffer, buffer._version) for buffer in layer.buffers()]
             example = unchanged((args, kwargs))
             result = layer(*args, **kwargs)
             result, call = self._new(name, "", taken, _changed(taken, versions), result)
         finally:
             self._inside = False
+        if call.number and any(buffer._version != version for buffer, version in buffers):
+            # what several calls count in buffers is counted in the calls' order
+            call.joined = next(other.index for other in reversed(self._calls[:-1]) if other.layer == name)
         own = (*layer.named_parameters(), *layer.named_buffers())
         call.uses = tuple(dict.fromkeys([*call.uses, *(self._names[id(tensor)] for _, tensor in own)]))
         self._examples[call.index] = example

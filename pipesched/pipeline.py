@@ -1,6 +1,5 @@
 """Pipeline: the front door. Wraps a model and trains it through a schedule."""
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,9 +19,9 @@ from pipesched.ends import bring_ends, end_of
 from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.feed import Feed, Head
-from pipesched.graph import normalised_over_rows, with_running_statistics
 from pipesched.layered import layered
 from pipesched.lowering import CheckpointMode, halves
+from pipesched.norms import BatchNormMode, MiniBatchNorms
 from pipesched.observed import Observed
 from pipesched.open_pass import OpenPass, attach, deliver_input_grads
 from pipesched.order import Schedule
@@ -61,8 +60,10 @@ class Pipeline(Observed):
     name; balanced by measured layer times unless given. checkpoint: "never", "always" or "except_last".
     loss_weight(target, or the inputs without one) -> what a micro-batch counts; its rows unless given.
     loss_reduction: "mean" or "sum", as loss_fn reduces. split_dims: the dim along which arguments are split, one for
-    all or one for each; None passes an argument whole. intra_op_threads: of each rank, 1 unless given. seed: of all
-    random numbers; the default generator's unless given. plan: a saved Plan, instead of all choices.
+    all or one for each; None passes an argument whole. batch_norm: running statistics of BatchNorm move with each
+    "micro-batch", or once a "mini-batch", as by one forward over all of it; normalised is each micro-batch by itself.
+    intra_op_threads: of each rank, 1 unless given. seed: of all random numbers; the default generator's unless given.
+    plan: a saved Plan, instead of all choices.
     optimizer: params -> torch.optim.Optimizer, called once for each stage with its parameters (a loss module's are the
     last stage's): each rank updates its stages at its own end of a step, and clears their gradients; asynchronous
     schedules, which update on their way, need one.
@@ -88,6 +89,7 @@ class Pipeline(Observed):
         loss_weight: Callable[..., Any] | None = None,
         loss_reduction: LossReduction = "mean",
         split_dims: SplitDims = 0,
+        batch_norm: BatchNormMode = "micro-batch",
         intra_op_threads: int = 1,
         seed: int | None = None,
         inputs: Inputs = "all",
@@ -122,36 +124,21 @@ class Pipeline(Observed):
         names = list(self._layers)
         self._layered.check(program, updates=optimizer is not None)
         self._cut = self._site.agreed(lambda: cut_layers(names, program, wishes.boundaries, self._measured_graph))
-        self._site.check(program, (self._cut, repr(wishes.boundaries), self.checkpoint, self._threads, repr(seed)))
+        self._site.check(
+            program, (self._cut, repr(wishes.boundaries), self.checkpoint, self._threads, repr(seed), batch_norm)
+        )
         if program.num_weights == program.num_stages:
             program = self._programs.connect(self._layered.edges(self._cut))
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self._ties = Ties(model, self._layered.uses(self._cut, ranks), self._site)
         self._replicas = Replicas(self._site)
-        self._warn_of_normalisation(program)
+        self._norms = MiniBatchNorms(batch_norm, self._site)
+        self._norms.check(model, program, streams=self._programs.streams)
         self._stages = self._build_stages(program)
         self._optimizers = {} if optimizer is None else give_optimizers(optimizer, self._stages)
         self._site.start()
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self._step = 0
-
-    def _warn_of_normalisation(self, program: Program) -> None:
-        names = normalised_over_rows(self.model)
-        if names and self.num_microbatches > 1:
-            warnings.warn(
-                f"BatchNorm sees one micro-batch at a time; layer {names[0]!r} and {len(names) - 1} others normalise "
-                f"each of {self.num_microbatches} micro-batches by itself; for the gradient of the whole batch use a "
-                f"norm over features, else ignore this warning",
-                stacklevel=3,
-            )
-        names = with_running_statistics(self.model)
-        if names and program.num_weights < program.num_stages:
-            warnings.warn(
-                f"{program.name} runs part of the micro-batches on copies of the layers, whose buffers are not kept; "
-                f"layer {names[0]!r} and {len(names) - 1} others keep running statistics, then of the other "
-                f"micro-batches alone; for those of all use a schedule of one chain, else ignore this warning",
-                stacklevel=3,
-            )
 
     def _build_stages(self, program: Program) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}
@@ -165,14 +152,15 @@ class Pipeline(Observed):
                 replica = self._replicas.add(body.layers, loss_fn, device, (program.placement[part], rank))
                 if replica is not None:
                     body, loss_fn = Chain(replica.layers), replica.loss_fn
+            modules = {**body.layers, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+            norms = self._norms.of_stage((index, part), (rank, program.placement[part]), modules)
             if not self._site.holds(rank):
                 continue
             if index == part:
-                for module in (*body.layers.values(), loss_fn):
-                    if isinstance(module, nn.Module):
-                        module.to(device)
+                for module in modules.values():
+                    module.to(device)
             ties = self._ties.for_layers(body.layers, device)
-            stages[index] = Stage(body, device, Head(loss_fn) if last else None, ties=ties)
+            stages[index] = Stage(body, device, Head(loss_fn) if last else None, ties=ties, norms=norms)
         homes = [(program.placement[part], body.layers) for part, body in enumerate(bodies)]
         self._owners = Owners(self.model, homes, end_of(program), self._ties.parameters)
         return dict(sorted(stages.items()))
@@ -223,7 +211,7 @@ class Pipeline(Observed):
             return self._enqueue(call)
         feed = call.feed(self._seed, self._step)
         work = self._work(self._programs.training(len(call)), feed, uses=self._programs.uses(len(call)))
-        with self._replicas.delivering(), self._ties.delivering():
+        with self._replicas.delivering(), self._ties.delivering(), self._norms.counting():
             self._runs.append(self._site.run(work, call.batch, grad=True))
         self._step += 1
         bring_ends(self._programs.plain(len(call)), feed, self._site)
@@ -282,7 +270,8 @@ class Pipeline(Observed):
 
     def _infer(self, call: Call) -> Feed:
         feed = call.feed(self._seed, self._step)
-        self._site.run(self._work(self._programs.inference(len(call)), feed), call.batch, grad=False)
+        with self._norms.counting():
+            self._site.run(self._work(self._programs.inference(len(call)), feed), call.batch, grad=False)
         bring_ends(self._programs.plain(len(call)), feed, self._site)
         return feed
 
@@ -331,7 +320,8 @@ class Pipeline(Observed):
         there, back = halves(program)
         stages = {index: stage.fresh() for index, stage in self._stages.items()}
         work = self._work(program, feed, stages)
-        executor.run(replace(work, orders=there, finish=_nothing), grad=True)
+        with self._norms.counting():
+            executor.run(replace(work, orders=there, finish=_nothing), grad=True)
         self._step += 1
         back_work = replace(work, prepare=_nothing, orders=back)
 

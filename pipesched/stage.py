@@ -18,6 +18,7 @@ from pipesched.body import Body, Chain, call_with
 from pipesched.errors import ExecutionError, InputError
 from pipesched.feed import Feed, Head
 from pipesched.interception import Intercept
+from pipesched.norms import Norms
 from pipesched.payload import Apart, Gradients, Payload, pytree, trainable_leaves, used_here
 from pipesched.randomness import Key, KeyedRandom, NoRandom
 from pipesched.versions import Uses
@@ -68,10 +69,12 @@ class Stage:
         *,
         shared_input: bool = False,
         ties: Mapping[tuple[str, int], Mapping[str, Tensor]] | None = None,
+        norms: Norms | None = None,
     ) -> None:
         self.body = Chain(body) if isinstance(body, Mapping) else body
         self.layers = self.body.layers
         self._ties = ties or {}
+        self._norms = norms
         self.device = device
         self.head = head
         self._shared_input = shared_input
@@ -82,12 +85,16 @@ class Stage:
         self._modifies_input: bool | None = None
         self._random = KeyedRandom(device)
         self._deferral = Deferral()
-        self._forward_mode = {False: Intercept(self._random), True: Intercept(self._random, self._deferral)}
-        self._backward_mode = {False: Intercept(NoRandom()), True: Intercept(NoRandom(), self._deferral)}
+        forward = (self._random,) if norms is None else (self._random, norms)
+        again = (NoRandom(),) if norms is None else (NoRandom(), norms.uncounted)
+        self._forward_mode = {False: Intercept(*forward), True: Intercept(*forward, self._deferral)}
+        self._backward_mode = {False: Intercept(*again), True: Intercept(*again, self._deferral)}
 
     def fresh(self) -> "Stage":
         """A stage over the same layers that holds nothing: for a pass that stays open beside others."""
-        return Stage(self.body, self.device, self.head, shared_input=self._shared_input, ties=self._ties)
+        return Stage(
+            self.body, self.device, self.head, shared_input=self._shared_input, ties=self._ties, norms=self._norms
+        )
 
     def begin(self, feed: Feed, uses: Uses | None = None) -> None:
         """Start a step; what a broken one left behind is dropped.
@@ -272,6 +279,8 @@ class Stage:
         def draw(number: int) -> None:
             self._random.enter(saved.key, "", 0, number)
 
+        if self._norms is not None:
+            self._norms.microbatch = saved.microbatch
         with self._feed.autocast(), self._forward_mode[split]:
             output = self.body.run(inputs, tuple(values), call, draw)
             if self.head is None:

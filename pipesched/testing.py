@@ -20,11 +20,13 @@ from pipesched.executors.fake import FakeStage, run_virtual
 from pipesched.executors.local import LocalExecutor, Work
 from pipesched.graph import is_in_a_row, layers_of
 from pipesched.lowering import lower
+from pipesched.norms import BatchNormMode, MiniBatchNorms, Norms
 from pipesched.order import OrderFunction, Schedule
 from pipesched.order import schedule as schedule_of
 from pipesched.program import Program
 from pipesched.randomness import Key
 from pipesched.simulator import simulate
+from pipesched.sites import InProcess
 from pipesched.ties import deliver
 from pipesched.trace import Trace
 from pipesched.unsplit import Unsplit
@@ -136,6 +138,7 @@ def reference_step(
     loss_weight: Callable[..., Any] | None = None,
     loss_reduction: LossReduction = "mean",
     split_dims: SplitDims = 0,
+    batch_norm: BatchNormMode = "micro-batch",
     intra_op_threads: int = 1,
     **kwargs: Any,
 ) -> Tensor:
@@ -151,17 +154,20 @@ def reference_step(
     seed = torch.initial_seed() if seed is None else seed
     threads = torch.get_num_threads()
     torch.set_num_threads(intra_op_threads)
-    run = _Unpipelined(model, loss_fn)
+    norms = MiniBatchNorms(batch_norm, InProcess([], 1))
+    modules = {"": model, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+    run = _Unpipelined(model, loss_fn, norms.of_stage((0, 0), (0, 0), modules))
     try:
         total: Tensor | None = None
-        for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
-            target_part = batch.targets[microbatch] if batch.targets else None
-            loss = run.loss(inputs, target_part, Key(seed, step, microbatch))
-            root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
-            if factor != 0:
-                with _without_autocast():
-                    root.backward()
-            total = root.detach() if total is None else total + root.detach()
+        with norms.counting():
+            for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
+                target_part = batch.targets[microbatch] if batch.targets else None
+                loss = run.loss(inputs, target_part, Key(seed, step, microbatch))
+                root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
+                if factor != 0:
+                    with _without_autocast():
+                        root.backward()
+                total = root.detach() if total is None else total + root.detach()
         run.deliver()
     finally:
         torch.set_num_threads(threads)
@@ -172,14 +178,14 @@ def reference_step(
 class _Unpipelined:
     """The model's forward and loss; weights that several calls use have a leaf for each use."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, norms: Norms | None) -> None:
         plain = isinstance(model, nn.Sequential) and is_in_a_row(model)
         layers = layers_of(model) if plain else find_layers(model)
         self._model, self._loss_fn = model, loss_fn
         self._leaves: dict[tuple[str, int, int], tuple[nn.Parameter, Tensor]] = {}
         self._layers = layers
         self._uses: Counter[int] | None = Counter() if plain else None
-        self._unsplit = Unsplit(model, layers, self._stand_ins)
+        self._unsplit = Unsplit(model, layers, self._stand_ins, norms)
 
     def _count_uses(self, inputs: Any) -> Counter[int]:
         """How many calls, of layers and of functions between them, use each parameter."""

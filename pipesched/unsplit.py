@@ -11,6 +11,7 @@ from pipesched.capture import tensors_in
 from pipesched.containers import Shells
 from pipesched.graph import is_in_a_row
 from pipesched.interception import Intercept
+from pipesched.norms import Norms
 from pipesched.payload import pytree
 from pipesched.randomness import Key, KeyedRandom
 from pipesched.ties import with_stand_ins
@@ -35,7 +36,7 @@ class _Functions(TorchFunctionMode):
 
 class Unsplit:
     """A model that is called with a key. stand_ins(layer, number of its call, parameters that it uses): tensors to use
-    in place of some of them.
+    in place of some of them. norms: what keeps statistics of whole mini-batches.
     """
 
     def __init__(
@@ -43,13 +44,15 @@ class Unsplit:
         model: nn.Module,
         layers: Mapping[str, nn.Module],
         stand_ins: StandIns = lambda layer, number, parameters: {},
+        norms: Norms | None = None,
     ) -> None:
         self._layers = layers
         self._root = self._row if is_in_a_row(model) else Shells(model, list(layers.items()), self._call).model
         self._stand_ins = stand_ins
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._random = KeyedRandom(device)
-        self._intercept = Intercept(self._random)
+        self._norms = norms
+        self._intercept = Intercept(self._random) if norms is None else Intercept(self._random, norms)
         self._key = Key(0, 0, 0)
         self._counts: dict[str, int] = {}
         self._inside = False
@@ -58,6 +61,8 @@ class Unsplit:
         """The model's output."""
         self._key, self._counts, self._inside = key, {}, False
         self._random.enter(key, "")
+        if self._norms is not None:
+            self._norms.microbatch = key.microbatch
         with self._intercept, _Functions(self._between):
             return self._root(*args, **kwargs)
 

@@ -1,6 +1,8 @@
-"""State: parameters without gradients, adapters on a frozen model, layers in evaluation mode."""
+"""State: parameters without gradients, adapters on a frozen model, layers in evaluation mode, and BatchNorm."""
 
 import copy
+import functools
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -8,11 +10,12 @@ import places
 import pytest
 import test_any_model as zoo
 import torch
-from models import Scale, Scaled, assert_as
+from models import Scale, Scaled, assert_as, assert_equal_bits
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipesched import Pipeline, backward
+from pipesched.errors import InputError, PartitionError, ScheduleError
 from pipesched.stage import Stage
 from pipesched.testing import reference_step
 
@@ -183,3 +186,122 @@ def partly_evaluating(group: places.Group, kind: str) -> None:
             due = reference_step(plain, images, target=target, loss_fn=loss_fn, num_microbatches=3, seed=3, step=step)
             assert torch.equal(loss, due), step
             assert_as(pipe, plain)
+
+
+# ---- BatchNorm over mini-batches -----------------------------------------------------------------------------------
+
+
+class Norms(nn.Module):
+    """Norms with and without a momentum, one that is called twice, one that keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm2d(4, momentum=0.3)
+        self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
+        self.twice, self.bare = nn.BatchNorm2d(4, momentum=None), nn.BatchNorm2d(4, track_running_stats=False)
+        self.drop, self.last = nn.Dropout(0.2), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.bare(self.blocks[1](self.twice(self.twice(self.blocks[0](x)))))
+        return self.last(self.drop(self.blocks[3](torch.relu(self.blocks[2](x)))).mean((2, 3)))
+
+
+def normed(momentum: float | None = 0.3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.BatchNorm2d(4, momentum=momentum), nn.Conv2d(4, 4, 3), nn.Dropout(0.2), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
+    )
+
+
+def images(rows: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, 4, 6, 6, generator=torch.Generator().manual_seed(seed)) * 3 + 1
+
+
+MINI = {"loss_fn": zoo.square, "batch_norm": "mini-batch", "seed": 3}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_running_statistics_are_those_of_the_whole_mini_batch(momentum: float | None, checkpoint: str) -> None:
+    """Of the first layer, whose input no other norm has seen. Few rows, many rows, uneven ones, evaluation between."""
+    model, alone = normed(momentum), normed(momentum)[0]
+    with Pipeline(model, images(1), devices=["cpu"] * 2, num_microbatches=4, checkpoint=checkpoint, **MINI) as pipe:
+        for step, rows in enumerate((8, 7, 3, 5, 13)):
+            x = images(rows, step)
+            pipe.step(x, target=torch.zeros(rows, 2, 2, 2))
+            alone(x)
+            torch.testing.assert_close(model[0].state_dict(), alone.state_dict())
+            before = copy.deepcopy(model.state_dict())
+            pipe.eval().evaluate(x, target=torch.zeros(rows, 2, 2, 2))
+            pipe.train()
+            assert_equal_bits(model.state_dict(), before)
+        pipe.evaluate(x, target=torch.zeros(rows, 2, 2, 2))  # in training mode: forwards move them, too
+        pipe(x)
+    alone(x), alone(x)
+    torch.testing.assert_close(model[0].state_dict(), alone.state_dict())
+
+
+def test_a_row_of_its_own_in_a_micro_batch_counts_as_one() -> None:
+    """torchgpipe's statistics of 5 rows in 4 micro-batches mix with the next step's, and leave out n / (n - 1)."""
+    model, alone = normed(), normed()[0]
+    with Pipeline(model, images(1), devices=["cpu"] * 2, num_microbatches=4, **MINI) as pipe:
+        for step in range(3):
+            pipe.step(images(5, step), target=torch.zeros(5, 2, 2, 2))
+            alone(images(5, step))
+    torch.testing.assert_close(model[0].running_var, alone.running_var, rtol=1e-6, atol=0)
+    assert model[3].num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b", "chimera"])
+def test_statistics_are_the_loops_bit_by_bit(run: places.Run, schedule: str) -> None:
+    run(2, loop_with_statistics, schedule, "row")
+    if schedule != "chimera":
+        run(2, loop_with_statistics, schedule, "captured")
+
+
+def loop_with_statistics(group: places.Group, schedule: str, kind: str) -> None:
+    torch.manual_seed(0)
+    own = normed() if kind == "row" else Norms()
+    plain = copy.deepcopy(own)
+    options = {"schedule": schedule, "checkpoint": "always", "num_microbatches": 4, **MINI, **places.place(group)}
+    with Pipeline(own, images(2), **options) as pipe:
+        for step, rows in enumerate((8, 10)):
+            target = torch.zeros(rows, 2, 2, 2) if kind == "row" else torch.zeros(rows, 4)
+            loss = pipe.step(images(rows, step), target=target)
+            due = reference_step(plain, images(rows, step), target=target, num_microbatches=4, step=step, **MINI)
+            assert torch.equal(loss, due)
+            if schedule != "chimera":  # whose gradients are equal within rounding
+                assert_as(pipe, plain)
+            buffers = dict(plain.named_buffers())
+            assert_equal_bits(mine := dict(pipe.named_buffers()), {name: buffers[name] for name in mine})
+
+
+def test_calls_that_move_the_same_statistics_stay_in_one_stage() -> None:
+    with pytest.raises(PartitionError, match="'twice#2'"):
+        Pipeline(Norms(), images(2), devices=["cpu"] * 2, boundaries=["twice#2"], **MINI)
+
+
+def test_a_step_that_fails_moves_no_statistics() -> None:
+    model = normed()
+    with Pipeline(model, images(2), devices=["cpu"] * 2, num_microbatches=2, **MINI) as pipe:
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError):
+            pipe.step(images(4), target=torch.zeros(4, 3))
+        assert_equal_bits(model.state_dict(), before)
+        pipe.step(images(4), target=torch.zeros(4, 2, 2, 2))
+    assert model[0].num_batches_tracked == 1
+
+
+def test_wrong_ways_to_ask_for_statistics_say_so() -> None:
+    options = {"devices": ["cpu"] * 2, "loss_fn": zoo.square}
+    with pytest.raises(InputError, match="batch_norm is one of micro-batch, mini-batch; got 'batch'"):
+        Pipeline(normed(), images(2), batch_norm="batch", **options)
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ScheduleError, match="pipedream's steps run on into each other"):
+        Pipeline(normed(), images(2), batch_norm="mini-batch", schedule="pipedream", optimizer=make, **options)
+    with pytest.warns(UserWarning, match="BatchNorm sees one micro-batch at a time.*pass batch_norm='mini-batch'"):
+        Pipeline(normed(), images(2), **options).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Pipeline(normed(), images(2), batch_norm="mini-batch", **options).close()

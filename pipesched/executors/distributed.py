@@ -51,7 +51,15 @@ __all__ = ["DistributedExecutor"]
 
 _IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
 _DEALT = "what rank 0 deals out"
-_TRADES = ("weights", "gradients", "losses and outputs", "tied weights", "gradients of tied weights", _DEALT)
+_TRADES = (
+    "weights",
+    "gradients",
+    "losses and outputs",
+    "tied weights",
+    "gradients of tied weights",
+    "statistics",
+    _DEALT,
+)
 _FIRST_TRADE = 30  # tag; the others follow, two each
 
 
