@@ -52,8 +52,8 @@ $(VENV)/made:
 
 # Each of these is an empty file that stands for the environment with some of the optional dependencies.
 $(VENV)/demo: EXTRAS := demo
-$(VENV)/develop: EXTRAS := check,test,demo
-$(VENV)/bench: EXTRAS := bench
+$(VENV)/develop: EXTRAS := check,test,demo,zoo
+$(VENV)/bench: EXTRAS := bench,zoo
 $(VENV)/demo $(VENV)/develop $(VENV)/bench: pyproject.toml constraints.txt | $(VENV)/made
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@

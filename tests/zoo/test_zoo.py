@@ -1,0 +1,88 @@
+"""Every model of the zoo trains in four stages, as the unpipelined loop does, bit by bit, and its stages are even."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="the zoo is built by transformers: pip install pipesched[zoo]")
+
+import places
+from architectures import ROWS, ZOO, Specimen
+from models import assert_as, assert_equal_bits, gradients
+from ranks import Ranks
+from work import counted, even_boundaries, shares
+
+from pipesched import Pipeline
+from pipesched.testing import reference_step
+
+STAGES = MICROBATCHES = 4
+SCHEDULES = ["1f1b", "zb-h1"]
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients and buffers."""
+    return {name: value.clone() for name, value in (*gradients(model).items(), *model.named_buffers())}
+
+
+def pipeline(model: nn.Module, specimen: Specimen, **options: Any) -> Pipeline:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "BatchNorm sees one micro-batch")
+        sample, loss_fn = specimen.rows(ROWS // MICROBATCHES), specimen.loss_fn
+        return Pipeline(model, sample, loss_fn=loss_fn, num_microbatches=MICROBATCHES, seed=3, **options)
+
+
+def reference(model: nn.Module, specimen: Specimen) -> Tensor:
+    """A step of the unpipelined loop; the loss."""
+    choices = {"loss_fn": specimen.loss_fn, "num_microbatches": MICROBATCHES, "seed": 3}
+    return reference_step(model, **specimen.inputs, **specimen.target, **choices)
+
+
+def parameters_of(pipe: Pipeline) -> list[int]:
+    """How many parameters each stage uses."""
+    stages = [[pipe.model.get_submodule(name.partition("#")[0]) for name in names] for names in pipe.plan.stages]
+    return [sum(p.numel() for layer in layers for p in layer.parameters()) for layers in stages]
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.usefixtures("every_product_deferred", "one_thread")
+def test_it_trains_as_the_loop_bit_by_bit_in_even_stages(name: str) -> None:
+    specimen = ZOO[name]
+    plain = specimen.made()
+    work = counted(plain, specimen.rows(ROWS // MICROBATCHES))
+    boundaries = even_boundaries(work, STAGES)
+    due = reference(plain, specimen)
+    expected = state(plain)
+    for schedule in SCHEDULES:
+        model = specimen.made()
+        with pipeline(model, specimen, devices=["cpu"] * STAGES, schedule=schedule, boundaries=boundaries) as pipe:
+            loss = pipe.step(**specimen.inputs, **specimen.target)
+            assert all(parameters_of(pipe))
+            assert max(shares(work, pipe.plan.stages)) <= 1.5 / STAGES
+        assert torch.equal(loss, due), schedule
+        assert_equal_bits(state(model), expected)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two processes: each imports transformers."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+def train(group: places.Group, names: list[str], schedule: str) -> None:
+    for name in names:
+        specimen = ZOO[name]
+        plain, own = specimen.made(), specimen.made()
+        boundaries = even_boundaries(counted(plain, specimen.rows(ROWS // MICROBATCHES)), STAGES)
+        with pipeline(own, specimen, schedule=schedule, boundaries=boundaries, **places.place(group)) as pipe:
+            assert torch.equal(pipe.step(**specimen.inputs, **specimen.target), reference(plain, specimen)), name
+            assert_as(pipe, plain)
+
+
+def test_decoders_encoders_tied_weights_shared_layers_and_convolutions_train_over_a_mesh(ranks: Ranks) -> None:
+    ranks.run(2, train, ["GPT-2", "T5", "ALBERT", "ResNet", "U-Net"], "interleaved-1f1b", timeout_s=100)
