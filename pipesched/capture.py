@@ -285,6 +285,7 @@ class _Recorder(TorchFunctionMode):
         if self._inside:
             return layer(*args, **kwargs)
         self._inside = True
+        own = [self._names[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())]
         try:
             taken = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
@@ -297,8 +298,7 @@ class _Recorder(TorchFunctionMode):
         if call.number and any(buffer._version != version for buffer, version in buffers):
             # what several calls count in buffers is counted in the calls' order
             call.joined = next(other.index for other in reversed(self._calls[:-1]) if other.layer == name)
-        own = (*layer.named_parameters(), *layer.named_buffers())
-        call.uses = tuple(dict.fromkeys([*call.uses, *(self._names[id(tensor)] for _, tensor in own)]))
+        call.uses = tuple(dict.fromkeys([*call.uses, *own]))
         self._examples[call.index] = example
         return result
 

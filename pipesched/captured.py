@@ -1,10 +1,8 @@
 """Captured: a model of any code as layers in the order of their calls, and the bodies of its stages."""
 
-import copy
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -22,8 +20,9 @@ from pipesched.profiler import LayerCosts, measure_calls
 from pipesched.program import Program
 from pipesched.replay import Look, Replay
 from pipesched.ties import Ties, Use
+from pipesched.untouched import untouched
 
-__all__ = ["Captured", "Cut", "Replayed", "untouched"]
+__all__ = ["Captured", "Cut", "Replayed"]
 
 
 #: The names of each stage's layers.
@@ -40,13 +39,16 @@ class Captured:
         self.model = model
         self.modules = find_layers(model)
         args, kwargs = _two_rows(sample)
-        self.captures: dict[bool, Capture] = {}
-        for mode in (not model.training, model.training):
-            with untouched(model, mode), torch.no_grad():
-                self.captures[mode] = record(model, self.modules, args, kwargs)
-        own, other = self.captures[model.training], self.captures[not model.training]
-        if [_unit(call) for call in own.layer_calls] != [_unit(call) for call in other.layer_calls]:
-            del self.captures[not model.training]  # its stages could not be the same
+        own = self._recorded(model.training, args, kwargs)
+        self.captures = {model.training: own}
+        self.missing: Exception | None = None  # why the model does not run in its other mode
+        try:
+            other = self._recorded(not model.training, args, kwargs)
+        except Exception as error:  # as of a detector that takes targets only where it trains
+            self.missing = error
+        else:
+            if [_unit(call) for call in own.layer_calls] == [_unit(call) for call in other.layer_calls]:
+                self.captures[not model.training] = other
         self.calls = {_unit(call): call for call in own.layer_calls}
         if not self.calls:
             raise GraphError(
@@ -59,6 +61,10 @@ class Captured:
             if position == 0 or all(_gap(capture, position) for capture in self.captures.values())
         }
         self.parts = lru_cache(maxsize=1)(self._parts)
+
+    def _recorded(self, mode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+        with untouched(self.model, mode), torch.no_grad():
+            return record(self.model, self.modules, args, kwargs)
 
     def check(self, program: Program, *, updates: bool) -> None:
         """Raise ScheduleError for what stages of captured models cannot do, so far."""
@@ -143,7 +149,7 @@ class Replayed:
         device: torch.device,
         ties: Ties,
     ) -> None:
-        self._model = captured.model
+        self._model, self._missing = captured.model, captured.missing
         self._parts = {mode: of_mode[stage] for mode, of_mode in parts.items()}
         self._part = self._parts[captured.model.training]
         last = stage == len(next(iter(parts.values()))) - 1
@@ -177,9 +183,9 @@ class Replayed:
         mode = self._model.training
         if mode not in self._replays:
             raise GraphError(
-                f"a model runs in the mode in which it was captured; it calls other layers when training is {mode}; "
-                f"make a pipeline in that mode"
-            )
+                f"a model runs in the mode in which it was captured; with the sample it calls other layers, or fails, "
+                f"when training is {mode}; make a pipeline in that mode"
+            ) from self._missing
         self._replay, self._part = self._replays[mode], self._parts[mode]
         self._replay.refresh()
         for twin in self._twins.values():
@@ -300,20 +306,3 @@ def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any
 
     repeated: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(Tensor, repeat, sample)
     return repeated
-
-
-@contextmanager
-def untouched(model: nn.Module, mode: bool) -> Iterator[None]:
-    """Run the model in a mode, and leave it as it was: modes, buffers, random numbers."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, copy.deepcopy(buffer)) for buffer in model.buffers()]
-    if mode != model.training:
-        model.train(mode)
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for buffer, before in buffers:
-            buffer.copy_(before)

@@ -61,7 +61,8 @@ def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[froze
     taken: set[Value] = set()
     end = len(capture.calls) if last else max(own, default=INPUT) + 1
     before = [call for call in capture.calls[:end] if call.index in free]
-    asked = [*own, *(call.index for call in before if call.reads or not call.takes)]
+    looked_at = {index for index, _ in capture.looked_at}  # no other stage tells what they look like
+    asked = [*own, *(call.index for call in before if call.reads or not call.takes or call.index in looked_at)]
     values = list(capture.output) if last else []
     while asked or values:
         if not values:

@@ -21,6 +21,7 @@ from pipesched.feed import Feed
 from pipesched.payload import Gradients, Payload, pytree
 from pipesched.stage import Stage
 from pipesched.trace import Trace
+from pipesched.untouched import attributes_kept
 
 __all__ = ["LayerCosts", "measure_calls", "measure_layers", "measured_costs", "stage_costs"]
 
@@ -285,7 +286,8 @@ def _training(layers: Any) -> Iterator[None]:
     for module in modules:
         module.training = module.training or not any(flags)  # a frozen BatchNorm in a model that trains stays frozen
     try:
-        yield
+        with attributes_kept(modules):
+            yield
     finally:
         for module, flag in zip(modules, flags, strict=True):
             module.training = flag

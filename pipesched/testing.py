@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pipesched.batch import LossReduction, SplitDims, Splitter
 from pipesched.caller import Caller
 from pipesched.capture import record
-from pipesched.captured import untouched
 from pipesched.containers import find_layers
 from pipesched.costs import Costs
 from pipesched.errors import ScheduleError
@@ -30,6 +29,7 @@ from pipesched.sites import InProcess
 from pipesched.ties import deliver
 from pipesched.trace import Trace
 from pipesched.unsplit import Unsplit
+from pipesched.untouched import untouched
 from pipesched.validation import validate
 
 __all__ = ["FakeStage", "check_schedule", "reference_step", "run_fake"]

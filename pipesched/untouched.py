@@ -1,0 +1,52 @@
+"""Untouched: runs that leave modules as they were: attributes, modes, buffers."""
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["attributes_kept", "untouched"]
+
+_GROWING = (list, dict, set, deque)  # and what is derived from them, such as a module's own table of buffers
+
+
+@contextmanager
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Afterwards each attribute is the object that it was, and lists, dicts and sets hold what they held."""
+    before = [(module.__dict__, dict(module.__dict__)) for module in modules]
+    values = {id(value): value for _, attributes in before for value in attributes.values()}
+    contents = [(value, copy.copy(value)) for value in values.values() if isinstance(value, _GROWING)]
+    try:
+        yield
+    finally:
+        for own, attributes in before:
+            _restore(own, attributes)
+        for value, content in contents:
+            _restore(value, content)
+
+
+def _restore(value: Any, content: Any) -> None:
+    value.clear()
+    (value.extend if hasattr(value, "extend") else value.update)(content)
+
+
+@contextmanager
+def untouched(model: nn.Module, mode: bool) -> Iterator[None]:
+    """Run the model in a mode, and leave it as it was: attributes, modes, buffers, random numbers."""
+    modules = list(model.modules())
+    modes = [(module, module.training) for module in modules]
+    buffers = [(buffer, copy.deepcopy(buffer)) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(), attributes_kept(modules):
+            if mode != model.training:
+                model.train(mode)
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for buffer, before in buffers:
+            buffer.copy_(before)
