@@ -127,7 +127,8 @@ class Call:
     layer: its name; empty for a function. number: of this layer's calls, or of the functions' that use any. takes: the
     values among its arguments. uses: the parameters and buffers by name. gives: how many values, those it changes in
     place included. changes: which of its arguments' tensors it changes -> which of its values that is. reads: it gives
-    plain Python. joined: it stays in one stage with all calls from this one on.
+    plain Python. joined: it stays in one stage with all calls from this one on. loose: those of ``uses`` that are not
+    the layer's own.
     """
 
     index: int
@@ -143,6 +144,7 @@ class Call:
     reads: bool = False
     random: bool = False
     joined: int | None = None
+    loose: tuple[str, ...] = ()
 
     @property
     def place(self) -> Place:
@@ -298,6 +300,7 @@ class _Recorder(TorchFunctionMode):
         if call.number and any(buffer._version != version for buffer, version in buffers):
             # what several calls count in buffers is counted in the calls' order
             call.joined = next(other.index for other in reversed(self._calls[:-1]) if other.layer == name)
+        call.loose = tuple(name for name in call.uses if name not in own)
         call.uses = tuple(dict.fromkeys([*call.uses, *own]))
         self._examples[call.index] = example
         return result
@@ -309,7 +312,7 @@ class _Recorder(TorchFunctionMode):
         number = 0
         if layer or uses:
             number = self._counts[layer] = self._counts.get(layer, -1) + 1
-        call = Call(len(self._calls), layer, number, function, takes, uses, 0, Pattern(result))
+        call = Call(len(self._calls), layer, number, function, takes, uses, 0, Pattern(result), loose=uses)
         self._calls.append(call)
         call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()
         through = {id(tensor) for tensor in taken} - {id(taken[position]) for position in changed}

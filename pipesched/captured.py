@@ -25,6 +25,8 @@ from pipesched.untouched import untouched
 __all__ = ["Captured", "Cut", "Replayed"]
 
 
+_BETWEEN = "(between layers)"
+
 #: The names of each stage's layers.
 Cut = tuple[tuple[str, ...], ...]
 
@@ -70,12 +72,10 @@ class Captured:
         """Raise ScheduleError for what stages of captured models cannot do, so far."""
         calls = self.captures[self.model.training].calls
         named = dict(self.model.named_parameters())
-        loose = [name for call in calls if not call.layer for name in call.uses if name in named]
         users = Counter(name for call in calls for name in _trained(call) if name in named)
         tied = [name for name, count in users.items() if count > 1]
         for wrong, rule, place in (
             (program.num_weights < program.num_stages, "stages of two directions are copies of an nn.Sequential's", ""),
-            (program.has_updates and loose, "updates in flight keep versions of layers' weights", loose[:1]),
             (updates and tied, "optimizer= updates each stage by itself", tied[:1]),
         ):
             if wrong:
@@ -174,9 +174,10 @@ class Replayed:
             mode: Replay(captured.model, captured.modules, captured.captures[mode], part, device, tied, last=last)
             for mode, part in self._parts.items()
         }
-        loose = [name for index in sorted(own.own) for name in calls[index].uses if not calls[index].layer]
-        if loose:
-            self.layers["(between layers)"] = _Loose(captured.model, loose)
+        self._loose: list[nn.Parameter] = []
+        if loose := [name for index in sorted(own.own) for name in calls[index].loose]:
+            self.layers[_BETWEEN] = _Loose(captured.model, loose)
+            self._loose += self.layers[_BETWEEN].parameters()
 
     def begin(self) -> None:
         """Choose the part of the model's mode."""
@@ -212,7 +213,9 @@ class Replayed:
         def call_own(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return call(name, number, self.layers[name], args, kwargs)
 
-        made, looks, output = self._replay.run(args, kwargs, received, looks, call_own, draw)
+        now = call(_BETWEEN, 0, self.layers[_BETWEEN], (), {}) if self._loose else ()
+        present = {own: tensor for own, tensor in zip(self._loose, now, strict=True) if tensor is not own}
+        made, looks, output = self._replay.run(args, kwargs, received, looks, present, call_own, draw)
         if self._last:
             return output
         return Apart(
@@ -229,7 +232,9 @@ class _Looks:
 
 
 class _Loose(nn.Module):
-    """Parameters and buffers that the code between layers uses, under names without dots."""
+    """Parameters and buffers that are no layer's own, under names without dots. Called as a layer it gives what stands
+    for the parameters now, such as an older version.
+    """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -239,6 +244,9 @@ class _Loose(nn.Module):
                 self.register_parameter(name.replace(".", "/"), parameters[name])
             else:
                 self.register_buffer(name.replace(".", "/"), buffers[name])
+
+    def forward(self) -> list[Tensor]:
+        return list(self.parameters())
 
 
 def _trained(call: Call) -> Sequence[str]:

@@ -68,15 +68,17 @@ class Replay(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         received: Mapping[Value, Any],
         looks: Mapping[Value, Look],
+        present: Mapping[nn.Parameter, Tensor],
         call: CallLayer,
         draw: Draw,
     ) -> tuple[dict[Value, Any], dict[Value, Look], Any]:
         """Run it for one micro-batch. received: what earlier stages gave. looks: of what they did not give.
 
-        call: calls a layer. draw: told before a function draws random numbers.
+        present: what stands for parameters that are no layer's own. call: calls a layer. draw: told before a function
+        draws random numbers.
         Returns (what is given to later stages, all looks, the output where this is the last stage).
         """
-        self._position, self._call, self._draw = 0, call, draw
+        self._position, self._present, self._call, self._draw = 0, present, call, draw
         self._made = {value: one for value, one in received.items() if value in self._wanted}
         self._looks = dict(looks)
         self._given: dict[Value, Any] = {self._roots.get(value, value): tensor for value, tensor in received.items()}
@@ -111,8 +113,7 @@ class Replay(TorchFunctionMode):
         if call.index in self._part.runs:
             if call.random:
                 self._draw(self._draws[call.index])
-            if call.uses:
-                args, kwargs = self._own((args, kwargs), call)
+            args, kwargs = self._own((args, kwargs), call)
             return self._ran(call, func(*args, **kwargs), args, kwargs)
         return self._left_out(call, args, kwargs)
 
@@ -145,8 +146,8 @@ class Replay(TorchFunctionMode):
         return self._ran(call, self._call(name, call.number, layer, args, kwargs), args, kwargs)
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
-        """The arguments of a call, with its own leaves of tied weights."""
-        given = self._tied.get(call.place)
+        """The arguments of a call, with its own leaves of tied weights, and the present version of others."""
+        given = {**self._present, **self._tied.get(call.place, {})} if call.uses else {}
         taken: tuple[Any, Any] = with_stand_ins(arguments, given) if given else arguments
         return taken
 

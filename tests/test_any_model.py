@@ -111,21 +111,21 @@ class Tied(nn.Module):
 
 
 class Loose(nn.Module):
-    """A parameter and a buffer that code uses after every block, an embedding that it uses as the head, and what no
-    call uses.
+    """A parameter and a buffer that code uses after every block, an embedding that it uses as the head, a parameter
+    that a late layer gets as an argument, and what no call uses.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.spare = nn.Parameter(torch.randn(3))
+        self.spare, self.gate = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(8))
         self.register_buffer("shift", torch.randn(8))
         self.embed, self.blocks = nn.Embedding(12, 8), nn.ModuleList(Block() for _ in range(5))
         self.scale, self.pooler = nn.Parameter(torch.rand(8)), nn.Linear(8, 8)
 
     def forward(self, text: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(text)
-        for block in self.blocks:
-            x = block(x * self.scale) + self.shift
+        for number, block in enumerate(self.blocks):
+            x = block(x * self.scale, self.gate if number == 4 else None) + self.shift
         return functional.cross_entropy(functional.linear(x, self.embed.weight).flatten(0, 1), labels.flatten())
 
 
@@ -365,33 +365,49 @@ def test_boundaries_are_layers_in_the_order_of_their_calls() -> None:
         assert pipe.plan.stages[1] == ("shared#2", "blocks.2", "shared#3", "shared#4")
 
 
+class Shift(nn.Module):
+    """A layer of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) + self.shift
+
+
 class Looped(nn.Module):
-    """The layers of a Sequential, called by code."""
+    """The layers of a Sequential, called by code, and between them what each third one does, with its parameter."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(layer for layer in layers if not isinstance(layer, Shift))
+        self.shifts = nn.ParameterList(layer.shift for layer in layers if isinstance(layer, Shift))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             x = layer(x)
+            x = x if number % 2 or not self.shifts else torch.tanh(x) + self.shifts[number // 2]
         return x
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw", "1f1b"])
 def test_updates_in_flight_are_those_of_the_same_layers_in_a_row(schedule: str) -> None:
     torch.manual_seed(0)
-    row = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))))
+    row = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), Shift(), nn.LayerNorm(8))))
     other = Looped(copy.deepcopy(row))
-    for model in (row, other):
-        options = {"optimizer": lambda params: torch.optim.Adam(params, lr=0.02), "boundaries": [3, 6]}
+    for model, boundaries in ((row, [3, 6]), (other, [2, 4])):
+        options = {"optimizer": lambda params: torch.optim.Adam(params, lr=0.02), "boundaries": boundaries}
         with Pipeline(
             model, FLOATS[:3], devices=["cpu"] * 3, loss_fn=square, schedule=schedule, num_microbatches=4, **options
         ) as pipe:
             for _ in range(6):
                 pipe.step(FLOATS, target=torch.ones(ROWS, 8))
             pipe.flush()
-    for one, two in zip(row.parameters(), other.parameters(), strict=True):
+    ways = [[layer.shift for layer in row if isinstance(layer, Shift)], list(other.shifts)]
+    ways[0] += [p for layer in row if not isinstance(layer, Shift) for p in layer.parameters()]
+    ways[1] += list(other.layers.parameters())
+    for one, two in zip(*ways, strict=True):
         assert torch.equal(one, two)
 
 
