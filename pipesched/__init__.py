@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipesched.bounds import lower_bound as lower_bound
     from pipesched.costs import Costs as Costs
     from pipesched.files import load_program as load_program
+    from pipesched.layered import graph_of as graph_of
     from pipesched.link_probe import probe_links as probe_links
     from pipesched.lowering import lower as lower
     from pipesched.order import Order as Order
@@ -56,6 +57,7 @@ _HOME = {
     "Shape": "order",
     "Span": "trace",
     "Trace": "trace",
+    "graph_of": "layered",
     "load_program": "files",
     "lower": "lowering",
     "lower_bound": "bounds",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import Parameter, signature
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -196,6 +197,21 @@ class Capture:
             if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):
                 values.update((call.index, place) for place in range(call.gives))
         return values
+
+    @cached_property
+    def crossing_bytes(self) -> list[int]:
+        """For each call: the bytes that cross where a stage begins with it."""
+        last: dict[Value, int] = {}
+        for call in self.calls:
+            if call.index not in self.free:
+                last.update(dict.fromkeys(call.takes, call.index))
+        last.update(dict.fromkeys(self.output, len(self.calls)))
+        changes = [0] * (len(self.calls) + 2)
+        for (index, place), user in last.items():
+            if index != INPUT and index not in self.free:
+                changes[index + 1] += self.nbytes[index, place]
+                changes[user + 1] -= self.nbytes[index, place]
+        return list(accumulate(changes))
 
     @cached_property
     def legal_cuts(self) -> list[int]:

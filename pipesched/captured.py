@@ -1,20 +1,21 @@
 """Captured: a model of any code as layers in the order of their calls, and the bodies of its stages."""
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor, nn
 
 from pipesched.body import Body, CallLayer, Draw
-from pipesched.capture import INPUT, Call, Capture, Value, named_leaves, positional, record, tensors_in
+from pipesched.capture import Call, Capture, Value, named_leaves, positional, record, tensors_in
 from pipesched.containers import Twin, find_layers
 from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
+from pipesched.flow import flow_of, gap, narrowest, unused, with_costs
 from pipesched.payload import Apart, pytree
 from pipesched.profiler import LayerCosts, measure_calls
 from pipesched.program import Program
@@ -60,7 +61,7 @@ class Captured:
         self.layers = {
             name: self.modules[call.layer]
             for position, (name, call) in enumerate(self.calls.items())
-            if position == 0 or all(_gap(capture, position) for capture in self.captures.values())
+            if position == 0 or all(gap(capture, position) for capture in self.captures.values())
         }
         self.parts = lru_cache(maxsize=1)(self._parts)
 
@@ -112,12 +113,18 @@ class Captured:
             costs[begin] = costs[begin] + own if begin in costs else own
         return costs
 
+    def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
+        """The layers as a graph, with what is known of their costs."""
+        capture, order = self.captures[self.model.training], list(self.calls)
+        begins = {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
+        return with_costs(flow_of(self.model, capture, begins), costs)
+
     def _parts(self, cut: Cut) -> dict[bool, list[Part]]:
         """By mode, what each stage runs."""
         order = list(self.calls)
         begins = [order.index(names[0]) for names in cut[1:]]
         return {
-            mode: cut_at(capture, [0, *(_narrowest(capture, position) for position in begins)])
+            mode: cut_at(capture, [0, *(narrowest(capture, position) for position in begins)])
             for mode, capture in self.captures.items()
         }
 
@@ -132,7 +139,8 @@ class Captured:
         """The stages' bodies. What no call uses lies in the stage of what is registered before it."""
         parts, edges = self.parts(cut), self.edges(cut)
         bodies = [Replayed(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
-        for stage, names in _unused(self.model, bodies).items():
+        held = [_tensors(body.layers.values()) for body in bodies]
+        for stage, names in unused(self.model, held).items():
             bodies[stage].layers["(never used)"] = _Loose(self.model, names)
         return bodies
 
@@ -254,53 +262,12 @@ def _trained(call: Call) -> Sequence[str]:
     return () if call.reads else call.uses
 
 
-def _unused(model: nn.Module, bodies: Sequence["Replayed"]) -> dict[int, list[str]]:
-    """The parameters and buffers that no stage has yet, by the stage of what is registered before each."""
-    stage_of = {
-        tensor: stage
-        for stage, body in enumerate(bodies)
-        for layer in body.layers.values()
-        for tensor in (*layer.parameters(), *layer.buffers())
-    }
-    unused: dict[int, list[str]] = {}
-    stage = 0
-    for prefix, module in model.named_modules():
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if tensor in stage_of:
-                stage = stage_of[tensor]
-            else:
-                stage_of[tensor] = stage
-                unused.setdefault(stage, []).append(f"{prefix}.{name}" if prefix else name)
-    return unused
+def _tensors(layers: Iterable[nn.Module]) -> list[Tensor]:
+    return [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
 
 
 def _unit(call: Call) -> str:
     return f"{call.layer}#{call.number + 1}" if call.number else call.layer
-
-
-def _gap(capture: Capture, position: int) -> list[int]:
-    """Where a stage that begins with the position-th layer call may begin: after the layer call before it."""
-    legal, (before, own) = capture.legal_cuts, capture.layer_calls[position - 1 : position + 1]
-    first, last = before.index + 1, own.index
-    return legal[bisect_left(legal, first) : bisect_left(legal, last + 1)]
-
-
-def _narrowest(capture: Capture, position: int) -> int:
-    """Where in the gap before a layer the fewest bytes cross; the latest of several."""
-    free = capture.free
-    last: dict[Value, int] = {}
-    for call in capture.calls:
-        if call.index not in free:
-            last.update(dict.fromkeys(call.takes, call.index))
-
-    def crossing(begin: int) -> int:
-        return sum(
-            capture.nbytes[value]
-            for value, user in last.items()
-            if value[0] != INPUT and value[0] not in free and value[0] < begin <= user
-        )
-
-    return min(reversed(_gap(capture, position)), key=crossing)
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:

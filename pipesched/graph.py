@@ -1,16 +1,13 @@
-"""Graph: a model -> its layers, as a networkx graph with the layers' own names."""
+"""Graph: what a model is made of: layers in a row, hooks, norms over rows."""
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
-import networkx as nx
 from torch import nn
 
 from pipesched.errors import GraphError
 
 __all__ = [
-    "chain_graph",
     "check_hooks",
     "hooks_of",
     "is_in_a_row",
@@ -43,14 +40,6 @@ def check_hooks(model: nn.Module) -> None:
             f"layers are called one by one, the model itself is not; it has {len(hooks)} hooks that would never "
             f"run; register them on its first or last layer"
         )
-
-
-def chain_graph(layers: dict[str, nn.Module]) -> "nx.DiGraph[str]":
-    """Layers that feed each other in a row, as a graph."""
-    graph: nx.DiGraph[str] = nx.DiGraph()
-    graph.add_nodes_from(layers)
-    graph.add_edges_from(pairwise(layers))
-    return graph
 
 
 def normalised_over_rows(model: nn.Module) -> list[str]:

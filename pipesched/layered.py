@@ -4,18 +4,23 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
+import networkx as nx
 import torch
 from torch import nn
 
+from pipesched.arguments import as_call
 from pipesched.body import Body, Chain
+from pipesched.capture import record
 from pipesched.captured import Captured, Cut
 from pipesched.errors import ModelTypeError
+from pipesched.flow import flow_of, row_of, with_costs
 from pipesched.graph import check_hooks, is_in_a_row, layers_of
 from pipesched.profiler import LayerCosts, measure_layers
 from pipesched.program import Program
 from pipesched.ties import Ties, Use
+from pipesched.untouched import untouched
 
-__all__ = ["Layered", "layered"]
+__all__ = ["Layered", "graph_of", "layered"]
 
 
 class Layered(Protocol):
@@ -33,6 +38,9 @@ class Layered(Protocol):
 
     def measure(self, device: torch.device, intra_op_threads: int) -> dict[str, LayerCosts]:
         """What each layer costs."""
+
+    def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
+        """The layers as a graph, with what was measured of them, or nothing; see ``graph_of``."""
 
     def edges(self, cut: Cut) -> list[tuple[int, int]]:
         """Which stage gives to which."""
@@ -54,12 +62,29 @@ def layered(model: Any, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> Layer
     return Captured(model, sample)
 
 
+def graph_of(model: nn.Module, sample: Any, *, measured: bool = True, device: Any = "cpu") -> "nx.DiGraph[str]":
+    """The layers of a model as a graph, as they are cut into stages.
+
+    sample: one micro-batch, as for ``Pipeline``. Nodes are layers with which a stage may begin, under their names and
+    in the order of their calls: a layer's second call is ``name#2``; what runs between layers belongs to one of them.
+    Nodes have ``parameters`` and ``buffers`` (their names in the model; a tied one is in several nodes),
+    ``num_parameters``, ``parameter_bytes``, and ``output_bytes`` (what later layers use, and the model's output). An
+    edge leads from a layer to one that uses what it gives: ``bytes``, and ``tensors``, the bytes of each by a name: a
+    tensor that several layers use has one name. What every stage computes by itself, such as masks, makes no edge.
+    measured: each layer is run several times on ``device``, by one thread: nodes then also have ``forward_s``,
+    ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and ``activation_bytes`` (held from forward to backward).
+    `pipesched.partition` cuts such a graph. The model is left as it was. Raises GraphError, ModelTypeError.
+    """
+    known = layered(model, as_call(sample))
+    return known.graph(known.measure(torch.device(device), 1) if measured else {})
+
+
 class InARow:
     """An nn.Sequential whose layers share nothing."""
 
     def __init__(self, model: nn.Sequential, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         self.layers = layers_of(model)
-        self._sample = sample
+        self._model, self._sample = model, sample
 
     def check(self, program: Program, *, updates: bool) -> None:
         """Nothing: its stages can do everything."""
@@ -70,6 +95,13 @@ class InARow:
 
     def measure(self, device: torch.device, intra_op_threads: int) -> dict[str, LayerCosts]:
         return measure_layers(self.layers, self._sample, device, intra_op_threads)
+
+    def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
+        if costs:
+            return with_costs(row_of(self._model, self.layers, costs), costs)
+        with untouched(self._model, self._model.training), torch.no_grad():
+            capture = record(self._model, self.layers, *self._sample)
+        return flow_of(self._model, capture, {call.layer: call.index for call in capture.layer_calls})
 
     def edges(self, cut: Cut) -> list[tuple[int, int]]:
         return list(pairwise(range(len(cut))))

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import networkx as nx
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 from pipesched.bounds import program_bound
 from pipesched.costs import Costs
 from pipesched.executors.local import Timeline
-from pipesched.graph import chain_graph
 from pipesched.layered import Layered
 from pipesched.lowering import CheckpointMode
 from pipesched.plan import Plan
@@ -152,7 +151,4 @@ class Observed(Wrapped):
         return self._profile
 
     def _measured_graph(self) -> "nx.DiGraph[str]":
-        graph = chain_graph(self._layers)
-        for name, costs in self._profiled().items():
-            graph.nodes[name].update(asdict(costs))
-        return graph
+        return self._layered.graph(self._profiled())

@@ -50,8 +50,9 @@ def partition(
     """Cut a graph of layers into at most ``num_stages`` non-empty stages with the smallest bottleneck.
 
     graph: nodes with ``forward_s`` and ``backward_s`` (seconds), and where they count ``output_bytes``,
-    ``parameter_bytes`` and ``activation_bytes`` (held for each micro-batch in flight; the output unless given); edges
-    from producer to consumer.
+    ``parameter_bytes``, ``num_parameters`` and ``activation_bytes`` (held for each micro-batch in flight; the output
+    unless given); edges from producer to consumer. What an edge carries is the producer's output, unless it has
+    ``tensors``: the bytes of each by a name; one that several consumers of a layer name is one.
     communication: "none"; "overlap": a cut's link carries its tensors there and their gradients back while ranks
     compute, and the bottleneck is the slowest of all stages and links (PipeDream, Narayanan et al. 2019); "serial": a
     stage also waits while what crosses its two cuts is sent. A cut costs latency_s and the bytes that cross it over

@@ -47,8 +47,24 @@ def ideals(graph):
     return sorted(found, key=len)
 
 
+def named_tensors(rng, graph):
+    """The graph with edges that say which tensors they stand for: of each layer up to three, each to some behind it."""
+    for layer in graph:
+        sizes = {f"tensor{i}": rng.choice([0, 1, 2, 4]) for i in range(3)}
+        for consumer in graph.successors(layer):
+            if rng.random() < 0.8:
+                named = rng.sample(sorted(sizes), rng.randrange(4))
+                graph.edges[layer, consumer]["tensors"] = {name: sizes[name] for name in named}
+    return graph
+
+
 def sent(graph, ideal):
-    return sum(graph.nodes[u]["output_bytes"] for u in ideal if any(v not in ideal for v in graph.successors(u)))
+    crossing = {}
+    for u, v, tensors in graph.out_edges(ideal, data="tensors"):
+        if v not in ideal:
+            given = {"output": graph.nodes[u]["output_bytes"]} if tensors is None else tensors
+            crossing.update({(u, name): size for name, size in given.items()})
+    return sum(crossing.values())
 
 
 def best(

@@ -5,7 +5,7 @@ The hosts are network namespaces. Where there can be none the tests are skipped,
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +15,9 @@ import networkx as nx
 import pytest
 import torch
 
-from pipesched import partition, schedules, simulate
-from pipesched.graph import chain_graph, layers_of
+from pipesched import graph_of, partition, schedules, simulate
 from pipesched.links import Links
-from pipesched.profiler import LayerCosts, measure_layers, stage_costs
+from pipesched.profiler import LayerCosts, stage_costs
 
 SLOW, SLOW_BYTES_PER_S = (1, 2), 2.5e6
 
@@ -55,17 +54,14 @@ def test_the_probe_finds_the_slow_link(links: Links) -> None:
 @pytest.fixture(scope="module")
 def layers() -> "nx.DiGraph[str]":
     """The model's layers with their measured costs."""
-    named = layers_of(job.sleeping_model())
-    graph = chain_graph(named)
-    for name, costs in measure_layers(named, ((torch.ones(1, 1),), {}), torch.device("cpu"), 1).items():
-        graph.nodes[name].update(asdict(costs))
-    return graph
+    return graph_of(job.sleeping_model(), torch.ones(1, 1))
 
 
 def predicted(layers: "nx.DiGraph[str]", links: Links | None) -> list[float]:
     """The simulated step of each cut, in seconds."""
     program = schedules.get("1f1b").program(4, job.MICROBATCHES)
-    each = [LayerCosts(**costs) for _, costs in layers.nodes(data=True)]
+    names = [field.name for field in fields(LayerCosts)]
+    each = [LayerCosts(**{name: costs[name] for name in names}) for _, costs in layers.nodes(data=True)]
     stages = [[each[start:end] for start, end in pairwise((0, *cut, len(each)))] for cut in job.CUTS]
     return [simulate(program, replace(stage_costs(parts), links=links)).makespan_s for parts in stages]
 

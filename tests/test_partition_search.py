@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_graphs import branches, chain, residual, u_net, weights_as_layers
-from partition_oracle import best, random_chain, random_graph, sent
+from partition_oracle import best, named_tensors, random_chain, random_graph, sent
 from random_programs import quick
 
 from pipesched import partition, placement
@@ -73,6 +73,8 @@ def check(graph, num_stages, **asked):
 def test_chains_and_graphs_with_communication(seed, data):
     rng = random.Random(seed)
     graph = rng.choice([random_chain, random_graph])(rng, rng.randint(1, 7), rng.choice([0.1, 0.3, 0.6]))
+    if data.draw(st.booleans()):
+        named_tensors(rng, graph)
     num_stages = data.draw(st.integers(1, 4))
     check(graph, num_stages, **data.draw(wishes(num_stages, plain=True)))
 
@@ -211,13 +213,19 @@ def test_a_partition_explains_itself():
     found = partition(small_chain(), 3)
     assert str(found) == found.explain()
     assert found.explain().splitlines() == [
-        "stage  rank  layers  first .. last       time  parameters  memory     in    out",
-        "    0     0       2  embedding .. first   3 s       2 KiB  12 KiB    0 B  2 KiB",
-        "    1     1       1  second               4 s       1 KiB   6 KiB  2 KiB  2 KiB",
-        "    2     2       1  head                 3 s       1 KiB   6 KiB  2 KiB    0 B",
+        "stage  rank  layers  first .. last       time  parameters  activations  memory     in    out",
+        "    0     0       2  embedding .. first   3 s       2 KiB        4 KiB  12 KiB    0 B  2 KiB",
+        "    1     1       1  second               4 s       1 KiB        2 KiB   6 KiB  2 KiB  2 KiB",
+        "    2     2       1  head                 3 s       1 KiB        2 KiB   6 KiB  2 KiB    0 B",
         "bottleneck: stage 1 (second), 4 s: the best there is",
         "why: the layer second alone takes 4 s",
     ]
+
+
+def test_layers_that_say_how_many_parameters_they_have_are_counted():
+    graph = small_chain()
+    graph.nodes["first"]["num_parameters"] = 1_234_567
+    assert "1.23 M, 2 KiB" in partition(graph, 3).explain()
 
 
 def test_why_a_bottleneck_of_several_layers_cannot_be_better():

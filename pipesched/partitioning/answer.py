@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-__all__ = ["Partition", "StageSummary", "quote_bytes", "quote_time", "span"]
+__all__ = ["Partition", "StageSummary", "quote_bytes", "quote_count", "quote_time", "span"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class StageSummary:
     """One stage: its rank, its first and last layer, and how many it has.
 
     time_s: of forward and backward together, on its rank, with transfers that it waits for. parameter_bytes: without
-    copies. memory_bytes: with copies and all micro-batches in flight. bytes_in, bytes_out: over its two cuts, forward.
+    copies. activation_bytes: held for all micro-batches in flight. memory_bytes: these and parameters with copies.
+    bytes_in, bytes_out: over its two cuts, forward. num_parameters: 0 where layers do not say how many they have.
     """
 
     rank: int
@@ -22,9 +23,11 @@ class StageSummary:
     num_layers: int
     time_s: float
     parameter_bytes: int
+    activation_bytes: int
     memory_bytes: int
     bytes_in: int
     bytes_out: int
+    num_parameters: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,17 @@ class Partition:
     __str__ = explain
 
 
-_HEAD = ("stage", "rank", "layers", "first .. last", "time", "parameters", "memory", "in", "out")
+_HEAD = ("stage", "rank", "layers", "first .. last", "time", "parameters", "activations", "memory", "in", "out")
 _LEFT = ("first .. last",)
 
 
 def _row(stage: int, summary: StageSummary) -> tuple[str, ...]:
-    sizes = (summary.parameter_bytes, summary.memory_bytes, summary.bytes_in, summary.bytes_out)
+    sizes = (summary.activation_bytes, summary.memory_bytes, summary.bytes_in, summary.bytes_out)
     numbers = (str(stage), str(summary.rank), str(summary.num_layers))
-    return (*numbers, span([summary.first, summary.last]), quote_time(summary.time_s), *map(quote_bytes, sizes))
+    count = f"{quote_count(summary.num_parameters)}, " if summary.num_parameters else ""
+    parameters = count + quote_bytes(summary.parameter_bytes)
+    layers = span([summary.first, summary.last])
+    return (*numbers, layers, quote_time(summary.time_s), parameters, *map(quote_bytes, sizes))
 
 
 def span(layers: Sequence[Any]) -> str:
@@ -101,6 +107,14 @@ def quote_time(time_s: float) -> str:
         if time_s * per_s >= 1 or unit == "us":
             return f"{time_s * per_s:.4g} {unit}" if time_s else "0"
     return ""
+
+
+def quote_count(count: int) -> str:
+    """A number to three digits, of thousands, millions or billions."""
+    for unit, each in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= each:
+            return f"{count / each:.3g} {unit}"
+    return str(count)
 
 
 def quote_bytes(size: float) -> str:

@@ -72,13 +72,14 @@ class Blocks:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """The outputs of layers that other blocks use."""
+        """What layers give to other blocks."""
+        tensors, block_of = self.layers.tensors, self.block_of
+        makers = block_of[tensors.makers]
         users: dict[int, set[int]] = {}
-        for tail, head in zip(self.layers.tails.tolist(), self.layers.heads.tolist(), strict=True):
-            if self.block_of[tail] != self.block_of[head]:
-                users.setdefault(tail, set()).add(int(self.block_of[head]))
-        sizes = self.layers.output_bytes
-        return [Tensor(int(self.block_of[u]), tuple(sorted(users[u])), int(sizes[u])) for u in sorted(users)]
+        for tensor, block in zip(tensors.used.tolist(), block_of[tensors.users].tolist(), strict=True):
+            if makers[tensor] != block:
+                users.setdefault(tensor, set()).add(block)
+        return [Tensor(int(makers[t]), tuple(sorted(users[t])), int(tensors.sizes[t])) for t in sorted(users)]
 
     @property
     def is_chain(self) -> bool:
@@ -202,11 +203,13 @@ def cuts_of(blocks: Blocks, order: Sequence[int]) -> Cuts:
     place = np.empty(count, np.int64)
     place[np.asarray(order)] = np.arange(count)
     at = place[blocks.block_of]
-    last = at.copy()  # where each layer's output is used last
-    np.maximum.at(last, layers.tails, at[layers.heads])
+    tensors = layers.tensors
+    made = at[tensors.makers]
+    last = made.copy()  # where each tensor is used last
+    np.maximum.at(last, tensors.used, at[tensors.users])
     crossing = np.zeros(count + 1, np.int64)
-    np.add.at(crossing, at + 1, layers.output_bytes)
-    np.subtract.at(crossing, last + 1, layers.output_bytes)
+    np.add.at(crossing, made + 1, tensors.sizes)
+    np.subtract.at(crossing, last + 1, tensors.sizes)
 
     def before(of_layers: Ints) -> Ints:
         sums = np.zeros(count + 1, np.int64)

@@ -78,17 +78,19 @@ def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
 def _summaries(cut: _Cut, stages: list[list[Any]]) -> Iterator[StageSummary]:
     layers, cuts = cut.problem.blocks.layers, cut.cuts
     for names, (slot, begin, end) in zip(stages, cut.stages, strict=True):
-        memory = slot.memory(cuts)
+        memory, held, own = slot.memory(cuts), slot.in_flight * cuts.activation_bytes, cut.layers(begin, end)
         yield StageSummary(
             rank=slot.rank,
             first=names[0],
             last=names[-1],
             num_layers=len(names),
             time_s=layers.seconds(cut.time(slot, begin, end)),
-            parameter_bytes=int(layers.parameter_bytes[cut.layers(begin, end)].sum()),
+            parameter_bytes=int(layers.parameter_bytes[own].sum()),
+            activation_bytes=int(held[end] - held[begin]),
             memory_bytes=int(memory[end] - memory[begin]),
             bytes_in=int(cuts.sent_bytes[begin]),
             bytes_out=int(cuts.sent_bytes[end]),
+            num_parameters=int(layers.num_parameters[own].sum()),
         )
 
 

@@ -12,30 +12,41 @@ from pipesched.columns import Ints
 from pipesched.errors import PartitionError, ScheduleError
 from pipesched.links import Link, check_times
 
-__all__ = ["Layers", "numbers", "read", "ticks_per_s"]
+__all__ = ["Layers", "Tensors", "numbers", "read", "ticks_per_s"]
 
 _FINEST = 10**12  # whole numbers of picoseconds, so that sums are exact and ties are ties
 _MOST = 2**60  # ticks in all; leaves room in 64 bits
 
 
 @dataclass(frozen=True)
+class Tensors:
+    """What layers give: the layer that makes each, and its bytes; and the uses: of which tensor, by which layer."""
+
+    makers: Ints
+    sizes: Ints
+    used: Ints
+    users: Ints
+
+
+@dataclass(frozen=True)
 class Layers:
     """Layers in topological order, with edges from ``tails`` to ``heads`` (positions).
 
-    ticks: forward and backward time, ``ticks_per_s`` to the second. output_bytes, parameter_bytes: of each layer.
+    ticks: forward and backward time, ``ticks_per_s`` to the second. parameter_bytes, num_parameters: of each layer.
     state_bytes: the parameters with all that an optimizer keeps of them. activation_bytes: what a layer holds for
-    each micro-batch in flight.
+    each micro-batch in flight. tensors: what layers give to others.
     """
 
     names: list[Any]
     ticks: Ints
     ticks_per_s: int
-    output_bytes: Ints
     parameter_bytes: Ints
+    num_parameters: Ints
     state_bytes: Ints
     activation_bytes: Ints
     tails: Ints
     heads: Ints
+    tensors: "Tensors"
 
     def __len__(self) -> int:
         return len(self.names)
@@ -74,6 +85,7 @@ def read(
 ) -> Layers:
     """The layers of a graph with the attributes ``needed`` besides times; others that are not there count as 0.
 
+    A layer gives its output to all behind it, unless edges say which ``tensors`` they stand for: names, and bytes.
     link: what is between stages. scale: what times are multiplied with before they are compared. Raises
     PartitionError for a graph with a cycle, without layers, or with an attribute missing or of no finite number.
     """
@@ -87,18 +99,45 @@ def read(
     nodes = [attributes[name] for name in names]
     forward, backward = (_column(names, nodes, name, required=True) for name in ("forward_s", "backward_s"))
     times = forward + backward
-    outputs, parameters = (
-        _column(names, nodes, name, required=name in needed) for name in ("output_bytes", "parameter_bytes")
+    along: list[tuple[Any, Any, Any]] = list(graph.edges.data("tensors"))
+    named = any(tensors is not None for _, _, tensors in along)
+    outputs, parameters, counts = (
+        _column(names, nodes, name, required=name in needed and not (named and name == "output_bytes"))
+        for name in ("output_bytes", "parameter_bytes", "num_parameters")
     )
     held = [node.get("activation_bytes", node.get("output_bytes", 0)) for node in nodes]
     activations = numbers(held, "activation_bytes of layer")
-    crossing = 2 * (link.latency_s + link.byte_s * float(outputs.sum()))
+    tensors = Tensors(np.arange(len(names)), _whole(outputs), tails, heads)
+    if named:
+        tensors = _named_tensors(names, along, outputs)
+    crossing = 2 * (link.latency_s + link.byte_s * float(tensors.sizes.sum()))
     per_s = ticks_per_s(float(times.sum()) + crossing, scale)
     states = np.ceil(parameters * weight_copies)
-    ticks, output, parameter, state, activation = (
-        np.rint(values).astype(np.int64) for values in (times * per_s, outputs, parameters, states, activations)
-    )
-    return Layers(names, ticks, per_s, output, parameter, state, activation, tails, heads)
+    ticks, parameter, count, state, activation = map(_whole, (times * per_s, parameters, counts, states, activations))
+    return Layers(names, ticks, per_s, parameter, count, state, activation, tails, heads, tensors)
+
+
+def _whole(values: NDArray[np.float64]) -> Ints:
+    return np.rint(values).astype(np.int64)
+
+
+def _named_tensors(
+    names: Sequence[Any], along: Sequence[tuple[Any, Any, Mapping[Any, float] | None]], outputs: NDArray[np.float64]
+) -> Tensors:
+    """The tensors that edges name; on an edge that names none, the producer's output."""
+    place = {name: position for position, name in enumerate(names)}
+    sizes: dict[tuple[int, Any], float] = {}
+    uses: list[tuple[tuple[int, Any], int]] = []
+    for tail, head, tensors in along:
+        maker = place[tail]
+        for name, size in ({None: outputs[maker]} if tensors is None else tensors).items():
+            sizes.setdefault((maker, name), size)
+            uses.append(((maker, name), place[head]))
+    number = {tensor: position for position, tensor in enumerate(sizes)}
+    makers = np.array([maker for maker, _ in sizes], np.int64)
+    used = np.array([number[tensor] for tensor, _ in uses], np.int64)
+    users = np.array([user for _, user in uses], np.int64)
+    return Tensors(makers, _whole(numbers(list(sizes.values()), "the bytes of tensor")), used, users)
 
 
 def _ordered(graph: "nx.DiGraph[Any]") -> tuple[list[Any], Ints, Ints]:
