@@ -23,8 +23,8 @@ class Body(Protocol):
     late_inputs: bool
 
     @property
-    def layers(self) -> Mapping[str, nn.Module]:
-        """The layers that it calls, by name."""
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers that it calls, by name; who replaces one before the first run puts it there."""
 
     def begin(self) -> None:
         """A step begins: modes and flags of the model may have changed."""

@@ -33,6 +33,7 @@ from pipesched.program import Program
 from pipesched.replicas import Replicas
 from pipesched.sites import InProcess, Inputs, OverMesh, site_for
 from pipesched.stage import Stage
+from pipesched.stage_module import Wrap, wrapped_bodies
 from pipesched.stream import Stream
 from pipesched.ties import Ties
 from pipesched.updates import give_optimizers
@@ -63,7 +64,8 @@ class Pipeline(Observed):
     all or one for each; None passes an argument whole. batch_norm: running statistics of BatchNorm move with each
     "micro-batch", or once a "mini-batch", as by one forward over all of it; normalised is each micro-batch by itself.
     intra_op_threads: of each rank, 1 unless given. seed: of all random numbers; the default generator's unless given.
-    plan: a saved Plan, instead of all choices.
+    plan: a saved Plan, instead of all choices. wrap: (stage_module, stage) -> the module that the stage runs: itself,
+    changed in place, as by ``fully_shard`` or by adapters in its layers, or one around it.
     optimizer: params -> torch.optim.Optimizer, called once for each stage with its parameters (a loss module's are the
     last stage's): each rank updates its stages at its own end of a step, and clears their gradients; asynchronous
     schedules, which update on their way, need one.
@@ -89,6 +91,7 @@ class Pipeline(Observed):
         loss_weight: Callable[..., Any] | None = None,
         loss_reduction: LossReduction = "mean",
         split_dims: SplitDims = 0,
+        wrap: Wrap | None = None,
         batch_norm: BatchNormMode = "micro-batch",
         intra_op_threads: int = 1,
         seed: int | None = None,
@@ -134,16 +137,20 @@ class Pipeline(Observed):
         self._replicas = Replicas(self._site)
         self._norms = MiniBatchNorms(batch_norm, self._site)
         self._norms.check(model, program, streams=self._programs.streams)
-        self._stages = self._build_stages(program)
+        if wrap is not None:
+            self._profile = self._site.agreed(self._profiled)  # layers may be sharded from here on
+        self._stages = self._build_stages(program, wrap)
         self._optimizers = {} if optimizer is None else give_optimizers(optimizer, self._stages)
         self._site.start()
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self._step = 0
 
-    def _build_stages(self, program: Program) -> dict[int, Stage]:
+    def _build_stages(self, program: Program, wrap: Wrap | None) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}
         devices = [self.devices[program.placement[index]] for index in range(program.num_weights)]
-        self._bodies = bodies = self._layered.bodies(self._cut, devices, self._ties)
+        bodies = self._layered.bodies(self._cut, devices, self._ties)
+        holds, tied = self._site.holds, self._ties.parameters
+        self._bodies = bodies = wrapped_bodies(wrap, self.model, self._layers, bodies, program, devices, holds, tied)
         for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
             rank, last = program.placement[index], not program.graph.consumers[index]
             device, body = self.devices[rank], bodies[part]
@@ -380,7 +387,8 @@ class Pipeline(Observed):
         if not isinstance(self._site, OverMesh):
             return self.state_dict()
         merged = {name: value for own in self._site.executor.exchange(self.state_dict()) for name, value in own.items()}
-        return {name: merged[name] for name in self._all_state() if name in merged}
+        names = [*self._all_state(), *merged]  # the model's order; then what wrap has added on other ranks
+        return {name: merged[name] for name in names if name in merged}
 
     def _settle(self) -> None:
         self.flush()

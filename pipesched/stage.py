@@ -81,6 +81,7 @@ class Stage:
         self.optimizer: torch.optim.Optimizer | None = None
         self.weights: Weights | None = None
         self._saved: dict[int, _Saved] = {}
+        self._splits = True
         self._feed = Feed(0, 0, [])
         self._modifies_input: bool | None = None
         self._random = KeyedRandom(device)
@@ -104,6 +105,7 @@ class Stage:
         self._saved.clear()
         self._feed = feed
         self.body.begin()
+        self._splits = all(type(parameter) is nn.Parameter for parameter in self.parameters)  # none is sharded
         self.weights = None if uses is None else Weights(self.modules, uses)
         self._deferral.begin(None if self.weights is None else self.weights.live)
 
@@ -304,6 +306,7 @@ class Stage:
         return {**saved.weights.get(name, _NOTHING), **(saved.buffers or _NOTHING).get(name, _NOTHING), **ties}
 
     def _run_keeping(self, saved: _Saved, arrived: Payload, split: bool) -> Any:
+        split = split and self._splits
         saved.deferred = split and self._deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self._deferral.learning)
         value = self._run(saved, arrived, noted)

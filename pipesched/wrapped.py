@@ -74,7 +74,9 @@ class Wrapped:
 
         Under a mesh a rank's own state suffices, and of the whole model's it uses that.
         """
-        state = {**{name: value for name, value in self._all_state().items() if not self._is_own(name)}, **state}
+        known = self._all_state()
+        state = {name: value for name, value in state.items() if name in known or self._is_own(name)}
+        state = {**{name: value for name, value in known.items() if not self._is_own(name)}, **state}
         modules = self._modules()
         loss = {name: value for name, value in state.items() if len(modules) > 1 and name.startswith(_LOSS_PREFIX)}
         self.model.load_state_dict({name: value for name, value in state.items() if name not in loss}, strict)
