@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import networkx as nx
@@ -224,7 +224,9 @@ def cut_layers(
     if boundaries is not None:
         starts = starts_of(boundaries, layers)
     elif 1 < num_stages < len(layers):
-        starts = [layers.index(stage[0]) for stage in partition(measured(), num_stages).stages]
+        graph = measured()
+        graph.add_edges_from(pairwise(layers))  # stages follow the order in which the model's code calls them
+        starts = [layers.index(stage[0]) for stage in partition(graph, num_stages).stages]
     else:
         starts = list(range(num_stages))
     if len(starts) != num_stages:
