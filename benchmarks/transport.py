@@ -23,8 +23,9 @@ from pipesched import lower, schedules
 from pipesched.actions import Lane
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import Work
+from pipesched.executors.ports import Ports
 from pipesched.executors.sockets import SocketPort, own_host
-from pipesched.executors.wire import Ports, Wire
+from pipesched.executors.wire import Wire
 from pipesched.feed import Feed
 from pipesched.payload import Payload
 

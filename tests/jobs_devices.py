@@ -22,7 +22,7 @@ from pipesched import Costs, schedules
 from pipesched.executors import connections
 from pipesched.executors.device_wire import Links, channels_of
 from pipesched.executors.distributed import DistributedExecutor
-from pipesched.executors.wire import ConnectionLostError
+from pipesched.executors.ports import ConnectionLostError
 from pipesched.lowering import lower
 from pipesched.payload import Payload
 

@@ -8,35 +8,57 @@ from typing import Any
 from torch import Tensor
 
 from pipesched.executors.distributed import DistributedExecutor
-from pipesched.executors.wire import Port, Ports
+from pipesched.executors.ports import Ports
 from pipesched.link_probe import measure_links
 from pipesched.links import Links
+
+
+class Delivery:
+    """A message on its way."""
+
+    def __init__(self, due_s: float, send: Any, message: Any) -> None:
+        self.due_s, self.send, self.message = due_s, send, message
+        self.made = threading.Event()
+
+    def wait(self) -> None:
+        self.made.wait()
 
 
 class Delayed:
     """A port whose messages to some ranks stay on the way for a while; each channel keeps its order."""
 
-    def __init__(self, port: Port, delay_s: dict[int, float]) -> None:
+    def __init__(self, port: Any, delay_s: dict[int, float]) -> None:
         self._port, self._delay_s = port, delay_s
         self._under_way: SimpleQueue[Any] = SimpleQueue()
         self._thread = threading.Thread(target=self._deliver, daemon=True)
         self._thread.start()
+        if hasattr(port, "reader"):
+            self.reader = port.reader
+        else:
+            self.recv = port.recv
+
+    def sender(self, to: int, tag: int, /) -> Any:
+        send = self._port.sender(to, tag)
+        if to not in self._delay_s:
+            return send
+        return lambda parts, nbytes: self._put(to, send, [b"".join(parts)], nbytes)
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Any:
         if to not in self._delay_s:
             return self._port.send(tensors, to, tag)
-        self._under_way.put((time.monotonic() + self._delay_s[to], [one.clone() for one in tensors], to, tag))
-        return None
+        return self._put(to, self._port.send, [one.clone() for one in tensors], to, tag)
 
-    def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Any:
-        return self._port.recv(tensors, from_, tag)
+    def _put(self, to: int, send: Any, *message: Any) -> "Delivery":
+        delivery = Delivery(time.monotonic() + self._delay_s[to], send, message)
+        self._under_way.put(delivery)
+        return delivery
 
     def _deliver(self) -> None:
-        while (message := self._under_way.get()) is not None:
-            due_s, *sent = message
-            time.sleep(max(0, due_s - time.monotonic()))
-            if (work := self._port.send(*sent)) is not None:
+        while (delivery := self._under_way.get()) is not None:
+            time.sleep(max(0, delivery.due_s - time.monotonic()))
+            if (work := delivery.send(*delivery.message)) is not None:
                 work.wait()
+            delivery.made.set()
 
     def close(self) -> None:
         self._under_way.put(None)

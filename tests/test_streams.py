@@ -16,8 +16,8 @@ from pipesched.executors import connections, device_wire, local
 from pipesched.executors.courier import Courier
 from pipesched.executors.device_wire import Nccl
 from pipesched.executors.distributed import DistributedExecutor
+from pipesched.executors.ports import ConnectionLostError
 from pipesched.executors.streams import CudaLane, lane_for
-from pipesched.executors.wire import ConnectionLostError
 from pipesched.testing import reference_step
 
 CPU = torch.device("cpu")

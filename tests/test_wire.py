@@ -1,6 +1,7 @@
 """The two ends of a channel foresee the same, however a run comes to either of them in parts."""
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,19 +14,44 @@ from pipesched.payload import Payload
 
 
 class Memory:
-    """A port within the process; a message that is longer than the memory that waits for it is an error."""
+    """A port within the process, for short messages or for long ones."""
 
     def __init__(self) -> None:
         self.sent: dict[int, deque[bytes]] = defaultdict(deque)
 
-    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> None:
-        self.sent[tag].append(b"".join(tensor.numpy().tobytes() for tensor in tensors))
+    def sender(self, to: int, tag: int, /) -> Any:
+        def send(parts: Sequence[Any], nbytes: int) -> None:
+            self.sent[tag].append(b"".join(parts))
+            assert len(self.sent[tag][-1]) == nbytes
+
+        return send
+
+    def reader(self, from_: int, tag: int, /) -> Any:
+        def read(into: memoryview) -> None:
+            data = self.sent[tag].popleft()
+            into[:] = data[: len(into)]
+            if len(data) > len(into):
+                self.sent[tag].appendleft(data[len(into) :])
+
+        return read
+
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Any:
+        (tensor,) = tensors
+        self.sent[tag].append(tensor.numpy().tobytes())
+        return Done()
 
     def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Any:
         return Read(self.sent[tag], tensors[0])
 
 
+class Done:
+    def wait(self) -> None:
+        """It is."""
+
+
 class Read:
+    """A message that is longer than the memory that waits for it is an error."""
+
     def __init__(self, sent: deque[bytes], memory: Tensor) -> None:
         self.sent, self.memory = sent, memory
 

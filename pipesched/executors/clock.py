@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.executors.wire import ConnectionLostError
+from pipesched.executors.ports import ConnectionLostError
 
 __all__ = ["clock_offset"]
 

@@ -41,13 +41,14 @@ from pipesched.actions import Kind
 from pipesched.errors import ExecutionError
 from pipesched.executors.book import Book
 from pipesched.executors.forms import Form, Packed, describe
-from pipesched.executors.wire import Ends, Port, awaited, lost
+from pipesched.executors.ports import ShortPort, lost
+from pipesched.executors.wire import Ends
 from pipesched.program import Program
 
 __all__ = ["Channel", "Link", "Links", "Maker", "Sending", "channels_of", "ends_over", "links_for"]
 
 _LENGTH = Struct("<q")  # of a header: the bytes of a form that follows it; 0: the form is the foreseen one
-_AS_FORESEEN = torch.zeros(_LENGTH.size, dtype=torch.uint8)
+_AS_FORESEEN = _LENGTH.pack(0)
 _MOST_LINKS = 32  # of one rank: torch has so many streams of a priority, and two links in one could wait in a circle
 _TORCH_WATCHES_S = 600  # torch ends a process whose device has waited so long, unless told otherwise
 _WATCHED = 5  # as many timeouts at least: what is posted may wait for the steps before
@@ -260,9 +261,9 @@ class _Sent(NamedTuple):
 class DeviceOutgoing:
     """The sending end of a channel. port: for headers."""
 
-    def __init__(self, links: Links, channel: Channel, port: Port, tag: int) -> None:
+    def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int) -> None:
         self.book = Book()
-        self._links, self._channel, self._port, self._tag = links, channel, port, tag
+        self._links, self._channel, self._write = links, channel, port.sender(channel.taker, tag)
         self._position = 0
         self._sent: deque[_Sent] = deque()
 
@@ -301,17 +302,11 @@ class DeviceOutgoing:
             sent.spare.append(sent.message)
 
     def _send_header(self, written: bytes) -> None:
+        length = _LENGTH.pack(len(written)) if written else _AS_FORESEEN
         try:
-            if not written:
-                self._port.send([_AS_FORESEEN], self._channel.taker, self._tag)
-                return
-            for part in (_LENGTH.pack(len(written)), written):
-                self._port.send([torch.frombuffer(bytearray(part), dtype=torch.uint8)], self._channel.taker, self._tag)
+            self._write((length, written), len(length) + len(written))
         except RuntimeError as error:
             raise lost(self._channel.taker, error) from None
-
-    def acknowledged(self, count: int) -> None:
-        """Nothing to do: a query of the device tells what is sent."""
 
     def drain(self) -> None:
         """Wait until the device has sent everything."""
@@ -322,10 +317,10 @@ class DeviceOutgoing:
 class DeviceIncoming:
     """The receiving end of a channel. port: for headers."""
 
-    def __init__(self, links: Links, channel: Channel, port: Port, tag: int) -> None:
+    def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int) -> None:
         self.book = Book()
         self.taken = 0
-        self._links, self._channel, self._port, self._tag = links, channel, port, tag
+        self._links, self._channel, self._reader = links, channel, port.reader(channel.giver, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
         """Begin a run."""
@@ -344,7 +339,7 @@ class DeviceIncoming:
         (form_bytes,) = _LENGTH.unpack(self._read(_LENGTH.size))
         form = self.book.form(self.taken)
         if form_bytes or form is None:
-            form = Form.read(self._read(form_bytes))
+            form = Form.read(bytes(self._read(form_bytes)))
             self.book.note(self.taken, form)
         self.taken += 1
         if form.nbytes:
@@ -353,17 +348,16 @@ class DeviceIncoming:
             memory = torch.empty(0, dtype=torch.uint8, device=self._links.device)
         return form.restore(memory, 0)
 
-    def _read(self, size: int) -> bytes:
-        memory = torch.empty(size, dtype=torch.uint8)
+    def _read(self, size: int) -> bytearray:
+        memory = bytearray(size)
         try:
-            work = self._port.recv([memory], self._channel.giver, self._tag)
+            self._reader(memoryview(memory))
         except RuntimeError as error:
             raise lost(self._channel.giver, error) from None
-        awaited(work, self._channel.giver)
-        return memory.numpy().tobytes()
+        return memory
 
 
-def ends_over(links: Links, port: Port, rank: int) -> Ends:
+def ends_over(links: Links, port: ShortPort, rank: int) -> Ends:
     """How a wire makes its channels with another rank: (the rank, the tag of headers, backward or not)."""
 
     def ends(peer: int, tag: int, backward: bool) -> tuple[DeviceOutgoing, DeviceIncoming]:

@@ -40,9 +40,10 @@ from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.executors.local import Work
 from pipesched.executors.messages import ChannelEnds, OrderMessages, digest_of
 from pipesched.executors.parts import RankRun, RankTimeline
+from pipesched.executors.ports import ConnectionLostError, Ports
 from pipesched.executors.shared import Shared
 from pipesched.executors.streams import lane_for
-from pipesched.executors.wire import COLLECT, SHARE, ConnectionLostError, Ports, Wire
+from pipesched.executors.wire import COLLECT, SHARE, Wire
 from pipesched.payload import Payload
 from pipesched.program import Program
 from pipesched.trace import Span

@@ -150,7 +150,7 @@ class Form:
         """The inverse of ``written``."""
         return cls(pickle.loads(written))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """How many bytes the tensors take in a message."""
         return self._layout[2]
@@ -159,6 +159,40 @@ class Form:
     def pieces(self) -> list[_Piece]:
         """The bytes of a message."""
         return self._layout[0]
+
+    def plain_bytes(self, value: Any) -> Any:
+        """The bytes of a value of this form where they lie, as numpy shows them, where that is plain to see: of one
+        contiguous tensor. None: ``describe`` finds out what it is.
+        """
+        if self._plain is None:
+            return None
+        skeleton, (dtype, shape, stride) = self._plain
+        if type(value) is Payload:
+            if (value.spec, value.places, value.needs_grad) != skeleton:
+                return None
+            leaf = value.leaves[0]
+        elif type(value) is tuple and len(value) == 1 and skeleton == _GRADIENTS:
+            leaf = value[0]
+        else:
+            return None
+        try:
+            if type(leaf) is Tensor and leaf.dtype is dtype and leaf.shape == shape and leaf.stride() == stride:
+                return leaf.numpy()
+        except (RuntimeError, TypeError):  # none that a form has: sparse, conjugated, of a device
+            pass
+        return None
+
+    @cached_property
+    def _plain(self) -> tuple[Any, Any] | None:
+        skeleton, looks, _, _ = self.description
+        if len(looks) != 1 or looks[0] is None or skeleton == _PICKLED:
+            return None
+        dtype, shape, stride = looks[0]
+        try:
+            torch.empty(0, dtype=dtype).numpy()
+        except TypeError:  # numpy does not know the type
+            return None
+        return (skeleton, looks[0]) if stride == torch.empty(shape, device="meta").stride() else None
 
     def in_place(self, leaves: tuple[Any, ...]) -> Tensor | None:
         """The bytes of a message where they lie: those of a value's only tensor, if it is long and fills its memory."""
@@ -211,7 +245,7 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 
 
 class Packed:
-    """A message's memory: ``header`` bytes, on a CPU alone, then those of a form's tensors."""
+    """A message's memory: ``header`` bytes, on a CPU alone, then those of a form's tensors. data: all of them."""
 
     def __init__(self, form: Form | None, header: int, device: torch.device | None = None) -> None:
         pieces = form.pieces if form else []
@@ -226,7 +260,7 @@ class Packed:
                 for piece in pieces
             ]
         self._pieces = pieces
-        self.header = self.tensor.numpy().data[:header] if header else memoryview(b"")
+        self.data = self.tensor.numpy().data if header else memoryview(b"")
 
     def fill(self, leaves: tuple[Any, ...]) -> None:
         """Copy the tensors of a value of this form; onto a device without waiting for it, in its stream's order."""
@@ -257,20 +291,21 @@ def _laid_out(description: Description) -> tuple[list[_Piece], list[_Restored | 
             continue
         dtype, shape, stride = look
         group = shared[leaf] if shared else None
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
         if group is None:
-            piece, gapped = _own_piece(leaf, dtype, tuple(shape), stride, end)
+            piece, gapped = _own_piece(leaf, dtype, tuple(shape), stride, start)
             restored.append(_Restored(len(pieces), dtype, tuple(shape), stride, gapped=gapped))
         else:
             number, first = group
             known = number in of_memory
-            piece = pieces[of_memory[number]] if known else _shared_piece(leaf, number, looks, shared, end)
+            piece = pieces[of_memory[number]] if known else _shared_piece(leaf, number, looks, shared, start)
             offset = (first - (piece.first_byte or 0)) // dtype.itemsize
             at = of_memory.setdefault(number, len(pieces))
             restored.append(_Restored(at, dtype, tuple(shape), stride, offset))
             if known:
                 continue
         pieces.append(piece)
-        end = -(-(piece.offset + piece.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        end = piece.offset + piece.nbytes
     return pieces, restored, end
 
 

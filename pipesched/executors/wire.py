@@ -22,7 +22,7 @@ second copy is made.
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from struct import Struct
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,79 +30,24 @@ from torch import Tensor
 from pipesched.errors import ExecutionError
 from pipesched.executors.book import AHEAD, DIGEST_BYTES, Book, digest
 from pipesched.executors.forms import Form, Packed, describe
+from pipesched.executors.ports import Ports, Work, awaited, lost
 
-__all__ = [
-    "COLLECT",
-    "SHARE",
-    "ConnectionLostError",
-    "Ends",
-    "Incoming",
-    "Messages",
-    "Outgoing",
-    "Port",
-    "Ports",
-    "Wire",
-    "awaited",
-    "lost",
-]
+__all__ = ["COLLECT", "SHARE", "Ends", "Incoming", "Messages", "Outgoing", "Wire"]
 
 _HEADER = 64  # bytes
 _FIELDS = Struct("<4q")  # bytes of a pickled form that follows, bytes of its data, messages taken: forward, backward
-_NEITHER = (0, 0)
 
 
-class Work(Protocol):
-    """An operation that was started."""
+class Counts(NamedTuple):
+    """How many messages of the run each end has taken, forward and backward. Every header says it of its sender."""
 
-    def wait(self) -> Any:
-        """Return once it has ended. Raises RuntimeError where it cannot."""
+    here: list[int]
+    there: list[int]
 
-
-class Port(Protocol):
-    """What is used of a process group: (tensors, rank in the group, tag)."""
-
-    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work | None:
-        """Start to send. Where messages are short: several tensors as one message, which may change at once. None: it
-        has been written.
-        """
-
-    def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Work:
-        """Start to receive, into as much memory as is sent, or more."""
-
-
-class Ports(NamedTuple):
-    """Which port takes a message, by how long it is foreseen to be: both ends say the same."""
-
-    short: Port
-    long: Port
-    limit: int = 1 << 20  # bytes; about what the buffers of a connection hold
-
-    def of(self, nbytes: int) -> Port:
-        """The port for a message of so many bytes."""
-        return self.short if nbytes < self.limit else self.long
-
-
-class ConnectionLostError(ExecutionError):
-    """A message did not come, or could not be sent."""
-
-
-def awaited(work: Work, peer: int) -> None:
-    """Wait. Raises ConnectionLostError that names the rank at the other end."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise lost(peer, error) from None
-
-
-def lost(peer: int, error: RuntimeError) -> ConnectionLostError:
-    """What an error of a port means."""
-    if "Timed out" in str(error):
-        return ConnectionLostError(f"nothing came from rank {peer} within the timeout")
-    return ConnectionLostError(f"the connection with rank {peer} ended ({error})")
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    @classmethod
+    def none(cls) -> "Counts":
+        """Before a run."""
+        return cls([0, 0], [0, 0])
 
 
 class _Sent(NamedTuple):
@@ -110,27 +55,28 @@ class _Sent(NamedTuple):
 
     position: int
     work: Work
-    message: Packed | Tensor
+    message: Packed | Tensor | None = None
     spare: list[Packed] | None = None
 
 
 class Outgoing:
-    """The sending end of a channel. taken: counts to acknowledge in each header."""
+    """The sending end of a channel. way: 0 forward, 1 backward; the channels with a rank share their counts."""
 
-    def __init__(
-        self, ports: Ports, peer: int, tag: int, taken: Callable[[], tuple[int, int]] = lambda: _NEITHER
-    ) -> None:
+    def __init__(self, ports: Ports, peer: int, tag: int, counts: Counts | None = None, way: int = 0) -> None:
         self.book = Book()
-        self._ports, self._peer, self._tag, self._taken = ports, peer, tag, taken
+        self._ports, self._peer, self._tag = ports, peer, tag
+        self._counts, self._way = counts or Counts.none(), way
         self._position = 0
         self._sent: deque[_Sent] = deque()
         self._aside: deque[_Sent] = deque()
-        self._bare: list[Packed] = []  # headers alone
+        self._header = bytearray(_HEADER)
+        self._write = ports.short.sender(peer, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
         """Begin a run, once what the one before has sent is taken."""
         self.drain()
         self._position = 0
+        self._counts.there[self._way] = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
@@ -139,99 +85,110 @@ class Outgoing:
 
     def send(self, value: Any) -> None:
         """Send the next value, without waiting."""
-        description, leaves = describe(value)
         form = self.book.form(self._position)
+        data = None if form is None or form.nbytes >= self._ports.limit else form.plain_bytes(value)
+        if form is None or data is None:
+            self._send_described(form, value)
+        else:
+            _FIELDS.pack_into(self._header, 0, 0, 0, *self._counts.here)
+            self._send_short((self._header, data), _HEADER + form.nbytes)
+        self._position += 1
+        if self._sent or self._aside:
+            self._retire(self._counts.there[self._way])
+
+    def _send_described(self, form: Form | None, value: Any) -> None:
+        description, leaves = describe(value)
         if form is None or form.description != description:
             self._send_unforeseen(Form(description), leaves, form.nbytes if form else 0)
         elif form.nbytes < self._ports.limit and (data := form.in_place(leaves)) is not None:
-            self._start(self._announced(0, 0), self._bare, form.nbytes, data)
+            _FIELDS.pack_into(self._header, 0, 0, 0, *self._counts.here)
+            self._send_short((self._header, data.numpy()), _HEADER + form.nbytes)
         else:
             packed = form.spare.pop() if form.spare else Packed(form, _HEADER)
             packed.fill(leaves)
-            _FIELDS.pack_into(packed.header, 0, 0, 0, *self._taken())
-            self._start(packed, form.spare, form.nbytes)
-        self._position += 1
-
-    def _announced(self, form_bytes: int, data_bytes: int) -> Packed:
-        """A header alone."""
-        header = self._bare.pop() if self._bare else Packed(None, _HEADER)
-        _FIELDS.pack_into(header.header, 0, form_bytes, data_bytes, *self._taken())
-        return header
+            _FIELDS.pack_into(packed.data, 0, 0, 0, *self._counts.here)
+            if form.nbytes < self._ports.limit:
+                self._send_short((packed.data,), len(packed.data))
+                form.spare.append(packed)
+            else:
+                self._send_long(packed, form.spare)
 
     def _send_unforeseen(self, form: Form, leaves: tuple[Any, ...], foreseen: int) -> None:
         """The header alone goes where a message was foreseen; the form and the data follow on the side."""
-        written = _as_tensor(form.written())
-        self._start(self._announced(len(written), form.nbytes), self._bare, foreseen)
+        written = form.written()
+        announced = Packed(None, _HEADER)
+        _FIELDS.pack_into(announced.data, 0, len(written), form.nbytes, *self._counts.here)
+        if foreseen < self._ports.limit:
+            self._send_short((announced.data,), _HEADER)
+        else:
+            self._send_long(announced, [])
         data = Packed(form, 0)
         data.fill(leaves)
-        for tensor in (written, data.tensor):
-            if len(tensor) and (work := self._begin([tensor], self._tag + 1, len(tensor))) is not None:
+        for tensor in (torch.frombuffer(bytearray(written), dtype=torch.uint8), data.tensor):
+            if len(tensor) and (work := self._ports.send(tensor, self._peer, self._tag + 1)) is not None:
                 self._aside.append(_Sent(self._position, work, tensor))
         self.book.note(self._position, form)
 
-    def _start(self, packed: Packed, spare: list[Packed], foreseen: int, *data: Tensor) -> None:
-        work = self._begin([packed.tensor, *data], self._tag, foreseen)
-        if work is None:
-            spare.append(packed)
-        else:
-            self._sent.append(_Sent(self._position, work, packed, spare))
-
-    def _begin(self, tensors: list[Tensor], tag: int, foreseen: int) -> Work | None:
+    def _send_short(self, parts: Sequence[Any], nbytes: int) -> None:
         try:
-            return self._ports.of(foreseen).send(tensors, self._peer, tag)
+            work = self._write(parts, nbytes)
         except RuntimeError as error:
             raise lost(self._peer, error) from None
+        if work is not None:
+            self._sent.append(_Sent(self._position, work))
 
-    def acknowledged(self, count: int) -> None:
+    def _send_long(self, packed: Packed, spare: list[Packed]) -> None:
+        try:
+            work = self._ports.long.send([packed.tensor], self._peer, self._tag)
+        except RuntimeError as error:
+            raise lost(self._peer, error) from None
+        self._sent.append(_Sent(self._position, work, packed, spare))
+
+    def _retire(self, count: int) -> None:
         """The other end has taken so many messages of this run."""
         for queue in (self._sent, self._aside):
             while queue and queue[0].position < count:
-                self._retire(queue.popleft())
-
-    def _retire(self, sent: _Sent) -> None:
-        awaited(sent.work, self._peer)
-        if sent.spare is not None and isinstance(sent.message, Packed):
-            sent.spare.append(sent.message)
+                sent = queue.popleft()
+                awaited(sent.work, self._peer)
+                if sent.spare is not None and isinstance(sent.message, Packed):
+                    sent.spare.append(sent.message)
 
     def drain(self) -> None:
         """Wait until the other end has taken everything."""
-        for queue in (self._sent, self._aside):
-            while queue:
-                self._retire(queue.popleft())
+        self._retire(self._position)
 
 
 class _Posted(NamedTuple):
-    """A receive. value: what was foreseen, already restored over memory that has yet to be filled, or None."""
+    """A receive. work: None where it is read when it is waited for. value: what was foreseen, already restored over
+    memory that has yet to be filled, or None.
+    """
 
     memory: Tensor
-    header: Any
-    work: Work
+    header: memoryview
+    data: memoryview
+    work: Work | None
     value: Any
 
 
 class Incoming:
-    """The receiving end of a channel. acknowledge: told the counts in each header.
+    """The receiving end of a channel. way, counts: as of Outgoing.
 
     While a message is on its way the value that it is foreseen to be is made, so that little is left to do once it is
     there: who waits for a message is late already.
     """
 
-    def __init__(
-        self,
-        ports: Ports,
-        peer: int,
-        tag: int,
-        acknowledge: Callable[[int, int], None] = lambda forward, backward: None,
-    ) -> None:
+    def __init__(self, ports: Ports, peer: int, tag: int, counts: Counts | None = None, way: int = 0) -> None:
         self.book = Book()
         self.taken = 0
-        self._ports, self._peer, self._tag, self._acknowledge = ports, peer, tag, acknowledge
+        self._ports, self._peer, self._tag = ports, peer, tag
+        self._counts, self._way = counts or Counts.none(), way
         self._posted: deque[_Posted] = deque()
         self._next = 0
+        self._read = ports.short.reader(peer, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
         """Begin a run."""
-        self.taken = self._next = 0
+        self.taken = self._next = self._counts.here[self._way] = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
@@ -245,37 +202,47 @@ class Incoming:
             nbytes = form.nbytes if form else 0
             memory = torch.empty(_HEADER + nbytes, dtype=torch.uint8)
             value = form.restore(memory, _HEADER) if form and form.lies_as_sent else None
-            header, work = memory.numpy().data, self._start(memory, self._tag, nbytes)
-            self._posted.append(_Posted(memory, header, work, value))
+            work = None if nbytes < self._ports.limit else self._started(memory)
+            view: memoryview = memory.numpy().data
+            self._posted.append(_Posted(memory, view[:_HEADER], view[_HEADER:], work, value))
             self._next += 1
 
     def receive(self) -> Any:
         """Wait for the next value."""
         if not self._posted:
             self.post()
-        memory, header, work, value = self._posted.popleft()
+        memory, header, data, work, value = self._posted.popleft()
         form, start = self.book.form(self.taken), _HEADER
         self.post()
-        awaited(work, self._peer)
-        form_bytes, data_bytes, forward, backward = _FIELDS.unpack_from(header)
+        try:
+            if work is not None:
+                work.wait()
+            else:
+                self._read(header)
+            form_bytes, data_bytes, *there = _FIELDS.unpack_from(header)
+            if not form_bytes and work is None and data:
+                self._read(data)
+        except RuntimeError as error:
+            raise lost(self._peer, error) from None
         if form_bytes or form is None:
             form, memory = self._receive_unforeseen(form_bytes, data_bytes)
             start, value = 0, None
             self.book.note(self.taken, form)
         self.taken += 1
-        self._acknowledge(forward, backward)
+        self._counts.here[self._way] = self.taken
+        self._counts.there[:] = there
         return form.restore(memory, start) if value is None else value
 
     def _receive_unforeseen(self, form_bytes: int, data_bytes: int) -> tuple[Form, Tensor]:
         written, data = (torch.empty(size, dtype=torch.uint8) for size in (form_bytes, data_bytes))
-        works = [self._start(memory, self._tag + 1, len(memory)) for memory in (written, data) if len(memory)]
-        for work in works:
-            awaited(work, self._peer)
+        for memory in (written, data):
+            if len(memory):
+                self._ports.receive(memory, self._peer, self._tag + 1)
         return Form.read(written.numpy().tobytes()), data
 
-    def _start(self, memory: Tensor, tag: int, foreseen: int) -> Work:
+    def _started(self, memory: Tensor) -> Work:
         try:
-            return self._ports.of(foreseen).recv([memory], self._peer, tag)
+            return self._ports.long.recv([memory], self._peer, self._tag)
         except RuntimeError as error:
             raise lost(self._peer, error) from None
 
@@ -294,24 +261,16 @@ class _Neighbour:
 
     def __init__(self, ports: Ports, peer: int, ends: Ends | None) -> None:
         self._port, self.peer = ports.short, peer
+        counts = Counts.none()
         made: list[tuple[Any, Any]] = [
-            (Outgoing(ports, peer, tag, self._taken), Incoming(ports, peer, tag, self._acknowledge))
+            (Outgoing(ports, peer, tag, counts, way), Incoming(ports, peer, tag, counts, way))
             if ends is None
             else ends(peer, tag, tag == _BACKWARD)
-            for tag in (_FORWARD, _BACKWARD)
+            for way, tag in enumerate((_FORWARD, _BACKWARD))
         ]
         self.outgoing, self.incoming = zip(*made, strict=True)
-        self._opened: tuple[Tensor, Work] | None = None
-        self._opening: tuple[Tensor, Work] | None = None
-        self._due = b""
-
-    def _taken(self) -> tuple[int, int]:
-        forward, backward = self.incoming
-        return forward.taken, backward.taken
-
-    def _acknowledge(self, forward: int, backward: int) -> None:
-        self.outgoing[0].acknowledged(forward)
-        self.outgoing[1].acknowledged(backward)
+        self._opening: Work | None = None
+        self.due = b""  # what the other end has to say before the first receive of a run
 
     def open(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]], identity: bytes) -> None:
         """Begin a run: say what it is and what is foreseen, where messages go. keys: by (outgoing, backward)."""
@@ -319,19 +278,14 @@ class _Neighbour:
             self.outgoing[backward].open(keys.get((True, backward), ()))
             self.incoming[backward].open(keys.get((False, backward), ()))
         if self._opening is not None:
-            (_, work), self._opening = self._opening, None  # gloo's second wait for one operation never ends
-            awaited(work, self.peer)
+            awaited(self._opening, self.peer)
         try:
             if any(outgoing for outgoing, _ in keys):
-                words = _as_tensor(self._words(identity, self.outgoing))
-                sending = self._port.send([words], self.peer, _OPENING)
-                self._opening = None if sending is None else (words, sending)
-            if not all(outgoing for outgoing, _ in keys):
-                self._due = self._words(identity, self.incoming)
-                heard = torch.empty(len(self._due), dtype=torch.uint8)
-                self._opened = heard, self._port.recv([heard], self.peer, _OPENING)
+                words = self._words(identity, self.outgoing)
+                self._opening = self._port.sender(self.peer, _OPENING)((words,), len(words))
         except RuntimeError as error:
             raise lost(self.peer, error) from None
+        self.due = b"" if all(outgoing for outgoing, _ in keys) else self._words(identity, self.incoming)
 
     def extend(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]]) -> None:
         """Further messages of the run."""
@@ -344,14 +298,14 @@ class _Neighbour:
 
     def check(self, names: Sequence[str]) -> None:
         """Before the first receive of a run: both ends run the same. Raises ExecutionError that names what differs."""
-        if self._opened is None:
-            return
-        (heard, work), self._opened = self._opened, None
-        awaited(work, self.peer)
-        words = heard.numpy().tobytes()
+        words, self.due, due = bytearray(len(self.due)), b"", self.due
+        try:
+            self._port.reader(self.peer, _OPENING)(memoryview(words))
+        except RuntimeError as error:
+            raise lost(self.peer, error) from None
         for number, name in enumerate((*names, "history of message sizes")):
             part = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
-            if words[part] != self._due[part]:
+            if words[part] != due[part]:
                 raise ExecutionError(
                     f"all ranks run the same steps with the same batches; rank {self.peer} has another {name} in this "
                     f"step; call the same methods on every rank, in the same order, with the same arguments"
@@ -398,7 +352,8 @@ class Wire:
         receive = neighbour.incoming[backward].receive
 
         def checked() -> Any:
-            neighbour.check(self._names)
+            if neighbour.due:
+                neighbour.check(self._names)
             return receive()
 
         return checked
