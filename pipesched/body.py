@@ -6,12 +6,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Body", "CallLayer", "Chain", "Draw", "call_with"]
+from pipesched.randomness import KeyedRandom
+
+__all__ = ["Body", "CallLayer", "Chain", "call_with"]
 
 #: (name, how many calls of it came before, the layer, args, kwargs) -> what it returns
 CallLayer = Callable[[str, int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-#: Told, before a function between layers draws random numbers, how many such calls came before.
-Draw = Callable[[int], None]
 
 
 class Body(Protocol):
@@ -32,8 +32,11 @@ class Body(Protocol):
     def inputs(self, inputs: Any) -> Any:
         """What is needed here of the model's inputs (args, kwargs)."""
 
-    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, draw: Draw) -> Any:
-        """The stage's output, as Apart where its consumers get different ones; on the last stage the model's."""
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
+        """The stage's output, as Apart where its consumers get different ones; on the last stage the model's.
+
+        random: knows the micro-batch; call tells it the layer.
+        """
 
 
 class Chain:
@@ -50,7 +53,7 @@ class Chain:
         """All of them."""
         return inputs
 
-    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, draw: Draw) -> Any:
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
         """Call one after the other."""
         args, kwargs = (arrived, {}) if inputs is None else inputs
         for name, layer in self.layers.items():

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from pipesched.containers import Shells
 from pipesched.payload import pytree
-from pipesched.randomness import draws
+from pipesched.randomness import draws, outside_state
 from pipesched.ties import Place
 
 __all__ = [
@@ -162,7 +162,7 @@ class Capture:
 
     looked_at: the values whose shape, type or the like the code between layers asked for.
     output: the values of the model's output; nbytes: of each value, for the sample. examples: the arguments of each
-    layer's call, for measuring.
+    layer's call, for measuring. outside: the layers that drew random numbers outside torch; "": the code between did.
     """
 
     calls: list[Call]
@@ -171,6 +171,7 @@ class Capture:
     looked_at: frozenset[Value]
     nbytes: dict[Value, int]
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    outside: frozenset[str] = frozenset()
 
     @cached_property
     def layer_calls(self) -> list[Call]:
@@ -253,15 +254,26 @@ class _Recorder(TorchFunctionMode):
         self._nbytes: dict[Value, int] = {}
         self._examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._inside = False
+        self._outside: set[str] = set()
+        self._drawn = outside_state()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
         args, kwargs = self._inputs(args, kwargs)
         with self:
             output = self._root(*args, **kwargs)
+        self._note_outside("")
         self._join()
         values = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
         quiet, looked_at = frozenset(self._quiet), frozenset(self._looked_at)
-        return Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples)
+        outside = frozenset(self._outside)
+        return Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples, outside)
+
+    def _note_outside(self, layer: str) -> None:
+        """Whether this layer, or the code between, has drawn outside torch."""
+        drawn = outside_state()
+        if drawn != self._drawn:
+            self._outside.add(layer)
+        self._drawn = drawn
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Note the inputs. One that is passed twice is another object there, to be told apart."""
@@ -302,6 +314,7 @@ class _Recorder(TorchFunctionMode):
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
             return layer(*args, **kwargs)
+        self._note_outside("")
         self._inside = True
         own = [self._names[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())]
         try:
@@ -318,6 +331,7 @@ class _Recorder(TorchFunctionMode):
             call.joined = next(other.index for other in reversed(self._calls[:-1]) if other.layer == name)
         call.loose = tuple(name for name in call.uses if name not in own)
         call.uses = tuple(dict.fromkeys([*call.uses, *own]))
+        self._note_outside(name)
         self._examples[call.index] = example
         return result
 

@@ -10,7 +10,7 @@ import networkx as nx
 import torch
 from torch import Tensor, nn
 
-from pipesched.body import Body, CallLayer, Draw
+from pipesched.body import Body, CallLayer
 from pipesched.capture import Call, Capture, Value, named_leaves, positional, record, tensors_in
 from pipesched.containers import Twin, find_layers
 from pipesched.cut import Part, cut_at
@@ -19,6 +19,7 @@ from pipesched.flow import flow_of, gap, narrowest, unused, with_costs
 from pipesched.payload import Apart, pytree
 from pipesched.profiler import LayerCosts, measure_calls
 from pipesched.program import Program
+from pipesched.randomness import KeyedRandom
 from pipesched.replay import Look, Replay
 from pipesched.ties import Ties, Use
 from pipesched.untouched import untouched
@@ -182,6 +183,7 @@ class Replayed:
             mode: Replay(captured.model, captured.modules, captured.captures[mode], part, device, tied, last=last)
             for mode, part in self._parts.items()
         }
+        self._draw_outside = {mode: capture.outside for mode, capture in captured.captures.items()}
         self._loose: list[nn.Parameter] = []
         if loose := [name for index in sorted(own.own) for name in calls[index].loose]:
             self.layers[_BETWEEN] = _Loose(captured.model, loose)
@@ -195,7 +197,7 @@ class Replayed:
                 f"a model runs in the mode in which it was captured; with the sample it calls other layers, or fails, "
                 f"when training is {mode}; make a pipeline in that mode"
             ) from self._missing
-        self._replay, self._part = self._replays[mode], self._parts[mode]
+        self._replay, self._part, self._outside = self._replays[mode], self._parts[mode], self._draw_outside[mode]
         self._replay.refresh()
         for twin in self._twins.values():
             twin.refresh()
@@ -209,7 +211,7 @@ class Replayed:
                 leaves[place] = torch.empty_like(leaf, device="meta", requires_grad=False)
         return pytree.tree_unflatten(leaves, spec)
 
-    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, draw: Draw) -> Any:
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
         """Run the part."""
         args, kwargs = inputs
         received: dict[Value, Any] = {}
@@ -219,11 +221,14 @@ class Replayed:
             looks = seen.values if seen is not None else looks
 
         def call_own(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return call(name, number, self.layers[name], args, kwargs)
+            if name not in self._outside:
+                return call(name, number, self.layers[name], args, kwargs)
+            with random.outside(name, number):
+                return call(name, number, self.layers[name], args, kwargs)
 
         now = call(_BETWEEN, 0, self.layers[_BETWEEN], (), {}) if self._loose else ()
         present = {own: tensor for own, tensor in zip(self._loose, now, strict=True) if tensor is not own}
-        made, looks, output = self._replay.run(args, kwargs, received, looks, present, call_own, draw)
+        made, looks, output = self._replay.run(args, kwargs, received, looks, present, call_own, random)
         if self._last:
             return output
         return Apart(

@@ -19,6 +19,7 @@ from pipesched.capture import unchanged
 from pipesched.costs import Costs
 from pipesched.feed import Feed
 from pipesched.payload import Gradients, Payload, pytree
+from pipesched.randomness import outside_kept
 from pipesched.stage import Stage
 from pipesched.trace import Trace
 from pipesched.untouched import attributes_kept
@@ -58,7 +59,7 @@ def measure_layers(
     each in its own.
     """
     costs: dict[str, LayerCosts] = {}
-    with _intra_op_threads(intra_op_threads), _training(layers.values()), torch.enable_grad():
+    with _intra_op_threads(intra_op_threads), _training(layers.values()), torch.enable_grad(), outside_kept():
         arrived = Payload.of(sample)
         for name, layer in layers.items():
             try:
@@ -134,7 +135,7 @@ def measure_calls(
     costs: dict[str, LayerCosts] = {}
     known: dict[Any, LayerCosts] = {}
     layers = [layer for layer, _ in calls.values()]
-    with _intra_op_threads(intra_op_threads), _training(layers), torch.enable_grad():
+    with _intra_op_threads(intra_op_threads), _training(layers), torch.enable_grad(), outside_kept():
         for name, (layer, arguments) in calls.items():
             given = Payload.of(pytree.tree_map_only(Tensor, _wanting, arguments) if name in wanted else arguments)
             kind = _kind(layer, given)

@@ -2,22 +2,26 @@
 
 Each draw is keyed by (seed, step, micro-batch, layer, call, op): the same bits in whatever stage, thread or order the
 layer runs, and again when it is recomputed. Dropout draws from a generator of its own; every other random function
-runs with the default generator seeded for it alone, under a lock, since all threads share that generator.
+runs with the default generator seeded for it alone, under a lock, since all threads share that generator. So do the
+layers, and the parts of the code between them, that draw outside torch, from Python's and numpy's global generators.
 """
 
 import functools
 import hashlib
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError
 from pipesched.interception import Handler
 
-__all__ = ["Key", "KeyedRandom", "NoRandom", "draws", "is_random"]
+__all__ = ["Key", "KeyedRandom", "NoRandom", "draws", "is_random", "outside_kept", "outside_state"]
 
 _DROPOUTS = frozenset({nn.functional.dropout, torch.dropout, torch.dropout_})
 #: Functions of Python that draw inside their body, and so have no operator with a tag.
@@ -34,6 +38,7 @@ _DRAW_INSIDE = frozenset(
     }
 )
 _DEFAULT_GENERATORS = threading.Lock()
+_OUTSIDE = threading.RLock()
 
 
 class Key(NamedTuple):
@@ -63,18 +68,39 @@ def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return kwargs.get("generator") is None and not _is_quiet(function.__name__, args, kwargs)
 
 
+def outside_state() -> Hashable:
+    """Of the generators outside torch: another one once somebody has drawn."""
+    _, numbers, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(numbers).tobytes(), *rest
+
+
+@contextmanager
+def outside_kept(seed: int | None = None) -> Iterator[None]:
+    """Within, the generators outside torch are this thread's, seeded if asked for; then they are what they were."""
+    with _OUTSIDE:
+        states = random.getstate(), np.random.get_state()
+        try:
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
 class KeyedRandom:
     """A provider of handlers that draw by key. One a stage: it is used by one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._key = Key(0, 0, 0)
+        self.key = Key(0, 0, 0)
         self._layer, self._call, self._op = "", 0, 0
 
     def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
         """From now on draws belong to this call of this layer. op: how many came before."""
-        self._key, self._layer, self._call, self._op = key, layer, call, op
+        self.key, self._layer, self._call, self._op = key, layer, call, op
 
     @property
     def op(self) -> int:
@@ -87,10 +113,16 @@ class KeyedRandom:
             return self._dropout
         return self._seeded if is_random(function) else None
 
+    def outside(self, layer: str, call: int) -> AbstractContextManager[None]:
+        """Within, draws outside torch belong to this call of this layer, or to this part of the code between layers."""
+        return outside_kept(self._seed(f"{layer}/{call}/outside"))
+
     def _next_seed(self) -> int:
-        key = self._key
-        text = f"{key.seed}/{key.step}/{key.microbatch}/{self._layer}/{self._call}/{self._op}"
         self._op += 1
+        return self._seed(f"{self._layer}/{self._call}/{self._op - 1}")
+
+    def _seed(self, place: str) -> int:
+        text = f"{self.key.seed}/{self.key.step}/{self.key.microbatch}/{place}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def _generator(self, device: torch.device) -> torch.Generator:

@@ -6,18 +6,20 @@ stage's last call is done, the code is left. A way through the code that differs
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipesched.body import CallLayer, Draw
+from pipesched.body import CallLayer
 from pipesched.capture import INPUT, Call, Capture, Value, name_of, named_leaves, positional, tensors_in
 from pipesched.containers import Shells
 from pipesched.cut import Part
 from pipesched.errors import GraphError
 from pipesched.payload import pytree
+from pipesched.randomness import KeyedRandom
 from pipesched.ties import Place, with_stand_ins
 
 __all__ = ["Look", "Replay"]
@@ -55,6 +57,7 @@ class Replay(TorchFunctionMode):
         self._end = len(capture.calls) if last else part.end
         self._roots = _roots(capture)
         self._looked_at = capture.looked_at
+        self._outside, self._code = "" in capture.outside, ExitStack()
         self._draws = {call.index: number for number, call in enumerate(c for c in capture.calls if c.random)}
         self._wanted = {value for values in part.gives.values() for value in values}
         self._positional = positional(model.forward)
@@ -70,15 +73,16 @@ class Replay(TorchFunctionMode):
         looks: Mapping[Value, Look],
         present: Mapping[nn.Parameter, Tensor],
         call: CallLayer,
-        draw: Draw,
+        random: KeyedRandom,
     ) -> tuple[dict[Value, Any], dict[Value, Look], Any]:
         """Run it for one micro-batch. received: what earlier stages gave. looks: of what they did not give.
 
-        present: what stands for parameters that are no layer's own. call: calls a layer. draw: told before a function
-        draws random numbers.
+        present: what stands for parameters that are no layer's own. call: calls a layer. random: knows the micro-batch,
+        and is told which function draws.
         Returns (what is given to later stages, all looks, the output where this is the last stage).
         """
-        self._position, self._present, self._call, self._draw = 0, present, call, draw
+        self._position, self._code_parts = 0, 0
+        self._present, self._call, self._random = present, call, random
         self._made = {value: one for value, one in received.items() if value in self._wanted}
         self._looks = dict(looks)
         self._given: dict[Value, Any] = {self._roots.get(value, value): tensor for value, tensor in received.items()}
@@ -104,6 +108,19 @@ class Replay(TorchFunctionMode):
 
     # ---- what the containers' code does --------------------------------------------------------------------------
 
+    def __enter__(self) -> "Replay":
+        """A part of the code between layers begins."""
+        if self._outside:
+            self._code.enter_context(self._random.outside("", self._code_parts))
+            self._code_parts += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._outside:
+            self._code.close()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = name_of(func), kwargs or {}
         call = self._calls[self._position] if self._position < len(self._calls) else None
@@ -112,7 +129,7 @@ class Replay(TorchFunctionMode):
         self._position += 1
         if call.index in self._part.runs:
             if call.random:
-                self._draw(self._draws[call.index])
+                self._random.enter(self._random.key, "", 0, self._draws[call.index])
             args, kwargs = self._own((args, kwargs), call)
             return self._ran(call, func(*args, **kwargs), args, kwargs)
         return self._left_out(call, args, kwargs)
@@ -128,11 +145,11 @@ class Replay(TorchFunctionMode):
         if not self._running:
             return layer(*args, **kwargs)
         self._running = False
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # what happens in a layer is not ours
+        self.__exit__(None, None, None)  # what happens in a layer is not ours
         try:
             return self._call_layer(name, layer, args, kwargs)
         finally:
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.__enter__()
             self._running = True
 
     def _call_layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -278,13 +278,11 @@ class Stage:
             self._random.enter(saved.key, name, number)
             return call_with(self._own(saved, name, number), layer, args, kwargs)
 
-        def draw(number: int) -> None:
-            self._random.enter(saved.key, "", 0, number)
-
         if self._norms is not None:
             self._norms.microbatch = saved.microbatch
+        self._random.enter(saved.key, "")
         with self._feed.autocast(), self._forward_mode[split]:
-            output = self.body.run(inputs, tuple(values), call, draw)
+            output = self.body.run(inputs, tuple(values), call, self._random)
             if self.head is None:
                 return output
             if self._feed.keep_outputs:

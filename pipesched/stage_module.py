@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesched.body import Body, CallLayer, Draw
+from pipesched.body import Body, CallLayer
 from pipesched.capture import Pattern, tensors_in
 from pipesched.errors import ExecutionError, GraphError, ModelTypeError, ScheduleError
 from pipesched.payload import Apart, pytree
 from pipesched.program import Program
+from pipesched.randomness import KeyedRandom
 
 __all__ = ["StageModule", "Wrap", "wrapped_bodies"]
 
@@ -85,12 +86,12 @@ class _Wrapped:
     def inputs(self, inputs: Any) -> Any:
         return self._body.inputs(inputs)
 
-    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, draw: Draw) -> Any:
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
         """As the body. Of a row the module takes and gives what the layers do, else the tensors among it."""
         if not self._body.late_inputs:
             args, kwargs = (arrived, {}) if inputs is None else inputs
             return self._inner.run(
-                self._module, lambda *args, **kwargs: self._body.run((args, kwargs), (), call, draw), args, kwargs
+                self._module, lambda *args, **kwargs: self._body.run((args, kwargs), (), call, random), args, kwargs
             )
         leaves, spec = pytree.tree_flatten((inputs, arrived))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_meta]
@@ -101,7 +102,7 @@ class _Wrapped:
             for place, tensor in zip(places, tensors, strict=True):
                 leaves[place] = tensor
             given, came = pytree.tree_unflatten(leaves, spec)
-            output = self._body.run(given, came, call, draw)
+            output = self._body.run(given, came, call, random)
             apart = isinstance(output, Apart)
             output = tuple(output) if apart else output
             pattern = Pattern(output)

@@ -1,6 +1,7 @@
 """Unsplit: a model's forward as one piece, with the keyed random numbers and the tied weights of a pipeline."""
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -56,15 +57,22 @@ class Unsplit:
         self._key = Key(0, 0, 0)
         self._counts: dict[str, int] = {}
         self._inside = False
+        self._code, self._code_parts = ExitStack(), 0
 
     def __call__(self, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output."""
-        self._key, self._counts, self._inside = key, {}, False
+        self._key, self._counts, self._inside, self._code_parts = key, {}, False, 0
         self._random.enter(key, "")
         if self._norms is not None:
             self._norms.microbatch = key.microbatch
-        with self._intercept, _Functions(self._between):
+        with self._intercept, _Functions(self._between), self._code:
+            self._begin_code()
             return self._root(*args, **kwargs)
+
+    def _begin_code(self) -> None:
+        """A part of the code between layers begins."""
+        self._code.enter_context(self._random.outside("", self._code_parts))
+        self._code_parts += 1
 
     def _row(self, *args: Any, **kwargs: Any) -> Any:
         """As a pipeline calls them: the first layer takes what the model is given."""
@@ -94,6 +102,7 @@ class Unsplit:
         self._counts[name] = number + 1
         self._random.enter(self._key, name, number)
         self._inside = True
+        self._code.close()
         try:
             used = [tensor for tensor in pytree.tree_leaves((args, kwargs)) if isinstance(tensor, nn.Parameter)]
             named = dict(layer.named_parameters())
@@ -101,7 +110,9 @@ class Unsplit:
             own = {key: others[parameter] for key, parameter in named.items() if parameter in others}
             if others and used:
                 args, kwargs = with_stand_ins((args, kwargs), others)
-            return torch.func.functional_call(layer, dict(own), args, kwargs) if own else layer(*args, **kwargs)
+            with self._random.outside(name, number):
+                return torch.func.functional_call(layer, dict(own), args, kwargs) if own else layer(*args, **kwargs)
         finally:
             self._inside = False
             self._random.enter(self._key, "", 0, drawn)
+            self._begin_code()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipesched.randomness import outside_kept
+
 __all__ = ["attributes_kept", "untouched"]
 
 _GROWING = (list, dict, set, deque)  # and what is derived from them, such as a module's own table of buffers
@@ -41,7 +43,7 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in modules]
     buffers = [(buffer, copy.deepcopy(buffer)) for buffer in model.buffers()]
     try:
-        with torch.random.fork_rng(), attributes_kept(modules):
+        with torch.random.fork_rng(), outside_kept(), attributes_kept(modules):
             if mode != model.training:
                 model.train(mode)
             yield

@@ -178,7 +178,6 @@ _RESIDUAL: dict[str, Any] = {"hidden_sizes": [32, 48, 64, 96], "depths": [2, 2, 
 _CONVOLVED: dict[str, Any] = {
     "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 16,
-    "mask_time_prob": 0.0,
 }  # fmt: skip
 _CLIP_TEXT = {**_WORDS, "num_hidden_layers": 4, "eos_token_id": 2}
 _CLIP_IMAGE = {**_PATCHES, "num_hidden_layers": 4}
