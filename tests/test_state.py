@@ -1,4 +1,4 @@
-"""State: parameters without gradients, adapters on a frozen model, layers in evaluation mode, and BatchNorm."""
+"""State: parameters without gradients, adapters on a frozen model, layers in evaluation mode, BatchNorm, shards."""
 
 import copy
 import functools
@@ -11,7 +11,11 @@ import pytest
 import test_any_model as zoo
 import torch
 from models import Scale, Scaled, assert_as, assert_equal_bits
+from ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from pipesched import Pipeline, backward
@@ -305,3 +309,44 @@ def test_wrong_ways_to_ask_for_statistics_say_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Pipeline(normed(), images(2), batch_norm="mini-batch", **options).close()
+
+
+# ---- stages that are sharded over a second dimension of a mesh ------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "schedule", "sharded"), [("row", "zb-h1", "layers"), ("captured", "1f1b", "stages")])
+def test_fully_sharded_stages_train_as_the_whole_batch(ranks: Ranks, kind: str, schedule: str, sharded: str) -> None:
+    """Two replicas of two stages, each with half of the rows; weights and gradients lie in shards."""
+    ranks.run(4, fully_sharded, kind, schedule, sharded)
+
+
+def fully_sharded(group: Any, kind: str, schedule: str, sharded: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(zoo.Looped(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))) for _ in range(4)))
+    own = blocks if kind == "row" else zoo.made("unet")[0]
+    plain, x = copy.deepcopy(own), X if kind == "row" else zoo.IMAGES
+    target, mine = torch.zeros(zoo.ROWS, 8 if kind == "row" else 4), slice(mesh["dp"].get_local_rank(), None, 2)
+
+    def wrap(module: nn.Module, stage: int) -> nn.Module:
+        for part in [*reversed(list(module.modules()))] if sharded == "layers" else [module]:
+            if part is module or isinstance(part, zoo.Looped):
+                fully_shard(part, mesh=mesh["dp"])
+        return module
+
+    boundaries = [2 if kind == "row" else 4]  # as replicas that measured might cut differently
+    options = {"schedule": schedule, "boundaries": boundaries, "num_microbatches": 3, "wrap": wrap, "timeout": 60}
+    with Pipeline(own, x[:1], loss_fn=zoo.square, mesh=mesh["pp"], **options) as pipe:
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (pipe, plain)]
+        for _ in range(2):
+            pipe.step(x[mine], target=target[mine])
+            zoo.square(plain(x), target).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            due = dict(plain.named_parameters())
+            for name, parameter in pipe.named_parameters():
+                assert isinstance(parameter, DTensor)
+                torch.testing.assert_close(parameter.grad.full_tensor(), due[name].grad)
+                torch.testing.assert_close(parameter.full_tensor(), due[name])
+            for optimizer in optimizers:
+                optimizer.zero_grad()
