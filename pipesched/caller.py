@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Caller"]
+__all__ = ["Caller", "intra_op"]
 
 
 @dataclass(frozen=True)
@@ -54,3 +54,17 @@ class Caller:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))
             yield
+
+
+@contextmanager
+def intra_op(threads: int) -> Iterator[None]:
+    """Compute with so many threads in this one."""
+    before = torch.get_num_threads()
+    if before == threads:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

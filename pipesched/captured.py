@@ -70,21 +70,24 @@ class Captured:
         with untouched(self.model, mode), torch.no_grad():
             return record(self.model, self.modules, args, kwargs)
 
-    def check(self, program: Program, *, updates: bool) -> None:
+    def check(self, program: Program) -> None:
         """Raise ScheduleError for what stages of captured models cannot do, so far."""
         calls = self.captures[self.model.training].calls
         named = dict(self.model.named_parameters())
         users = Counter(name for call in calls for name in _trained(call) if name in named)
         tied = [name for name, count in users.items() if count > 1]
-        for wrong, rule, place in (
-            (program.num_weights < program.num_stages, "stages of two directions are copies of an nn.Sequential's", ""),
-            (updates and tied, "optimizer= updates each stage by itself", tied[:1]),
-        ):
-            if wrong:
-                what = f"{place[0]!r} is used between layers or by several" if place else "this model is another module"
-                raise ScheduleError(
-                    f"{rule}; {program.name}, {what}; choose another schedule, or step an optimizer of your own"
-                )
+        if program.num_weights < program.num_stages:
+            raise ScheduleError(
+                f"stages of two directions are copies of an nn.Sequential's; {program.name}, this model is another "
+                f"module; choose another schedule"
+            )
+        if program.has_updates and tied:
+            raise ScheduleError(
+                f"an asynchronous schedule updates each stage when it has its own gradients, and later stages go on "
+                f"with newer weights; {program.name!r} would leave the uses of {tied[0]!r}, which {users[tied[0]]} "
+                f"calls share, at different versions, and its gradients are whole only when the first use has its "
+                f"own; give each layer a weight of its own, or choose a synchronous schedule"
+            )
 
     def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:
         """The calls that use parameters, and on which rank each runs. ranks: of the stages."""

@@ -30,8 +30,8 @@ class Layered(Protocol):
     def layers(self) -> Mapping[str, nn.Module]:
         """Those with which a stage may begin, by name, in the order in which they run."""
 
-    def check(self, program: Program, *, updates: bool) -> None:
-        """Raise ScheduleError for what its stages cannot do, so far. updates: the pipeline has optimizers."""
+    def check(self, program: Program) -> None:
+        """Raise ScheduleError for what its stages cannot do."""
 
     def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:
         """The calls of layers, where several may share parameters. ranks: of the stages."""
@@ -86,7 +86,7 @@ class InARow:
         self.layers = layers_of(model)
         self._model, self._sample = model, sample
 
-    def check(self, program: Program, *, updates: bool) -> None:
+    def check(self, program: Program) -> None:
         """Nothing: its stages can do everything."""
 
     def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:

@@ -34,6 +34,7 @@ class Owners:
                 self._prefixes.setdefault(f"{name}.", rank)
                 for tensor in (*module.parameters(), *module.buffers()):
                     holders.setdefault(id(tensor), {}).setdefault(stage, rank)
+        self._stages = {tensor: next(iter(held)) for tensor, held in holders.items()}
         shared = set(map(id, tied))
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, tensor in (*parameters.items(), *model.named_buffers(remove_duplicate=False)):
@@ -45,6 +46,10 @@ class Owners:
                     f"model calls, before the pipeline is made"
                 )
             self._ranks[name] = next(iter(held.values()))
+
+    def stage(self, parameter: nn.Parameter) -> int | None:
+        """The first that holds a parameter; None for one of a loss module."""
+        return self._stages.get(id(parameter))
 
     def rank(self, name: str) -> int:
         """Of a parameter, a buffer, or whatever else a layer keeps in its state."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pipesched.arguments import as_call, as_function, as_seed, as_threads
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
 from pipesched.body import Chain
-from pipesched.caller import Caller
+from pipesched.caller import Caller, intra_op
 from pipesched.calls import Call, dealt
 from pipesched.ends import bring_ends, end_of
 from pipesched.errors import InputError
@@ -125,7 +125,7 @@ class Pipeline(Observed):
         program = self._programs.plain(self._programs.num_microbatches)
         self._programs.training(self._programs.num_microbatches)
         names = list(self._layers)
-        self._layered.check(program, updates=optimizer is not None)
+        self._layered.check(program)
         self._cut = self._site.agreed(lambda: cut_layers(names, program, wishes.boundaries, self._measured_graph))
         self._site.check(
             program, (self._cut, repr(wishes.boundaries), self.checkpoint, self._threads, repr(seed), batch_norm)
@@ -140,7 +140,11 @@ class Pipeline(Observed):
         if wrap is not None:
             self._profile = self._site.agreed(self._profiled)  # layers may be sharded from here on
         self._stages = self._build_stages(program, wrap)
-        self._optimizers = {} if optimizer is None else give_optimizers(optimizer, self._stages)
+        self._optimizers = (
+            {}
+            if optimizer is None
+            else give_optimizers(optimizer, self._stages, self._ties.parameters, self._owners.stage)
+        )
         self._site.start()
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self._step = 0
@@ -220,6 +224,9 @@ class Pipeline(Observed):
         work = self._work(self._programs.training(len(call)), feed, uses=self._programs.uses(len(call)))
         with self._replicas.delivering(), self._ties.delivering(), self._norms.counting():
             self._runs.append(self._site.run(work, call.batch, grad=True))
+        with intra_op(self._threads):
+            for stage in self._stages.values():
+                stage.update_late()
         self._step += 1
         bring_ends(self._programs.plain(len(call)), feed, self._site)
         deliver_input_grads(call.batch, feed)

@@ -4,7 +4,7 @@ A stage knows nothing of order, ranks or transfers. It calls the user's own laye
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -79,6 +79,9 @@ class Stage:
         self.head = head
         self._shared_input = shared_input
         self.optimizer: torch.optim.Optimizer | None = None
+        self.elsewhere: Collection[nn.Parameter] = ()  # the tied parameters that other stages update
+        self.late = False  # whether updates wait for the gradients of tied parameters, which come after the run
+        self._waiting = False
         self.weights: Weights | None = None
         self._saved: dict[int, _Saved] = {}
         self._splits = True
@@ -113,6 +116,7 @@ class Stage:
         """End a step: nothing of it stays behind, nor of one that failed gradients that the next update would take."""
         self.begin(Feed(0, 0, []))
         if failed and self.optimizer is not None:
+            self._waiting = False
             self.optimizer.zero_grad(set_to_none=True)
 
     @property
@@ -123,8 +127,9 @@ class Stage:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the layers and of a loss module."""
-        return [parameter for module in self.modules.values() for parameter in module.parameters()]
+        """The parameters of the layers and of a loss module, without those that other stages update."""
+        own = dict.fromkeys(parameter for module in self.modules.values() for parameter in module.parameters())
+        return [parameter for parameter in own if parameter not in self.elsewhere]
 
     @property
     def num_held(self) -> int:
@@ -196,6 +201,18 @@ class Stage:
 
     def update(self, number: int) -> None:
         """UPDATE: the optimizer's step with the gradients since the last one, which are then cleared."""
+        if self.late:
+            self._waiting = True
+        else:
+            self._update()
+
+    def update_late(self) -> None:
+        """The update that has waited for the gradients of tied parameters."""
+        if self._waiting:
+            self._waiting = False
+            self._update()
+
+    def _update(self) -> None:
         if self.weights is not None:
             self.weights.before_update()
         if self.optimizer is not None:

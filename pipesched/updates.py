@@ -1,8 +1,9 @@
 """Updates: the optimizers of a pipeline's stages, made by the user's function."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from pipesched.errors import ModelTypeError
@@ -11,9 +12,16 @@ from pipesched.stage import Stage
 __all__ = ["give_optimizers"]
 
 
-def give_optimizers(optimizer: Callable[[list[Any]], Any], stages: Mapping[int, Stage]) -> dict[int, Optimizer]:
+def give_optimizers(
+    optimizer: Callable[[list[Any]], Any],
+    stages: Mapping[int, Stage],
+    tied: Collection[nn.Parameter],
+    home: Callable[[nn.Parameter], int | None],
+) -> dict[int, Optimizer]:
     """Make each stage's optimizer of its parameters; a stage where none is trainable gets none.
 
+    tied: parameters that several stages may hold: the one where their home is has their only optimizer, which steps
+    when their gradients are summed.
     Raises ModelTypeError where ``optimizer`` is no function params -> Optimizer.
     """
     if isinstance(optimizer, Optimizer) or not callable(optimizer):
@@ -21,7 +29,9 @@ def give_optimizers(optimizer: Callable[[list[Any]], Any], stages: Mapping[int, 
             f"optimizer is a function params -> Optimizer, called once for each stage; got {type(optimizer).__name__}; "
             f"pass one, such as lambda params: torch.optim.SGD(params, lr=0.1)"
         )
-    for stage in stages.values():
+    for index, stage in stages.items():
+        stage.elsewhere = {parameter for parameter in tied if home(parameter) != index}
+        stage.late = any(home(parameter) == index for parameter in tied)
         parameters = stage.parameters
         if any(parameter.requires_grad for parameter in parameters):
             stage.optimizer = _checked(optimizer(parameters), parameters)

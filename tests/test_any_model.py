@@ -17,7 +17,7 @@ from torch.nn import functional
 from pipesched import Pipeline
 from pipesched.batch import Splitter
 from pipesched.calls import Call, dealt
-from pipesched.errors import GraphError, InputError, ModelTypeError
+from pipesched.errors import GraphError, InputError, ModelTypeError, ScheduleError
 from pipesched.testing import reference_step
 
 SCHEDULES = ["1f1b", "zb-h1", "interleaved-1f1b"]
@@ -363,6 +363,45 @@ def test_boundaries_are_layers_in_the_order_of_their_calls() -> None:
     with pipeline("tied", model, devices=["cpu"] * 3, boundaries=["shared#2", "head"]) as pipe:
         assert pipe.boundaries == ["shared#2", "head"]
         assert pipe.plan.stages[1] == ("shared#2", "blocks.2", "shared#3", "shared#4")
+
+
+def optimize(group: places.Group, name: str, schedule: str, kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """Tied weights, too, have one state, at their first use, and stay one weight."""
+    own, plain = made(name)[0], made(name)[0]
+    loop = kind(plain.parameters())
+    with pipeline(name, own, schedule=schedule, optimizer=kind, **places.place(group)) as pipe:
+        for step, rows in enumerate((ROWS, 7, ROWS, ROWS)):
+            args, kwargs, target = inputs_of(name, rows)
+            due = reference_step(
+                plain, *args, **kwargs, **target, loss_fn=pipe.loss_fn, num_microbatches=3, seed=3, step=step
+            )
+            assert torch.equal(pipe.step(*args, **kwargs, **target), due)
+            loop.step()
+            loop.zero_grad()
+        optimized = [p for one in pipe.optimizers.values() for group in one.param_groups for p in group["params"]]
+        assert sorted(map(id, optimized)) == sorted(map(id, pipe.parameters()))
+        assert not [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
+        assert_equal(pipe.full_state_dict(), plain.state_dict())
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+@pytest.mark.parametrize(("schedule", "kind"), [("1f1b", sgd), ("zb-v", adam)])
+@pytest.mark.parametrize("name", ["tied", "loose", "repeated"])
+def test_weights_after_steps_are_those_of_one_optimizer(run: places.Run, name: str, schedule: str, kind: Any) -> None:
+    run(3, optimize, name, schedule, kind)
+
+
+def test_tied_weights_have_no_versions() -> None:
+    for name in ("tied", "loose"):
+        with pytest.raises(ScheduleError, match=r"updates each stage when it has its own .* calls share, at different"):
+            pipeline(name, made(name)[0], devices=["cpu"] * 3, schedule="pipedream", optimizer=sgd)
 
 
 class Shift(nn.Module):

@@ -28,7 +28,7 @@ from weakref import finalize
 import torch
 
 from pipesched.actions import Action
-from pipesched.caller import Caller
+from pipesched.caller import Caller, intra_op
 from pipesched.errors import ExecutionError
 from pipesched.executors.alarm import Alarm
 from pipesched.executors.book import digest
@@ -187,7 +187,7 @@ class DistributedExecutor:
     def _went_through(self, rank: Rank, order: tuple[Action, ...], caller: Caller, start_s: float) -> RankTimeline:
         self._lane.follow()
         stamps = Stamps.room_for(order)
-        with _intra_op(self._threads), caller.held(), self._lane.entered():
+        with intra_op(self._threads), caller.held(), self._lane.entered():
             if self._links is not None:
                 self._links.begin()
             self._go_through(rank, stamps)
@@ -412,16 +412,3 @@ class _DifferentError(ExecutionError):
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-@contextmanager
-def _intra_op(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if before == threads:
-        yield
-        return
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
