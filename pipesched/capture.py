@@ -8,16 +8,19 @@ model's containers are written in, they run as they are.
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import Parameter, signature
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from pipesched.containers import Shells
+from pipesched.contents import Beside, apart, call_beside, lacks_contents
 from pipesched.payload import pytree
 from pipesched.randomness import draws, outside_state
 from pipesched.ties import Place
@@ -234,7 +237,8 @@ def record(
     model: nn.Module, layers: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Capture:
     """Run the model once, as it is, in the caller's grad mode, and note what it does."""
-    return _Recorder(model, layers).run(tuple(args), dict(kwargs))
+    with Beside(torch.device("cpu")) if lacks_contents(model) else nullcontext():
+        return _Recorder(model, layers).run(tuple(args), dict(kwargs))
 
 
 class _Recorder(TorchFunctionMode):
@@ -264,6 +268,7 @@ class _Recorder(TorchFunctionMode):
         self._note_outside("")
         self._join()
         values = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
+        self._alive.clear()  # the memory is free at once, though the shells refer to each other
         quiet, looked_at = frozenset(self._quiet), frozenset(self._looked_at)
         outside = frozenset(self._outside)
         return Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples, outside)
@@ -321,8 +326,8 @@ class _Recorder(TorchFunctionMode):
             taken = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
             buffers = [(buffer, buffer._version) for buffer in layer.buffers()]
-            example = unchanged((args, kwargs))
-            result = layer(*args, **kwargs)
+            example = apart(unchanged((args, kwargs)))
+            result = call_beside(layer, args, kwargs)
             result, call = self._new(name, "", taken, _changed(taken, versions), result)
         finally:
             self._inside = False
@@ -395,6 +400,7 @@ def unchanged(value: Any) -> Any:
 
 def _memory(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() or id(storage)
     except (NotImplementedError, RuntimeError):  # functional wrappers, as inside vmap, have none
         return id(tensor)

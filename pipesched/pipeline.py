@@ -12,13 +12,15 @@ from torch.optim import Optimizer
 
 from pipesched.arguments import as_call, as_function, as_seed, as_threads
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
-from pipesched.body import Chain
+from pipesched.body import Body, Chain
 from pipesched.caller import Caller, intra_op
 from pipesched.calls import Call, dealt
+from pipesched.contents import put_on
 from pipesched.ends import bring_ends, end_of
 from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.feed import Feed, Head
+from pipesched.initial import Init, Initial, built, check_model
 from pipesched.layered import layered
 from pipesched.lowering import CheckpointMode, halves
 from pipesched.norms import BatchNormMode, MiniBatchNorms
@@ -48,8 +50,12 @@ class Pipeline(Observed):
     """A model cut into stages that train together.
 
     model: any module; each stage runs the model's own forward with the calls of other stages left out, an nn.Sequential
-    its layers. Its Parameters stay its own and are moved to the devices in place. sample: one micro-batch as an
-    example: a tensor, a tuple (positional arguments) or a dict (keywords). loss_fn(output, target)
+    its layers. Its Parameters stay its own and are moved to the devices in place. A model without contents (built under
+    ``torch.device("meta")``, or a function that builds one, whose buffers then have theirs) is cut first; then each
+    rank fills its own stages. init: from what: "reset", each module's ``reset_parameters``, is the default;
+    init_fn(module) is called after that, both keyed by seed and name, whatever the plan; a mapping, such as a
+    state_dict; or safetensors files, an index of them, or their folder, cast to the model's types. sample: one
+    micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keywords). loss_fn(output, target)
     -> scalar, a function or a Module; without one the model's own loss counts (a scalar output, or its ``loss``).
     devices: one a rank of this process; a device may repeat. mesh: instead, a one-dimensional DeviceMesh, with one rank
     a process, such as ``mesh["pp"]``: every process makes the pipeline with the same model and arguments, keeps its own
@@ -76,7 +82,7 @@ class Pipeline(Observed):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         sample: Any,
         *,
         devices: Sequence[Any] | None = None,
@@ -98,16 +104,20 @@ class Pipeline(Observed):
         inputs: Inputs = "all",
         timeout: float | None = None,
         plan: Plan | None = None,
+        init: Init | None = None,
     ) -> None:
         self._stream: Stream | None = None
-        self._layered = layered(model, as_call(sample))
-        self._layers = dict(self._layered.layers)
-        super().__init__(model, as_function(loss_fn, "loss_fn"))
+        check_model(model)
         self._threads = as_threads(intra_op_threads)
-        self._profile: dict[str, LayerCosts] | None = None
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
         self._site = site_for(devices, mesh, self._threads, timeout, inputs)
         self._seed = self._site.agreed(lambda: own_seed)
+        module = built(model, self._seed)
+        self._layered = layered(module, as_call(sample))
+        self._initial = Initial(module, init, self._seed, loss_fn)
+        self._layers = dict(self._layered.layers)
+        super().__init__(module, as_function(loss_fn, "loss_fn"))
+        self._profile: dict[str, LayerCosts] | None = None
         wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint)
         if plan is not None:
             wishes = wishes.pinned(plan, list(self._layers))
@@ -133,10 +143,10 @@ class Pipeline(Observed):
         if program.num_weights == program.num_stages:
             program = self._programs.connect(self._layered.edges(self._cut))
         ranks = [program.placement[index] for index in range(program.num_weights)]
-        self._ties = Ties(model, self._layered.uses(self._cut, ranks), self._site)
+        self._ties = Ties(module, self._layered.uses(self._cut, ranks), self._site)
         self._replicas = Replicas(self._site)
         self._norms = MiniBatchNorms(batch_norm, self._site)
-        self._norms.check(model, program, streams=self._programs.streams)
+        self._norms.check(module, program, streams=self._programs.streams)
         if wrap is not None:
             self._profile = self._site.agreed(self._profiled)  # layers may be sharded from here on
         self._stages = self._build_stages(program, wrap)
@@ -153,8 +163,10 @@ class Pipeline(Observed):
         stages: dict[int, Stage] = {}
         devices = [self.devices[program.placement[index]] for index in range(program.num_weights)]
         bodies = self._layered.bodies(self._cut, devices, self._ties)
+        self._initial.fill(self._owners_of(program, bodies), self._site)
         holds, tied = self._site.holds, self._ties.parameters
         self._bodies = bodies = wrapped_bodies(wrap, self.model, self._layers, bodies, program, devices, holds, tied)
+        self._owners = self._owners_of(program, bodies)
         for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
             rank, last = program.placement[index], not program.graph.consumers[index]
             device, body = self.devices[rank], bodies[part]
@@ -169,12 +181,14 @@ class Pipeline(Observed):
                 continue
             if index == part:
                 for module in modules.values():
-                    module.to(device)
+                    put_on(module, device)
             ties = self._ties.for_layers(body.layers, device)
             stages[index] = Stage(body, device, Head(loss_fn) if last else None, ties=ties, norms=norms)
-        homes = [(program.placement[part], body.layers) for part, body in enumerate(bodies)]
-        self._owners = Owners(self.model, homes, end_of(program), self._ties.parameters)
         return dict(sorted(stages.items()))
+
+    def _owners_of(self, program: Program, bodies: Sequence[Body]) -> Owners:
+        homes = [(program.placement[part], body.layers) for part, body in enumerate(bodies)]
+        return Owners(self.model, homes, end_of(program), self._ties.parameters)
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipesched.actions import Kind
 from pipesched.capture import unchanged
+from pipesched.contents import stand_in
 from pipesched.costs import Costs
 from pipesched.feed import Feed
 from pipesched.payload import Gradients, Payload, pytree
@@ -53,17 +54,22 @@ class LayerCosts:
 def measure_layers(
     layers: Mapping[str, nn.Module], sample: Any, device: torch.device, intra_op_threads: int
 ) -> dict[str, LayerCosts]:
-    """Run one micro-batch through the layers on ``device``, each several times; the medians count.
+    """Run one micro-batch through the layers on ``device``, each several times; the medians count. Equal layers that
+    get equal shapes are measured once.
 
     sample: (args, kwargs) of the first layer. Layers are measured in training mode; where some train and some do not,
     each in its own.
     """
     costs: dict[str, LayerCosts] = {}
+    known: dict[Any, tuple[LayerCosts, Payload]] = {}
     with _intra_op_threads(intra_op_threads), _training(layers.values()), torch.enable_grad(), outside_kept():
-        arrived = Payload.of(sample)
+        arrived = Payload.of(pytree.tree_map_only(Tensor, stand_in, sample))
         for name, layer in layers.items():
+            kind = not costs, _kind(layer, arrived)
             try:
-                costs[name], arrived = _Probe(name, layer, device).measure(arrived, first=not costs)
+                if kind not in known:
+                    known[kind] = _Probe(name, layer, device).measure(arrived, first=not costs)
+                costs[name], arrived = known[kind]
             except Exception as error:
                 error.add_note(f"while layer {name!r} was measured on {device} with the given sample")
                 raise
@@ -137,7 +143,7 @@ def measure_calls(
     layers = [layer for layer, _ in calls.values()]
     with _intra_op_threads(intra_op_threads), _training(layers), torch.enable_grad(), outside_kept():
         for name, (layer, arguments) in calls.items():
-            given = Payload.of(pytree.tree_map_only(Tensor, _wanting, arguments) if name in wanted else arguments)
+            given = Payload.of(pytree.tree_map_only(Tensor, _wanting if name in wanted else stand_in, arguments))
             kind = _kind(layer, given)
             try:
                 if kind not in known:
@@ -150,7 +156,11 @@ def measure_calls(
 
 
 def _wanting(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
+    return stand_in(tensor).detach().requires_grad_(tensor.is_floating_point())
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    return stand_in(tensor, device, weight=True) if tensor.is_meta else tensor.detach().to(device, copy=True)
 
 
 def _kind(layer: nn.Module, given: Payload) -> Any:
@@ -168,12 +178,16 @@ class _Copied(nn.Module):
         super().__init__()
         self._layer = [layer]  # in a list: not a child, which would be moved and counted
         self._tensors = {
-            name: parameter.detach().to(device, copy=True).requires_grad_(parameter.requires_grad)
+            name: _copied(parameter, device).requires_grad_(parameter.requires_grad)
             for name, parameter in layer.named_parameters()
-        } | {name: buffer.clone().to(device) for name, buffer in layer.named_buffers()}
+        } | {name: _copied(buffer, device) for name, buffer in layer.named_buffers()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(self._layer[0], self._tensors, args, kwargs)
+
+    def forget(self) -> None:
+        """Free the copies at once, though modules and stages refer to each other."""
+        self._tensors.clear()
 
     @property
     def parameter_bytes(self) -> int:
@@ -203,6 +217,7 @@ class _Probe:
             if time.perf_counter() - begin > _ENOUGH_S:
                 break
         held, output = self._held_bytes(arrived, first)
+        self._layer.forget()
         forward_s, backward_s = (median(column) for column in zip(*whole, strict=True))
         input_grad_s, weight_grad_s = (median(column) for column in zip(*parts, strict=True))
         costs = LayerCosts(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.contents import put_on
 from pipesched.errors import ExecutionError, GraphError
 from pipesched.graph import hooks_of
 from pipesched.trades import Trade, copy_into, moved
@@ -40,7 +41,8 @@ class Replica:
     ) -> None:
         self._home = _together(layers, loss_fn)
         try:
-            self._copy = copy.deepcopy(self._home, _kept(self._home)).to(device)
+            self._copy = copy.deepcopy(self._home, _kept(self._home))
+            put_on(self._copy, device)
         except Exception as error:
             raise GraphError(
                 f"a schedule of several chains runs copies of the layers; one of {', '.join(layers)} cannot be copied "

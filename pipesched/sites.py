@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pickle import dumps
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -88,6 +88,9 @@ class Site(Protocol):
     def check(self, program: Program, decided: Any) -> None:
         """Raise ExecutionError where ranks decided differently."""
 
+    def fail(self, what: str, error: Exception) -> NoReturn:
+        """Raise an error of this process here, and in the other processes as one of this one."""
+
     def start(self) -> None:
         """Start the ranks, once all that can be wrong before has been checked."""
 
@@ -143,6 +146,9 @@ class InProcess:
 
     def check(self, program: Program, decided: Any) -> None:
         return
+
+    def fail(self, what: str, error: Exception) -> NoReturn:
+        raise error
 
     def call(self, method: str, given: bool, make: Callable[[], Call], deal: Deal) -> Call:
         return make()
@@ -203,6 +209,9 @@ class OverMesh:
 
     def check(self, program: Program, decided: Any) -> None:
         self.executor.agree("plan", dumps((str(program), self._inputs, decided)))
+
+    def fail(self, what: str, error: Exception) -> NoReturn:
+        self.executor.fail(what, error)
 
     def start(self) -> None:
         return

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesched.body import Body, CallLayer
 from pipesched.capture import Pattern, tensors_in
+from pipesched.contents import put_on
 from pipesched.errors import ExecutionError, GraphError, ModelTypeError, ScheduleError
 from pipesched.payload import Apart, pytree
 from pipesched.program import Program
@@ -139,7 +140,7 @@ def wrapped_bodies(
     for stage, body in enumerate(bodies):
         if holds(program.placement[stage]):
             for layer in body.layers.values():
-                layer.to(devices[stage])
+                put_on(layer, devices[stage])
             made[stage] = _wrapped(wrap, model, layers, body, stage, tied)
     return made
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.contents import give_contents
 from pipesched.payload import pytree
 from pipesched.trades import Move, Trade, copy_into, moved
 
@@ -26,6 +27,14 @@ Place = tuple[str, int]
 def with_stand_ins(value: Any, stand_ins: Mapping[nn.Parameter, Tensor]) -> Any:
     """A value with others in the place of tied weights."""
     return pytree.tree_map_only(nn.Parameter, lambda parameter: stand_ins.get(parameter, parameter), value)
+
+
+def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None:
+    """A leaf is what its weight is, on its stage's device; without contents as long as the weight has none."""
+    if leaf.is_meta and not parameter.is_meta:
+        give_contents(leaf, parameter.data.to(device))
+    elif leaf.data_ptr() != parameter.data_ptr():
+        leaf.data = parameter.detach().to(device)
 
 
 def deliver(parameter: nn.Parameter, grads: Iterable[Tensor | None]) -> None:
@@ -79,6 +88,7 @@ class Ties:
 
     def __init__(self, model: nn.Module, uses: Sequence[Use], trade: Trade) -> None:
         self._trade = trade
+        self._devices: dict[Place, torch.device] = {}
         named = dict(model.named_parameters())
         ranks: dict[str, dict[Place, int]] = {}
         for use in uses:
@@ -89,7 +99,7 @@ class Ties:
                 named[name],
                 next(iter(places.values())),
                 places,
-                {place: named[name].detach().requires_grad_() for place in places},
+                {place: named[name].data.requires_grad_() for place in places},
             )
             for name, places in ranks.items()
             if len(places) > 1
@@ -108,15 +118,17 @@ class Ties:
                 tie = self._all.get(parameter)
                 for place, leaf in tie.leaves.items() if tie else ():
                     if place[0] == name:
-                        leaf.data = parameter.detach().to(device)
+                        self._devices[place] = device
+                        _follow(leaf, parameter, device)
                         own.setdefault(place, {})[key] = leaf
         return own
 
     def stand_ins(self, place: Place, device: torch.device) -> dict[nn.Parameter, Tensor]:
         """What a call uses in place of tied weights, wherever they come from: also as its arguments."""
         given = {tie.parameter: tie.leaves[place] for tie in self._all.values() if place in tie.leaves}
+        self._devices[place] = device
         for parameter, leaf in given.items():
-            leaf.data = parameter.detach().to(device)
+            _follow(leaf, parameter, device)
         return given
 
     def refresh(self) -> None:
@@ -129,11 +141,10 @@ class Ties:
             if self._trade.holds(rank) and value.data_ptr() != parameter.data_ptr():
                 copy_into(parameter, value)
         for parameter, tie in self._all.items():
-            for leaf in tie.leaves.values():
+            for place, leaf in tie.leaves.items():
                 leaf.grad = None
                 leaf.requires_grad_(parameter.requires_grad)
-                if leaf.data_ptr() != parameter.data_ptr():
-                    leaf.data = parameter.detach().to(leaf.device)
+                _follow(leaf, parameter, self._devices.get(place, leaf.device))
 
     @contextmanager
     def delivering(self) -> Iterator[None]:

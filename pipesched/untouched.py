@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipesched.randomness import outside_kept
 
@@ -41,7 +41,7 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[None]:
     """Run the model in a mode, and leave it as it was: attributes, modes, buffers, random numbers."""
     modules = list(model.modules())
     modes = [(module, module.training) for module in modules]
-    buffers = [(buffer, copy.deepcopy(buffer)) for buffer in model.buffers()]
+    buffers = [(buffer, copy.deepcopy(buffer)) for buffer in model.buffers() if not _expanded(buffer)]
     try:
         with torch.random.fork_rng(), outside_kept(), attributes_kept(modules):
             if mode != model.training:
@@ -52,3 +52,9 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[None]:
             module.training = training
         for buffer, before in buffers:
             buffer.copy_(before)
+
+
+def _expanded(tensor: Tensor) -> bool:
+    """Whether several of its numbers are one in memory; then none can be written."""
+    steps = tensor.stride() if tensor.layout == torch.strided else ()
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, steps, strict=False))

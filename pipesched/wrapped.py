@@ -76,7 +76,9 @@ class Wrapped:
         """
         known = self._all_state()
         state = {name: value for name, value in state.items() if name in known or self._is_own(name)}
-        state = {**{name: value for name, value in known.items() if not self._is_own(name)}, **state}
+        others = {name: value for name, value in known.items() if not self._is_own(name)}
+        empty = {name: value for name, value in others.items() if isinstance(value, Tensor) and value.is_meta}
+        state = {**others, **state, **empty}
         modules = self._modules()
         loss = {name: value for name, value in state.items() if len(modules) > 1 and name.startswith(_LOSS_PREFIX)}
         self.model.load_state_dict({name: value for name, value in state.items() if name not in loss}, strict)
