@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipesched import partition
 from pipesched.capture import tensors_in
 from pipesched.captured import Captured, untouched
-from pipesched.graph import chain_graph
 
 __all__ = ["counted", "even_boundaries", "shares"]
 
@@ -25,7 +24,7 @@ def counted(model: nn.Module, sample: dict[str, Any]) -> "nx.DiGraph[str]":
     That is the operations of its products and convolutions, and _FLOPS_A_BYTE for each byte of what any function gives.
     """
     captured = Captured(model, ((), sample))
-    graph = chain_graph(dict(captured.layers))
+    graph = nx.path_graph(captured.layers, nx.DiGraph)
     nx.set_node_attributes(graph, 0.0, "forward_s")
     begin = ""
     with untouched(model, model.training), torch.no_grad():
