@@ -29,6 +29,9 @@ class Body(Protocol):
     def begin(self) -> None:
         """A step begins: modes and flags of the model may have changed."""
 
+    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Body":
+        """The same over copies of the layers, for another thread."""
+
     def inputs(self, inputs: Any) -> Any:
         """What is needed here of the model's inputs (args, kwargs)."""
 
@@ -48,6 +51,10 @@ class Chain:
 
     def begin(self) -> None:
         """Nothing to do: layers have their own modes."""
+
+    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Chain":
+        """A chain of these."""
+        return Chain(layers)
 
     def inputs(self, inputs: Any) -> Any:
         """All of them."""

@@ -1,5 +1,6 @@
 """Captured: a model of any code as layers in the order of their calls, and the bodies of its stages."""
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -20,7 +21,7 @@ from pipesched.payload import Apart, pytree
 from pipesched.profiler import LayerCosts, measure_calls
 from pipesched.program import Program
 from pipesched.randomness import KeyedRandom
-from pipesched.replay import Look, Replay
+from pipesched.replay import Look, Replay, StandIns
 from pipesched.ties import Ties, Use
 from pipesched.untouched import untouched
 
@@ -76,11 +77,6 @@ class Captured:
         named = dict(self.model.named_parameters())
         users = Counter(name for call in calls for name in _trained(call) if name in named)
         tied = [name for name, count in users.items() if count > 1]
-        if program.num_weights < program.num_stages:
-            raise ScheduleError(
-                f"stages of two directions are copies of an nn.Sequential's; {program.name}, this model is another "
-                f"module; choose another schedule"
-            )
         if program.has_updates and tied:
             raise ScheduleError(
                 f"an asynchronous schedule updates each stage when it has its own gradients, and later stages go on "
@@ -182,15 +178,26 @@ class Replayed:
             name: self._twins[name].layer if name in elsewhere else captured.modules[name] for name in names
         }
         tied = {calls[index].place: ties.stand_ins(calls[index].place, device) for index in own.own}
-        self._replays = {
-            mode: Replay(captured.model, captured.modules, captured.captures[mode], part, device, tied, last=last)
-            for mode, part in self._parts.items()
-        }
+        self._captured = captured
+        self._replays = self._replayed(device, tied)
         self._draw_outside = {mode: capture.outside for mode, capture in captured.captures.items()}
         self._loose: list[nn.Parameter] = []
         if loose := [name for index in sorted(own.own) for name in calls[index].loose]:
             self.layers[_BETWEEN] = _Loose(captured.model, loose)
             self._loose += self.layers[_BETWEEN].parameters()
+
+    def _replayed(self, device: torch.device, tied: StandIns) -> dict[bool, Replay]:
+        model, layers, captures = self._captured.model, self._captured.modules, self._captured.captures
+        return {
+            mode: Replay(model, layers, captures[mode], part, device, tied, last=self._last)
+            for mode, part in self._parts.items()
+        }
+
+    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Replayed":
+        """The same part. What is tied is not, here: what comes to each copy goes to its own use."""
+        other = copy.copy(self)
+        other.layers, other._twins, other._replays = dict(layers), {}, self._replayed(device, {})
+        return other
 
     def begin(self) -> None:
         """Choose the part of the model's mode."""

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
 
 import networkx as nx
 import torch
@@ -152,7 +151,4 @@ class Observed(Wrapped):
         return self._profile
 
     def _measured_graph(self) -> "nx.DiGraph[str]":
-        """Stages are runs of layers in the order of their calls, also where layers do not feed each other."""
-        graph, names = self._layered.graph(self._profiled()), list(self._layers)
-        graph.add_edges_from((a, b, {"bytes": 0, "tensors": {}}) for a, b in pairwise(names) if b not in graph[a])
-        return graph
+        return self._layered.graph(self._profiled())

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pipesched.arguments import as_call, as_function, as_seed, as_threads
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
-from pipesched.body import Body, Chain
+from pipesched.body import Body
 from pipesched.caller import Caller, intra_op
 from pipesched.calls import Call, dealt
 from pipesched.contents import put_on
@@ -140,11 +140,10 @@ class Pipeline(Observed):
         self._site.check(
             program, (self._cut, repr(wishes.boundaries), self.checkpoint, self._threads, repr(seed), batch_norm)
         )
-        if program.num_weights == program.num_stages:
-            program = self._programs.connect(self._layered.edges(self._cut))
+        program = self._programs.connect(self._layered.edges(self._cut))
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self._ties = Ties(module, self._layered.uses(self._cut, ranks), self._site)
-        self._replicas = Replicas(self._site)
+        self._replicas = Replicas(self._site, self._ties.own)
         self._norms = MiniBatchNorms(batch_norm, self._site)
         self._norms.check(module, program, streams=self._programs.streams)
         if wrap is not None:
@@ -174,7 +173,7 @@ class Pipeline(Observed):
             if index != part:  # the stage of this number runs the same layers
                 replica = self._replicas.add(body.layers, loss_fn, device, (program.placement[part], rank))
                 if replica is not None:
-                    body, loss_fn = Chain(replica.layers), replica.loss_fn
+                    body, loss_fn = body.over(replica.layers, device), replica.loss_fn
             modules = {**body.layers, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
             norms = self._norms.of_stage((index, part), (rank, program.placement[part]), modules)
             if not self._site.holds(rank):
@@ -236,7 +235,7 @@ class Pipeline(Observed):
             return self._enqueue(call)
         feed = call.feed(self._seed, self._step)
         work = self._work(self._programs.training(len(call)), feed, uses=self._programs.uses(len(call)))
-        with self._replicas.delivering(), self._ties.delivering(), self._norms.counting():
+        with self._ties.delivering(), self._replicas.delivering(), self._norms.counting():
             self._runs.append(self._site.run(work, call.batch, grad=True))
         with intra_op(self._threads):
             for stage in self._stages.values():
@@ -354,7 +353,7 @@ class Pipeline(Observed):
         back_work = replace(work, prepare=_nothing, orders=back)
 
         def run_backwards() -> None:
-            with self._replicas.delivering(), self._ties.delivering():
+            with self._ties.delivering(), self._replicas.delivering():
                 executor.run(back_work, grad=True)
 
         return attach(OpenPass(call.batch, feed, run_backwards))
@@ -379,8 +378,8 @@ class Pipeline(Observed):
 
         def begin(caller: Caller) -> None:
             feed.autocast = caller.autocast
-            self._replicas.refresh()
             self._ties.refresh()
+            self._replicas.refresh()
             for index, stage in own.items():
                 stage.begin(feed, (uses or {}).get(index))
 

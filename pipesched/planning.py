@@ -90,9 +90,12 @@ class Programs:
         self._forget()
 
     def connect(self, edges: Sequence[tuple[int, int]]) -> Program:
-        """From now on stages feed each other along these edges. Returns the program for a full batch."""
+        """From now on stages feed each other along these edges, in each of several chains. Returns the program for a
+        full batch.
+        """
         program: Program = self.plain(self.num_microbatches)
-        graph = StageGraph.of(program.num_stages, edges)
+        chains = range(0, program.num_stages, program.num_weights)
+        graph = StageGraph.of(program.num_stages, [(at + giver, at + taker) for at in chains for giver, taker in edges])
         if graph != program.graph:
             self._graph = graph
             self._forget()

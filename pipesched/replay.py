@@ -22,8 +22,10 @@ from pipesched.payload import pytree
 from pipesched.randomness import KeyedRandom
 from pipesched.ties import Place, with_stand_ins
 
-__all__ = ["Look", "Replay"]
+__all__ = ["Look", "Replay", "StandIns"]
 
+#: What calls take in the place of parameters.
+StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
 #: Type and shape of a value.
 Look = tuple[torch.dtype, tuple[int, ...]]
 
@@ -47,7 +49,7 @@ class Replay(TorchFunctionMode):
         capture: Capture,
         part: Part,
         device: torch.device,
-        tied: Mapping[Place, Mapping[nn.Parameter, Tensor]],
+        tied: StandIns,
         *,
         last: bool,
     ) -> None:

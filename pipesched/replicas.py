@@ -94,10 +94,13 @@ class _Pair:
 
 
 class Replicas:
-    """All replicas of a pipeline, in the order of their stages."""
+    """All replicas of a pipeline, in the order of their stages.
 
-    def __init__(self, trade: Trade) -> None:
-        self._trade = trade
+    target(parameter, rank): what takes the gradients of a home's parameter.
+    """
+
+    def __init__(self, trade: Trade, target: Callable[[nn.Parameter, int], Tensor]) -> None:
+        self._trade, self._target = trade, target
         self._all: list[_Pair] = []
 
     def add(
@@ -130,7 +133,7 @@ class Replicas:
             moves = [(pair.rank, pair.home_rank, _taking(pair.replica)) for pair in self._all]
             for pair, grads in zip(self._all, moved(self._trade, "gradients", moves), strict=True):
                 if self._trade.holds(pair.home_rank):
-                    _deliver(pair.home, grads)
+                    _deliver([self._target(p, pair.home_rank) for p in pair.home.parameters()], grads)
         finally:
             for pair in self._all:
                 if pair.replica is not None:
@@ -149,11 +152,11 @@ def _taking(replica: Replica | None) -> Callable[[], _Tensors]:
     return replica.taken_grads if replica is not None else list
 
 
-def _deliver(home: nn.ModuleList, grads: _Tensors) -> None:
+def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
     """Add gradients to the home's, through its hooks."""
-    for parameter, grad in zip(home.parameters(), grads, strict=True):
+    for target, grad in zip(targets, grads, strict=True):
         if grad is not None:
-            torch.autograd.backward((parameter,), (grad.to(parameter.device),))
+            torch.autograd.backward((target,), (grad.to(target.device),))
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:

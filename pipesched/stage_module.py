@@ -81,6 +81,10 @@ class _Wrapped:
     def layers(self) -> dict[str, nn.Module]:
         return self._body.layers
 
+    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> Body:
+        """Not asked for: ``wrap`` goes with one chain alone."""
+        return self._body.over(layers, device)
+
     def begin(self) -> None:
         self._body.begin()
 

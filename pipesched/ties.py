@@ -131,6 +131,12 @@ class Ties:
             _follow(leaf, parameter, device)
         return given
 
+    def own(self, parameter: nn.Parameter, rank: int) -> Tensor:
+        """What takes a parameter's gradients on a rank: of a tied one the leaf of a use there, if there is one."""
+        tie = self._all.get(parameter)
+        places = [] if tie is None else [place for place, at in tie.ranks.items() if at == rank]
+        return tie.leaves[places[0]] if tie and places else parameter
+
     def refresh(self) -> None:
         """Before a run: parameters are what they are at home, and leaves what the parameters are. Collective."""
         moves: list[Move] = [

@@ -384,6 +384,29 @@ def optimize(group: places.Group, name: str, schedule: str, kind: Callable[..., 
         assert_equal(pipe.full_state_dict(), plain.state_dict())
 
 
+def both_ways(group: places.Group, name: str, schedule: str) -> None:
+    own, plain = made(name)[0], made(name)[0]
+    with pipeline(name, own, schedule=schedule, **places.place(group)) as pipe:
+        for step, rows in enumerate((ROWS, 7)):
+            args, kwargs, target = inputs_of(name, rows)
+            due = reference_step(
+                plain, *args, **kwargs, **target, loss_fn=pipe.loss_fn, num_microbatches=3, seed=3, step=step
+            )
+            assert torch.equal(pipe.step(*args, **kwargs, **target), due)
+            expected = dict(plain.named_parameters())
+            for key, parameter in pipe.named_parameters():
+                torch.testing.assert_close(parameter.grad, expected[key].grad, rtol=1e-4, atol=1e-6)
+            with torch.no_grad():
+                for parameter in (*own.parameters(), *plain.parameters()):
+                    parameter.mul_(0.9)
+            assert torch.equal(pipe.evaluate(*args, **kwargs, **target), pipe.evaluate(*args, **kwargs, **target))
+
+
+@pytest.mark.parametrize("name", ["attends", "tied", "loose", "towers", "repeated"])
+def test_two_directions_train_any_model(run: places.Run, name: str) -> None:
+    run(2, both_ways, name, "dualpipe" if name == "loose" else "chimera")
+
+
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
