@@ -134,7 +134,7 @@ class Deferral:
             self._lesson = None if known else _Lesson(self._live)
             self._whole_up_to = -1 if known else microbatch
             self._deferrable = self._learnt.get(self._kind, frozenset())
-        return microbatch > self._whole_up_to
+        return bool(self._deferrable) and microbatch > self._whole_up_to
 
     @property
     def learning(self) -> bool:
@@ -361,20 +361,23 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
+#: What a graph begins with needs a gradient where one of its node's arguments does; no gradient ever comes to this one.
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+
+
 def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) -> tuple[Tensor, ...]:
     """The same tensors, now requiring gradients, which a backward writes into ``into`` (None: not used).
 
     A list, and no callback: who holds the graph must not be held by it, since no garbage collector sees through graphs.
     """
-    anchor = torch.empty(0, requires_grad=True)
-    detached = tuple(tensor.detach() for tensor in tensors)
-    entered: tuple[Tensor, ...] = _Entry.apply(anchor, detached, into)  # type: ignore[no-untyped-call]
+    detached = tuple([tensor.detach() for tensor in tensors])
+    entered: tuple[Tensor, ...] = _Entry.apply(_ANCHOR, detached, into)  # type: ignore[no-untyped-call]
     return entered
 
 
 def backward(outputs: Sequence[GradientEdge], grads: Sequence[Tensor | None]) -> None:
     """One pass over the graph: gradients of its leaves are added to their ``.grad``."""
-    torch.autograd.backward(list(outputs), list(grads))
+    torch.autograd.backward(outputs, grads)
 
 
 #: Weights are delivered in groups of about so many bytes: a large gradient is added while it lies in the cache, and

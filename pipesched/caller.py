@@ -13,6 +13,9 @@ import torch
 __all__ = ["Caller", "intra_op"]
 
 
+_NO_CHANGE = nullcontext()
+
+
 @dataclass(frozen=True)
 class Caller:
     """Grad mode and inference mode, and the autocast settings of forwards."""
@@ -46,7 +49,7 @@ class Caller:
 
     def autocast(self) -> AbstractContextManager[None]:
         """For forwards alone: a backward computes in the types of its forward."""
-        return self._autocasting() if self.autocasts else nullcontext()
+        return self._autocasting() if self.autocasts else _NO_CHANGE
 
     @contextmanager
     def _autocasting(self) -> Iterator[None]:

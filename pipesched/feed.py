@@ -54,7 +54,7 @@ class Head:
     def loss(self, output: Any, target: Any, own: Mapping[str, Tensor]) -> Tensor:
         """The scalar loss of one micro-batch. own: in place of a loss module's tensors. Raises InputError for none."""
         if self.loss_fn is not None:
-            loss = call_with(own, self.loss_fn, (output, target), {})
+            loss = call_with(own, self.loss_fn, (output, target), {}) if own else self.loss_fn(output, target)
             return _scalar(loss, "what loss_fn(output, target) returns")
         entry = output if isinstance(output, Tensor) else _loss_entry(output)
         return _scalar(entry, "without loss_fn the model's output, or its 'loss',")

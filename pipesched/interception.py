@@ -47,6 +47,12 @@ class Intercept(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         return handler(func, args, kwargs or {})
 
+    def passes(self, function: Any) -> bool:
+        """Whether this function has been seen here and is left alone. Then it need not be called in here: what its body
+        calls is not seen, since torch runs it with the mode left.
+        """
+        return isinstance(function, types.FunctionType) and self._table.get(function, self) is None
+
     def _find(self, func: Any) -> Handler | None:
         if func in COMPOSITES:
             return self._inside

@@ -1,8 +1,9 @@
 """Payload: what passes between stages, and what a micro-batch is: any pytree of tensors and plain values."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "Payload",
     "flatten",
     "gather",
+    "memory_of",
     "pytree",
     "row_dim",
     "rows_of",
@@ -42,12 +44,17 @@ def used_here(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@dataclass(frozen=True, slots=True)
+def memory_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory; 0 where it is not strided."""
+    return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
+
+
+@dataclass(slots=True, eq=False)
 class Payload:
     """A value taken apart. A tensor that stands in several places is one leaf.
 
     places[i] is the leaf at place i of the value. needs_grad: for each leaf, whether it is a tensor whose gradient is
-    to be sent back.
+    to be sent back. Never changed once made (not frozen: that takes as long again to make one).
     """
 
     leaves: tuple[Any, ...]
@@ -58,9 +65,11 @@ class Payload:
     @classmethod
     def of(cls, value: Any, detached: Callable[[Tensor], Tensor] = Tensor.detach) -> "Payload":
         """Take a value apart; its tensors are detached, sharing memory and version, or what ``detached`` says."""
+        if isinstance(value, Tensor):  # as nearly always
+            return cls((detached(value),), (0,), _LEAF, (value.requires_grad,))
         leaves, places, spec = _distinct(value)
-        needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        apart = tuple(detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
+        apart = tuple([detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         return cls(apart, places, spec, needs_grad)
 
     @classmethod
@@ -81,6 +90,13 @@ class Payload:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
 
     @property
+    def overlapping(self) -> list[Tensor]:
+        """The tensors that share memory with another one, such as a view beside its base."""
+        tensors = self.tensors
+        counts = Counter(map(memory_of, tensors))
+        return [tensor for tensor in tensors if counts[memory_of(tensor)] > 1]
+
+    @property
     def value(self) -> Any:
         """The value put together again."""
         return self._together(self.leaves)
@@ -88,12 +104,14 @@ class Payload:
     @property
     def wanted(self) -> tuple[Tensor, ...]:
         """The tensors whose gradient is to be sent back."""
+        if len(self.leaves) == 1:
+            return self.leaves if self.needs_grad[0] else ()
         return tuple(leaf for leaf, needs in zip(self.leaves, self.needs_grad, strict=True) if needs)
 
     def with_wanted(self, tensors: Sequence[Tensor]) -> Any:
         """The value put together again, with other tensors in place of those whose gradient is wanted."""
-        if not tensors:
-            return self._together(self.leaves)
+        if not tensors or len(self.leaves) == 1:
+            return self._together(tensors or self.leaves)
         fill = iter(tensors)
         return self._together(
             [next(fill) if needs else leaf for leaf, needs in zip(self.leaves, self.needs_grad, strict=True)]
@@ -105,7 +123,9 @@ class Payload:
         return Payload(leaves, self.places, self.spec, self.needs_grad)
 
     def _together(self, leaves: Sequence[Any]) -> Any:
-        if self.spec.is_leaf():
+        if self.spec is _ARGUMENT:
+            return (leaves[0],), {}
+        if self.spec is _LEAF or self.spec.is_leaf():
             return leaves[0]
         return pytree.tree_unflatten([leaves[place] for place in self.places], self.spec)
 
@@ -119,14 +139,19 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
         return [value], _LEAF
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
         leaves = [*value[0], *value[1].values()]
+        if len(leaves) == len(value[0]) == 1 and isinstance(leaves[0], Tensor):
+            return leaves, _ARGUMENT
         if all(isinstance(leaf, Tensor) for leaf in leaves):
             return leaves, _call_spec(len(value[0]), tuple(value[1]))
     return pytree.tree_flatten(value)
 
 
-@lru_cache
+@cache
 def _call_spec(num_args: int, names: tuple[Any, ...]) -> pytree.TreeSpec:
     return pytree.tree_structure(((0,) * num_args, dict.fromkeys(names, 0)))
+
+
+_ARGUMENT = _call_spec(1, ())
 
 
 def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
@@ -144,6 +169,8 @@ def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
 
 def trainable_leaves(value: Any) -> list[Tensor]:
     """The tensors of a value that require a gradient, each once, in the order of a Payload's leaves."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
     return [leaf for leaf in _distinct(value)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 

@@ -3,9 +3,9 @@
 A stage knows nothing of order, ranks or transfers. It calls the user's own layers, with their own Parameters.
 """
 
-from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -19,7 +19,7 @@ from pipesched.errors import ExecutionError, InputError
 from pipesched.feed import Feed, Head
 from pipesched.interception import Intercept
 from pipesched.norms import Norms
-from pipesched.payload import Apart, Gradients, Payload, pytree, trainable_leaves, used_here
+from pipesched.payload import Apart, Gradients, Payload, memory_of, pytree, trainable_leaves, used_here
 from pipesched.randomness import Key, KeyedRandom, NoRandom
 from pipesched.versions import Uses
 from pipesched.weights import Tensors, Weights
@@ -27,13 +27,14 @@ from pipesched.weights import Tensors, Weights
 __all__ = ["Stage"]
 
 _NOTHING: Mapping[str, Any] = {}
+_NONE_BACK = Apart()
 _LOSS = "loss_fn"  # the layer as which the loss draws random numbers and has versions
 
 #: One layer's buffers by name.
 Buffers = dict[str, Tensor]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class _Saved:
     """What a stage keeps of one micro-batch from F to the end of B or W."""
 
@@ -42,16 +43,16 @@ class _Saved:
     wanted: tuple[int, ...]  # of each value that arrived, how many gradients go back
     inputs: bool  # the model's inputs come before what arrived
     weights: Tensors  # the version in use; empty: the Parameters themselves
-    counted: tuple[Any, float | None] | None = None  # where a loss is asked for: its target and its factor
-    deferred: bool = False  # F left weight gradients to W
-    input_grads: Sequence[Tensor | None] = ()
-    edges: Sequence[GradientEdge] = ()
-    products: Sequence[Product] = ()
-    grads: Sequence[tuple[Tensor, Tensor]] = ()  # of the version's tensors, from I to W
+    counted: tuple[Any, float | None] | None  # where a loss is asked for: its target and its factor
+    deferred: bool = field(default=False, init=False)  # F left weight gradients to W
+    input_grads: Sequence[Tensor | None] = field(default=(), init=False)
+    edges: Sequence[GradientEdge] = field(default=(), init=False)
+    products: Sequence[Product] = field(default=(), init=False)
+    grads: Sequence[tuple[Tensor, Tensor]] = field(default=(), init=False)  # of the version's tensors, from I to W
     # between a checkpointed F and its R:
-    bare: bool = False  # nothing of it is differentiated: R has nothing to do
-    arrived: Payload | None = None
-    buffers: Mapping[str, Buffers] | None = None
+    bare: bool = field(default=False, init=False)  # nothing of it is differentiated: R has nothing to do
+    arrived: Payload | None = field(default=None, init=False)
+    buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
 
 
 class Stage:
@@ -142,24 +143,26 @@ class Stage:
         """
         payload, inputs = self._taken(microbatch, arrived)
         weights = self.weights.used_by(microbatch) if self.weights is not None else {}
-        wanted = tuple(sum(one.needs_grad) for one in arrived)
+        wanted = tuple([sum(one.needs_grad) for one in arrived]) if arrived else ()
         saved = _Saved(microbatch, self._feed.key(microbatch), wanted, inputs, weights, self._counted(microbatch))
-        guarded = self._guarded(payload) if arrived else []
+        guarded = self._guarded(payload) if arrived and (self._shared_input or len(payload.leaves) > 1) else ()
         versions = [tensor._version for tensor in guarded]
         if not torch.is_grad_enabled():
             value = self._run(saved, payload)
         else:
             self._saved[microbatch] = saved
             value = self._run_dropping(saved, payload) if checkpointed else self._run_keeping(saved, payload, split)
-        if versions != [tensor._version for tensor in guarded]:
+        if guarded and versions != [tensor._version for tensor in guarded]:
             raise ExecutionError(
                 f"tensors that pass between stages are modified in place only where they share no memory and go to no "
                 f"other stage; the layers {', '.join(self.layers)} modified one of {len(guarded)} that do; clone it, "
                 f"or move the boundary"
             )
         if isinstance(value, Apart):
-            return Apart(self._apart_from_buffers(Payload.of(one)) for one in value)
-        output = self._apart_from_buffers(Payload.of(value))
+            return Apart([self._apart_from_buffers(Payload.of(one)) for one in value])
+        output = Payload.of(value)
+        if not all(output.needs_grad):
+            output = self._apart_from_buffers(output)
         if saved.counted is not None:
             self._feed.losses[microbatch] = output.leaves[0]
         return output
@@ -178,26 +181,28 @@ class Stage:
     def backward(self, microbatch: int, *grads: Gradients) -> Apart:
         """B: adds the gradients of all parameters; returns those of what arrived, for each producer."""
         saved = self._saved.pop(microbatch)
-        with self._backward_mode[False]:
-            self._propagate(microbatch, saved, grads)
-            self._deliver(saved)
+        self._propagate(microbatch, saved, grads)
+        if self.weights is not None:
+            self._deliver(saved, self.weights)
         return self._sent_back(microbatch, saved)
 
     def input_grad(self, microbatch: int, *grads: Gradients) -> Apart:
         """I: returns the gradients of what arrived, for each producer; the weight gradients that pay are left to W."""
         saved = self._saved[microbatch]
-        with self._backward_mode[saved.deferred], self._deferral.unnoted():
+        with self._deferral.unnoted() if saved.deferred else nullcontext():
             self._propagate(microbatch, saved, grads)
-            if self.weights is not None:
-                saved.grads = self.weights.taken(saved.weights)
+        if self.weights is not None:
+            saved.grads = self.weights.taken(saved.weights)
         return self._sent_back(microbatch, saved)
 
     def weight_grad(self, microbatch: int) -> None:
         """W: adds the gradients that I left."""
         saved = self._saved.pop(microbatch)
-        with self._backward_mode[False]:
-            weight_grad(saved.products)
-            self._deliver(saved)
+        if saved.products:
+            with self._backward_mode[False]:
+                weight_grad(saved.products)
+        if self.weights is not None:
+            self._deliver(saved, self.weights)
 
     def update(self, number: int) -> None:
         """UPDATE: the optimizer's step with the gradients since the last one, which are then cleared."""
@@ -226,13 +231,12 @@ class Stage:
         if self.weights is not None:
             self.weights.after_update()
 
-    def _deliver(self, saved: _Saved) -> None:
+    def _deliver(self, saved: _Saved, weights: Weights) -> None:
         """End a micro-batch: all gradients at once, so that no update between its I and its W takes a part of them."""
-        if self.weights is None:
-            return
-        self.weights.deliver([*saved.grads, *self.weights.taken(saved.weights)])
+        with self._backward_mode[False]:
+            weights.deliver([*saved.grads, *weights.taken(saved.weights)])
         saved.grads, saved.products, saved.weights = (), (), {}
-        self.weights.ended(saved.microbatch)
+        weights.ended(saved.microbatch)
 
     def _counted(self, microbatch: int) -> tuple[Any, float | None] | None:
         """Read once, by F: R may come when a stream has dropped them."""
@@ -257,15 +261,13 @@ class Stage:
 
     def _guarded(self, payload: Payload) -> Sequence[Tensor]:
         """What may not be modified in place."""
-        return payload.tensors if self._shared_input else _overlapping(payload)
+        return payload.tensors if self._shared_input else payload.overlapping
 
     def _apart_from_buffers(self, output: Payload) -> Payload:
         """A buffer that leaves the stage is copied: the next forward may change it before it is read."""
-        if all(output.needs_grad):
-            return output
-        own = {_memory(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
+        own = {memory_of(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         return (
-            output.map_tensors(lambda tensor: tensor.clone() if _memory(tensor) in own else tensor) if own else output
+            output.map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in own else tensor) if own else output
         )
 
     def _here(self, tensor: Tensor) -> Tensor:
@@ -291,15 +293,19 @@ class Stage:
         elif len(saved.wanted) == 1:
             values = (value,)
 
+        others = bool(saved.weights or saved.buffers or self._ties)
+
         def call(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._random.enter(saved.key, name, number)
-            return call_with(self._own(saved, name, number), layer, args, kwargs)
+            return call_with(self._own(saved, name, number), layer, args, kwargs) if others else layer(*args, **kwargs)
 
         if self._norms is not None:
             self._norms.microbatch = saved.microbatch
         self._random.enter(saved.key, "")
-        with self._feed.autocast(), self._forward_mode[split]:
-            output = self.body.run(inputs, tuple(values), call, self._random)
+        mode = self._forward_mode[split]
+        with self._feed.autocast():
+            with mode:
+                output = self.body.run(inputs, tuple(values), call, self._random)
             if self.head is None:
                 return output
             if self._feed.keep_outputs:
@@ -307,16 +313,18 @@ class Stage:
             if saved.counted is None:
                 return output
             target, factor = saved.counted
-            self._random.enter(saved.key, _LOSS)
-            loss = self.head.loss(output, target, self._own(saved, _LOSS, 0))
+            if mode.passes(self.head.loss_fn):
+                loss = self.head.loss(output, target, _NOTHING)
+            else:
+                self._random.enter(saved.key, _LOSS)
+                with mode:
+                    loss = self.head.loss(output, target, self._own(saved, _LOSS, 0) if others else _NOTHING)
         if factor == 0:
             return torch.zeros_like(loss)  # counts nothing, whatever it is: nothing goes backward
         return loss if factor is None else loss * factor
 
     def _own(self, saved: _Saved, name: str, number: int) -> Mapping[str, Tensor]:
         """What a module's call uses in place of its own tensors."""
-        if not (saved.weights or saved.buffers or self._ties):
-            return _NOTHING
         ties = self._ties.get((name, number), _NOTHING)
         return {**saved.weights.get(name, _NOTHING), **(saved.buffers or _NOTHING).get(name, _NOTHING), **ties}
 
@@ -366,21 +374,30 @@ class Stage:
         if arrived or self._feed.factors is None:
             given = self._joined(edges, arrived) if arrived else self._feed.output_grads[microbatch]
             reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
-            edges, grads = [edge for edge, _ in reached], tuple(grad for _, grad in reached)
-        if edges and self.weights is not None:
-            self.weights.during(saved.weights, lambda: backward(edges, grads))
-        elif edges:
-            backward(edges, grads)
+            edges, grads = [edge for edge, _ in reached], tuple([grad for _, grad in reached])
+        if not edges:
+            return
+        with self._backward_mode[saved.deferred]:
+            if self.weights is None:
+                backward(edges, grads)
+            else:
+                self.weights.during(saved.weights, lambda: backward(edges, grads))
 
     def _joined(self, edges: Sequence[GradientEdge], arrived: Sequence[Gradients]) -> Gradients:
         """The gradients of what was given: apart, or one value to all."""
-        together = sum(map(len, arrived)) == len(edges) and len(arrived) > 1
+        if len(arrived) == 1:
+            return arrived[0]
+        together = sum(map(len, arrived)) == len(edges)
         return tuple(grad for part in arrived for grad in part) if together else _sum(arrived)
 
     def _sent_back(self, microbatch: int, saved: _Saved) -> Apart:
         grads, saved.input_grads = tuple(saved.input_grads), ()
-        if saved.inputs and not saved.wanted and grads:
-            self._feed.input_grads[microbatch] = grads
+        if not saved.wanted:
+            if grads:
+                self._feed.input_grads[microbatch] = grads
+            return _NONE_BACK
+        if len(saved.wanted) == 1:
+            return Apart((grads,))
         left = iter(grads)
         return Apart(tuple(islice(left, count)) for count in saved.wanted)
 
@@ -409,19 +426,6 @@ def _sum(parts: Sequence[Gradients]) -> Gradients:
 
 def _buffers(layer: Any) -> Buffers:
     return {name: buffer.clone() for name, buffer in layer.named_buffers()} if isinstance(layer, nn.Module) else {}
-
-
-def _overlapping(payload: Payload) -> list[Tensor]:
-    """The tensors that share memory with another one, such as a view beside its base."""
-    tensors = payload.tensors
-    if len(tensors) < 2:
-        return []
-    counts = Counter(map(_memory, tensors))
-    return [tensor for tensor in tensors if counts[_memory(tensor)] > 1]
-
-
-def _memory(tensor: Tensor) -> int:
-    return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 
 def _drop(tensor: Tensor) -> None:
