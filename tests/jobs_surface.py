@@ -310,7 +310,7 @@ def replicas(group: Any, names: list[str]) -> float:
     return float(due)
 
 
-def tensor_parallel(group: Any) -> None:
+def tensor_parallel(group: Any, schedule: str, boundaries: list[int]) -> None:
     """A stage of layers whose parameters are DTensors, cut over the other dimension."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     expected = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4)))
@@ -320,7 +320,7 @@ def tensor_parallel(group: Any) -> None:
     for block in model:
         parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     options = {"loss_fn": functional.mse_loss, "num_microbatches": 2, "mesh": mesh["pp"], "timeout": 20}
-    with Pipeline(model, X[:4], boundaries=[2], seed=1, **options) as pipe:
+    with Pipeline(model, X[:4], schedule=schedule, boundaries=boundaries, seed=1, **options) as pipe:
         for _ in range(2):
             due = functional.mse_loss(expected(X[:16]), X[:16])
             due.backward()

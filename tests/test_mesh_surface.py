@@ -128,5 +128,6 @@ def test_replicas_of_stages_equal_one_process_on_all_rows(ranks: Ranks) -> None:
     assert len(set(losses)) == 1
 
 
-def test_stages_may_be_cut_over_another_dimension(ranks: Ranks) -> None:
-    ranks.run(4, jobs.tensor_parallel)
+@pytest.mark.parametrize(("schedule", "boundaries"), [("1f1b", [2]), ("zb-v", [1, 2, 3])])
+def test_stages_may_be_cut_over_another_dimension(ranks: Ranks, schedule: str, boundaries: list[int]) -> None:
+    ranks.run(4, jobs.tensor_parallel, schedule, boundaries)

@@ -79,10 +79,18 @@ def describe(value: Any) -> tuple[Description, tuple[Any, ...]]:
 
 def _taken_apart(value: Any) -> tuple[Any, tuple[Any, ...]]:
     if type(value) is Payload:
-        return (value.spec, value.places, value.needs_grad), value.leaves
+        return (value.spec, value.places, value.needs_grad), tuple(map(_arrived, value.leaves))
     if type(value) is tuple and all(leaf is None or isinstance(leaf, Tensor) for leaf in value):
-        return _GRADIENTS, value
+        return _GRADIENTS, tuple(map(_arrived, value))
     return _PICKLED, (value,)
+
+
+def _arrived(leaf: Any) -> Any:
+    """A leaf; what a functional collective, as of DTensors inside a stage, still has under way once it is there."""
+    if type(leaf) is Tensor or not isinstance(leaf, Tensor):
+        return leaf
+    wait = getattr(leaf, "wait", None)
+    return leaf if wait is None else wait()
 
 
 def _check(tensor: Tensor) -> None:
