@@ -35,6 +35,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.inputs)
 
+    def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
+        """What each micro-batch looks like; those of as many rows look alike, as ``Splitter`` cuts them."""
+        looks = {rows: look(value) for rows, value in dict(zip(self.rows, self.inputs, strict=True)).items()}
+        return [looks[rows] for rows in self.rows]
+
     def wanted_inputs(self) -> list[list[Tensor]]:
         """The input tensors that require a gradient, by micro-batch."""
         return [trainable_leaves(value) for value in self.inputs]

@@ -110,6 +110,8 @@ class Payload:
 
     def with_wanted(self, tensors: Sequence[Tensor]) -> Any:
         """The value put together again, with other tensors in place of those whose gradient is wanted."""
+        if self.spec is _LEAF:
+            return (tensors or self.leaves)[0]
         if not tensors or len(self.leaves) == 1:
             return self._together(tensors or self.leaves)
         fill = iter(tensors)

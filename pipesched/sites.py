@@ -256,8 +256,7 @@ class OverMesh:
         return call
 
     def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
-        looks = batch.looks or [look(value) for value in batch.inputs]
-        return self.executor.run(work, grad=grad, looks=looks)
+        return self.executor.run(work, grad=grad, looks=batch.looks or batch.looking(look))
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         if self.rank == rank:

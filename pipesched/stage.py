@@ -144,7 +144,8 @@ class Stage:
         payload, inputs = self._taken(microbatch, arrived)
         weights = self.weights.used_by(microbatch) if self.weights is not None else {}
         wanted = tuple([sum(one.needs_grad) for one in arrived]) if arrived else ()
-        saved = _Saved(microbatch, self._feed.key(microbatch), wanted, inputs, weights, self._counted(microbatch))
+        counted = None if self.head is None else self._counted(microbatch)
+        saved = _Saved(microbatch, self._feed.key(microbatch), wanted, inputs, weights, counted)
         guarded = self._guarded(payload) if arrived and (self._shared_input or len(payload.leaves) > 1) else ()
         versions = [tensor._version for tensor in guarded]
         if not torch.is_grad_enabled():
@@ -241,7 +242,7 @@ class Stage:
     def _counted(self, microbatch: int) -> tuple[Any, float | None] | None:
         """Read once, by F: R may come when a stream has dropped them."""
         feed = self._feed
-        if self.head is None or feed.factors is None:
+        if feed.factors is None:
             return None
         target: Any = feed.targets[microbatch] if feed.targets else None
         here = self._here(target) if isinstance(target, Tensor) else pytree.tree_map_only(Tensor, self._here, target)
@@ -276,7 +277,7 @@ class Stage:
         """
         if tensor.is_meta:
             return tensor  # it is not needed here
-        own = used_here(tensor.data)
+        own = used_here(tensor.data) if tensor.is_cuda else tensor.data
         return own if own.device == self.device else own.to(self.device, non_blocking=True)
 
     def _run(self, saved: _Saved, arrived: Payload, split: bool = False) -> Any:
@@ -404,8 +405,8 @@ class Stage:
 
 def _roots(saved: _Saved, value: Any) -> list[Tensor]:
     """What of a stage's output is differentiated; nothing where all in front of it is frozen."""
-    parts = value if isinstance(value, Apart) else (value,)
-    roots = [leaf for part in parts for leaf in trainable_leaves(part)]
+    roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, Apart) else None
+    roots = trainable_leaves(value) if roots is None else roots
     if not roots and saved.counted is not None and saved.counted[1] != 0:
         raise InputError(
             "a step trains something; the loss depends on no parameter that requires a gradient; "
