@@ -1,0 +1,322 @@
+"""Models of many kinds, trained in four stages by pipesched, and by torch's own tracer.
+
+    python benchmarks/zoo.py [--models GPT-2 BERT] [--write]
+
+The models of tests/zoo, built small, on 4 ranks with 4 micro-batches of 2 rows, dropout on. Each runs in processes of
+its own, with a time limit. --write puts the table into docs/zoo.md.
+
+pipesched: Pipeline(model, sample) and a step, in one process. "same bits": loss, gradients and buffers are those of the
+unpipelined loop, under 1f1b and zb-h1 cut by counted work, and under 1f1b cut as it comes, by measured times.
+
+torch: torch.distributed.pipelining.pipeline, split before the layers that counted work says, and Schedule1F1B over
+gloo. Decoders get use_cache=False, without which none is traced, and each rank the inputs that its stage names. Two
+ways: "loss outside" is a loss function of the output of a model that gets no labels; "own loss" is what the model
+computes from labels. A step that ends is run again without dropout, and its gradients compared with the plain loop's,
+within rounding.
+"""
+
+import argparse
+import contextlib
+import datetime
+import io
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from measure import machine
+from torch import Tensor, distributed, nn
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+from torch.utils import _pytree as pytree
+
+from pipesched import Pipeline
+from pipesched.testing import reference_step
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "zoo"))
+
+from architectures import ROWS, ZOO, Specimen
+from work import counted, even_boundaries, shares
+
+RANKS = MICROBATCHES = 4
+PAGE = Path(__file__).parents[1] / "docs" / "zoo.md"
+LIMIT_S = 60
+WORKS = "works"
+
+
+def in_processes(limit_s: float, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What jobs return, each in a process of its own; a str says why one did not."""
+    context = multiprocessing.get_context("fork")
+    running = []
+    for job in jobs:
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_send, args=(there, job))
+        process.start()
+        there.close()
+        running.append((process, here))
+    answers = []
+    for process, here in running:
+        try:
+            answers.append(here.recv() if here.poll(limit_s) else f"hangs: no end in {limit_s:g} s")
+        except EOFError:
+            process.join()
+            answers.append(f"ends with exit code {process.exitcode}")
+    for process, _ in running:
+        process.kill()
+        process.join()
+    return answers
+
+
+def _send(pipe: Any, job: Callable[[], Any]) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            answer = job()
+    except Exception as error:
+        answer = _first_line(error)
+    pipe.send(answer)
+    pipe.close()
+    os._exit(0)  # groups and threads that wait for others are left
+
+
+def _first_line(error: BaseException) -> str:
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__ or error
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+# ---- pipesched -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ours:
+    """What a model did: whether the bits are the loop's, each stage's share of the work, and of the time."""
+
+    answer: str
+    layers: int
+    work: list[float]
+    time: list[float]
+
+
+def ours(name: str) -> Ours:
+    """Train a model with both schedules and both cuts."""
+    specimen = ZOO[name]
+    choices = {"loss_fn": specimen.loss_fn, "num_microbatches": MICROBATCHES, "seed": 3}
+    plain = specimen.made()
+    due = reference_step(plain, **specimen.inputs, **specimen.target, **choices)
+    work = counted(plain, specimen.rows(ROWS // MICROBATCHES))
+    found: list[list[float]] = []
+    different = []
+    for schedule, boundaries in (
+        ("1f1b", even_boundaries(work, RANKS)),
+        ("zb-h1", even_boundaries(work, RANKS)),
+        ("1f1b", None),
+    ):
+        model = specimen.made()
+        sample = specimen.rows(ROWS // MICROBATCHES)
+        with Pipeline(
+            model, sample, devices=["cpu"] * RANKS, schedule=schedule, boundaries=boundaries, **choices
+        ) as pipe:
+            loss = pipe.step(**specimen.inputs, **specimen.target)
+            if not (torch.equal(loss, due) and _same(model, plain)):
+                different.append(schedule)
+            if boundaries is None:
+                costs = pipe.plan.costs or pipe.predicted.costs
+                times = [forward + back for forward, back in zip(costs.forward_s, costs.backward_s, strict=True)]
+                found.append([time / sum(times) for time in times])
+            else:
+                found.append(shares(work, pipe.plan.stages))
+    answer = f"other bits under {', '.join(different)}" if different else "same bits"
+    return Ours(answer, len(work), found[0], found[-1])
+
+
+def _same(one: nn.Module, other: nn.Module) -> bool:
+    grads = [(a.grad, b.grad) for a, b in zip(one.parameters(), other.parameters(), strict=True)]
+    buffers = list(zip(one.buffers(), other.buffers(), strict=True))
+    return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in grads + buffers)
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+
+def ways(name: str) -> dict[str, dict[str, Any]]:
+    """The inputs for a loss outside, and for the model's own, where it can be trained so."""
+    specimen = ZOO[name]
+    config = getattr(specimen.made(), "config", None)
+    without = {key: value for key, value in specimen.inputs.items() if key not in ("labels", "return_loss")}
+    if getattr(config, "is_encoder_decoder", False):
+        without["decoder_input_ids"] = specimen.inputs["labels"]
+    found = {}
+    if config is not None or specimen.loss_fn is not None:
+        found["loss outside"] = without
+    if specimen.loss_fn is None:
+        found["own loss"] = specimen.inputs
+    return found
+
+
+def torchs(name: str, way: str) -> str:
+    """Train a model by torch's tracer."""
+    trained = in_processes(5 * LIMIT_S, [partial(traced, name, way, True)])[0]
+    if isinstance(trained, str):
+        return trained
+    evaluated = in_processes(5 * LIMIT_S, [partial(traced, name, way, False)])[0]
+    if isinstance(evaluated, str):
+        return f"{WORKS}; without dropout: {evaluated}"
+    due = plain_gradients(name, way)
+    wrong = [
+        key for key, grad in due.items() if key not in evaluated or not _close(torch.from_numpy(evaluated[key]), grad)
+    ]
+    return f"wrong gradients: {wrong[0]}" + (f" and {len(wrong) - 1} more" * (len(wrong) > 1)) if wrong else WORKS
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-5 * max(1e-3, float(other.abs().max())))
+
+
+def model_for(specimen: Specimen, train: bool) -> nn.Module:
+    """The model as torch gets it."""
+    model = specimen.made().train(train)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False
+    return model
+
+
+def loss_of(output: Any, way: str) -> Tensor:
+    """Its own, which comes first, or a loss of the first tensor."""
+    first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+    return first if way == "own loss" else first.float().pow(2).mean()
+
+
+def rows(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """Some rows of the inputs."""
+    return {key: value[begin:end] if isinstance(value, Tensor) else value for key, value in inputs.items()}
+
+
+def plain_gradients(name: str, way: str) -> dict[str, Tensor]:
+    """Of the loop over micro-batches, without dropout."""
+    model, inputs = model_for(ZOO[name], train=False), ways(name)[way]
+    size = ROWS // MICROBATCHES
+    for begin in range(0, ROWS, size):
+        output = model(**rows(inputs, begin, begin + size))
+        (loss_of(dict(output) if hasattr(output, "keys") else output, way) / MICROBATCHES).backward()
+    return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+
+
+def traced(name: str, way: str, train: bool) -> str | dict[str, Any]:
+    """The gradients of a step, by the names of parameters; a str says why there are none."""
+    specimen, inputs = ZOO[name], ways(name)[way]
+    sample = rows(inputs, 0, ROWS // MICROBATCHES)
+    begins = even_boundaries(counted(specimen.made(), specimen.rows(ROWS // MICROBATCHES)), RANKS)
+    split = {layer.partition("#")[0]: SplitPoint.BEGINNING for layer in begins}
+    pipe = pipeline(model_for(specimen, train), mb_args=(), mb_kwargs=sample, split_spec=split)
+    if pipe.num_stages != RANKS:
+        return f"a layer that is called again cannot begin one of {RANKS} stages: cut into {pipe.num_stages}"
+    store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    jobs = [partial(rank_of_torch, rank, store.port, pipe, inputs, way) for rank in range(RANKS)]
+    answers = in_processes(LIMIT_S, jobs)
+    wrong = [answer for answer in answers if isinstance(answer, str)]
+    if wrong:
+        return min(wrong, key=lambda text: (text.startswith("hangs"), "onnection" in text))
+    return {key: grad for answer in answers for key, grad in answer.items()}  # as arrays: tensors are sent by reference
+
+
+def rank_of_torch(rank: int, port: int, pipe: Any, inputs: dict[str, Any], way: str) -> dict[str, Any]:
+    """One rank's step; the gradients of its stage."""
+    store = distributed.TCPStore("127.0.0.1", port, None, False)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    stage = pipe.build_stage(rank, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=lambda output, target: loss_of(output, way))
+    named = {node.name for node in stage.submod.graph.nodes if node.op == "placeholder"}
+    given = {key: value for key, value in inputs.items() if key in named}
+    target = {"target": torch.zeros(ROWS)} if rank == RANKS - 1 else {}
+    schedule.step(**given, **target)
+    return {key: value.grad.numpy() for key, value in stage.submod.named_parameters() if value.grad is not None}
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+HEAD = """\
+<!-- Generated by `python benchmarks/zoo.py --write`; do not edit. -->
+
+# The zoo
+
+Models of many kinds, built small from their configurations (`tests/zoo/architectures.py`), in four stages on four
+ranks, 4 micro-batches of 2 rows, dropout on; pipesched, and the tracer of `torch.distributed.pipelining`, in one run of
+`python benchmarks/zoo.py --write` on {date}, {machine}, transformers {transformers}. {summary}
+
+- **layers**: with which a stage may begin.
+- **pipesched**: `Pipeline(model, sample)` and a step, nothing else. *same bits*: loss, gradients and buffers are, bit
+  by bit, those of the unpipelined loop over the same micro-batches, under `1f1b` and `zb-h1`.
+- **work** of the stages in percent, where the cut is made by counted work (floating-point operations, and ten for each
+  byte of results), as in the tests; **time** where it is made by measured times, as `Pipeline` does by itself. 25 each
+  would be even; both cuts are the best there are for these layers.
+- **torch, loss outside**: traced without labels, and trained with a loss function of the output. **own loss**: traced
+  with labels. `Schedule1F1B`, split before the layers that counted work says; decoders get `use_cache=False`, without
+  which none is traced, and each rank the inputs that its stage names. Where a step ends, gradients are compared with
+  those of the plain loop, without dropout, within rounding: *works*, or which are wrong. Else the error's first line.
+
+In Wav2Vec2, OPT, BART and Whisper no layers are skipped at random (`layerdrop=0`): which ones depends on a draw, and a
+pipeline's stages run the layers that the sample ran. Mamba and ResNet have no dropout. Wav2Vec2 draws its masks from
+numpy's global generator.
+
+"""
+
+
+def percents(values: Sequence[float]) -> str:
+    """Of stages."""
+    return " ".join(f"{value * 100:.0f}" for value in values)
+
+
+def row(name: str) -> tuple[str, list[str], bool, list[str]]:
+    """A line of the table, and what it says."""
+    answer = in_processes(5 * LIMIT_S, [partial(ours, name)])[0]
+    own = Ours(answer, 0, [], []) if isinstance(answer, str) else answer
+    peers = [torchs(name, way) if way in ways(name) else "" for way in ("loss outside", "own loss")]
+    cells = [name, str(own.layers), own.answer, percents(own.work), percents(own.time), *map(_shown, peers)]
+    return name, cells, own.answer == "same bits", peers
+
+
+def _shown(text: str, limit: int = 110) -> str:
+    plain = text.replace("|", "/").replace("<", "").replace(">", "").replace("`", "")
+    return plain if len(plain) <= limit else plain[:limit].rsplit(" ", 1)[0] + " ..."
+
+
+def main() -> None:
+    """Print a row for each model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(ZOO), default=list(ZOO), metavar="MODEL")
+    parser.add_argument("--write", action="store_true", help="into docs/zoo.md")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(machine())
+    titles = ["model", "layers", "pipesched", "work %", "time %", "torch, loss outside", "torch, own loss"]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    good, peers = 0, []
+    for name in args.models:
+        _, cells, same, answers = row(name)
+        good += same
+        peers.append(answers)
+        lines.append("| " + " | ".join(cells) + " |")
+        print(lines[-1], flush=True)
+    count = [sum(answers[place] == WORKS for answers in peers) for place in range(2)]
+    either = sum(WORKS in answers for answers in peers)
+    summary = (
+        f"Of {len(peers)} models pipesched trains {good} with the loop's bits; torch's tracer trains {either} with "
+        f"right gradients: {count[0]} with a loss outside, {count[1]} with their own loss."
+    )
+    print(summary)
+    if args.write:
+        known = {"date": datetime.date.today(), "machine": machine(), "transformers": transformers.__version__}
+        PAGE.write_text(HEAD.format(**known, summary=summary) + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
