@@ -12,7 +12,7 @@ from pipesched.errors import InputError
 from pipesched.payload import Gradients, Payload
 from pipesched.randomness import Key
 
-__all__ = ["Feed", "Head"]
+__all__ = ["Feed", "Head", "loss_entry"]
 
 
 @dataclass
@@ -56,11 +56,13 @@ class Head:
         if self.loss_fn is not None:
             loss = call_with(own, self.loss_fn, (output, target), {}) if own else self.loss_fn(output, target)
             return _scalar(loss, "what loss_fn(output, target) returns")
-        entry = output if isinstance(output, Tensor) else _loss_entry(output)
-        return _scalar(entry, "without loss_fn the model's output, or its 'loss',")
+        return _scalar(loss_entry(output), "without loss_fn the model's output, or its 'loss',")
 
 
-def _loss_entry(output: Any) -> Any:
+def loss_entry(output: Any) -> Any:
+    """A model's own loss: its output, or the ``loss`` there."""
+    if isinstance(output, Tensor):
+        return output
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 

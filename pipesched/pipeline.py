@@ -21,6 +21,7 @@ from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.feed import Feed, Head
 from pipesched.initial import Init, Initial, built, check_model
+from pipesched.labels import counted_labels, counts
 from pipesched.layered import layered
 from pipesched.lowering import CheckpointMode, halves
 from pipesched.norms import BatchNormMode, MiniBatchNorms
@@ -65,7 +66,8 @@ class Pipeline(Observed):
     ``load_program(path)`` reads from a file; "auto" is 1f1b; "chimera" and "dualpipe" hold the layers twice.
     num_microbatches: 4 a rank unless given. boundaries: the first layer of every stage but stage 0, by position or
     name; balanced by measured layer times unless given. checkpoint: "never", "always" or "except_last".
-    loss_weight(target, or the inputs without one) -> what a micro-batch counts; its rows unless given.
+    loss_weight(target, or the inputs without one) -> what a micro-batch counts; unless given its rows, or the labels
+    over which a model with ``labels`` takes its own mean loss.
     loss_reduction: "mean" or "sum", as loss_fn reduces. split_dims: the dim along which arguments are split, one for
     all or one for each; None passes an argument whole. batch_norm: running statistics of BatchNorm move with each
     "micro-batch", or once a "mini-batch", as by one forward over all of it; normalised is each micro-batch by itself.
@@ -125,13 +127,11 @@ class Pipeline(Observed):
         self._programs = Programs(wishes, len(self.devices), updates=optimizer is not None)
         self._programs.check_updates()
         self._site.use(self._programs.num_ranks)
-        self._splitter = Splitter(
-            self._programs.num_microbatches,
-            self._programs.fixed,
-            split_dims,
-            as_function(loss_weight, "loss_weight"),
-            loss_reduction,
-        )
+        weight = as_function(loss_weight, "loss_weight")
+        if (loss_fn, weight, loss_reduction, split_dims) == (None, None, "mean", 0):
+            weight = counts(module, self._site.agreed(lambda: counted_labels(module, as_call(sample))))
+        count, fixed = self._programs.num_microbatches, self._programs.fixed
+        self._splitter = Splitter(count, fixed, split_dims, weight, loss_reduction)
         program = self._programs.plain(self._programs.num_microbatches)
         self._programs.training(self._programs.num_microbatches)
         names = list(self._layers)

@@ -18,6 +18,7 @@ from pipesched.errors import ScheduleError
 from pipesched.executors.fake import FakeStage, run_virtual
 from pipesched.executors.local import LocalExecutor, Work
 from pipesched.graph import is_in_a_row, layers_of
+from pipesched.labels import counted_labels, counts
 from pipesched.lowering import lower
 from pipesched.norms import BatchNormMode, MiniBatchNorms, Norms
 from pipesched.order import OrderFunction, Schedule
@@ -148,6 +149,8 @@ def reference_step(
     sums. Gradients are added to ``.grad``; returns the loss of the mini-batch, a 0-d tensor, detached.
     seed: the default generator's unless given. step: how many steps ran before.
     """
+    if loss_fn is None and loss_weight is None and loss_reduction == "mean" and split_dims == 0:
+        loss_weight = counts(model, counted_labels(model, (args, kwargs)))
     splitter = Splitter(num_microbatches, False, split_dims, loss_weight, loss_reduction)
     batch = splitter.batch(args, kwargs, target)
     factors = splitter.factors(batch)
