@@ -327,7 +327,7 @@ class _Recorder(TorchFunctionMode):
             versions = [tensor._version for tensor in taken]
             buffers = [(buffer, buffer._version) for buffer in layer.buffers()]
             example = apart(unchanged((args, kwargs)))
-            result = call_beside(layer, args, kwargs)
+            result = call_beside(layer, args, kwargs, lambda: unchanged(example))
             result, call = self._new(name, "", taken, _changed(taken, versions), result)
         finally:
             self._inside = False

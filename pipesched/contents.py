@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from pipesched.errors import GraphError
 from pipesched.payload import pytree
 
-__all__ = ["Beside", "apart", "call_beside", "give_contents", "lacks_contents", "put_on", "stand_in"]
+__all__ = ["Beside", "apart", "call_beside", "give_contents", "is_expanded", "lacks_contents", "put_on", "stand_in"]
 
 _META = torch.device("meta")
 _DEVICE = Tensor.device.__get__
@@ -27,6 +27,12 @@ def lacks_contents(module: nn.Module) -> bool:
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several of its numbers are one in memory; then none can be written."""
+    steps = tensor.stride() if tensor.layout == torch.strided else ()
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, steps, strict=False))
 
 
 def give_contents(tensor: Tensor, full: Tensor) -> None:
@@ -139,8 +145,13 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return func(*map(staying, args), **named)
 
 
-def call_beside(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a layer that may lack contents, or be given what does. One that reads them runs alone, with stand-ins."""
+def call_beside(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
+) -> Any:
+    """Call a layer that may lack contents, or be given what does. One that reads them runs alone, with stand-ins.
+
+    again: its arguments once more, as they were before the call.
+    """
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not any(tensor.is_meta for tensor in (*given, *_tensors_of(layer))):
         return layer(*args, **kwargs)
@@ -150,6 +161,6 @@ def call_beside(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     except Exception:
         own = {name: stand_in(tensor, weight=True) for name, tensor in layer.named_parameters()}
         own |= {name: stand_in(tensor, weight=True) for name, tensor in layer.named_buffers()}
-        args, kwargs = pytree.tree_map_only(Tensor, stand_in, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, stand_in, again())
         result = torch.func.functional_call(layer, own, args, kwargs)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(_META), result)

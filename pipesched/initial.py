@@ -152,6 +152,9 @@ class Initial:
         """
         if not self._empty:
             return
+        for module in self._model.modules():
+            if isinstance(module, nn.RNNBase):
+                module._flat_weight_refs.clear()  # weak references; they come back when it is put on its device
         units = _units(self._model)
         wanted = {id(buffer): site.devices[0] for unit in units for buffer in unit.loose}
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):

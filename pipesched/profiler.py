@@ -3,6 +3,7 @@
 Layers are measured by the same Stage that later runs them, one layer a stage, over copies of its parameters.
 """
 
+import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipesched.actions import Kind
 from pipesched.capture import unchanged
-from pipesched.contents import stand_in
+from pipesched.contents import lacks_contents, stand_in
 from pipesched.costs import Costs
 from pipesched.feed import Feed
 from pipesched.payload import Gradients, Payload, pytree
@@ -186,8 +187,12 @@ class _Copied(nn.Module):
         return torch.func.functional_call(self._layer[0], self._tensors, args, kwargs)
 
     def forget(self) -> None:
-        """Free the copies at once, though modules and stages refer to each other."""
+        """Free the copies; at once where there may be no room for those of several layers."""
+        for tensor in self._tensors.values():
+            tensor.grad = None
         self._tensors.clear()
+        if lacks_contents(self._layer[0]):
+            gc.collect()  # stages, graphs and modules refer to each other
 
     @property
     def parameter_bytes(self) -> int:

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipesched.contents import is_expanded
+
 __all__ = ["Move", "Trade", "copy_into", "moved"]
 
 #: (rank that has a value, rank that gets it, what makes it)
@@ -41,7 +43,7 @@ def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
 @torch.no_grad()
 def copy_into(mine: Tensor, theirs: Tensor) -> None:
     """Not counted as a modification: passes that are open still see the values that they saw, or the home tells."""
-    if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape):
+    if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and not is_expanded(mine):
         mine.data.copy_(theirs)
     else:
         mine.data = theirs.detach().to(mine.device, copy=True)

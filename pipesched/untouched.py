@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from pipesched.contents import is_expanded
 from pipesched.randomness import outside_kept
 
 __all__ = ["attributes_kept", "untouched"]
@@ -41,7 +42,7 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[None]:
     """Run the model in a mode, and leave it as it was: attributes, modes, buffers, random numbers."""
     modules = list(model.modules())
     modes = [(module, module.training) for module in modules]
-    buffers = [(buffer, copy.deepcopy(buffer)) for buffer in model.buffers() if not _expanded(buffer)]
+    buffers = [(buffer, copy.deepcopy(buffer)) for buffer in model.buffers() if not is_expanded(buffer)]
     try:
         with torch.random.fork_rng(), outside_kept(), attributes_kept(modules):
             if mode != model.training:
@@ -52,9 +53,3 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[None]:
             module.training = training
         for buffer, before in buffers:
             buffer.copy_(before)
-
-
-def _expanded(tensor: Tensor) -> bool:
-    """Whether several of its numbers are one in memory; then none can be written."""
-    steps = tensor.stride() if tensor.layout == torch.strided else ()
-    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, steps, strict=False))

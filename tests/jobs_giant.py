@@ -107,15 +107,19 @@ def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
 
 def drawn(group: places.Group) -> None:
     """Weights are those of a pipeline of one stage, whoever makes them."""
-    for model, pipeline, layers in ((GPT, gpt_pipeline, 7), (row, row_pipeline, 8), (None, row_pipeline, 8)):
-        for init in ("reset", small):
-            with pipeline(model or empty_row(), init=init, devices=["cpu"]) as alone:
-                due = alone.full_state_dict()
-            cuts = places.even_boundaries(layers, group.size())
-            with pipeline(model or empty_row(), init=init, boundaries=cuts, **places.place(group)) as pipe:
-                assert_same(pipe.full_state_dict(), due)
-                assert all(not parameter.is_meta for parameter in pipe.parameters())
-                assert all(parameter.isfinite().all() for parameter in pipe.parameters())
+    for model, init, pipeline, layers in (
+        (GPT, "reset", gpt_pipeline, 7),
+        (GPT, small, gpt_pipeline, 7),
+        (row, "reset", row_pipeline, 8),
+        (None, small, row_pipeline, 8),
+    ):
+        with pipeline(model or empty_row(), init=init, devices=["cpu"]) as alone:
+            due = alone.full_state_dict()
+        cuts = places.even_boundaries(layers, group.size())
+        with pipeline(model or empty_row(), init=init, boundaries=cuts, **places.place(group)) as pipe:
+            assert_same(pipe.full_state_dict(), due)
+            assert all(not parameter.is_meta for parameter in pipe.parameters())
+            assert all(parameter.isfinite().all() for parameter in pipe.parameters())
 
 
 def loaded(group: places.Group, init: Any, schedule: str, options: Mapping[str, Any]) -> None:
@@ -152,10 +156,17 @@ def two_directions(group: places.Group) -> None:
     for schedule, options in (("chimera", {"checkpoint": "always"}), ("1f1b", optimizer)):
         losses = []
         for model, init in ((empty_row(), state), (_with(state), None)):
-            with row_pipeline(model, init=init, schedule=schedule, **options, **places.place(group)) as pipe:
+            with row_pipeline(
+                model, init=init, schedule=schedule, boundaries=[4], **options, **places.place(group)
+            ) as pipe:
                 losses += [pipe.step(ROWS, target=TARGET).clone() for _ in range(2)]
                 losses.append(pipe.evaluate(ROWS, target=TARGET).clone())
         assert all(map(torch.equal, losses[:3], losses[3:]))
+    losses = []
+    for model, init in ((GPT, real_gpt().state_dict()), (real_gpt(), None)):  # ties, on copies
+        with gpt_pipeline(model, init=init, schedule="dualpipe", boundaries=[3], **places.place(group)) as pipe:
+            losses += [pipe.step(text=TEXT[:8], labels=TEXT[:8]).clone() for _ in range(2)]
+    assert all(map(torch.equal, losses[:2], losses[2:]))
 
 
 def _with(state: Mapping[str, Tensor]) -> nn.Sequential:
@@ -183,8 +194,7 @@ def _ends(file: Any, into: memoryview, path: Path) -> None:
 
 # ---- memory -------------------------------------------------------------------------------------------------------
 
-WIDTH, DEPTH = 1024, 64
-SHARE = WIDTH * WIDTH * 4 * DEPTH // 2  # bytes of weights on each of two ranks
+WIDTH, DEPTH = 1024, 40
 
 
 def wide() -> nn.Sequential:
@@ -205,8 +215,8 @@ def peak_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def peaks(group: places.Group, init: Any, boundaries: list[int] | None) -> tuple[int, int]:
-    """How many bytes more than before a rank has held, with weights, and then with gradients."""
+def peaks(group: places.Group, init: Any, boundaries: list[int] | None) -> tuple[int, int, int]:
+    """A rank's share of the weights in bytes; how many more than before it held, with weights and with gradients."""
     x = torch.ones(4, WIDTH)
     with row_pipeline(row, **places.place(group)) as pipe:  # so that the code is loaded
         pipe.step(ROWS, target=TARGET)
@@ -216,4 +226,4 @@ def peaks(group: places.Group, init: Any, boundaries: list[int] | None) -> tuple
     with Pipeline(wide, x, loss_fn=functional.mse_loss, **choices, **places.place(group)) as pipe:
         made = peak_bytes() - before
         pipe.step(x, target=x)
-        return made, peak_bytes() - before
+        return sum(parameter.nbytes for parameter in pipe.parameters()), made, peak_bytes() - before
