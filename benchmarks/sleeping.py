@@ -1,20 +1,24 @@
 """Stages that sleep, as a processor waits for an accelerator: the measured makespan over the simulated one.
 
-    python benchmarks/sleeping.py [--ranks 8 16] [--kinds bare layers] [--schedules 1f1b ...] [--steps 15] [--torch]
+    python benchmarks/sleeping.py [--ranks 8 16] [--kinds floor ...] [--schedules 1f1b ...] [--steps 15] [--torch]
 
 One process a rank, gloo. A stage's forward ends 10 ms after it began, its input gradient and its weight gradient too
 (a whole backward: 20 ms), and meanwhile the processor is free. "layers" are modules with a small product, through the
 whole of Pipeline(mesh=...); "bare" stages do nothing but sleep and hand on a tensor of the same size, so that what is
-measured is the executor: order, interpreter, messages. The simulation takes the lengths asked for, and nothing for
-messages. Printed: the median of measured / simulated over the steps with a 95 % bootstrap interval; by how much an
-action begins later than it could, after its rank's action before it and where it waits for a message (medians, in us);
-and how long the busiest rank's processor works for an action, all its threads. With many ranks on few cores it is this
-work, of ranks that wake at the same moment, that makes a step longer.
+measured is the executor: order, interpreter, messages. "floor" is what the machine takes by itself: processes that go
+through the same orders with a sleep for an action and a socket for a message, and do nothing else. The simulation takes
+the lengths asked for, and nothing for messages.
+
+Printed: the median of measured / simulated over the steps with a 95 % bootstrap interval; by how much an action begins
+later than it could, after its rank's action before it and where it waits for a message (medians, in us); and how long
+the busiest rank's processor works for an action, all its threads. With many ranks on few cores it is this work, of
+ranks that wake at the same moment, that makes a step longer.
 """
 
 import argparse
 import ctypes
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from statistics import median
@@ -28,9 +32,12 @@ from torch.nn import functional
 from versus_torch import same_gradients, seconds, torch_step
 
 from pipesched import Costs, Pipeline, Trace, lower, schedules, simulate
+from pipesched.actions import Action, Kind
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import Work
+from pipesched.executors.sockets import SocketPort
 from pipesched.payload import Apart, Payload
+from pipesched.trace import Span
 
 SECONDS = 0.010  # F, I and W
 ROWS, WIDTH = 16, 256  # of a micro-batch: the smallest product whose weight gradient is left to W
@@ -210,7 +217,42 @@ class BareStages:
         self.executor.close()
 
 
-KINDS = {"bare": BareStages, "layers": WholePipeline}
+class Floor:
+    """A sleep for an action, a socket for a message; the executor brings the spans together, and does nothing else."""
+
+    def __init__(self, name: str, num_ranks: int) -> None:
+        self.program = lower(schedules.get(name).program(num_ranks, 2 * num_ranks))
+        self.executor = DistributedExecutor(distributed.group.WORLD)
+        self.rank = self.executor.rank
+        store = distributed.PrefixStore(f"floor/{name}", distributed.group.WORLD.get_group_store())
+        self.port = SocketPort(store, self.rank, "127.0.0.1", 60)
+        self.message = memoryview(bytearray(ROWS * WIDTH * 4))
+        self.calls = [self._call(action) for action in self.program.orders[self.rank]]
+        self.times: list[tuple[float, float]] = []
+
+    def _call(self, action: Action) -> Callable[[], Any]:
+        if action.peer is None:
+            return partial(time.sleep, SECONDS * (2 if action.kind is Kind.B else 1))
+        peer, backward = self.program.placement[action.peer], action.kind in (Kind.SEND_B, Kind.RECV_B)
+        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            return partial(self.port.sender(peer, backward), (self.message,), len(self.message))
+        return partial(self.port.reader(peer, backward), self.message)
+
+    def step(self) -> None:
+        self.times = [(time.perf_counter(), call(), time.perf_counter())[::2] for call in self.calls]
+
+    def trace(self) -> Trace:
+        """The last step's. Processes of one machine have one clock."""
+        order = self.program.orders[self.rank]
+        own = [Span(action, self.rank, *times, action.lane) for action, times in zip(order, self.times, strict=True)]
+        return Trace(tuple(span for spans in self.executor.exchange(own) for span in spans), self.executor.num_ranks)
+
+    def close(self) -> None:
+        self.executor.close()
+        self.port.close()
+
+
+KINDS = {"floor": Floor, "bare": BareStages, "layers": WholePipeline}
 
 
 class Figures(NamedTuple):

@@ -48,6 +48,12 @@ class Fault(NamedTuple):
     text: str
 
 
+class _Bell:
+    """Whether a rank has failed. The alarm's thread holds this alone, so that the alarm can be dropped."""
+
+    rung = False
+
+
 class Alarm:
     """One rank's bell. hang_up: ends every wait of this rank; called in the alarm's own thread, at most once.
 
@@ -56,10 +62,10 @@ class Alarm:
 
     def __init__(self, store: Store, rank: int, num_ranks: int, hang_up: Callable[[], None]) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
-        self._rung = threading.Event()
+        self.bell = _Bell()
         # A client of its own: one that sleeps in the store holds all other calls up.
         sleeper = threading.Thread(
-            target=_sleep, args=(store.clone(), rank, self._rung, hang_up), name=f"pipesched alarm {rank}", daemon=True
+            target=_sleep, args=(store.clone(), rank, self.bell, hang_up), name=f"pipesched alarm {rank}", daemon=True
         )
         self._thread = sleeper
         sleeper.start()
@@ -68,7 +74,7 @@ class Alarm:
     @property
     def rung(self) -> bool:
         """Whether a rank has failed."""
-        return self._rung.is_set()
+        return self.bell.rung
 
     def ring(self, text: str) -> Fault:
         """Tell all ranks that this one failed. Returns what the first one that failed said."""
@@ -92,12 +98,12 @@ def _wake(store: Store, rank: int) -> None:
         store.set(f"awake/{rank}", "")
 
 
-def _sleep(store: Store, rank: int, rung: threading.Event, hang_up: Callable[[], None]) -> None:
+def _sleep(store: Store, rank: int, bell: _Bell, hang_up: Callable[[], None]) -> None:
     with suppress(RuntimeError):  # the store's host is gone
         while not _awoken(store, rank):
             pass
         if store.check([_FAULT]):
-            rung.set()
+            bell.rung = True
             hang_up()
 
 

@@ -204,9 +204,10 @@ class DistributedExecutor:
         return rank
 
     def _go_through(self, rank: Rank, stamps: Stamps) -> None:
+        bell = self._alarm.bell
         try:
             for _ in interpret(rank, self._lane, stamps):
-                if self._alarm.rung:
+                if bell.rung:
                     raise _Stopped
         except RuntimeError as error:
             if isinstance(error.__cause__, StopIteration):  # a generator turns a layer's own into a RuntimeError

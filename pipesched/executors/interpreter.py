@@ -69,13 +69,32 @@ class Stamps(NamedTuple):
         return cls(order, [None] * len(order), [None] * len(order))
 
 
-class _Edge(NamedTuple):
-    """Where a value waits: by whom it is given, by whom it is taken, which way, and for which micro-batch."""
+#: Whose value it is: by which stage it is given, by which it is taken, whether backward, and for which micro-batch.
+_Ends = tuple[int, int, bool, int]
 
-    giver: int
-    taker: int
-    backward: bool
-    microbatch: int
+
+class _Edge:
+    """Where a value waits. A rank looks its edges up once, as it binds its order."""
+
+    __slots__ = ("giver", "value")
+
+    def __init__(self, giver: int) -> None:
+        self.giver = giver
+        self.value: Any = _NOTHING
+
+
+class _Nothing:
+    """No value has come, or it has been taken."""
+
+
+_NOTHING = _Nothing()
+
+
+def _taken(edge: _Edge) -> Any:
+    value, edge.value = edge.value, _NOTHING
+    if value is _NOTHING:
+        raise ExecutionError(f"what stage {edge.giver} gives has not come; validate the program")
+    return value
 
 
 class _Step(NamedTuple):
@@ -103,7 +122,7 @@ class Rank:
     ) -> None:
         self.index = index
         self.stages = stages
-        self.values: dict[_Edge, Any] = {}
+        self._edges: dict[_Ends, _Edge] = {}  # of bound actions: those whose other end is not bound yet
         self._graph = program.graph
         self._pair = pair
         self._transport = transport
@@ -118,13 +137,21 @@ class Rank:
             self._bound = order, [_BINDERS[action.kind](self, action) for action in order]
         return self._bound[1]
 
+    def _edge(self, *ends: Any) -> _Edge:
+        """The same one for the action that gives the value and for the one that takes it."""
+        known = self._edges.pop(ends, None)
+        if known is None:
+            known = self._edges[ends] = _Edge(ends[0])
+        return known
+
     def _forward(self, action: Action) -> _Step:
         stage, _, microbatch, _ = action
         pair = stage, self._pair(microbatch)
         split, checkpointed = pair in self._split, pair in self._recomputed
         call = partial(self.stages[stage].forward, microbatch, split=split, checkpointed=checkpointed)
-        takes = [_Edge(producer, stage, False, microbatch) for producer in self._graph.producers[stage]]
-        return _Step(action, call, takes, [_Edge(stage, to, False, microbatch) for to in self._graph.consumers[stage]])
+        takes = [self._edge(producer, stage, False, microbatch) for producer in self._graph.producers[stage]]
+        gives = [self._edge(stage, consumer, False, microbatch) for consumer in self._graph.consumers[stage]]
+        return _Step(action, call, takes, gives)
 
     def _recompute(self, action: Action) -> _Step:
         split = (action.stage, self._pair(action.microbatch)) in self._split
@@ -133,8 +160,8 @@ class Rank:
     def _backward(self, action: Action) -> _Step:
         stage, kind, microbatch, _ = action
         run = self.stages[stage].backward if kind is Kind.B else self.stages[stage].input_grad
-        takes = [_Edge(consumer, stage, True, microbatch) for consumer in self._graph.consumers[stage]]
-        gives = [_Edge(stage, producer, True, microbatch) for producer in self._graph.producers[stage]]
+        takes = [self._edge(consumer, stage, True, microbatch) for consumer in self._graph.consumers[stage]]
+        gives = [self._edge(stage, producer, True, microbatch) for producer in self._graph.producers[stage]]
         return _Step(action, partial(run, microbatch), takes, gives)
 
     def _weight_grad(self, action: Action) -> _Step:
@@ -144,11 +171,11 @@ class Rank:
         return _Step(action, partial(self.stages[action.stage].update, action.microbatch))
 
     def _send(self, action: Action) -> _Step:
-        edge = _Edge(action.stage, _peer(action), action.kind is Kind.SEND_B, action.microbatch)
+        edge = self._edge(action.stage, _peer(action), action.kind is Kind.SEND_B, action.microbatch)
         return _Step(action, self._transport.sender(action), takes=[edge])
 
     def _receive(self, action: Action) -> _Step:
-        edge = _Edge(_peer(action), action.stage, action.kind is Kind.RECV_B, action.microbatch)
+        edge = self._edge(_peer(action), action.stage, action.kind is Kind.RECV_B, action.microbatch)
         return _Step(action, self._transport.receiver(action), gives=[edge])
 
 
@@ -177,12 +204,12 @@ def interpret(rank: Rank, timer: Timer, stamps: Stamps) -> Iterator[Action]:
 
     An exception of an action is passed on with a note that says where it happened.
     """
-    now, values, (order, starts, ends) = timer.now, rank.values, stamps
+    now, (order, starts, ends) = timer.now, stamps
     for position, (action, call, takes, gives) in enumerate(rank.bind(order)):
         yield action
         starts[position] = now()
         try:
-            value = call(*[_taken(values, edge, action) for edge in takes])
+            value = call(*map(_taken, takes))
         except BaseException as error:
             what = "update" if action.kind is Kind.UPDATE else "micro-batch"
             error.add_note(
@@ -190,13 +217,11 @@ def interpret(rank: Rank, timer: Timer, stamps: Stamps) -> Iterator[Action]:
                 f"rank {rank.index}, position {position} of its order"
             )
             raise
-        for number, edge in enumerate(gives):
-            values[edge] = value[number] if type(value) is Apart else value
+        if type(value) is Apart:
+            for edge, part in zip(gives, value, strict=True):
+                edge.value = part
+        else:
+            for edge in gives:
+                edge.value = value
         value = None  # an output lives no longer than somebody needs it
         ends[position] = now()
-
-
-def _taken(values: dict[_Edge, Any], edge: _Edge, action: Action) -> Any:
-    if edge not in values:
-        raise ExecutionError(f"{action} needs what stage {edge.giver} gives, which has not come; validate the program")
-    return values.pop(edge)

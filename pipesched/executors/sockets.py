@@ -31,7 +31,7 @@ __all__ = ["SocketPort", "own_host"]
 
 _GREETING = Struct("<qq16s")  # the sender's rank, the tag, the receiver's word
 _BACKLOG = 1024
-_ROOM = 4 << 20  # bytes that a connection by memory may hold; the system may allow less
+_ROOM = 4 << 20  # bytes that a connection through memory holds: several short messages
 _TIME = Struct("@ll")  # seconds, microseconds: struct timeval
 _IFREQ, _NAME_BYTES = Struct("@16s4x4s16x"), 15  # an interface's name, its IPv4 address: struct ifreq
 _SIOCGIFADDR = 0x8915
@@ -263,14 +263,18 @@ def _listener(name: str) -> socket.socket:
 
 
 def _connected(name: str) -> socket.socket | None:
-    """A connection by memory to who listens at this name; None where nobody does."""
+    """A connection through memory to who listens at this name. None where nobody does, or where the system allows it
+    less room than a connection through the network has, which would often leave a thread to write the rest.
+    """
     if sys.platform != "linux":
         return None
     connection = socket.socket(socket.AF_UNIX)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
     try:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
-        connection.connect(name)
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= _ROOM:
+            connection.connect(name)
+            return connection
     except OSError:
-        connection.close()
-        return None
-    return connection
+        pass
+    connection.close()
+    return None
