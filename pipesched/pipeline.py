@@ -15,6 +15,7 @@ from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
 from pipesched.body import Body
 from pipesched.caller import Caller, intra_op
 from pipesched.calls import Call, dealt
+from pipesched.compiled import compiler
 from pipesched.contents import put_on
 from pipesched.ends import bring_ends, end_of
 from pipesched.errors import InputError
@@ -67,13 +68,13 @@ class Pipeline(Observed):
     num_microbatches: 4 a rank unless given. boundaries: the first layer of every stage but stage 0, by position or
     name; balanced by measured layer times unless given. checkpoint: "never", "always" or "except_last".
     loss_weight(target, or the inputs without one) -> what a micro-batch counts; unless given its rows, or the labels
-    over which a model with ``labels`` takes its own mean loss.
-    loss_reduction: "mean" or "sum", as loss_fn reduces. split_dims: the dim along which arguments are split, one for
-    all or one for each; None passes an argument whole. batch_norm: running statistics of BatchNorm move with each
-    "micro-batch", or once a "mini-batch", as by one forward over all of it; normalised is each micro-batch by itself.
+    over which a model with ``labels`` takes its own mean loss. loss_reduction: "mean" or "sum", as loss_fn reduces.
+    split_dims: the dim along which arguments are split, one for all or one for each; None passes an argument whole.
+    batch_norm: running statistics of BatchNorm move with each "micro-batch", or once a "mini-batch", as by one forward.
     intra_op_threads: of each rank, 1 unless given. seed: of all random numbers; the default generator's unless given.
     plan: a saved Plan, instead of all choices. wrap: (stage_module, stage) -> the module that the stage runs: itself,
-    changed in place, as by ``fully_shard`` or by adapters in its layers, or one around it.
+    changed in place, as by ``fully_shard`` or by adapters in its layers, or one around it. compile: layers run through
+    torch.compile; its arguments by name, or True.
     optimizer: params -> torch.optim.Optimizer, called once for each stage with its parameters (a loss module's are the
     last stage's): each rank updates its stages at its own end of a step, and clears their gradients; asynchronous
     schedules, which update on their way, need one.
@@ -100,6 +101,7 @@ class Pipeline(Observed):
         loss_reduction: LossReduction = "mean",
         split_dims: SplitDims = 0,
         wrap: Wrap | None = None,
+        compile: bool | Mapping[str, Any] = False,
         batch_norm: BatchNormMode = "micro-batch",
         intra_op_threads: int = 1,
         seed: int | None = None,
@@ -144,7 +146,7 @@ class Pipeline(Observed):
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self._ties = Ties(module, self._layered.uses(self._cut, ranks), self._site)
         self._replicas = Replicas(self._site, self._ties.own)
-        self._norms = MiniBatchNorms(batch_norm, self._site)
+        self._norms, self._compiled = MiniBatchNorms(batch_norm, self._site), compiler(compile, batch_norm)
         self._norms.check(module, program, streams=self._programs.streams)
         if wrap is not None:
             self._profile = self._site.agreed(self._profiled)  # layers may be sharded from here on
@@ -182,7 +184,8 @@ class Pipeline(Observed):
                 for module in modules.values():
                     put_on(module, device)
             ties = self._ties.for_layers(body.layers, device)
-            stages[index] = Stage(body, device, Head(loss_fn) if last else None, ties=ties, norms=norms)
+            head = Head(loss_fn) if last else None
+            stages[index] = Stage(body, device, head, ties=ties, norms=norms, compiled=self._compiled())
         return dict(sorted(stages.items()))
 
     def _owners_of(self, program: Program, bodies: Sequence[Body]) -> Owners:

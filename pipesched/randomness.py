@@ -148,6 +148,12 @@ class KeyedRandom:
     def _seeded(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("generator") is not None or _is_quiet(function.__name__, args, kwargs):
             return function(*args, **kwargs)
+        with self._default_generators():
+            return function(*args, **kwargs)
+
+    @contextmanager
+    def _default_generators(self) -> Iterator[list[torch.Generator]]:
+        """Within, what draws from a default generator draws by key; no other thread does meanwhile."""
         generators = [torch.default_generator]
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index or 0])
@@ -157,10 +163,18 @@ class KeyedRandom:
             try:
                 for generator in generators:
                     generator.manual_seed(seed)
-                return function(*args, **kwargs)
+                yield generators
             finally:
                 for generator, state in zip(generators, states, strict=True):
                     generator.set_state(state)
+
+    def keyed(self, act: Callable[[], Any]) -> tuple[Any, bool]:
+        """What is done, by key where it draws from a default generator; and whether it did."""
+        with self._default_generators() as generators:
+            before = [generator.get_state() for generator in generators]
+            output = act()
+            pairs = zip(generators, before, strict=True)
+            return output, any(not torch.equal(generator.get_state(), state) for generator, state in pairs)
 
 
 def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

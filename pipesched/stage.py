@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from pipesched.backward import Deferral, Product, backward, enter, weight_grad
 from pipesched.body import Body, Chain, call_with
+from pipesched.compiled import Compiled
 from pipesched.errors import ExecutionError, InputError
 from pipesched.feed import Feed, Head
 from pipesched.interception import Intercept
@@ -71,11 +72,12 @@ class Stage:
         shared_input: bool = False,
         ties: Mapping[tuple[str, int], Mapping[str, Tensor]] | None = None,
         norms: Norms | None = None,
+        compiled: Compiled | None = None,
     ) -> None:
         self.body = Chain(body) if isinstance(body, Mapping) else body
         self.layers = self.body.layers
         self._ties = ties or {}
-        self._norms = norms
+        self._norms, self._compiled = norms, compiled
         self.device = device
         self.head = head
         self._shared_input = shared_input
@@ -97,9 +99,8 @@ class Stage:
 
     def fresh(self) -> "Stage":
         """A stage over the same layers that holds nothing: for a pass that stays open beside others."""
-        return Stage(
-            self.body, self.device, self.head, shared_input=self._shared_input, ties=self._ties, norms=self._norms
-        )
+        shared, ties, norms, compiled = self._shared_input, self._ties, self._norms, self._compiled
+        return Stage(self.body, self.device, self.head, shared_input=shared, ties=ties, norms=norms, compiled=compiled)
 
     def begin(self, feed: Feed, uses: Uses | None = None) -> None:
         """Start a step; what a broken one left behind is dropped.
@@ -109,6 +110,8 @@ class Stage:
         self._saved.clear()
         self._feed = feed
         self.body.begin()
+        if self._compiled is not None:
+            self._compiled.begin()
         self._splits = all(type(parameter) is nn.Parameter for parameter in self.parameters)  # none is sharded
         self.weights = None if uses is None else Weights(self.modules, uses)
         self._deferral.begin(None if self.weights is None else self.weights.live)
@@ -298,7 +301,10 @@ class Stage:
 
         def call(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._random.enter(saved.key, name, number)
-            return call_with(self._own(saved, name, number), layer, args, kwargs) if others else layer(*args, **kwargs)
+            own = self._own(saved, name, number) if others else _NOTHING
+            if self._compiled is not None:
+                return self._compiled.call(mode, self._random, layer, own, args, kwargs)
+            return call_with(own, layer, args, kwargs) if own else layer(*args, **kwargs)
 
         if self._norms is not None:
             self._norms.microbatch = saved.microbatch
