@@ -3,19 +3,24 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import torch
 from torch import nn
 
+from pipesched.boundaries import Cutter, Pins, tied_bytes
 from pipesched.bounds import program_bound
 from pipesched.costs import Costs
 from pipesched.executors.local import Timeline
 from pipesched.layered import Layered
+from pipesched.links import Links
 from pipesched.lowering import CheckpointMode
-from pipesched.plan import Plan
+from pipesched.partitioner import Partition
+from pipesched.plan import Plan, Tie
 from pipesched.planning import Programs
 from pipesched.profiler import LayerCosts, measured_costs, stage_costs
+from pipesched.program import Program
 from pipesched.simulator import simulate
 from pipesched.sites import InProcess, OverMesh, Site
 from pipesched.stage import Stage
@@ -39,17 +44,50 @@ class Observed(Wrapped):
     _stream: Stream | None
     _runs: deque[Timeline]
     _profile: dict[str, LayerCosts] | None
+    _partition: Partition | None
+    _cutter: Cutter
+    _links: Links | None
 
     def _settle(self) -> None:
         """Wait until nothing is under way."""
 
     # ---- what was decided -------------------------------------------------------------------------------------
 
+    def _decide_cut(self, pins: Pins, program: Program, links: Links | None, plan: Plan | None) -> None:
+        """Rank 0 cuts, for all."""
+        self._links = links
+        self._cutter = Cutter(pins, program, self._measured_graph, self.checkpoint, links)
+        self._cut, found = self._site.agreed(self._cutter.cut)
+        self._partition = found if plan is None else plan.partition
+
     @property
     def plan(self) -> Plan:
         """The plan that runs, with the costs known so far."""
         program = self._programs.plain(self.num_microbatches)
-        return Plan(self._cut, program.name, program, self.checkpoint, self._costs, self._programs.options)
+        if self._partition is None and self._profile is not None:
+            self._partition = self._cutter.of(self._cut)
+        options, ties = self._programs.options, self._tied()
+        return Plan(self._cut, program.name, program, self.checkpoint, self._costs, options, self._partition, ties)
+
+    def _tied(self) -> tuple[Tie, ...]:
+        """The weights that several calls use, those of the same stages together."""
+        count = len(self._cut)
+        uses = [(name, use.rank) for use in self._layered.uses(self._cut, range(count)) for name in use.names]
+        stages: dict[str, list[int]] = {}
+        for name, stage in uses:
+            stages.setdefault(name, []).append(stage)
+        where: list[Any] = list(self._programs.plain(self.num_microbatches).placement)
+        if isinstance(self._site, InProcess):  # uses on one device share its memory
+            where = [self._site.devices[rank] for rank in where]
+        sizes = {name: parameter.nbytes for name, parameter in self.model.named_parameters()}
+        ties: dict[tuple[int, ...], list[str]] = {}
+        for name, own in stages.items():
+            if len(own) > 1:
+                ties.setdefault(tuple(own), []).append(name)
+        return tuple(
+            Tie(tuple(names), own, tied_bytes(sum(map(sizes.__getitem__, names)), [where[stage] for stage in own]))
+            for own, names in ties.items()
+        )
 
     @property
     def devices(self) -> list[torch.device]:
@@ -142,7 +180,8 @@ class Observed(Wrapped):
     def _profiled_costs(self) -> Costs:
         profile = self._profiled()
         weights = self._programs.plain(self.num_microbatches).weights
-        return stage_costs([[profile[name] for name in self._cut[part]] for part in weights])
+        costs = stage_costs([[profile[name] for name in self._cut[part]] for part in weights])
+        return replace(costs, links=self._links)
 
     def _profiled(self) -> dict[str, LayerCosts]:
         if self._profile is None:
@@ -152,3 +191,15 @@ class Observed(Wrapped):
 
     def _measured_graph(self) -> "nx.DiGraph[str]":
         return self._layered.graph(self._profiled())
+
+    def __repr__(self) -> str:
+        program = self._programs.plain(self.num_microbatches)
+        stages = "\n".join(
+            f"  stage {index} on rank {program.placement[index]} ({stage.device}): {', '.join(stage.layers) or 'empty'}"
+            + (f" (a copy of stage {program.weights[index]})" if index != program.weights[index] else "")
+            for index, stage in self._stages.items()
+        )
+        return (
+            f"Pipeline({program.name}, {program.num_ranks} ranks, {program.num_stages} stages, "
+            f"{self.num_microbatches} micro-batches, checkpoint={self.checkpoint!r})\n{stages}"
+        )

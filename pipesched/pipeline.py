@@ -1,7 +1,7 @@
 """Pipeline: the front door. Wraps a model and trains it through a schedule."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from pipesched.arguments import as_call, as_function, as_seed, as_threads
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
 from pipesched.body import Body
+from pipesched.boundaries import Boundaries, Pins
 from pipesched.caller import Caller, intra_op
 from pipesched.calls import Call, dealt
 from pipesched.compiled import compiler
@@ -24,6 +25,7 @@ from pipesched.feed import Feed, Head
 from pipesched.initial import Init, Initial, built, check_model
 from pipesched.labels import counted_labels, counts
 from pipesched.layered import layered
+from pipesched.links import Links
 from pipesched.lowering import CheckpointMode, halves
 from pipesched.norms import BatchNormMode, MiniBatchNorms
 from pipesched.observed import Observed
@@ -31,7 +33,7 @@ from pipesched.open_pass import OpenPass, attach, deliver_input_grads
 from pipesched.order import Schedule
 from pipesched.owners import Owners
 from pipesched.plan import Plan
-from pipesched.planning import Programs, Wishes, check_boundaries, cut_layers
+from pipesched.planning import Programs, Wishes
 from pipesched.profiler import LayerCosts
 from pipesched.program import Program
 from pipesched.replicas import Replicas
@@ -66,7 +68,9 @@ class Pipeline(Observed):
     rank waits for another one there, 60 s unless given. schedule: a name, a Schedule or a Program, such as
     ``load_program(path)`` reads from a file; "auto" is 1f1b; "chimera" and "dualpipe" hold the layers twice.
     num_microbatches: 4 a rank unless given. boundaries: the first layer of every stage but stage 0, by position or
-    name; balanced by measured layer times unless given. checkpoint: "never", "always" or "except_last".
+    name; or of some layers the stage that each begins, {name: stage}; the rest is cut where measured layer times say.
+    together: groups of layers that share a stage. links: between ranks, as `probe_links` finds them: then what crosses
+    between stages counts. checkpoint: "never", "always" or "except_last".
     loss_weight(target, or the inputs without one) -> what a micro-batch counts; unless given its rows, or the labels
     over which a model with ``labels`` takes its own mean loss. loss_reduction: "mean" or "sum", as loss_fn reduces.
     split_dims: the dim along which arguments are split, one for all or one for each; None passes an argument whole.
@@ -94,7 +98,9 @@ class Pipeline(Observed):
         num_stages: int | None = None,
         schedule: str | Schedule | Program = "auto",
         num_microbatches: int | None = None,
-        boundaries: Sequence[int | str] | None = None,
+        boundaries: Boundaries | None = None,
+        together: Sequence[Collection[str]] = (),
+        links: Links | None = None,
         checkpoint: CheckpointMode = "never",
         optimizer: Callable[[list[Any]], Optimizer] | None = None,
         loss_weight: Callable[..., Any] | None = None,
@@ -122,10 +128,10 @@ class Pipeline(Observed):
         self._layers = dict(self._layered.layers)
         super().__init__(module, as_function(loss_fn, "loss_fn"))
         self._profile: dict[str, LayerCosts] | None = None
-        wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint)
+        wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint, together)
         if plan is not None:
             wishes = wishes.pinned(plan, list(self._layers))
-        check_boundaries(wishes.boundaries, list(self._layers))
+        pins = Pins(list(self._layers), wishes.boundaries, wishes.together)
         self._programs = Programs(wishes, len(self.devices), updates=optimizer is not None)
         self._programs.check_updates()
         self._site.use(self._programs.num_ranks)
@@ -136,12 +142,9 @@ class Pipeline(Observed):
         self._splitter = Splitter(count, fixed, split_dims, weight, loss_reduction)
         program = self._programs.plain(self._programs.num_microbatches)
         self._programs.training(self._programs.num_microbatches)
-        names = list(self._layers)
         self._layered.check(program)
-        self._cut = self._site.agreed(lambda: cut_layers(names, program, wishes.boundaries, self._measured_graph))
-        self._site.check(
-            program, (self._cut, repr(wishes.boundaries), self.checkpoint, self._threads, repr(seed), batch_norm)
-        )
+        self._decide_cut(pins, program, links, plan)
+        self._site.check(program, (self._cut, repr(pins), self.checkpoint, self._threads, repr(seed), batch_norm))
         program = self._programs.connect(self._layered.edges(self._cut))
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self._ties = Ties(module, self._layered.uses(self._cut, ranks), self._site)
@@ -432,18 +435,6 @@ class Pipeline(Observed):
         if kind is not None and self._stream is not None:
             self._stream.abandon()
         self.close()
-
-    def __repr__(self) -> str:
-        program = self._programs.plain(self.num_microbatches)
-        stages = "\n".join(
-            f"  stage {index} on rank {program.placement[index]} ({stage.device}): {', '.join(stage.layers) or 'empty'}"
-            + (f" (a copy of stage {program.weights[index]})" if index != program.weights[index] else "")
-            for index, stage in self._stages.items()
-        )
-        return (
-            f"Pipeline({program.name}, {program.num_ranks} ranks, {program.num_stages} stages, "
-            f"{self.num_microbatches} micro-batches, checkpoint={self.checkpoint!r})\n{stages}"
-        )
 
 
 def _nothing(*_: Any) -> None:

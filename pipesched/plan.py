@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
@@ -10,12 +10,34 @@ from typing import Any, get_args
 from pipesched.costs import Costs
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.lowering import CheckpointMode, add_recompute
+from pipesched.partitioning.answer import Partition, quote_bytes, quote_time, span
 from pipesched.program import Program
 from pipesched.simulator import simulate
 from pipesched.trace import Trace
 from pipesched.validation import validate
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "Tie"]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that several calls use. stages: of each use, in order. bytes_per_step: what is sent for them: the
+    weights to the ranks or devices of later uses, and from each of these uses a gradient back.
+    """
+
+    parameters: tuple[str, ...]
+    stages: tuple[int, ...]
+    bytes_per_step: int
+
+    def __str__(self) -> str:
+        others = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
+        places = sorted({*self.stages})
+        if len(places) == 1:
+            way = f"all {len(self.stages)} uses are in stage {places[0]}"
+        else:
+            cost = f"{quote_bytes(self.bytes_per_step)} a step are sent" if self.bytes_per_step else "nothing is sent"
+            way = f"used in stages {', '.join(map(str, places))}, gradients are summed, {cost}"
+        return f"tied: {self.parameters[0]}{others}: {way}"
 
 
 @dataclass(frozen=True)
@@ -23,7 +45,8 @@ class Plan:
     """What runs: stages (each a tuple of layer names), the program, checkpointing, and what a micro-batch costs.
 
     stages: those of one chain, where several run on the same weights; costs count all. schedule: the name of the
-    algorithm that made the program. options: its plain ones, numbers, flags and words.
+    algorithm that made the program. options: its plain ones, numbers, flags and words. partition: what the stages cost
+    and why they are cut so, where layers were measured. ties: the weights that several calls use.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -32,6 +55,8 @@ class Plan:
     checkpoint: CheckpointMode = "never"
     costs: Costs | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    partition: Partition | None = None
+    ties: tuple[Tie, ...] = ()
 
     @property
     def boundaries(self) -> list[str]:
@@ -41,6 +66,23 @@ class Plan:
     def predicted(self) -> Trace | None:
         """The simulated step; None where no costs are known."""
         return simulate(add_recompute(self.program, self.checkpoint), self.costs) if self.costs else None
+
+    def explain(self) -> str:
+        """What each stage has and costs, the bottleneck and why it cannot be better, ties, and the predicted step."""
+        program, predicted = self.program, self.predicted()
+        shape = f"{program.num_ranks} ranks, {program.num_microbatches} micro-batches"
+        lines = [f"{self.schedule} on {shape}, checkpoint {self.checkpoint!r}"]
+        if self.partition is not None:
+            lines.append(self.partition.explain())
+        else:
+            ranks = program.placement
+            lines += [f"stage {at} on rank {ranks[at]}: {span(names)}" for at, names in enumerate(self.stages)]
+            lines.append("what stages cost is not known: layers are measured where no boundaries are given")
+        lines += map(str, self.ties)
+        if predicted is not None:
+            step, bubble = quote_time(predicted.makespan_s), predicted.bubble_ratio
+            lines.append(f"predicted: {step} a step, bubble {bubble:.1%}")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON takes them. ``predicted`` is for the reader: it is computed anew on load."""
@@ -54,6 +96,8 @@ class Plan:
             "checkpoint": self.checkpoint,
             "stages": [list(layers) for layers in self.stages],
             "predicted": summary,
+            "ties": [asdict(tie) for tie in self.ties],
+            "partition": self.partition.to_dict() if self.partition else None,
             "costs": self.costs.to_dict() if self.costs else None,
             "program": str(self.program).splitlines(),
         }
@@ -66,7 +110,13 @@ class Plan:
             costs = Costs.from_dict(values["costs"]) if values.get("costs") else None
             stages = tuple(tuple(layers) for layers in values["stages"])
             options = dict(values.get("options", {}))
-            plan = cls(stages, values["schedule"], program, values["checkpoint"], costs, options)
+            found = values.get("partition")
+            cut = Partition.from_dict({**found, "stages": values["stages"]}) if found else None
+            ties = tuple(
+                Tie(tuple(tie["parameters"]), tuple(tie["stages"]), tie["bytes_per_step"])
+                for tie in values.get("ties", ())
+            )
+            plan = cls(stages, values["schedule"], program, values["checkpoint"], costs, options, cut, ties)
         except (KeyError, TypeError) as error:
             raise ScheduleError(f"a plan has {', '.join(_KEYS)}; {error} is missing or wrong; save it again") from error
         if values["checkpoint"] not in get_args(CheckpointMode):

@@ -1,27 +1,25 @@
 """Planning: what the user asked for -> the programs to run, and the stages."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any
 
-import networkx as nx
-
 from pipesched import schedules
+from pipesched.boundaries import Boundaries
 from pipesched.dependencies import StageGraph
 from pipesched.errors import DeviceCountError, PartitionError, ScheduleError
 from pipesched.lowering import CheckpointMode, add_recompute, add_updates, forward_then_backward, lower
 from pipesched.order import Schedule
-from pipesched.partitioner import partition
 from pipesched.plan import Plan
 from pipesched.program import Program
 from pipesched.segments import Segments, enough_steps
 from pipesched.validation import validate
 from pipesched.versions import Uses, update_groups, used_versions
 
-__all__ = ["Programs", "Wishes", "check_boundaries", "cut_layers"]
+__all__ = ["Programs", "Wishes"]
 
 _AUTO = "1f1b"
 _MORE_STEPS = 4  # times what PipeDream needs: a stream that does not repeat then never will
@@ -35,8 +33,9 @@ class Wishes:
     schedule: str | Schedule | Program = "auto"
     num_stages: int | None = None
     num_microbatches: int | None = None
-    boundaries: Sequence[int | str] | None = None
+    boundaries: Boundaries | None = None
     checkpoint: CheckpointMode = "never"
+    together: Sequence[Collection[str]] = ()
 
     def pinned(self, plan: Plan, names: list[str]) -> "Wishes":
         """The wishes that lead to ``plan``. Raises PartitionError where it is of another model or says otherwise."""
@@ -208,79 +207,6 @@ class Programs:
         return lower(add_recompute(forward_then_backward(self.plain(num_microbatches)), self.checkpoint))
 
 
-def cut_layers(
-    layers: list[str],
-    program: Program,
-    boundaries: Sequence[int | str] | None,
-    measured: Callable[[], "nx.DiGraph[str]"],
-) -> tuple[tuple[str, ...], ...]:
-    """The layers of each stage: at the boundaries, or balanced by the times that ``measured`` finds.
-
-    Raises PartitionError where there are more stages than layers, or the boundaries do not fit.
-    """
-    num_stages = program.num_weights  # several chains of stages run on one cut of the model
-    if num_stages > max(1, len(layers)):
-        raise PartitionError(
-            f"every stage holds at least one layer; {num_stages} stages on {program.num_ranks} ranks, but the "
-            f"model has {len(layers)} layers; use fewer devices, or fewer chunks a rank"
-        )
-    if boundaries is not None:
-        starts = starts_of(boundaries, layers)
-    elif 1 < num_stages < len(layers):
-        graph = measured()
-        graph.add_edges_from(pairwise(layers))  # stages follow the order in which the model's code calls them
-        starts = [layers.index(stage[0]) for stage in partition(graph, num_stages).stages]
-    else:
-        starts = list(range(num_stages))
-    if len(starts) != num_stages:
-        raise PartitionError(
-            f"boundaries name the first layer of every stage but stage 0; {len(starts) - 1} boundaries make "
-            f"{len(starts)} stages, but {num_stages} are asked for; give {num_stages - 1}"
-        )
-    ends = [*starts[1:], len(layers)]
-    return tuple(tuple(layers[start:end]) for start, end in zip(starts, ends, strict=True))
-
-
-def check_boundaries(boundaries: Sequence[int | str] | None, names: list[str]) -> None:
-    """Raise PartitionError for unknown, misplaced or unordered boundaries."""
-    starts_of(() if boundaries is None else boundaries, names)
-
-
-def starts_of(boundaries: Sequence[int | str], names: list[str]) -> list[int]:
-    """Where each stage begins. Raises PartitionError for unknown, misplaced or unordered boundaries."""
-    starts = [0]
-    if isinstance(boundaries, str) or not isinstance(boundaries, Sequence):
-        raise PartitionError(
-            f"boundaries is a list of layers; got {boundaries!r}; pass a list, such as [{boundaries!r}]"
-        )
-    for boundary in boundaries:
-        start = _position(boundary, names)
-        if not 0 < start < len(names):
-            raise PartitionError(
-                f"a boundary is the first layer of a stage after stage 0, one of 1..{len(names) - 1} of "
-                f"{len(names)} layers; got {boundary!r}; leave it out or move it"
-            )
-        if start <= starts[-1]:
-            raise PartitionError(
-                f"boundaries ascend; got {boundary!r} (layer {start}) after layer {starts[-1]}; sort them, each once"
-            )
-        starts.append(start)
-    return starts
-
-
-def _position(boundary: Any, names: list[str]) -> int:
-    if isinstance(boundary, str):
-        if boundary not in names:
-            raise PartitionError(
-                f"a boundary names a layer; got {boundary!r}; the layers are {', '.join(names[:12])}"
-                f"{', ...' if len(names) > 12 else ''}; use one of these names, or a position"
-            )
-        return names.index(boundary)
-    if isinstance(boundary, bool) or not isinstance(boundary, int):
-        raise PartitionError(f"a boundary is a layer's position or name; got {boundary!r}; pass an int or a str")
-    return boundary
-
-
 def _num_stages(wishes: Wishes, schedule: Schedule, num_devices: int) -> int:
     if wishes.num_stages is not None:
         if not isinstance(wishes.num_stages, int) or wishes.num_stages < 1:
@@ -288,7 +214,9 @@ def _num_stages(wishes: Wishes, schedule: Schedule, num_devices: int) -> int:
                 f"a pipeline has a whole number of stages, at least one; got {wishes.num_stages!r}; pass 1 or more"
             )
         return wishes.num_stages
-    return num_devices * schedule.chunks_per_rank if wishes.boundaries is None else len(wishes.boundaries) + 1
+    if wishes.boundaries is None or isinstance(wishes.boundaries, Mapping):
+        return num_devices * schedule.chunks_per_rank
+    return len(wishes.boundaries) + 1
 
 
 def _source(wishes: Wishes, num_devices: int) -> Schedule | Program:

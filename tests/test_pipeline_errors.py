@@ -63,9 +63,9 @@ def refused(error, builtin, match, model=None, **choices):
         ([1.5], r"a layer's position or name; got 1\.5; pass an int or a str"),
         ([True], r"a layer's position or name; got True"),
         ([None], r"a layer's position or name; got None"),
-        ("2", r"boundaries is a list of layers; got '2'; pass a list, such as \['2'\]"),
-        (2, r"boundaries is a list of layers; got 2; pass a list"),
-        (0, r"boundaries is a list of layers; got 0; pass a list"),
+        ("2", r"boundaries is a list of layers, or .*; got '2'; pass a list, such as \['2'\]"),
+        (2, r"boundaries is a list of layers, or .*; got 2; pass a list"),
+        (0, r"boundaries is a list of layers, or .*; got 0; pass a list"),
     ],
 )
 def test_bad_boundaries(boundaries, match):

@@ -1,7 +1,7 @@
 """`Partition`: the stages, what each costs, and why they cannot be better."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -60,6 +60,17 @@ class Partition:
         """Whether no partition has a smaller bottleneck."""
         return self.bottleneck_s <= self.lower_bound_s
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON takes them, without the stages' layers."""
+        return {name: value for name, value in asdict(self).items() if name != "stages"} | {"ranks": list(self.ranks)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Partition":
+        """The inverse of ``to_dict``, with ``stages``. Raises TypeError for what is none."""
+        summaries = tuple(StageSummary(**summary) for summary in values["summaries"])
+        stages = [list(layers) for layers in values["stages"]]
+        return cls(**{**values, "stages": stages, "ranks": tuple(values["ranks"]), "summaries": summaries})
+
     def explain(self) -> str:
         """A table, a stage a row, then the bottleneck, and why it cannot be better."""
         rows = [_HEAD, *(_row(stage, summary) for stage, summary in enumerate(self.summaries))]
@@ -67,7 +78,7 @@ class Partition:
         lines = [
             *_aligned(rows),
             f"bottleneck: {self.bottleneck}, {quote_time(self.bottleneck_s)}: {verdict}",
-            f"why: {self.reason}",
+            "why: " + self.reason.replace("; ", ";\n     "),
         ]
         return "\n".join(lines)
 

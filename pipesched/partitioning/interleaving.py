@@ -37,8 +37,10 @@ def solved(problem: Problem, most_ideals: int) -> Solution:
     slots = problem.line_up.slots
     if not problem.line_up.shares_ranks:
         return solve(problem, most_ideals)
-    alike = fixed_order([Rank()] * len(slots), [1] * len(slots), exactly=False, pinned=0)
+    alike = fixed_order([Rank()] * len(slots), [1] * len(slots), exactly=bool(problem.pins), pinned=0)
     begin = solve(replace(problem, line_up=alike), most_ideals)
+    if begin.found is None:
+        return begin
     descents = [_Descent(problem, order, cuts) for order, cuts in _begins(problem, begin, len(slots))]
     best = min(descents, key=_Descent.run)
     best.kicked(problem.lower)
@@ -48,8 +50,11 @@ def solved(problem: Problem, most_ideals: int) -> Solution:
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Orders with as many stages: of the fastest slowest stage, and of even shares of work."""
+    """Orders with as many stages: of the fastest slowest stage, and without pins of even shares of work."""
     own = list(range(len(problem.blocks)))
+    if begin.found and problem.pins:
+        yield begin.found.order, [0, *begin.found.ends]
+        return
     orders = [own] if begin.found is None or begin.found.order == own else [begin.found.order, own]
     for order in orders:
         work = cuts_of(problem.blocks, order).work
@@ -67,6 +72,7 @@ class _Descent:
         self._slots, self._ranks = problem.line_up.slots, problem.line_up.ranks
         places = cuts_of(problem.blocks, order)
         toll = problem.toll(places)
+        self._spans = problem.spans(order)
         self._toll = np.broadcast_to(toll.ticks, len(places))
         self._blocking = toll.blocking
         self._work = [(places.work * slot.speed.denominator, slot.speed.numerator) for slot in self._slots]
@@ -94,12 +100,16 @@ class _Descent:
             last = min(len(self._slots), first + generator.randint(2, 4))
             between = range(cuts[first - 1] + 1, cuts[last])
             self.cuts[first:last] = sorted(generator.sample(between, last - first))
-            if self.run() >= key:
+            if not self._keeps_pins() or self.run() >= key:
                 self.key, self.cuts = key, cuts
+
+    def _keeps_pins(self) -> bool:
+        return all(low <= cut <= high for cut, (low, high) in zip(self.cuts, self._spans, strict=True))
 
     def _moved(self, index: int, key: Key) -> Key:
         """Move a cut to its best place, of equal ones the first; stay where none is better than ``key``."""
-        here, places = self.cuts[index], np.arange(self.cuts[index - 1] + 1, self.cuts[index + 1])
+        (low, high), here = self._spans[index], self.cuts[index]
+        places = np.arange(max(low, self.cuts[index - 1] + 1), min(high, self.cuts[index + 1] - 1) + 1)
         excess, slowest, squares = self._keys(index, places)
         best = np.lexsort((places, squares, slowest, excess))[0]
         moved = (int(excess[best]), int(slowest[best]), float(squares[best]))

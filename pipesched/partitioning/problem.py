@@ -69,14 +69,18 @@ class Problem:
     def chain(self, order: Sequence[int]) -> Chain:
         """The search along one order of the blocks."""
         cuts = cuts_of(self.blocks, order)
+        return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
+
+    def spans(self, order: Sequence[int]) -> list[tuple[int, int]]:
+        """For each number of stages, the first and the last cut of an order where pins let that many be closed."""
         place = {block: position for position, block in enumerate(order)}
-        spans = [(0, len(order)) for _ in range(len(self.line_up.ranks) + 1)]
+        spans = [(0, len(order)) for _ in range(max(slot.stage for slot in self.line_up.slots) + 2)]
         for pin in self.pins:
             at = place[int(self.blocks.block_of[pin.layer])]
             behind = max((1 + place[int(self.blocks.block_of[layer])] for layer in pin.ancestors), default=0)
             _narrow(spans, pin.stage, behind, at)
             _narrow(spans, pin.stage + 1, at + 1, len(order))
-        return Chain(list(order), cuts, self.toll(cuts), self.line_up, spans)
+        return spans
 
     @property
     def counted(self) -> list[set[int]]:

@@ -68,11 +68,8 @@ class Request:
                 f"a placement is a rank for each stage, and each rank has a stage; got {ranks} for {self.num_stages} "
                 f"stages; make one with pipesched.placement"
             )
-        if self.starts or self.any_order:
-            raise PartitionError(
-                f"a placement says where stages are; starts={dict(self.starts)} or any_order={self.any_order} cannot "
-                f"be kept beside it; leave one out"
-            )
+        if self.any_order:
+            raise PartitionError("a placement says where stages are; any_order cannot be kept beside it; leave one out")
 
     @property
     def _all_used(self) -> bool:
