@@ -165,11 +165,18 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _kind(layer: nn.Module, given: Payload) -> Any:
-    """What decides what a call costs: types, shapes, and which parameters are trained."""
-    modules = tuple((name, type(module), repr(module)) for name, module in layer.named_modules())
+    """What decides what a call costs: types, shapes, settings, and which parameters are trained.
+
+    Whole numbers are no settings here: blocks of one kind have their own as names.
+    """
+    modules = tuple((name, type(module), repr(module), _settings(module)) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     shapes = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in given.tensors)
     return modules, parameters, shapes, given.places, given.needs_grad
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, float | bool | str))
 
 
 class _Copied(nn.Module):
