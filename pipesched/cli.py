@@ -1,7 +1,9 @@
-"""The command ``pipesched``: list, show, check and compare schedules. It works without torch and in a moment."""
+"""The command ``pipesched``: list, show, check and compare schedules, without torch and in a moment; and cut models."""
 
+import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +12,7 @@ import click
 
 from pipesched import __version__, schedules
 from pipesched.costs import Costs
-from pipesched.errors import PipeschedError, ScheduleError
+from pipesched.errors import GraphError, PipeschedError, ScheduleError
 from pipesched.files import load_program
 from pipesched.holdings import peak_in_flight
 from pipesched.links import Links
@@ -289,6 +291,65 @@ def _peak(program: Program) -> float:
     share = dict(zip(program.placement, program.shares, strict=True))
     ranks = range(program.num_ranks)
     return max(peak_in_flight(program.orders.rank(rank)) / share.get(rank, 1) for rank in ranks)
+
+
+@main.command()
+@click.argument("model")
+@click.option("--stages", type=click.IntRange(min=1), default=_RANKS, show_default=True, help="Number of stages.")
+@click.option("-o", "--output", type=_FILE, help="Draw the layers with their cuts into this file.")
+def graph(model: str, *, stages: int, output: Path | None) -> None:
+    """Measure the layers of MODEL, cut them into stages, and say what each stage has, sends and costs, and why.
+
+    MODEL is file.py:function or module:function; the function takes nothing and returns (model, sample), as Pipeline
+    takes them. This command imports torch and runs the model on the CPU.
+    """
+    import pipesched
+    from pipesched.boundaries import Cutter, Pins
+
+    made, sample = _model(model)
+    layers = pipesched.graph_of(made, sample)
+    cutter = Cutter(Pins(list(layers)), schedules.get("1f1b").program(stages, _MICROBATCHES), lambda: layers)
+    cut, found = cutter.cut()
+    click.echo((found or cutter.of(cut)).explain())
+    if output:
+        from pipesched.viz import plot_layers
+
+        figure: Any = plot_layers(layers, cut).figure
+        _write(figure.savefig, output)
+
+
+def _model(target: str) -> tuple[Any, Any]:
+    """The model and the sample that a function of the user's makes."""
+    place, _, name = target.rpartition(":")
+    try:
+        function = getattr(_module(place), name)
+    except (ImportError, OSError, AttributeError, ValueError) as error:
+        raise GraphError(
+            f"MODEL is file.py:function or module:function; {target!r} is none that can be imported: {error}; "
+            f"correct the path or the name"
+        ) from error
+    made = function()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise GraphError(
+            f"the function returns a pair of a model and a sample; {target} returned {type(made).__name__}; "
+            f"return (model, sample)"
+        )
+    return made
+
+
+def _module(place: str) -> Any:
+    """What lies in a file, or a module that can be imported from here."""
+    if not place.endswith(".py"):
+        sys.path.insert(0, "")
+        return importlib.import_module(place)
+    path = Path(place).resolve()
+    sys.path.insert(0, str(path.parent))  # as python does for a script
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{place} is no file of Python")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 if __name__ == "__main__":

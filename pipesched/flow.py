@@ -100,7 +100,8 @@ def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Se
     for call in capture.calls:
         uses[layer_of[call.index]].update(dict.fromkeys(call.uses))
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    for position, others in unused(model, [[tensors[name] for name in used] for used in uses.values()]).items():
+    held = [[tensors[name] for name in used if name in tensors] for used in uses.values()]
+    for position, others in unused(model, held).items():
         uses[names[position]].update(dict.fromkeys(others))
     return {name: list(used) for name, used in uses.items()}
 

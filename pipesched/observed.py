@@ -85,7 +85,11 @@ class Observed(Wrapped):
             if len(own) > 1:
                 ties.setdefault(tuple(own), []).append(name)
         return tuple(
-            Tie(tuple(names), own, tied_bytes(sum(map(sizes.__getitem__, names)), [where[stage] for stage in own]))
+            Tie(
+                tuple(names),
+                own,
+                tied_bytes(sum(sizes.get(name, 0) for name in names), [where[stage] for stage in own]),
+            )
             for own, names in ties.items()
         )
 

@@ -5,7 +5,7 @@ All of them are light enough for dark numbers. A rank's later chunks are lighter
 
 from pipesched.actions import Kind
 
-__all__ = ["BUBBLE", "GREY", "HATCH", "INK", "colour", "lighter"]
+__all__ = ["BUBBLE", "GREY", "HATCH", "INK", "colour", "lighter", "stage_colour", "towards_white"]
 
 INK = "#1a1a1a"  # numbers in bars
 GREY = "#808080"  # what the legend shows chunks with
@@ -23,6 +23,18 @@ def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
 
 def lighter(base: str, chunk: int, num_chunks: int) -> str:
     """``base`` mixed with white: chunk 0 as it is, the last of several chunks the lightest."""
-    share = _LIGHTEST * chunk / max(1, num_chunks - 1)
+    return towards_white(base, _LIGHTEST * chunk / max(1, num_chunks - 1))
+
+
+def towards_white(base: str, share: float) -> str:
+    """``base`` mixed with white: 0 as it is, 1 white."""
     parts = (int(base[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
+_STAGES = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2")
+
+
+def stage_colour(stage: int) -> str:
+    """A stage's colour as ``#rrggbb``; after six stages they begin again."""
+    return _STAGES[stage % len(_STAGES)]

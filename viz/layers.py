@@ -1,0 +1,221 @@
+"""Layers: the graph of a model's layers with its cuts, a band a stage."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipesched.errors import PartitionError
+from pipesched.viz.colours import GREY, INK, stage_colour, towards_white
+from pipesched.viz.routes import ARCH, HEIGHT, WIDTH, Layout, Point
+from pipesched.viz.units import quote_bytes, quote_time
+
+if TYPE_CHECKING:
+    import networkx as nx
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_layers"]
+
+_HEAD = 1.05  # inches for the names of stages
+_EDGE = 0.15  # around everything
+_LONGEST = 15  # letters in a box
+_LIGHT, _LIGHTEST = 0.62, 0.86  # how far boxes, and bands, go towards white
+
+
+def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "Axes | None" = None) -> "Axes":
+    """Draw the layers of a graph in bands, a stage each, with all that passes between them.
+
+    graph: as `pipesched.graph_of` gives it. stages: the layers of each, in the order in which they run. Each box has
+    its share of the time of all layers, as a number and as a bar, and each line over a cut the bytes of a micro-batch.
+    Dashed lines join layers that share parameters. Raises PartitionError where stages are not those of the graph.
+    """
+    named = [name for layers in stages for name in layers]
+    if sorted(named) != sorted(graph) or not all(stages):
+        raise PartitionError(
+            f"stages hold each layer of the graph once; they hold {len(named)}, the graph has {len(graph)}; "
+            f"pass those of a partition of this graph"
+        )
+    layout, ties = Layout(stages), _ties(graph)
+    layout.reserve(list(graph.edges))
+    for users in ties:
+        layout.reserve_tie(users, users)
+    layout.place()
+    picture = _Picture(graph, layout, _axes(layout) if ax is None else ax)
+    picture.bands()
+    for before, behind, edge in graph.edges(data=True):
+        picture.line(before, behind, edge.get("bytes", 0))
+    for users, names in ties.items():
+        picture.tie(users, names)
+    for name in named:
+        picture.box(name)
+    return picture.ax
+
+
+def _axes(layout: Layout) -> "Axes":
+    from matplotlib.figure import Figure
+
+    width = layout.lanes("left") + layout.right + layout.lanes("right") + _HEAD + 3 * _EDGE
+    figure = Figure(figsize=(width, layout.bottom + 2 * _EDGE), dpi=150)
+    return figure.add_axes((0, 0, 1, 1))
+
+
+def _ties(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
+    """Parameters of several layers, by these."""
+    users: dict[str, list[str]] = {}
+    for layer, names in graph.nodes(data="parameters"):
+        for name in names or ():
+            users.setdefault(name, []).append(layer)
+    ties: dict[tuple[str, ...], list[str]] = {}
+    for name, layers in users.items():
+        if len(layers) > 1:
+            ties.setdefault(tuple(layers), []).append(name)
+    return ties
+
+
+class _Picture:
+    def __init__(self, graph: "nx.DiGraph[str]", layout: Layout, ax: "Axes") -> None:
+        self.ax, self._graph, self._layout = ax, graph, layout
+        self._stage_of = {name: stage for stage, names in enumerate(layout.stages) for name in names}
+        times = {name: node.get("forward_s", 0) + node.get("backward_s", 0) for name, node in graph.nodes(data=True)}
+        self._times: Mapping[str, float] = times
+        self._total, self._longest = sum(times.values()), max(times.values())
+        of_stages = [sum(times[name] for name in names) for names in layout.stages]
+        self._slowest = of_stages.index(max(of_stages)) if self._total and len(of_stages) > 1 else -1
+        self._labels = _short(list(graph))
+        self._left = -layout.lanes("left") - _HEAD - 2 * _EDGE
+        self._right = layout.right + layout.lanes("right") + _EDGE
+        ax.set_xlim(self._left, self._right)
+        ax.set_ylim(layout.bottom + _EDGE, -_EDGE)
+        ax.set_aspect("equal")
+        ax.axis("off")
+
+    def bands(self) -> None:
+        """A band a stage, with its name and its share of the time."""
+        from matplotlib.patches import FancyBboxPatch
+
+        lines, tops = self._layout.lines, [*self._layout.tops, self._layout.bottom]
+        for stage, names in enumerate(self._layout.stages):
+            own = [line for line, (at, _) in enumerate(lines) if at == stage]
+            top, bottom = tops[own[0]] - 0.09 - self._layout.arch(own[0]), tops[own[-1]] + HEIGHT + 0.09
+            band = towards_white(stage_colour(stage), _LIGHTEST)
+            width = self._right - self._left - 0.1
+            shape = FancyBboxPatch(
+                (self._left + 0.05, top), width, bottom - top, "round,pad=0,rounding_size=0.06", fc=band, ec="none"
+            )
+            self.ax.add_patch(shape)
+            text = f"stage {stage}"
+            if self._total:
+                time_s = sum(self._times[name] for name in names)
+                text += f"\n{quote_time(time_s)}, {time_s / self._total:.0%}"
+            slowest = stage == self._slowest
+            if slowest:
+                text += "\nthe slowest"
+            weight = "bold" if slowest else "normal"
+            self.ax.text(
+                self._left + 0.15, (top + bottom) / 2, text, va="center", fontsize=8, color=INK, fontweight=weight
+            )
+
+    def box(self, name: str) -> None:
+        """A layer."""
+        from matplotlib.patches import FancyBboxPatch, Rectangle
+
+        x, y = self._layout.corner(name)
+        colour = stage_colour(self._stage_of[name])
+        shape = "round,pad=0,rounding_size=0.05"
+        light = towards_white(colour, _LIGHT)
+        self.ax.add_patch(FancyBboxPatch((x, y), WIDTH, HEIGHT, shape, fc=light, ec=colour, lw=1, zorder=5))
+        if not self._total:
+            self.ax.text(x + WIDTH / 2, y + HEIGHT / 2, self._labels[name], **_CENTRED)
+            return
+        self.ax.text(x + WIDTH / 2, y + 0.15, self._labels[name], **_CENTRED)
+        share, inside = self._times[name] / self._total, WIDTH - 0.12
+        self.ax.text(x + WIDTH / 2, y + 0.31, _percent(share), **{**_CENTRED, "fontsize": 6.5})
+        length = inside * self._times[name] / self._longest
+        self.ax.add_patch(Rectangle((x + 0.06, y + HEIGHT - 0.09), inside, 0.045, fc="white", ec="none", zorder=6))
+        self.ax.add_patch(Rectangle((x + 0.06, y + HEIGHT - 0.09), length, 0.045, fc=colour, ec="none", zorder=6))
+
+    def line(self, before: str, behind: str, size: int) -> None:
+        """What a layer gives to another."""
+        crosses = self._stage_of[before] != self._stage_of[behind]
+        colour = stage_colour(self._stage_of[before]) if crosses else GREY
+        way = self._layout.way(before, behind)
+        if len(way) == 2 and self._between(before, behind):
+            self._arc(way, colour)
+            return
+        self._path(way, colour, arrow=True, lw=1.3 if crosses else 0.9)
+        if crosses:
+            (x, y), count = way[-1], self._layout.num_entries(behind)
+            number = self._layout.entry(before, behind)[1]
+            left = count > 1 and number == 0
+            y -= 0.1 + 0.1 * (number if count > 2 and not left else 0)
+            place: dict[str, Any] = {"ha": "right" if left else "left", "va": "center"}
+            x += -0.05 if left else 0.05
+            self.ax.text(x, y, quote_bytes(size), fontsize=6, color=INK, zorder=7, **place, **_HALO)
+
+    def _between(self, before: str, behind: str) -> bool:
+        line = self._layout.lines[self._layout.line_of(before)][1]
+        return line.index(behind) > line.index(before) + 1
+
+    def _arc(self, way: list[Point], colour: str) -> None:
+        """Over the boxes between two of a line."""
+        from matplotlib.patches import FancyArrowPatch
+
+        (x, y), (to_x, _) = way
+        ends = (x - 0.4 * WIDTH, y - HEIGHT / 2), (to_x + 0.4 * WIDTH, y - HEIGHT / 2)
+        style = f"arc3,rad={-1.7 * ARCH / (ends[1][0] - ends[0][0])}"  # its height is half of that
+        self.ax.add_patch(
+            FancyArrowPatch(*ends, connectionstyle=style, arrowstyle="-|>", mutation_scale=6, color=colour, lw=0.9)
+        )
+
+    def tie(self, users: Sequence[str], names: Sequence[str]) -> None:
+        """What several layers share."""
+        lane, ways = self._layout.tie(users, users)
+        for way in ways:
+            self._path(way, INK, arrow=False, lw=0.9, dashed=True)
+        self._path(lane, INK, arrow=False, lw=0.9, dashed=True)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        sizes = self._graph.graph.get("parameters", {})
+        size = f", {quote_bytes(sum(sizes[name][1] for name in names))}" if sizes else ""
+        (x, top), (_, bottom) = lane
+        text = f"{names[0]}{more}{size}"
+        self.ax.text(
+            x, (top + bottom) / 2, text, fontsize=6, color=INK, rotation=90, ha="center", va="center", zorder=7, **_HALO
+        )
+
+    def _path(self, way: list[Point], colour: str, *, arrow: bool, lw: float, dashed: bool = False) -> None:
+        from matplotlib.patches import FancyArrowPatch
+        from matplotlib.path import Path
+
+        self.ax.add_patch(
+            FancyArrowPatch(
+                path=Path(way),
+                arrowstyle="-|>" if arrow else "-",
+                mutation_scale=6,
+                color=colour,
+                lw=lw,
+                ls="--" if dashed else "-",
+                joinstyle="round",
+                shrinkA=0,
+                shrinkB=0,
+                zorder=3,
+            )
+        )
+
+
+_CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7.5, "color": INK, "zorder": 7}
+_HALO: dict[str, Any] = {"bbox": {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 0.6}}
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
+
+
+def _short(names: Sequence[str]) -> dict[str, str]:
+    """Names without the parts that all begin with; the middle of long ones is left out."""
+    parts = [name.split(".") for name in names]
+    common = 0
+    while all(len(own) > common + 1 for own in parts) and len({own[common] for own in parts}) == 1:
+        common += 1
+    labels = {}
+    for name, own in zip(names, parts, strict=True):
+        label = ".".join(own[common:])
+        labels[name] = label if len(label) <= _LONGEST else f"{label[: _LONGEST // 2]}…{label[-_LONGEST // 2 + 1 :]}"
+    return labels

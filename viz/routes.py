@@ -1,0 +1,173 @@
+"""Routes: where the boxes of a layer graph stand, and the ways of the lines between them.
+
+Layers stand in lines from left to right, one line or several a stage. Under each line runs a channel, with a track for
+each line that turns there; beside the lines run lanes, on the right for what skips lines, on the left for ties. Lines
+that leave a layer on the right share its lane.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["ARCH", "HEIGHT", "WIDTH", "Layout", "Point"]
+
+Point = tuple[float, float]
+
+WIDTH, HEIGHT = 1.12, 0.5  # of a box, in inches
+ARCH = 0.24  # over boxes, where a line leads over others of its own line
+_GAP = 0.3  # between boxes of a line
+_TRACK = 0.13  # between tracks, and between lanes
+_LANE = 0.24
+_PAD = 0.16  # between boxes and the first track
+_CUT = 0.16  # further, where a stage ends
+
+
+@dataclass
+class Layout:
+    """Boxes by layer, as (left, top) in inches, downwards. stages: the layers of each, in order."""
+
+    stages: Sequence[Sequence[str]]
+    columns: int = 0
+    lines: list[tuple[int, list[str]]] = field(default_factory=list)  # (stage, layers)
+    tops: list[float] = field(default_factory=list)
+    _line_of: dict[str, int] = field(default_factory=dict)
+    _tracks: dict[tuple[int, Any], int] = field(default_factory=dict)
+    _lanes: dict[tuple[str, Any], int] = field(default_factory=dict)
+    _entries: dict[str, list[str]] = field(default_factory=dict)
+    _arched: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        count = sum(map(len, self.stages))
+        longest = max(map(len, self.stages))
+        most = max(4, min(12, math.ceil(math.sqrt(1.2 * count))))
+        even = max(-(-len(stage) // -(-len(stage) // most)) for stage in self.stages)
+        self.columns = min(longest, even)
+        for stage, layers in enumerate(self.stages):
+            for first in range(0, len(layers), self.columns):
+                self.lines.append((stage, list(layers[first : first + self.columns])))
+        self._line_of = {name: line for line, (_, layers) in enumerate(self.lines) for name in layers}
+
+    # ---- which ways there are; all of them are asked for before anything is placed --------------------------------
+
+    def reserve(self, edges: Collection[tuple[str, str]]) -> None:
+        """Make room for lines between layers: those that go furthest get the first tracks, and the lanes outside."""
+        reach: dict[str, int] = {}
+        for before, behind in edges:
+            reach[before] = max(reach.get(before, 0), self._line_of[behind])
+        for before, behind in sorted(edges, key=lambda edge: -reach[edge[0]]):
+            first, last = self._line_of[before], self._line_of[behind]
+            if first == last:
+                layers = self.lines[first][1]
+                if layers.index(behind) > layers.index(before) + 1:
+                    self._arched.add(first)
+                continue
+            self._track(first, before)
+            self._entries.setdefault(behind, []).append(before)
+            if last > first + 1:
+                self._lane("right", before)
+                self._track(last - 1, before)
+        for behind, others in self._entries.items():
+            others.sort(key=lambda before: self._comes_from(before, behind))
+
+    def _comes_from(self, before: str, behind: str) -> float:
+        beside = self._line_of[behind] == self._line_of[before] + 1
+        return self.lines[self._line_of[before]][1].index(before) if beside else math.inf
+
+    def reserve_tie(self, layers: Sequence[str], tie: Any) -> None:
+        """Make room for a dashed line along several layers."""
+        self._lane("left", tie)
+        for name in layers:
+            self._track(self._line_of[name], ("tie", tie))
+
+    def _track(self, channel: int, owner: Any) -> int:
+        count = sum(1 for place, _ in self._tracks if place == channel)
+        return self._tracks.setdefault((channel, owner), count)
+
+    def _lane(self, side: str, owner: Any) -> int:
+        count = sum(1 for place, _ in self._lanes if place == side)
+        return self._lanes.setdefault((side, owner), count)
+
+    def place(self) -> None:
+        """Give every line of layers its height."""
+        top = 0.0
+        for line, (stage, _) in enumerate(self.lines):
+            top += self.arch(line)
+            self.tops.append(top)
+            top += HEIGHT + self._channel(line)
+            if line + 1 < len(self.lines) and self.lines[line + 1][0] != stage:
+                top += _CUT
+        self.bottom = top if self._has_tracks(len(self.lines) - 1) else self.tops[-1] + HEIGHT + 0.09
+
+    def arch(self, line: int) -> float:
+        """The room over a line's boxes."""
+        return ARCH if line in self._arched else 0.0
+
+    def _has_tracks(self, line: int) -> bool:
+        return any(place == line for place, _ in self._tracks)
+
+    def _channel(self, line: int) -> float:
+        count = sum(1 for place, _ in self._tracks if place == line)
+        return 2 * _PAD + _TRACK * max(0, count - 1)
+
+    # ---- where things are --------------------------------------------------------------------------------------------
+
+    def line_of(self, name: str) -> int:
+        """The line of a layer."""
+        return self._line_of[name]
+
+    def corner(self, name: str) -> Point:
+        """Left and top of a layer's box."""
+        line = self._line_of[name]
+        return self.lines[line][1].index(name) * (WIDTH + _GAP), self.tops[line]
+
+    @property
+    def right(self) -> float:
+        """Where the boxes end."""
+        return self.columns * (WIDTH + _GAP) - _GAP
+
+    def lanes(self, side: str) -> float:
+        """The width of all lanes of a side."""
+        return _LANE * sum(1 for place, _ in self._lanes if place == side)
+
+    def _height(self, channel: int, owner: Any) -> float:
+        return self.tops[channel] + HEIGHT + _PAD + _TRACK * self._tracks[channel, owner]
+
+    def _lane_at(self, side: str, owner: Any) -> float:
+        count = sum(1 for place, _ in self._lanes if place == side)
+        outwards = _LANE * (count - self._lanes[side, owner])
+        return self.right + outwards if side == "right" else -outwards
+
+    def way(self, before: str, behind: str) -> list[Point]:
+        """The corners of a line from one layer to another."""
+        (x, y), (to_x, to_y) = self.corner(before), self.corner(behind)
+        first, last = self._line_of[before], self._line_of[behind]
+        if first == last:
+            return [(x + WIDTH, y + HEIGHT / 2), (to_x, to_y + HEIGHT / 2)]
+        out, into = x + 0.7 * WIDTH, to_x + self.entry(before, behind)[0]
+        track = self._height(first, before)
+        if last == first + 1:
+            return [(out, y + HEIGHT), (out, track), (into, track), (into, to_y)]
+        lane, other = self._lane_at("right", before), self._height(last - 1, before)
+        return [(out, y + HEIGHT), (out, track), (lane, track), (lane, other), (into, other), (into, to_y)]
+
+    def entry(self, before: str, behind: str) -> tuple[float, int]:
+        """Where a line reaches a box, from its left; and which of the box's lines it is, 0 the leftmost."""
+        others = self._entries[behind]
+        number = others.index(before)
+        return WIDTH * (0.3 + 0.5 * number / max(1, len(others) - 1)) if len(others) > 1 else 0.38 * WIDTH, number
+
+    def num_entries(self, name: str) -> int:
+        """How many lines reach a box from above."""
+        return len(self._entries[name])
+
+    def tie(self, layers: Sequence[str], tie: Any) -> tuple[list[Point], list[list[Point]]]:
+        """The corners of a tie's own lane, and of the ways from there to its layers."""
+        lane = self._lane_at("left", tie)
+        ways = []
+        for name in layers:
+            x, y = self.corner(name)
+            height = self._height(self._line_of[name], ("tie", tie))
+            ways.append([(lane, height), (x + 0.18 * WIDTH, height), (x + 0.18 * WIDTH, y + HEIGHT)])
+        heights = [way[0][1] for way in ways]
+        return [(lane, min(heights)), (lane, max(heights))], ways
