@@ -1,12 +1,13 @@
 """Body: what a stage computes from what arrives: a chain of layers, or its part of a model's own forward."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from pipesched.randomness import KeyedRandom
+from pipesched.randomness import KeyedRandom, outside_state
 
 __all__ = ["Body", "CallLayer", "Chain", "call_with"]
 
@@ -43,10 +44,14 @@ class Body(Protocol):
 
 
 class Chain:
-    """Layers in a row: the first takes one argument a producer, or the model's inputs; each further one the output."""
+    """Layers in a row: the first takes one argument a producer, or the model's inputs; each further one the output.
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    watched: warn of random numbers that have no key, where the first run that trains draws some.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], *, watched: bool = False) -> None:
         self.layers = dict(layers)
+        self._watched = watched
         self.late_inputs = False
 
     def begin(self) -> None:
@@ -63,9 +68,30 @@ class Chain:
     def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
         """Call one after the other."""
         args, kwargs = (arrived, {}) if inputs is None else inputs
+        if self._watched and any(layer.training for layer in self.layers.values()):
+            self._watched = False
+            call = _watching(call)
         for name, layer in self.layers.items():
             args, kwargs = (call(name, 0, layer, args, kwargs),), {}
         return args[0]
+
+
+def _watching(call: CallLayer) -> CallLayer:
+    """The same, with a warning of a layer that draws outside torch."""
+
+    def watched(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = outside_state()
+        result = call(name, number, layer, args, kwargs)
+        if outside_state() != before:
+            warnings.warn(
+                f"random numbers are keyed where the capture of a model sees them; layer {name!r} of an nn.Sequential, "
+                f"which is not captured, draws from Python's or numpy's global generator, so that the result depends "
+                f"on the schedule; draw from torch's, or call the layers in the forward of a module of your own",
+                stacklevel=2,
+            )
+        return result
+
+    return watched
 
 
 def call_with(

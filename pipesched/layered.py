@@ -107,4 +107,4 @@ class InARow:
         return list(pairwise(range(len(cut))))
 
     def bodies(self, cut: Cut, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
-        return [Chain({name: self.layers[name] for name in names}) for names in cut]
+        return [Chain({name: self.layers[name] for name in names}, watched=True) for names in cut]

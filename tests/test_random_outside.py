@@ -1,6 +1,7 @@
 """Random numbers from Python's and numpy's global generators are keyed as torch's are."""
 
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -82,3 +83,16 @@ def test_a_capture_and_a_measurement_leave_the_generators_as_they_were() -> None
     before = outside_state()
     Pipeline(made(), ROWS[:2], loss_fn=square, devices=["cpu"] * 2).close()
     assert outside_state() == before
+
+
+def test_of_a_row_which_is_not_captured_a_warning_names_the_layer() -> None:
+    row = nn.Sequential(nn.Linear(6, 6), Noisy(), nn.Linear(6, 6))
+    with Pipeline(row, ROWS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4) as pipe:
+        pipe.eval()
+        pipe.evaluate(ROWS, target=ROWS)
+        pipe.train()
+        with pytest.warns(UserWarning, match=r"layer '1' of an nn\.Sequential.* draws from Python's or numpy's"):
+            pipe.step(ROWS, target=ROWS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipe.step(ROWS, target=ROWS)
