@@ -65,7 +65,7 @@ def put_on(module: nn.Module, device: torch.device) -> None:
 def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool = False) -> Tensor:
     """Some contents for a tensor that has none, to run a layer with them; other tensors as they are.
 
-    The numbers are harmless ones: small and positive in weights, and indices of what is there.
+    The numbers are harmless ones: small and positive in weights, indices of what is there; and all rows are alike.
     """
     if not tensor.is_meta:
         return tensor
@@ -73,7 +73,9 @@ def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool
     if not made.is_floating_point():
         return made.fill_(made.dtype == torch.bool)
     generator = torch.Generator(device).manual_seed(0)
-    return made.uniform_(0.01, 0.05, generator=generator) if weight else made.normal_(generator=generator)
+    if weight:
+        return made.uniform_(0.01, 0.05, generator=generator)
+    return made.copy_(torch.empty(made.shape[1:], dtype=made.dtype, device=device).normal_(generator=generator))
 
 
 class Beside(TorchFunctionMode):

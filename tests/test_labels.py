@@ -116,6 +116,13 @@ def test_the_way_is_told_from_the_losses(how: str, rows: int, columns: int) -> N
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 
 
+@pytest.mark.parametrize("how", [*WAYS, "rows", "classes"])
+def test_the_way_is_told_of_a_model_without_contents(how: str) -> None:
+    with torch.device("meta"):
+        empty = made(how)
+    assert counted_labels(empty, sample(how, 2)) == {**WAYS, "rows": None, "classes": "labels"}[how]
+
+
 @pytest.mark.parametrize(("how", "why"), [("sum", "fits none of"), ("no ignored", "it failed on four rows")])
 def test_where_it_cannot_be_told_rows_count_and_a_warning_says_so(how: str, why: str) -> None:
     with pytest.warns(UserWarning, match=f"(?s){why}.*pass loss_weight="):
