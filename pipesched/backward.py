@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional
 
 from pipesched.errors import ExecutionError
 from pipesched.interception import Handler
 
-__all__ = ["PAYS_FLOPS", "Deferral", "Product", "backward", "enter", "weight_grad"]
+__all__ = ["PAYS_FLOPS", "Deferral", "Product", "edge_of", "enter", "weight_grad"]
 
 #: (gradient of the product's output, the product's input) -> the gradients of the product's weights
 WeightRule = Callable[[Tensor, Tensor], Sequence[Tensor]]
@@ -375,9 +376,12 @@ def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) ->
     return entered
 
 
-def backward(outputs: Sequence[GradientEdge], grads: Sequence[Tensor | None]) -> None:
-    """One pass over the graph: gradients of its leaves are added to their ``.grad``."""
-    torch.autograd.backward(outputs, grads)
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """As ``get_gradient_edge``, whose care leaves and nodes of Python alone need."""
+    node: Any = tensor.grad_fn
+    if node is None or isinstance(node, BackwardCFunction):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
 
 
 #: Weights are delivered in groups of about so many bytes: a large gradient is added while it lies in the cache, and

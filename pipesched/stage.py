@@ -4,16 +4,15 @@ A stage knows nothing of order, ranks or transfers. It calls the user's own laye
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from pipesched.backward import Deferral, Product, backward, enter, weight_grad
+from pipesched.backward import Deferral, Product, edge_of, enter, weight_grad
 from pipesched.body import Body, Chain, call_with
 from pipesched.compiled import Compiled
 from pipesched.errors import ExecutionError, InputError
@@ -193,7 +192,10 @@ class Stage:
     def input_grad(self, microbatch: int, *grads: Gradients) -> Apart:
         """I: returns the gradients of what arrived, for each producer; the weight gradients that pay are left to W."""
         saved = self._saved[microbatch]
-        with self._deferral.unnoted() if saved.deferred else nullcontext():
+        if saved.deferred:
+            with self._deferral.unnoted():
+                self._propagate(microbatch, saved, grads)
+        else:
             self._propagate(microbatch, saved, grads)
         if self.weights is not None:
             saved.grads = self.weights.taken(saved.weights)
@@ -340,7 +342,7 @@ class Stage:
         saved.deferred = split and self._deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self._deferral.learning)
         value = self._run(saved, arrived, noted)
-        saved.edges = [get_gradient_edge(leaf) for leaf in _roots(saved, value)]
+        saved.edges = [edge_of(leaf) for leaf in _roots(saved, value)]
         if noted:
             saved.products = self._deferral.finish(saved.edges)
         return value
@@ -386,9 +388,9 @@ class Stage:
             return
         with self._backward_mode[saved.deferred]:
             if self.weights is None:
-                backward(edges, grads)
+                torch.autograd.backward(edges, grads)
             else:
-                self.weights.during(saved.weights, lambda: backward(edges, grads))
+                self.weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
 
     def _joined(self, edges: Sequence[GradientEdge], arrived: Sequence[Gradients]) -> Gradients:
         """The gradients of what was given: apart, or one value to all."""
