@@ -1,6 +1,6 @@
 """What an action costs beside the work it does: empty stages through the in-process executor, and the pure loop.
 
-    python benchmarks/overhead.py [--microbatches 64] [--pairs 25]
+    python benchmarks/overhead.py [--microbatches 64] [--pairs 25] [--schedules 1f1b zb-v ...]
 
 A stage is one nn.Identity on a tensor of 4 numbers that needs a gradient. "by hand" makes the same calls of the same
 stages in a row, in one thread; "runtime" is what remains of a whole step per compute action. "loop alone" runs the
@@ -25,6 +25,8 @@ from pipesched.lowering import lower
 from pipesched.payload import Apart, Payload
 from pipesched.program import Program
 from pipesched.stage import Stage
+
+NAMES = ["1f1b", "gpipe", "interleaved-1f1b", "interleaved-zb", "zb-h1", "zb-v"]
 
 
 class Nothing:
@@ -107,12 +109,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=25)
+    parser.add_argument("--schedules", nargs="+", default=NAMES, choices=pipesched.schedules.names())
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(machine())
     print("microseconds per compute action")
     print(f"{'schedule':20}{'ranks':>6}{'step':>10}{'by hand':>10}{'runtime':>10}{'loop alone':>12}")
-    for schedule in pipesched.schedules.names():
+    for schedule in arguments.schedules:
         for num_ranks in (1, 2):
             case = Case(schedule, num_ranks, arguments.microbatches)
             rows: list[tuple[float, float, float]] = []
