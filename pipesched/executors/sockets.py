@@ -156,20 +156,15 @@ class _Reader:
 
 
 def _read(connection: socket.socket, into: memoryview) -> None:
-    while (count := _received(connection, into)) < len(into):
-        into = into[count:]
-
-
-def _received(connection: socket.socket, into: memoryview) -> int:
     try:
-        count = connection.recv_into(into, 0, socket.MSG_WAITALL)
+        while (count := connection.recv_into(into, 0, socket.MSG_WAITALL)) < len(into):
+            if not count:
+                raise RuntimeError("Connection closed by peer")
+            into = into[count:]
     except BlockingIOError:
         raise RuntimeError("Timed out") from None
     except OSError as error:
         raise RuntimeError(str(error)) from None
-    if not count:
-        raise RuntimeError("Connection closed by peer")
-    return count
 
 
 class SocketPort:
