@@ -16,7 +16,7 @@ from pipesched.body import Body
 from pipesched.errors import InputError
 from pipesched.executors.messages import look
 from pipesched.feed import Feed
-from pipesched.payload import gather, pytree, trainable_leaves
+from pipesched.payload import closed, gather, pytree, trainable_leaves
 from pipesched.program import Program
 
 __all__ = ["Call", "dealt", "received"]
@@ -61,7 +61,7 @@ class Call:
         if not feed.outputs:
             return None
         outputs = [feed.outputs[microbatch].value for microbatch in range(len(self))]
-        return gather(outputs, self.batch.rows, self.batch.output_dim)
+        return closed(gather(outputs, self.batch.rows, self.batch.output_dim))
 
 
 @dataclass(frozen=True)

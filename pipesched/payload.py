@@ -1,7 +1,8 @@
 """Payload: what passes between stages, and what a micro-batch is: any pytree of tensors and plain values."""
 
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,9 +19,11 @@ __all__ = [
     "Apart",
     "Gradients",
     "Payload",
+    "closed",
     "flatten",
     "gather",
     "memory_of",
+    "opened",
     "pytree",
     "row_dim",
     "rows_of",
@@ -167,6 +170,41 @@ def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
             index[id(leaf)] = len(leaves)
             leaves.append(leaf)
     return leaves, tuple(index[id(leaf)] for leaf in flat), spec
+
+
+class _Opened:
+    """A dataclass that pytrees do not know, as one that they do."""
+
+    def __init__(self, values: Iterable[Any], kind: type) -> None:
+        self.values, self.kind = list(values), kind
+
+
+pytree.register_pytree_node(_Opened, lambda one: (one.values, one.kind), _Opened)
+
+
+def opened(value: Any) -> Any:
+    """A value whose dataclasses are open to pytrees."""
+
+    def open_one(leaf: Any) -> Any:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        return _Opened([opened(getattr(leaf, item.name)) for item in dataclasses.fields(leaf)], type(leaf))
+
+    return pytree.tree_map(open_one, value)
+
+
+def closed(value: Any) -> Any:
+    """The inverse of ``opened``."""
+
+    def close_one(leaf: Any) -> Any:
+        if not isinstance(leaf, _Opened):
+            return leaf
+        made: Any = object.__new__(leaf.kind)
+        for item, own in zip(dataclasses.fields(leaf.kind), leaf.values, strict=True):
+            object.__setattr__(made, item.name, closed(own))
+        return made
+
+    return pytree.tree_map(close_one, value, is_leaf=lambda leaf: isinstance(leaf, _Opened))
 
 
 def trainable_leaves(value: Any) -> list[Tensor]:

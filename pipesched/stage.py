@@ -19,7 +19,7 @@ from pipesched.errors import ExecutionError, InputError
 from pipesched.feed import Feed, Head
 from pipesched.interception import Intercept
 from pipesched.norms import Norms
-from pipesched.payload import Apart, Gradients, Payload, memory_of, pytree, trainable_leaves, used_here
+from pipesched.payload import Apart, Gradients, Payload, memory_of, opened, pytree, trainable_leaves, used_here
 from pipesched.randomness import Key, KeyedRandom, NoRandom
 from pipesched.versions import Uses
 from pipesched.weights import Tensors, Weights
@@ -318,9 +318,9 @@ class Stage:
             if self.head is None:
                 return output
             if self._feed.keep_outputs:
-                self._feed.outputs.setdefault(saved.microbatch, Payload.of(output))
+                self._feed.outputs.setdefault(saved.microbatch, Payload.of(opened(output)))
             if saved.counted is None:
-                return output
+                return opened(output)
             target, factor = saved.counted
             if mode.passes(self.head.loss_fn):
                 loss = self.head.loss(output, target, _NOTHING)

@@ -320,11 +320,11 @@ class Gives(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
 
-    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Any]:
         places = torch.arange(8.0) + 0 * x
         for block in self.blocks:
             x = torch.tanh(block(x)) * mask
-        return {"x": x, "mask": mask, "places": places}
+        return {"x": x, "others": Both(mask, places, x + mask)}
 
 
 def test_an_argument_is_the_same_however_it_is_passed() -> None:
@@ -333,7 +333,24 @@ def test_an_argument_is_the_same_however_it_is_passed() -> None:
     for sample in ((FLOATS[:2], other[:2]), (FLOATS[:2], FLOATS[:2])):
         with Pipeline(model, sample, devices=["cpu"] * 3, loss_fn=square) as pipe, torch.no_grad():
             for args, kwargs in calls:
-                torch.testing.assert_close(pipe(*args, **kwargs), model(*args, **kwargs))
+                got, due = pipe(*args, **kwargs), model(*args, **kwargs)
+                torch.testing.assert_close(
+                    [got["x"], *vars(got["others"]).values()], [due["x"], *vars(due["others"]).values()]
+                )
+
+
+def test_a_dataclass_can_be_differentiated() -> None:
+    own, plain = made("towers")[0].eval(), made("towers")[0].eval()
+    _, kwargs, _ = inputs_of("towers", ROWS)
+    with pipeline("towers", own, devices=["cpu"] * 3) as pipe:
+        own.train()
+        for module in (*own.modules(), *plain.modules()):
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        pipe(**kwargs).loss.mean().backward()
+    plain(**kwargs).loss.backward()
+    for one, other in zip(own.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_the_output_can_be_differentiated() -> None:
