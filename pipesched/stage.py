@@ -5,7 +5,7 @@ A stage knows nothing of order, ranks or transfers. It calls the user's own laye
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -58,8 +58,7 @@ class _Saved:
 class Stage:
     """One stage: its body, layers in a row unless it is another one, and on the last stage the head.
 
-    What goes to several consumers gets the sum of their gradients, from the last to the first: autograd's order
-    and bits, where each consumer uses it in one place. shared_input: whether another stage takes what arrives, too.
+    Where several stages take what it gives, its body gives each its own (``Apart``).
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Stage:
         device: torch.device,
         head: Head | None = None,
         *,
-        shared_input: bool = False,
         ties: Mapping[tuple[str, int], Mapping[str, Tensor]] | None = None,
         norms: Norms | None = None,
         compiled: Compiled | None = None,
@@ -79,7 +77,6 @@ class Stage:
         self._norms, self._compiled = norms, compiled
         self.device = device
         self.head = head
-        self._shared_input = shared_input
         self.optimizer: torch.optim.Optimizer | None = None
         self.elsewhere: Collection[nn.Parameter] = ()  # the tied parameters that other stages update
         self.late = False  # whether updates wait for the gradients of tied parameters, which come after the run
@@ -98,8 +95,8 @@ class Stage:
 
     def fresh(self) -> "Stage":
         """A stage over the same layers that holds nothing: for a pass that stays open beside others."""
-        shared, ties, norms, compiled = self._shared_input, self._ties, self._norms, self._compiled
-        return Stage(self.body, self.device, self.head, shared_input=shared, ties=ties, norms=norms, compiled=compiled)
+        ties, norms, compiled = self._ties, self._norms, self._compiled
+        return Stage(self.body, self.device, self.head, ties=ties, norms=norms, compiled=compiled)
 
     def begin(self, feed: Feed, uses: Uses | None = None) -> None:
         """Start a step; what a broken one left behind is dropped.
@@ -148,7 +145,7 @@ class Stage:
         wanted = tuple([sum(one.needs_grad) for one in arrived]) if arrived else ()
         counted = None if self.head is None else self._counted(microbatch)
         saved = _Saved(microbatch, self._feed.key(microbatch), wanted, inputs, weights, counted)
-        guarded = self._guarded(payload) if arrived and (self._shared_input or len(payload.leaves) > 1) else ()
+        guarded = payload.overlapping if arrived and len(payload.leaves) > 1 else ()
         versions = [tensor._version for tensor in guarded]
         if not torch.is_grad_enabled():
             value = self._run(saved, payload)
@@ -157,9 +154,8 @@ class Stage:
             value = self._run_dropping(saved, payload) if checkpointed else self._run_keeping(saved, payload, split)
         if guarded and versions != [tensor._version for tensor in guarded]:
             raise ExecutionError(
-                f"tensors that pass between stages are modified in place only where they share no memory and go to no "
-                f"other stage; the layers {', '.join(self.layers)} modified one of {len(guarded)} that do; clone it, "
-                f"or move the boundary"
+                f"tensors that pass between stages are modified in place only where they share no memory; the layers "
+                f"{', '.join(self.layers)} modified one of {len(guarded)} that do; clone it, or move the boundary"
             )
         if isinstance(value, Apart):
             return Apart([self._apart_from_buffers(Payload.of(one)) for one in value])
@@ -264,10 +260,6 @@ class Stage:
                 "too; detach it, or move the boundary behind its last use"
             )
         return (Payload.joined([given, *arrived]) if arrived else given), True
-
-    def _guarded(self, payload: Payload) -> Sequence[Tensor]:
-        """What may not be modified in place."""
-        return payload.tensors if self._shared_input else payload.overlapping
 
     def _apart_from_buffers(self, output: Payload) -> Payload:
         """A buffer that leaves the stage is copied: the next forward may change it before it is read."""
@@ -381,7 +373,8 @@ class Stage:
         edges, saved.edges = saved.edges, ()
         grads: Gradients = (None,) * len(edges)  # right for the loss: a scalar's gradient is one
         if arrived or self._feed.factors is None:
-            given = self._joined(edges, arrived) if arrived else self._feed.output_grads[microbatch]
+            given = arrived[0] if len(arrived) == 1 else tuple(chain.from_iterable(arrived))
+            given = given if arrived else self._feed.output_grads[microbatch]
             reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
             edges, grads = [edge for edge, _ in reached], tuple([grad for _, grad in reached])
         if not edges:
@@ -391,13 +384,6 @@ class Stage:
                 torch.autograd.backward(edges, grads)
             else:
                 self.weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
-
-    def _joined(self, edges: Sequence[GradientEdge], arrived: Sequence[Gradients]) -> Gradients:
-        """The gradients of what was given: apart, or one value to all."""
-        if len(arrived) == 1:
-            return arrived[0]
-        together = sum(map(len, arrived)) == len(edges)
-        return tuple(grad for part in arrived for grad in part) if together else _sum(arrived)
 
     def _sent_back(self, microbatch: int, saved: _Saved) -> Apart:
         grads, saved.input_grads = tuple(saved.input_grads), ()
@@ -421,16 +407,6 @@ def _roots(saved: _Saved, value: Any) -> list[Tensor]:
             "unfreeze one, or call evaluate"
         )
     return roots
-
-
-def _sum(parts: Sequence[Gradients]) -> Gradients:
-    """What the consumers of one value sent back, added from the last consumer to the first, as autograd does."""
-    total = parts[-1]
-    for part in reversed(parts[:-1]):
-        total = tuple(
-            new if old is None else old if new is None else old + new for old, new in zip(total, part, strict=True)
-        )
-    return total
 
 
 def _buffers(layer: Any) -> Buffers:

@@ -13,12 +13,14 @@ from torch.nn import functional
 
 from pipesched import Program, backward
 from pipesched.batch import Splitter
+from pipesched.body import Chain
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import Work
 from pipesched.executors.messages import look
 from pipesched.feed import Feed, Head
 from pipesched.interception import Intercept
 from pipesched.lowering import lower
+from pipesched.payload import Apart, pytree
 from pipesched.randomness import Key, KeyedRandom
 from pipesched.stage import Stage
 from pipesched.validation import validate
@@ -144,6 +146,20 @@ def by_hand(program: Program, seed: int) -> Result:
     return found | state_of(stages)
 
 
+class Each(Chain):
+    """A chain whose output goes to several stages: each gets a copy of its own."""
+
+    def __init__(self, layers: dict[str, nn.Module], num_takers: int) -> None:
+        super().__init__(layers)
+        self.num_takers = num_takers
+
+    def run(self, *args: Any) -> Any:
+        output = super().run(*args)
+        if self.num_takers < 2:
+            return output
+        return Apart(pytree.tree_map_only(Tensor, Tensor.clone, output) for _ in range(self.num_takers))
+
+
 def sinks(program: Program) -> list[int]:
     """The stages whose output goes nowhere: each has a loss."""
     return [stage for stage, consumers in enumerate(program.graph.consumers) if not consumers]
@@ -173,10 +189,9 @@ def by_executor(executor: Any, program: Program, seed: int) -> Result:
     graph = program.graph
     stages = {
         index: Stage(
-            layers[index],
+            Each(layers[index], len(graph.consumers[index])),
             torch.device("cpu"),
             None if graph.consumers[index] else Head(functional.mse_loss),
-            shared_input=any(len(graph.consumers[one]) > 1 for one in graph.producers[index]),
         )
         for index in own
     }

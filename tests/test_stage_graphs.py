@@ -8,14 +8,10 @@ import pytest
 import stage_graphs as graphs
 import torch
 from ranks import Ranks
-from torch import nn
 
 from pipesched import Program
 from pipesched.actions import Kind
-from pipesched.errors import ExecutionError
 from pipesched.executors.local import LocalExecutor
-from pipesched.payload import Payload
-from pipesched.stage import Stage
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("every_product_deferred", "one_thread")]
 
@@ -79,14 +75,3 @@ def test_a_step_that_learns_from_a_later_micro_batch_adds_in_order(executor: Loc
     wanted = graphs.by_hand(program, 5)
     found = graphs.by_executor(executor, program, 5)
     assert [name for name in wanted if not np.array_equal(found[name], wanted[name])] == []
-
-
-def test_what_goes_to_several_stages_is_modified_in_place_by_none() -> None:
-    """Eager code would show the change to the other stage; a pipeline might, or not."""
-    value = Payload.of(torch.ones(2, 3))
-    layers = {"relu": nn.ReLU(inplace=True)}
-    alone, shared = (Stage(layers, torch.device("cpu"), shared_input=several) for several in (False, True))
-    with torch.no_grad():
-        alone.forward(0, value)
-        with pytest.raises(ExecutionError, match=r"go to no other stage; the layers relu modified one of 1"):
-            shared.forward(0, value)
