@@ -146,6 +146,10 @@ class Cutter:
     checkpoint: CheckpointMode = "never"
     links: Links | None = None
 
+    def __post_init__(self) -> None:
+        if self.links is not None and not isinstance(self.links, Links):
+            raise PartitionError(f"links is a pipesched.links.Links; got {self.links!r}; pass what probe_links returns")
+
     def cut(self) -> tuple[tuple[tuple[str, ...], ...], Partition | None]:
         """The layers of each stage, and what they cost and why, where that was measured.
 

@@ -113,6 +113,8 @@ def test_known_links_count_and_unknown_ones_do_not() -> None:
         assert (stages == ["abc", "def"]) == (bottleneck_s == 3 * MS)
     for unknown in (None, Links()):
         assert cut(graph, 2, links=unknown)[0] == ["abc", "def"]
+    with pytest.raises(PartitionError, match=r"links is a pipesched.links.Links; got 'fast'; pass what probe_links"):
+        cut(graph, 2, links="fast")  # type: ignore[arg-type]
 
 
 def test_a_skip_crosses_every_cut_on_its_way() -> None:

@@ -125,9 +125,13 @@ class _Picture:
         if not self._total:
             self.ax.text(x + WIDTH / 2, y + HEIGHT / 2, self._labels[name], **_CENTRED)
             return
-        self.ax.text(x + WIDTH / 2, y + 0.15, self._labels[name], **_CENTRED)
+        label = self._labels[name]
+        small = {**_CENTRED, "fontsize": 6, "linespacing": 1.15}
+        self.ax.text(x + WIDTH / 2, y + 0.15, label, **(small if "\n" in label else _CENTRED))
         share, inside = self._times[name] / self._total, WIDTH - 0.12
-        self.ax.text(x + WIDTH / 2, y + 0.31, _percent(share), **{**_CENTRED, "fontsize": 6.5})
+        self.ax.text(
+            x + WIDTH / 2, y + (0.33 if "\n" in label else 0.31), _percent(share), **{**_CENTRED, "fontsize": 6.5}
+        )
         length = inside * self._times[name] / self._longest
         self.ax.add_patch(Rectangle((x + 0.06, y + HEIGHT - 0.09), inside, 0.045, fc="white", ec="none", zorder=6))
         self.ax.add_patch(Rectangle((x + 0.06, y + HEIGHT - 0.09), length, 0.045, fc=colour, ec="none", zorder=6))
@@ -209,7 +213,7 @@ def _percent(share: float) -> str:
 
 
 def _short(names: Sequence[str]) -> dict[str, str]:
-    """Names without the parts that all begin with; the middle of long ones is left out."""
+    """Names without the parts that all begin with; long ones in two lines, very long ones without their middle."""
     parts = [name.split(".") for name in names]
     common = 0
     while all(len(own) > common + 1 for own in parts) and len({own[common] for own in parts}) == 1:
@@ -217,5 +221,13 @@ def _short(names: Sequence[str]) -> dict[str, str]:
     labels = {}
     for name, own in zip(names, parts, strict=True):
         label = ".".join(own[common:])
-        labels[name] = label if len(label) <= _LONGEST else f"{label[: _LONGEST // 2]}…{label[-_LONGEST // 2 + 1 :]}"
+        if len(label) > _LONGEST:
+            dots = [at for at, letter in enumerate(label) if letter == "."]
+            at = min(dots, key=lambda at: max(at, len(label) - at), default=len(label))
+            label = "\n".join(map(_cut, filter(None, (label[:at], label[at:]))))
+        labels[name] = label
     return labels
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LONGEST + 2 else f"{line[: _LONGEST // 2]}…{line[-(_LONGEST // 2) :]}"
