@@ -50,7 +50,7 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     if given is None:
         return None
     try:
-        losses = _losses(model, *_probe(sample, given)) if _may_try(model, given) else None
+        losses = _losses(model, *_probe(model, sample, given)) if _may_try(model, given) else None
     except Exception as error:  # whatever a model raises that does not take such labels
         return _unknown(f"it failed on four rows with some labels {IGNORED}: {type(error).__name__}: {error}")
     if losses is None:
@@ -105,18 +105,20 @@ def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _probe(
-    sample: tuple[tuple[Any, ...], dict[str, Any]], labels: Tensor
+    model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], labels: Tensor
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The model's inputs: four rows, and their halves."""
     marked = torch.cat(_marked(labels))
 
     def rows(chosen: slice) -> Any:
         def of(tensor: Tensor) -> Tensor:
-            if tensor is labels:
-                return marked[chosen]
             return tensor[torch.arange(4)[chosen] % len(tensor)] if tensor.dim() else tensor
 
-        return pytree.tree_map_only(Tensor, of, sample)
+        args, kwargs = pytree.tree_map_only(Tensor, of, sample)
+        if _NAME in kwargs:  # by its name: the same tensor may be another argument, too
+            return args, {**kwargs, _NAME: marked[chosen]}
+        place = [*inspect.signature(model.forward).parameters].index(_NAME)
+        return (*args[:place], marked[chosen], *args[place + 1 :]), kwargs
 
     return [rows(slice(0, 4)), rows(slice(0, 2)), rows(slice(2, 4))]
 

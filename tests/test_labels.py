@@ -116,6 +116,14 @@ def test_the_way_is_told_from_the_losses(how: str, rows: int, columns: int) -> N
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 
 
+@pytest.mark.parametrize("how", WAYS)
+def test_the_text_may_be_its_own_labels(how: str) -> None:
+    """One tensor, passed twice."""
+    x = text(2)
+    assert counted_labels(made(how), ((), {"text": x, "labels": x})) == WAYS[how]
+    assert counted_labels(made(how), ((x, x), {})) == WAYS[how]
+
+
 @pytest.mark.parametrize("how", [*WAYS, "rows", "classes"])
 def test_the_way_is_told_of_a_model_without_contents(how: str) -> None:
     with torch.device("meta"):
