@@ -118,6 +118,7 @@ def drawn(group: places.Group) -> None:
     ):
         with pipeline(model or empty_row(), init=init, devices=["cpu"]) as alone:
             due = alone.full_state_dict()
+        assert model is not GPT or not torch.equal(due["blocks.0.up.weight"], due["blocks.1.up.weight"])
         cuts = places.even_boundaries(layers, group.size())
         with pipeline(model or empty_row(), init=init, boundaries=cuts, **places.place(group)) as pipe:
             assert_same(pipe.full_state_dict(), due)
