@@ -336,7 +336,7 @@ def fully_sharded(group: Any, kind: str, schedule: str, sharded: str) -> None:
 
     boundaries = [2 if kind == "row" else 4]  # as replicas that measured might cut differently
     options = {"schedule": schedule, "boundaries": boundaries, "num_microbatches": 3, "wrap": wrap, "timeout": 60}
-    with Pipeline(own, x[:1], loss_fn=zoo.square, mesh=mesh["pp"], **options) as pipe:
+    with places.every_product_deferred(), Pipeline(own, x[:1], loss_fn=zoo.square, mesh=mesh["pp"], **options) as pipe:
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (pipe, plain)]
         for _ in range(2):
             pipe.step(x[mine], target=target[mine])
