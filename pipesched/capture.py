@@ -6,12 +6,11 @@ model's containers are written in, they run as they are.
 """
 
 import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import weakref
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import Parameter, signature
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from pipesched.containers import Shells
 from pipesched.contents import Beside, apart, call_beside, lacks_contents
+from pipesched.pattern import Pattern, named_leaves, positional, tensors_in
 from pipesched.payload import pytree
 from pipesched.randomness import draws, outside_state
 from pipesched.ties import Place
@@ -29,13 +29,9 @@ __all__ = [
     "INPUT",
     "Call",
     "Capture",
-    "Pattern",
     "Value",
     "name_of",
-    "named_leaves",
-    "positional",
     "record",
-    "tensors_in",
     "unchanged",
 ]
 
@@ -46,82 +42,6 @@ Value = tuple[int, Any]
 
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"}
 _READS |= {"__complex__", "__contains__", "__array__"}  # what makes plain Python of a tensor's contents
-
-
-class Pattern:
-    """The form of a value: what it holds beside tensors, and where they go."""
-
-    def __init__(self, value: Any) -> None:
-        leaves, self._spec = pytree.tree_flatten(value)
-        self._parts: list[Any] = [_part(leaf) for leaf in leaves]
-
-    def build(self, tensors: Iterator[Any]) -> Any:
-        """The value with these tensors."""
-        leaves = [part.build(tensors) if isinstance(part, _Place | _Record) else part for part in self._parts]
-        return pytree.tree_unflatten(leaves, self._spec)
-
-
-class _Place:
-    """Where a tensor goes."""
-
-    def build(self, tensors: Iterator[Any]) -> Any:
-        return next(tensors)
-
-
-@dataclass(frozen=True)
-class _Record:
-    """A dataclass that pytrees do not know."""
-
-    kind: type
-    parts: Mapping[str, Pattern]
-
-    def build(self, tensors: Iterator[Any]) -> Any:
-        made: Any = object.__new__(self.kind)
-        for name, pattern in self.parts.items():
-            object.__setattr__(made, name, pattern.build(tensors))
-        return made
-
-
-def _part(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return _Place()
-    if _is_record(leaf):
-        parts = {item.name: Pattern(getattr(leaf, item.name)) for item in dataclasses.fields(leaf)}
-        return _Record(type(leaf), parts)
-    return leaf
-
-
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a value, each place of it once, in the order of ``Pattern.build``."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif _is_record(leaf):
-            for item in dataclasses.fields(leaf):
-                yield from tensors_in(getattr(leaf, item.name))
-
-
-def positional(forward: Callable[..., Any]) -> list[str]:
-    """The names of the arguments that may be passed by position."""
-    kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
-    return [name for name, parameter in signature(forward).parameters.items() if parameter.kind in kinds]
-
-
-def named_leaves(
-    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[tuple[str, int], Any]]:
-    """The leaves of a call, in the order of the pytree (args, kwargs), each with (its argument's name, number in it).
-
-    names: of positional arguments. So a leaf has one name, by position or by keyword, in whatever order.
-    """
-    more = (f"argument {position}" for position in range(len(names), len(args)))
-    for name, value in (*zip((*names, *more), args, strict=False), *kwargs.items()):
-        for number, leaf in enumerate(pytree.tree_leaves(value)):
-            yield (name, number), leaf
 
 
 @dataclass
@@ -166,6 +86,9 @@ class Capture:
     looked_at: the values whose shape, type or the like the code between layers asked for.
     output: the values of the model's output; nbytes: of each value, for the sample. examples: the arguments of each
     layer's call, for measuring. outside: the layers that drew random numbers outside torch; "": the code between did.
+    layer's call, for measuring. hidden: calls of which the second takes what the first made and did not return.
+    changed: attributes of containers, and to what the forward has set them. results: the output's tensors.
+    told: for a call of a layer, its attributes that were set before.
     """
 
     calls: list[Call]
@@ -175,6 +98,10 @@ class Capture:
     nbytes: dict[Value, int]
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     outside: frozenset[str] = frozenset()
+    hidden: list[tuple[Call, Call]] = field(default_factory=list)
+    changed: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
+    results: list[Tensor] = field(default_factory=list)
+    told: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @cached_property
     def layer_calls(self) -> list[Call]:
@@ -246,7 +173,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._positional = positional(model.forward)
-        self._root = Shells(model, list(layers.items()), self._layer).model
+        self._shells = Shells(model, layers, self._layer, layers)
         self._calls: list[Call] = []
         self._value: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # so that no id is used again
@@ -260,18 +187,34 @@ class _Recorder(TorchFunctionMode):
         self._inside = False
         self._outside: set[str] = set()
         self._drawn = outside_state()
+        self._within: dict[
+            int, tuple[weakref.ref[Tensor], int]
+        ] = {}  # what functions inside layers made; in which call
+        self._by_the_way: set[Value] = set()  # what a layer takes that is not among its arguments
+        self._hidden_from: int | None = None
+        self._ways: list[tuple[Call, Call]] = []
+        self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
+        self._told: dict[int, dict[str, Any]] = {}
+        self._first_use: dict[str, int] = {}  # of parameters and buffers between layers
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
         args, kwargs = self._inputs(args, kwargs)
         with self:
-            output = self._root(*args, **kwargs)
+            output = self._shells.model(*args, **kwargs)
         self._note_outside("")
         self._join()
+        for tensor in tensors_in(output):
+            if id(tensor) not in self._value:
+                self._look_for(tensor)
+        if self._calls:
+            self._end_of_hidden(self._calls[-1])
         values = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
         self._alive.clear()  # the memory is free at once, though the shells refer to each other
         quiet, looked_at = frozenset(self._quiet), frozenset(self._looked_at)
-        outside = frozenset(self._outside)
-        return Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples, outside)
+        capture = Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples, frozenset(self._outside))
+        capture.told = self._told
+        capture.hidden, capture.changed, capture.results = self._ways, self._shells.changed(), list(tensors_in(output))
+        return capture
 
     def _note_outside(self, layer: str) -> None:
         """Whether this layer, or the code between, has drawn outside torch."""
@@ -301,7 +244,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._inside:
-            return func(*args, **kwargs)
+            return self._inner(func, args, kwargs)
         taken = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in taken]
         result = func(*args, **kwargs)
@@ -316,6 +259,30 @@ class _Recorder(TorchFunctionMode):
             self._looked_at |= {self._value[id(tensor)] for tensor in taken if id(tensor) in self._value}
         return result
 
+    def _inner(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function inside a layer. What it takes from elsewhere comes by an attribute, or in an object."""
+        for tensor in tensors_in((args, kwargs)):
+            if value := self._value.get(id(tensor)):
+                self._by_the_way.add(value)
+            else:
+                self._look_for(tensor)
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            self._within[id(tensor)] = weakref.ref(tensor), len(self._calls)
+        return result
+
+    def _look_for(self, tensor: Tensor) -> None:
+        """A tensor that an earlier call of a layer made, but did not return, ties the call that is due to that one."""
+        made, call = self._within.get(id(tensor), (None, 0))
+        if made is not None and made() is tensor and call < len(self._calls):
+            self._hidden_from = call if self._hidden_from is None else min(self._hidden_from, call)
+
+    def _end_of_hidden(self, call: Call) -> None:
+        if self._hidden_from is not None:
+            call.joined = self._hidden_from
+            self._ways.append((self._calls[self._hidden_from], call))
+        self._hidden_from = None
+
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
             return layer(*args, **kwargs)
@@ -327,6 +294,8 @@ class _Recorder(TorchFunctionMode):
             versions = [tensor._version for tensor in taken]
             buffers = [(buffer, buffer._version) for buffer in layer.buffers()]
             example = apart(unchanged((args, kwargs)))
+            self._by_the_way.clear()
+            told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
             result = call_beside(layer, args, kwargs, lambda: unchanged(example))
             result, call = self._new(name, "", taken, _changed(taken, versions), result)
         finally:
@@ -337,7 +306,10 @@ class _Recorder(TorchFunctionMode):
         call.loose = tuple(name for name in call.uses if name not in own)
         call.uses = tuple(dict.fromkeys([*call.uses, *own]))
         self._note_outside(name)
+        call.takes = tuple(dict.fromkeys([*call.takes, *sorted(self._by_the_way, key=str)]))
         self._examples[call.index] = example
+        if told:
+            self._told[call.index] = told
         return result
 
     def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
@@ -348,6 +320,14 @@ class _Recorder(TorchFunctionMode):
         if layer or uses:
             number = self._counts[layer] = self._counts.get(layer, -1) + 1
         call = Call(len(self._calls), layer, number, function, takes, uses, 0, Pattern(result), loose=uses)
+        for tensor in taken:
+            if id(tensor) not in self._value:
+                self._look_for(tensor)
+        self._end_of_hidden(call)
+        for name in uses:
+            self._first_use.setdefault(name, call.index)
+        if any(id(taken[position]) in self._names for position in changed):  # it is the next forward's, too
+            call.joined = min(self._first_use[name] for name in uses)
         self._calls.append(call)
         call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()
         through = {id(tensor) for tensor in taken} - {id(taken[position]) for position in changed}

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.body import Body, CallLayer
-from pipesched.capture import Call, Capture, Value, named_leaves, positional, record, tensors_in
-from pipesched.containers import Twin, find_layers
+from pipesched.capture import Call, Capture, Value, record
+from pipesched.containers import Twin, as_whole, find_layers, set_attributes
 from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.flow import flow_of, gap, narrowest, unused, with_costs
+from pipesched.pattern import named_leaves, positional, tensors_in
 from pipesched.payload import Apart, pytree
 from pipesched.profiler import LayerCosts, measure_calls
 from pipesched.program import Program
@@ -45,6 +46,9 @@ class Captured:
         self.modules = find_layers(model)
         args, kwargs = _two_rows(sample)
         own = self._recorded(model.training, args, kwargs)
+        if not own.layer_calls:
+            self.modules = as_whole(model)
+            own = self._recorded(model.training, args, kwargs)
         self.captures = {model.training: own}
         self.missing: Exception | None = None  # why the model does not run in its other mode
         try:
@@ -55,11 +59,6 @@ class Captured:
             if [_unit(call) for call in own.layer_calls] == [_unit(call) for call in other.layer_calls]:
                 self.captures[not model.training] = other
         self.calls = {_unit(call): call for call in own.layer_calls}
-        if not self.calls:
-            raise GraphError(
-                f"a model is cut between its layers; the forward of {type(model).__name__} calls none; "
-                f"give it submodules"
-            )
         self.layers = {
             name: self.modules[call.layer]
             for position, (name, call) in enumerate(self.calls.items())
@@ -68,11 +67,44 @@ class Captured:
         self.parts = lru_cache(maxsize=1)(self._parts)
 
     def _recorded(self, mode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
-        with untouched(self.model, mode), torch.no_grad():
-            return record(self.model, self.modules, args, kwargs)
+        """One forward. Where it sets attributes of containers, also the next one that finds them, to see what that
+        changes: stages start each micro-batch with the attributes as they are now.
+        """
+
+        def seen(found: Mapping[tuple[nn.Module, str], Any]) -> Capture:
+            with untouched(self.model, mode), torch.no_grad():
+                set_attributes(found)
+                return record(self.model, self.modules, args, kwargs)
+
+        first = seen({})
+        if not first.changed:
+            return first
+        try:
+            second = seen(first.changed)
+        except Exception:  # layers have changed, too
+            second = None
+        if second is not None and _same_way(first, second):
+            _check_kept(first, second)
+            return first
+        with untouched(self.model, mode, attributes=False), torch.no_grad():
+            self.model(*args, **kwargs)  # it makes what all others use, such as masks
+        third = seen({})
+        if third.changed:
+            fourth = seen(third.changed)
+            if not _same_way(third, fourth):
+                raise _carried(third)
+            _check_kept(third, fourth)
+        return third
 
     def check(self, program: Program) -> None:
         """Raise ScheduleError for what stages of captured models cannot do, so far."""
+        hidden = self.captures[self.model.training].hidden
+        if hidden and program.num_weights > len(self.layers):
+            raise GraphError(
+                f"what passes between stages is what calls return; {hidden[0][0]} hands a tensor to {hidden[0][1]} by "
+                f"an attribute or in an object, so both stay in one stage, as in {len(hidden) - 1} other cases, and "
+                f"the model has {len(self.layers)} layers for {program.num_weights} stages; return it"
+            )
         calls = self.captures[self.model.training].calls
         named = dict(self.model.named_parameters())
         users = Counter(name for call in calls for name in _trained(call) if name in named)
@@ -102,7 +134,10 @@ class Captured:
     def measure(self, device: torch.device, intra_op_threads: int) -> dict[str, LayerCosts]:
         """What each layer costs, with those after it that no stage may begin with."""
         capture = self.captures[self.model.training]
-        calls = {name: (self.modules[call.layer], capture.examples[call.index]) for name, call in self.calls.items()}
+        calls = {
+            name: (_as_told(self.modules[call.layer], capture, call), capture.examples[call.index])
+            for name, call in self.calls.items()
+        }
         trained = capture.trained(
             {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         )
@@ -179,24 +214,25 @@ class Replayed:
         }
         tied = {calls[index].place: ties.stand_ins(calls[index].place, device) for index in own.own}
         self._captured = captured
-        self._replays = self._replayed(device, tied)
+        self._replays = self._replayed(self.layers, device, tied)
         self._draw_outside = {mode: capture.outside for mode, capture in captured.captures.items()}
         self._loose: list[nn.Parameter] = []
         if loose := [name for index in sorted(own.own) for name in calls[index].loose]:
             self.layers[_BETWEEN] = _Loose(captured.model, loose)
             self._loose += self.layers[_BETWEEN].parameters()
 
-    def _replayed(self, device: torch.device, tied: StandIns) -> dict[bool, Replay]:
+    def _replayed(self, own: Mapping[str, nn.Module], device: torch.device, tied: StandIns) -> dict[bool, Replay]:
         model, layers, captures = self._captured.model, self._captured.modules, self._captured.captures
         return {
-            mode: Replay(model, layers, captures[mode], part, device, tied, last=self._last)
+            mode: Replay(model, layers, captures[mode], part, device, tied, own, last=self._last)
             for mode, part in self._parts.items()
         }
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Replayed":
         """The same part. What is tied is not, here: what comes to each copy goes to its own use."""
         other = copy.copy(self)
-        other.layers, other._twins, other._replays = dict(layers), {}, self._replayed(device, {})
+        other.layers, other._twins = dict(layers), {}
+        other._replays = self._replayed(other.layers, device, {})
         return other
 
     def begin(self) -> None:
@@ -232,9 +268,9 @@ class Replayed:
 
         def call_own(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if name not in self._outside:
-                return call(name, number, self.layers[name], args, kwargs)
+                return call(name, number, layer, args, kwargs)
             with random.outside(name, number):
-                return call(name, number, self.layers[name], args, kwargs)
+                return call(name, number, layer, args, kwargs)
 
         now = call(_BETWEEN, 0, self.layers[_BETWEEN], (), {}) if self._loose else ()
         present = {own: tensor for own, tensor in zip(self._loose, now, strict=True) if tensor is not own}
@@ -283,6 +319,40 @@ def _tensors(layers: Iterable[nn.Module]) -> list[Tensor]:
 
 def _unit(call: Call) -> str:
     return f"{call.layer}#{call.number + 1}" if call.number else call.layer
+
+
+def _same_way(one: Capture, other: Capture) -> bool:
+    return [(str(call), call.takes) for call in one.calls] == [(str(call), call.takes) for call in other.calls]
+
+
+def _check_kept(first: Capture, second: Capture) -> None:
+    """Raise GraphError where the second forward gives something else for what the first has left in attributes."""
+    buffers = [(value, module._buffers.get(name, value)) for (module, name), value in first.changed.items()]
+    for one, other in (*buffers, *zip(first.results, second.results, strict=True)):
+        if one is not other and not (isinstance(one, Tensor) and isinstance(other, Tensor) and _alike(one, other)):
+            raise _carried(first)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and (one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num()))
+
+
+def _carried(capture: Capture) -> GraphError:
+    module, name = next(iter(capture.changed))
+    return GraphError(
+        f"code between layers carries nothing from one forward to the next; {type(module).__name__} sets its attribute "
+        f"{name!r}, and its next forward gives something else; let a layer keep it, a module that the forward calls, "
+        f"or a buffer that is changed in place"
+    )
+
+
+def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
+    """The layer with the attributes that code between layers had given to it."""
+    if call.index not in capture.told:
+        return layer
+    copy = Twin(layer).layer
+    copy.__dict__.update(capture.told[call.index])
+    return copy
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -5,19 +5,31 @@ is a layer and is called as one. The model's own code runs in shells: shallow co
 layer is replaced by one that hands its call over. So the model stays as it is, and several threads may run it at once.
 """
 
-from collections.abc import Callable, Collection, Iterator
+import functools
+import operator
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy as shallow
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipesched.graph import hooks_of
 
-__all__ = ["Shells", "Twin", "find_layers"]
+__all__ = ["Shells", "Twin", "as_whole", "find_layers", "set_attributes"]
 
 _LARGEST = 4  # a layer holds at most a quarter of the parameters, where its module can be opened
 
 #: (the layer's name, the layer, args, kwargs) -> what its call returns
 LayerCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def as_whole(model: nn.Module) -> dict[str, nn.Module]:
+    """A model whose forward calls no module, as one layer."""
+    return {"(model)": model}
 
 
 def find_layers(model: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.Module]:
@@ -47,7 +59,7 @@ def find_layers(model: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.
 def _opens(module: nn.Module, total: int) -> bool:
     if _is_list(module):
         return True
-    if hooks_of(module):
+    if hooks_of(module) or isinstance(module, torch.jit.ScriptModule):
         return False  # they see the module's call as one
     if any(_is_list(inner) and _parametrised(inner) > 1 for inner in module.modules()):
         return not _is_parametrised_by_torch(module)
@@ -55,8 +67,9 @@ def _opens(module: nn.Module, total: int) -> bool:
 
 
 def _is_list(module: nn.Module) -> bool:
-    kinds = nn.ModuleList, nn.ModuleDict
-    return isinstance(module, kinds) or (type(module).forward is nn.Sequential.forward and not hooks_of(module))
+    if isinstance(module, nn.Sequential):
+        return type(module).forward is nn.Sequential.forward and not hooks_of(module)
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _is_of_torch(module: nn.Module) -> bool:
@@ -76,19 +89,71 @@ def _size(module: nn.Module) -> int:
 
 
 class Shells:
-    """Copies of a model's containers around its own layers, whose calls go to ``call``."""
+    """Copies of a model's containers around its own layers, whose calls go to ``call``.
 
-    def __init__(self, model: nn.Module, layers: Collection[tuple[str, nn.Module]], call: LayerCall) -> None:
-        self._call = call
-        self._names = {id(layer): name for name, layer in layers}
+    called: by name, the modules that calls run here; their attributes are those of what stands for them in the
+    containers, whichever of both a forward changes.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, nn.Module], call: LayerCall, called: Mapping[str, nn.Module]
+    ) -> None:
+        self._call, self._called = call, called
+        self._names = {id(layer): name for name, layer in layers.items()}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, nn.Module] = {}
+        self._before: dict[int, dict[str, Any]] = {}
+        self._contents: dict[int, dict[str, list[Any]]] = {}
+        self._translated: dict[int, tuple[Any, Any]] = {}
+        self._own = {id(module) for module in model.modules()}
         self.model = self._copy(model)
+        self.refresh()
 
     def refresh(self) -> None:
-        """Take over what has changed in the containers: modes, flags, and other plain attributes."""
+        """Take over what has changed in the containers: modes, flags, and other plain attributes.
+
+        Lists and the like are copied: each stage's code changes its own.
+        """
         for own, copy in self._pairs:
-            _follow(own, copy, ("_modules",))
+            _follow(own, copy, ("_modules", "_buffers"))
+            copy.__dict__["_buffers"] = dict(own._buffers)
+            for name, value in own.__dict__.items():
+                if type(value) in _GROWING or isinstance(value, _REFERRING):
+                    copy.__dict__[name] = self._in_shells(value)
+            self._before[id(copy)] = {**copy.__dict__, **copy._buffers}
+            self._contents[id(copy)] = {
+                name: list(value) for name, value in copy.__dict__.items() if type(value) in _GROWING
+            }
+
+    def changed(self) -> dict[tuple[nn.Module, str], Any]:
+        """The attributes of containers, buffers among them, that the forward has set or filled, and with what."""
+        changed: dict[tuple[nn.Module, str], Any] = {}
+        for own, copy in self._pairs:
+            before, contents = self._before[id(copy)], self._contents[id(copy)]
+            for name, value in (*copy.__dict__.items(), *copy._buffers.items()):
+                filled = name in contents and not _alike(contents[name], list(value))
+                if value is not before.get(name, self) or filled:
+                    changed[own, name] = value
+        return changed
+
+    def _in_shells(self, value: Any) -> Any:
+        """A list, function or the like that refers to modules of the model, referring to what stands for them."""
+        if id(value) in self._own:
+            return self._copy(value)
+        if not isinstance(value, _REFERRING):
+            return value
+        if type(value) in (list, dict, set, deque):
+            return self._rebuilt(value) if type(value) in (list, dict) else shallow(value)
+        if id(value) not in self._translated:
+            self._translated[id(value)] = value, value  # where it refers to itself
+            self._translated[id(value)] = value, self._rebuilt(value)
+        return self._translated[id(value)][1]
+
+    def _rebuilt(self, value: Any) -> Any:
+        parts, build = _parts_of(value)
+        others = [self._in_shells(part) for part in parts]
+        same = type(value) not in _GROWING and all(map(operator.is_, parts, others))
+        return value if same else build(others)
 
     def _copy(self, module: nn.Module) -> nn.Module:
         known = self._copies.get(id(module))
@@ -101,12 +166,18 @@ class Shells:
             self._pairs.append((module, copy))
             copy.__dict__["_modules"] = dict(self._children(module))
         else:
-            copy.__class__ = _handing_over(name, module, self._call)
+            copy.__class__ = _handing_over(name, module, self._call, self._called)
         return copy
 
     def _children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module | None]]:
         for name, child in module._modules.items():
             yield name, None if child is None else self._copy(child)
+
+
+def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
+    """Set attributes of modules, buffers among them."""
+    for (module, name), value in values.items():
+        setattr(module, name, value)
 
 
 class Twin:
@@ -141,11 +212,71 @@ def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
     copy.__dict__.update({name: value for name, value in own.__dict__.items() if name not in kept})
 
 
-def _handing_over(name: str, layer: nn.Module, call: LayerCall) -> type[nn.Module]:
+def _handing_over(name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module]) -> type[nn.Module]:
     """The layer's own class, but for its call: code that asks for attributes or the type finds what it expects."""
+    seen = dict(layer.__dict__)
 
-    def hand_over(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call(name, layer, args, kwargs)
+    def hand_over(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called = all_called.get(name)
+        if called is None:
+            return call(name, layer, args, kwargs)
+        for key, value in shell.__dict__.items():
+            if value is not seen.get(key):
+                setattr(called, key, value)
+        try:
+            return call(name, layer, args, kwargs)
+        finally:
+            shell.__dict__.update(called.__dict__)
+            seen.update(called.__dict__)
 
     kind = type(layer)
-    return type(kind.__name__, (kind,), {"__call__": hand_over, "__module__": kind.__module__})
+    names: dict[str, Any] = {"__call__": hand_over, "__module__": kind.__module__}
+    if not (hooks_of(layer) or isinstance(layer, torch.jit.ScriptModule)):
+        names["forward"] = functools.wraps(kind.forward)(hand_over)
+    return type(kind.__name__, (kind,), names)
+
+
+_GROWING = list, dict, set, deque
+_REFERRING = list, tuple, dict, types.FunctionType, types.MethodType, functools.partial
+
+
+def _parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What a value refers to, and what makes another one of other parts; nothing of a kind that is not known."""
+    if type(value) in (list, tuple):
+        return list(value), type(value)
+    if type(value) is dict:
+        return list(value.values()), lambda parts: dict(zip(value, parts, strict=True))
+    if isinstance(value, types.MethodType):
+        return [value.__self__], lambda parts: types.MethodType(value.__func__, *parts)
+    if isinstance(value, functools.partial):
+        parts = [value.func, value.args, value.keywords]
+        return parts, lambda parts: functools.partial(parts[0], *parts[1], **parts[2])
+    if isinstance(value, types.FunctionType) and value.__module__ != "torch" and _may_refer(value):
+        cells = [cell for cell in value.__closure__ or () if _filled(cell)]
+        return [*(cell.cell_contents for cell in cells), value.__defaults__], partial(_function, value, cells)
+    return [], type
+
+
+def _alike(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _may_refer(function: types.FunctionType) -> bool:
+    return bool(function.__closure__ or function.__defaults__)
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _function(function: types.FunctionType, cells: Sequence[types.CellType], parts: Sequence[Any]) -> Any:
+    """A function with other contents of its closure, and other defaults."""
+    *contents, defaults = parts
+    new = {id(cell): types.CellType(content) for cell, content in zip(cells, contents, strict=True)}
+    closure = tuple(new.get(id(cell), cell) for cell in function.__closure__ or ())
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure or None)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

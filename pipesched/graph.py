@@ -24,7 +24,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def is_in_a_row(model: nn.Module) -> bool:
     """Whether a model is nothing but layers in a row, each with parameters and buffers of its own."""
-    if not _is_plain(model):
+    if not _is_plain(model) or hooks_of(model):
         return False
     layers = list(layers_of(model).values())
     tensors = [id(tensor) for layer in layers for tensor in {*layer.parameters(), *layer.buffers()}]
@@ -33,12 +33,12 @@ def is_in_a_row(model: nn.Module) -> bool:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise GraphError where the model itself has hooks: no stage runs all of it."""
-    hooks = hooks_of(model)
+    """Raise GraphError where the model itself has hooks on its backward: no stage runs all of it."""
+    hooks = [*model._backward_hooks.values(), *model._backward_pre_hooks.values()]
     if hooks:
         raise GraphError(
-            f"layers are called one by one, the model itself is not; it has {len(hooks)} hooks that would never "
-            f"run; register them on its first or last layer"
+            f"layers run backward in their stages, the model as a whole does not; it has {len(hooks)} hooks on its "
+            f"backward that would never run; register them on its first or last layer"
         )
 
 

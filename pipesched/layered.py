@@ -20,7 +20,7 @@ from pipesched.program import Program
 from pipesched.ties import Ties, Use
 from pipesched.untouched import untouched
 
-__all__ = ["Layered", "graph_of", "layered"]
+__all__ = ["Layered", "graph_of", "as_model", "layered", "stages_of"]
 
 
 class Layered(Protocol):
@@ -49,13 +49,35 @@ class Layered(Protocol):
         """What the stages run."""
 
 
-def layered(model: Any, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> Layered:
+def as_model(model: Any) -> Any:
+    """A list of modules as a chain: each takes what the one before gives. Any other model is what it is.
+
+    Raises ModelTypeError for a list of what are no modules.
+    """
+    if not isinstance(model, list | tuple | nn.ModuleList):
+        return model
+    for part in model:
+        if not isinstance(part, nn.Module):
+            raise ModelTypeError(
+                f"the model is an nn.Module, or a list of them; got {type(part).__name__} in a list; leave it out, or "
+                f"make a module of it"
+            )
+    return nn.Sequential(*model)
+
+
+def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] | None:
+    """The first layers of the modules of a list, but for the first one's, where there are as many as stages."""
+    if not isinstance(model, list | tuple | nn.ModuleList) or len(model) != num_stages:
+        return None
+    firsts = [next((name for name in layers if f"{name}.".startswith(f"{part}.")), "") for part in range(len(model))]
+    return firsts[1:] if all(firsts) else None
+
+
+def layered(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> Layered:
     """Layers in a row as they are; any other module by what its forward does with the sample.
 
-    Raises ModelTypeError for what is no module, GraphError for a module that cannot be cut.
+    Raises GraphError for a module that cannot be cut.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelTypeError(f"the model is an nn.Module; got {type(model).__name__}; pass the module itself")
     check_hooks(model)
     if isinstance(model, nn.Sequential) and is_in_a_row(model):
         return InARow(model, sample)
@@ -75,7 +97,7 @@ def graph_of(model: nn.Module, sample: Any, *, measured: bool = True, device: An
     ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and ``activation_bytes`` (held from forward to backward).
     `pipesched.partition` cuts such a graph. The model is left as it was. Raises GraphError, ModelTypeError.
     """
-    known = layered(model, as_call(sample))
+    known = layered(as_model(model), as_call(sample))
     return known.graph(known.measure(torch.device(device), 1) if measured else {})
 
 

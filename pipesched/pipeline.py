@@ -24,7 +24,7 @@ from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.feed import Feed, Head
 from pipesched.initial import Init, Initial, built, check_model
 from pipesched.labels import counted_labels, counts
-from pipesched.layered import layered
+from pipesched.layered import as_model, layered, stages_of
 from pipesched.links import Links
 from pipesched.lowering import CheckpointMode, halves
 from pipesched.norms import BatchNormMode, MiniBatchNorms
@@ -54,7 +54,8 @@ class Pipeline(Observed):
     """A model cut into stages that train together.
 
     model: any module; each stage runs the model's own forward with the calls of other stages left out, an nn.Sequential
-    its layers. Its Parameters stay its own and are moved to the devices in place. A model without contents (built under
+    its layers. Or a list of modules, each of which takes what the one before gives: a stage each, where there are as
+    many. Its Parameters stay its own and are moved to the devices in place. A model without contents (built under
     ``torch.device("meta")``, or a function that builds one, whose buffers then have theirs) is cut first; then each
     rank fills its own stages. init: from what: "reset", each module's ``reset_parameters``, is the default;
     init_fn(module) is called after that, both keyed by seed and name, whatever the plan; a mapping, such as a
@@ -89,7 +90,7 @@ class Pipeline(Observed):
 
     def __init__(
         self,
-        model: nn.Module | Callable[[], nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Callable[[], nn.Module],
         sample: Any,
         *,
         devices: Sequence[Any] | None = None,
@@ -117,12 +118,13 @@ class Pipeline(Observed):
         init: Init | None = None,
     ) -> None:
         self._stream: Stream | None = None
-        check_model(model)
+        chain = as_model(model)
+        check_model(chain)
         self._threads = as_threads(intra_op_threads)
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
         self._site = site_for(devices, mesh, self._threads, timeout, inputs)
         self._seed = self._site.agreed(lambda: own_seed)
-        module = built(model, self._seed)
+        module = built(chain, self._seed)
         self._layered = layered(module, as_call(sample))
         self._initial = Initial(module, init, self._seed, loss_fn)
         self._layers = dict(self._layered.layers)
@@ -143,6 +145,8 @@ class Pipeline(Observed):
         program = self._programs.plain(self._programs.num_microbatches)
         self._programs.training(self._programs.num_microbatches)
         self._layered.check(program)
+        if wishes.boundaries is None and (starts := stages_of(model, pins.layers, program.num_weights)):
+            pins = Pins(pins.layers, starts, wishes.together)
         self._decide_cut(pins, program, links, plan)
         self._site.check(program, (self._cut, repr(pins), self.checkpoint, self._threads, repr(seed), batch_norm))
         program = self._programs.connect(self._layered.edges(self._cut))

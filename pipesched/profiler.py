@@ -3,6 +3,7 @@
 Layers are measured by the same Stage that later runs them, one layer a stage, over copies of its parameters.
 """
 
+import copy
 import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -189,8 +190,16 @@ class _Copied(nn.Module):
             name: _copied(parameter, device).requires_grad_(parameter.requires_grad)
             for name, parameter in layer.named_parameters()
         } | {name: _copied(buffer, device) for name, buffer in layer.named_buffers()}
+        self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in layer.modules())
+        if self._scripted:  # they take no other tensors than their own
+            with torch.no_grad():
+                self._layer = [copy.deepcopy(layer).to(device)]
+            for parameter, own in zip(self._layer[0].parameters(), layer.parameters(), strict=True):
+                parameter.requires_grad_(own.requires_grad)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._scripted:
+            return self._layer[0](*args, **kwargs)
         return torch.func.functional_call(self._layer[0], self._tensors, args, kwargs)
 
     def forget(self) -> None:

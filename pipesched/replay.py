@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipesched.body import CallLayer
-from pipesched.capture import INPUT, Call, Capture, Value, name_of, named_leaves, positional, tensors_in
+from pipesched.capture import INPUT, Call, Capture, Value, name_of
 from pipesched.containers import Shells
 from pipesched.cut import Part
 from pipesched.errors import GraphError
+from pipesched.pattern import named_leaves, positional, tensors_in
 from pipesched.payload import pytree
 from pipesched.randomness import KeyedRandom
 from pipesched.ties import Place, with_stand_ins
@@ -39,7 +40,7 @@ class _Done(BaseException):
 class Replay(TorchFunctionMode):
     """One stage's part of a forward; used by one thread at a time. last: run to the end, and return the output.
 
-    tied: what calls take in the place of weights that several use.
+    tied: what calls take in the place of weights that several use. called: the stage's own layers.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Replay(TorchFunctionMode):
         part: Part,
         device: torch.device,
         tied: StandIns,
+        called: Mapping[str, nn.Module],
         *,
         last: bool,
     ) -> None:
@@ -58,13 +60,14 @@ class Replay(TorchFunctionMode):
         self._calls, self._quiet, self._part, self._device = capture.calls, capture.quiet, part, device
         self._end = len(capture.calls) if last else part.end
         self._roots = _roots(capture)
-        self._looked_at = capture.looked_at
+        self._looked_at, self._restless = capture.looked_at, bool(capture.changed)
         self._outside, self._code = "" in capture.outside, ExitStack()
         self._draws = {call.index: number for number, call in enumerate(c for c in capture.calls if c.random)}
         self._wanted = {value for values in part.gives.values() for value in values}
         self._positional = positional(model.forward)
-        self._shells = Shells(model, list(layers.items()), self._layer)
-        self._running = False
+        self._shells = Shells(model, layers, self._layer, called)
+        self._called, self._running = called, False
+        self._error: GraphError | None = None
         self.refresh = self._shells.refresh
 
     def run(
@@ -88,9 +91,12 @@ class Replay(TorchFunctionMode):
         self._made = {value: one for value, one in received.items() if value in self._wanted}
         self._looks = dict(looks)
         self._given: dict[Value, Any] = {self._roots.get(value, value): tensor for value, tensor in received.items()}
+        self._instead: dict[int, Tensor] = {}
         args, kwargs = self._inputs(args, kwargs)
         output = None
-        self._running = True
+        if self._restless:
+            self._shells.refresh()
+        self._running, self._error = True, None
         try:
             with self:
                 output = self._shells.model(*args, **kwargs)
@@ -98,6 +104,10 @@ class Replay(TorchFunctionMode):
             pass
         finally:
             self._running = False
+        if self._error is None and self._position < min(self._end + 1, len(self._calls)):
+            self._lost("its end")
+        if self._error is not None:  # also where the model's code has caught it
+            raise self._error
         return self._made, self._looks, output
 
     def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -126,21 +136,26 @@ class Replay(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = name_of(func), kwargs or {}
         call = self._calls[self._position] if self._position < len(self._calls) else None
-        if call is None or call.function != name:
-            return self._ask(name, func, args, kwargs)
-        self._position += 1
-        if call.index in self._part.runs:
-            if call.random:
-                self._random.enter(self._random.key, "", 0, self._draws[call.index])
-            args, kwargs = self._own((args, kwargs), call)
-            return self._ran(call, func(*args, **kwargs), args, kwargs)
-        return self._left_out(call, args, kwargs)
+        if (call is None or call.function != name) and (name in self._quiet or name == _DEVICE):
+            return self._ask(name, func, args, kwargs)  # also where no_grad ends
+        if self._next() is None or call is None or call.function != name:
+            raise self._lost(name)
+        if call.index not in self._part.runs:
+            return self._left_out(call, args, kwargs)
+        if call.random:
+            self._random.enter(self._random.key, "", 0, self._draws[call.index])
+        args, kwargs = self._own((args, kwargs), call)
+        return self._ran(call, func(*args, **kwargs), args, kwargs)
+
+    def _next(self) -> Call | None:
+        """The call that is due. Only now is the one before surely over, with whatever code is around it."""
+        if self._position > self._end:
+            raise _Done
+        return self._calls[self._position] if self._position < len(self._calls) else None
 
     def _ask(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == _DEVICE and args[0].is_meta:
             return self._device
-        if name not in self._quiet:
-            raise self._lost(name)
         return func(*args, **kwargs)
 
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,25 +170,27 @@ class Replay(TorchFunctionMode):
             self._running = True
 
     def _call_layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self._calls[self._position] if self._position < len(self._calls) else None
+        call = self._next()
         if call is None or call.layer != name:
             raise self._lost(name)
-        self._position += 1
         if call.index not in self._part.runs:
             return self._left_out(call, args, kwargs)
         args, kwargs = self._own((args, kwargs), call)
-        return self._ran(call, self._call(name, call.number, layer, args, kwargs), args, kwargs)
+        return self._ran(call, self._call(name, call.number, self._called[name], args, kwargs), args, kwargs)
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
         """The arguments of a call, with its own leaves of tied weights, and the present version of others."""
         given = {**self._present, **self._tied.get(call.place, {})} if call.uses else {}
         taken: tuple[Any, Any] = with_stand_ins(arguments, given) if given else arguments
+        if self._instead:
+            taken = pytree.tree_map_only(Tensor, lambda tensor: self._instead.get(id(tensor), tensor), taken)
         return taken
 
     def _ran(self, call: Call, result: Any, args: Any, kwargs: Any) -> Any:
+        self._position += 1
         if call.reads:
             self._made[call.index, 0] = result
-            return self._ended(call, result)
+            return result
         given = list(tensors_in(result))
         if call.changes:
             taken = list(tensors_in((args, kwargs)))
@@ -184,18 +201,28 @@ class Replay(TorchFunctionMode):
                 self._made[value] = tensor
             if value in self._looked_at:
                 self._looks[value] = tensor.dtype, tuple(tensor.shape)
-        return self._ended(call, result)
+            if tensor.is_meta:
+                self._error = GraphError(
+                    f"what a call takes was given by another one, or by the model's inputs; {call} takes what none of "
+                    f"them gave, so it has no contents here; make it in torch functions (not inside vmap, or in "
+                    f"another library), or in a layer"
+                )
+                raise self._error
+        return result
 
     def _left_out(self, call: Call, args: Any, kwargs: Any) -> Any:
         """What stands for the result of a call of another stage."""
+        self._position += 1
         if call.reads:
-            return self._ended(call, self._given[call.index, 0])
+            return self._given[call.index, 0]
         places = [self._place((call.index, place)) for place in range(call.gives)]
         if call.changes:  # what it changed is the object that it was
             taken = list(tensors_in((args, kwargs)))
             for position, place in call.changes.items():
+                if call.arguments[position] is None:  # a buffer, say, of the stage that changes it
+                    self._instead[id(taken[position])] = places[place]
                 places[place] = taken[position]
-        return self._ended(call, call.pattern.build(iter(places)))
+        return call.pattern.build(iter(places))
 
     def _place(self, value: Value) -> Any:
         if value in self._given:
@@ -203,18 +230,14 @@ class Replay(TorchFunctionMode):
         dtype, shape = self._looks.get(value, (torch.float32, (0,)))
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def _ended(self, call: Call, result: Any) -> Any:
-        if call.index == self._end:
-            raise _Done
-        return result
-
     def _lost(self, name: str) -> GraphError:
         due = self._calls[self._position] if self._position < len(self._calls) else "its end"
-        return GraphError(
+        self._error = GraphError(
             f"a forward takes the way that it took with the sample; call {self._position} was {due} then and is "
             f"{name} now; the model's code depends on the batch here: make the pipeline with such a sample, or move "
             f"that code into a layer"
         )
+        return self._error
 
 
 def _roots(capture: Capture) -> dict[Value, Value]:

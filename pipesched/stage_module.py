@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesched.body import Body, CallLayer
-from pipesched.capture import Pattern, tensors_in
 from pipesched.contents import put_on
 from pipesched.errors import ExecutionError, GraphError, ModelTypeError, ScheduleError
+from pipesched.pattern import Pattern, tensors_in
 from pipesched.payload import Apart, pytree
 from pipesched.program import Program
 from pipesched.randomness import KeyedRandom

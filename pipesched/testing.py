@@ -1,7 +1,7 @@
 """Testing: what tests of schedules and of pipelines use. ``reference_step`` is the loop that a pipeline must equal."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from pipesched.batch import LossReduction, SplitDims, Splitter
 from pipesched.caller import Caller
 from pipesched.capture import record
-from pipesched.containers import find_layers
+from pipesched.containers import as_whole, find_layers
 from pipesched.costs import Costs
 from pipesched.errors import ScheduleError
 from pipesched.executors.fake import FakeStage, run_virtual
 from pipesched.executors.local import LocalExecutor, Work
 from pipesched.graph import is_in_a_row, layers_of
 from pipesched.labels import counted_labels, counts
+from pipesched.layered import as_model
 from pipesched.lowering import lower
 from pipesched.norms import BatchNormMode, MiniBatchNorms, Norms
 from pipesched.order import OrderFunction, Schedule
@@ -129,7 +130,7 @@ def _report(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
 
 
 def reference_step(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     *args: Any,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     target: Any = None,
@@ -149,8 +150,9 @@ def reference_step(
     sums. Gradients are added to ``.grad``; returns the loss of the mini-batch, a 0-d tensor, detached.
     seed: the default generator's unless given. step: how many steps ran before.
     """
+    whole = as_model(model)
     if loss_fn is None and loss_weight is None and loss_reduction == "mean" and split_dims == 0:
-        loss_weight = counts(model, counted_labels(model, (args, kwargs)))
+        loss_weight = counts(whole, counted_labels(whole, (args, kwargs)))
     splitter = Splitter(num_microbatches, False, split_dims, loss_weight, loss_reduction)
     batch = splitter.batch(args, kwargs, target)
     factors = splitter.factors(batch)
@@ -158,8 +160,8 @@ def reference_step(
     threads = torch.get_num_threads()
     torch.set_num_threads(intra_op_threads)
     norms = MiniBatchNorms(batch_norm, InProcess([], 1))
-    modules = {"": model, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
-    run = _Unpipelined(model, loss_fn, norms.of_stage((0, 0), (0, 0), modules))
+    modules = {"": whole, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+    run = _Unpipelined(whole, loss_fn, norms.of_stage((0, 0), (0, 0), modules))
     try:
         total: Tensor | None = None
         with norms.counting():
@@ -188,13 +190,17 @@ class _Unpipelined:
         self._leaves: dict[tuple[str, int, int], tuple[nn.Parameter, Tensor]] = {}
         self._layers = layers
         self._uses: Counter[int] | None = Counter() if plain else None
-        self._unsplit = Unsplit(model, layers, self._stand_ins, norms)
+        self._norms, self._unsplit = norms, Unsplit(model, layers, self._stand_ins, norms)
 
     def _count_uses(self, inputs: Any) -> Counter[int]:
         """How many calls, of layers and of functions between them, use each parameter."""
         own = {name: id(parameter) for name, parameter in self._model.named_parameters()}
         with untouched(self._model, self._model.training), torch.no_grad():
             calls = record(self._model, self._layers, *inputs).calls
+        if not any(call.layer for call in calls):
+            self._layers = as_whole(self._model)
+            self._unsplit = Unsplit(self._model, self._layers, self._stand_ins, self._norms)
+            return self._count_uses(inputs)
         return Counter(own[name] for call in calls if not call.reads for name in call.uses if name in own)
 
     def _stand_ins(self, name: str, number: int, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:

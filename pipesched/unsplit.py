@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipesched.capture import tensors_in
-from pipesched.containers import Shells
+from pipesched.containers import Shells, set_attributes
 from pipesched.graph import is_in_a_row
 from pipesched.interception import Intercept
 from pipesched.norms import Norms
+from pipesched.pattern import tensors_in
 from pipesched.payload import pytree
 from pipesched.randomness import Key, KeyedRandom
 from pipesched.ties import with_stand_ins
@@ -48,7 +48,8 @@ class Unsplit:
         norms: Norms | None = None,
     ) -> None:
         self._layers = layers
-        self._root = self._row if is_in_a_row(model) else Shells(model, list(layers.items()), self._call).model
+        self._shells = None if is_in_a_row(model) else Shells(model, layers, self._call, layers)
+        self._root = self._row if self._shells is None else self._shells.model
         self._stand_ins = stand_ins
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._random = KeyedRandom(device)
@@ -67,7 +68,10 @@ class Unsplit:
             self._norms.microbatch = key.microbatch
         with self._intercept, _Functions(self._between), self._code:
             self._begin_code()
-            return self._root(*args, **kwargs)
+            output = self._root(*args, **kwargs)
+        if self._shells is not None:
+            set_attributes(self._shells.changed())
+        return output
 
     def _begin_code(self) -> None:
         """A part of the code between layers begins."""
@@ -99,7 +103,6 @@ class Unsplit:
         if self._inside:
             return layer(*args, **kwargs)
         drawn, number = self._random.op, self._counts.get(name, 0)
-        self._counts[name] = number + 1
         self._random.enter(self._key, name, number)
         self._inside = True
         self._code.close()
@@ -111,7 +114,9 @@ class Unsplit:
             if others and used:
                 args, kwargs = with_stand_ins((args, kwargs), others)
             with self._random.outside(name, number):
-                return torch.func.functional_call(layer, dict(own), args, kwargs) if own else layer(*args, **kwargs)
+                result = torch.func.functional_call(layer, dict(own), args, kwargs) if own else layer(*args, **kwargs)
+            self._counts[name] = number + 1
+            return result
         finally:
             self._inside = False
             self._random.enter(self._key, "", 0, drawn)

@@ -38,13 +38,15 @@ def _restore(value: Any, content: Any) -> None:
 
 
 @contextmanager
-def untouched(model: nn.Module, mode: bool) -> Iterator[None]:
-    """Run the model in a mode, and leave it as it was: attributes, modes, buffers, random numbers."""
+def untouched(model: nn.Module, mode: bool, *, attributes: bool = True) -> Iterator[None]:
+    """Run the model in a mode, and leave it as it was: attributes, unless they are to change, modes, buffers, random
+    numbers.
+    """
     modules = list(model.modules())
     modes = [(module, module.training) for module in modules]
     buffers = [(buffer, copy.deepcopy(buffer)) for buffer in model.buffers() if not is_expanded(buffer)]
     try:
-        with torch.random.fork_rng(), outside_kept(), attributes_kept(modules):
+        with torch.random.fork_rng(), outside_kept(), attributes_kept(modules if attributes else ()):
             if mode != model.training:
                 model.train(mode)
             yield

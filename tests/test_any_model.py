@@ -513,19 +513,9 @@ def test_a_way_that_depends_on_the_batch_is_an_error() -> None:
         pipe.step(rows, target=rows)
 
 
-def test_what_is_no_model_and_a_model_without_layers_say_so() -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight
-
+def test_what_is_no_model_says_so() -> None:
     with pytest.raises(ModelTypeError, match=r"the model is an nn\.Module; got function"):
         Pipeline(square, FLOATS[:2])  # type: ignore[arg-type]
-    with pytest.raises(GraphError, match="the forward of Bare calls none"):
-        Pipeline(Bare(), FLOATS[:2], devices=["cpu"], loss_fn=square)
 
 
 def test_capture_leaves_the_model_as_it_was() -> None:

@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from models import every_product_deferred, one_thread
 from torch import Tensor, nn
 
 from pipesched import Pipeline
-from pipesched.errors import GraphError
+from pipesched.errors import GraphError, ModelTypeError, PartitionError
+from pipesched.layered import as_model
 from pipesched.payload import gather
 from pipesched.testing import reference_step
 
@@ -48,7 +51,7 @@ def made(make: Callable[[], Any]) -> Any:
 
 
 def check(
-    make: Callable[[], nn.Module],
+    make: Callable[[], Any],
     *args: Any,
     stages: int = 3,
     steps: int = 2,
@@ -68,13 +71,13 @@ def check(
             for step in range(steps):
                 due = reference_step(plain, *args, **target, step=step, **options)
                 assert torch.equal(pipe.step(*args, **target), due)
-                wanted, got = state(plain), state(own)
+                wanted, got = state(as_model(plain)), state(as_model(own))
                 assert wanted.keys() == got.keys()
                 for name, value in wanted.items():
                     assert (value is None) == (got[name] is None), name
                     assert value is None or torch.equal(value, got[name]), name
             pipe.eval()
-            plain.eval()
+            plain = as_model(plain).eval()
             with torch.no_grad():
                 due = [plain(*parts) for parts in zip(*(value.chunk(4) for value in args), strict=True)]
                 torch.testing.assert_close(pipe.forward(*args), gather(due, [2] * 4))
@@ -157,3 +160,233 @@ def test_a_model_that_runs_in_one_mode() -> None:
         with pytest.raises(GraphError, match="captured; with the sample it calls other layers, or fails") as caught:
             pipe.evaluate(FLOATS, target=FLOATS)
         assert "only in training" in str(caught.value.__cause__)
+
+
+class Blocks(nn.Module):
+    """Six blocks in a row; what comes after each is another matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def after(self, number: int, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = self.after(number, block(x))
+        return x
+
+
+class Counts(Blocks):
+    """A buffer of the model that its code between layers changes in place, and uses at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def after(self, number: int, x: Tensor) -> Tensor:
+        if number == 1 and self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean if number == 5 else x
+
+
+class Lazy(Blocks):
+    """A mask that the first forward makes, late."""
+
+    mask: Tensor | None = None
+
+    def after(self, number: int, x: Tensor) -> Tensor:
+        if number == 3:
+            if self.mask is None:
+                self.mask = torch.ones(8, 8).tril()
+            x = x @ self.mask
+        return x
+
+
+class Keeps(Blocks):
+    """What was made goes through attributes and lists of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Tensor] = []
+
+    def after(self, number: int, x: Tensor) -> Tensor:
+        if number == 0:
+            self.history.clear()
+            self.last = x
+        self.history.append(x)
+        return x + self.last + self.history[-1] if number > 2 else x
+
+
+class Refers(nn.Module):
+    """Layers in plain lists, closures and partials; one is called by its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.first = list(self.blocks[:2])
+        self.functions = [lambda x, block=block: block(x) * 2 for block in self.blocks[2:4]]
+        self.third = partial(self.called, self.blocks[4])
+
+    def called(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block.forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for function in (*self.first, *self.functions, self.third, self.blocks[5]):
+            x = function(x)
+        return x
+
+
+class Scripted(nn.Module):
+    """Layers of torch.jit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.blocks = nn.ModuleList(torch.jit.script(part) for part in parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + x
+        return x
+
+
+class Hooked(Blocks):
+    """Hooks on the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        self.register_forward_hook(lambda module, args, output: output * 2)
+
+
+class Tries(Blocks):
+    """A call that fails is no call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x, x)
+            except TypeError:
+                x = block(x)
+        return x
+
+
+class Frozen(Blocks):
+    """The first layers run without gradients, and a stage ends among them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for block in self.blocks[:3]:
+                x = block(x)
+        for block in self.blocks[3:]:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Counts, Lazy, Keeps, Refers, Scripted, Hooked, Tries, Frozen])
+def test_what_containers_do(kind: type[nn.Module]) -> None:
+    check(kind, FLOATS)
+
+
+class Told(nn.Module):
+    """Puts what it makes into an object, and takes what the layer before has put there, and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop, self.scale = nn.Linear(8, 8), nn.Dropout(0.1), None
+
+    def forward(self, x: Tensor, kept: SimpleNamespace) -> Tensor:
+        y = self.drop(self.inner(x)) * self.scale
+        x, kept.last = x + y * kept.last, y
+        return x
+
+
+class Tells(nn.Module):
+    """Layers that hand each other tensors in objects, two by two, and are told something by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.first = nn.ModuleList(Told() for _ in range(6)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.first(x).sigmoid()
+        for number, block in enumerate(self.blocks):
+            if number % 2 == 0:
+                kept = SimpleNamespace(last=1.0)
+            block.scale = scale
+            x = block(x, kept)
+        return x
+
+
+def test_layers_that_hand_things_on_stay_together() -> None:
+    check(Tells, FLOATS)
+    with pytest.raises(GraphError, match=r"what passes between stages is what calls return; blocks\.0 hands"):
+        Pipeline(Tells(), FLOATS[:2], devices=["cpu"] * 5, loss_fn=square)
+
+
+class Carries(Blocks):
+    """A number that grows from forward to forward."""
+
+    count = 0
+
+    def after(self, number: int, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+def test_code_between_layers_that_counts_is_an_error() -> None:
+    with pytest.raises(GraphError, match=r"carries nothing from one forward to the next; Carries sets its .*'count'"):
+        Pipeline(Carries(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square)
+
+
+class Bare(nn.Module):
+    """No layers at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.weight, 0.2, self.training)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(8, 8), Bare, lambda: nn.Sequential(nn.Linear(8, 8))])
+def test_one_layer(make: Callable[[], nn.Module]) -> None:
+    check(make, FLOATS, stages=1)
+    with pytest.raises(PartitionError, match="the model has 1 layers"):
+        Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, nn.ModuleList])
+def test_a_list_of_stages(kind: Callable[[list[nn.Module]], Any]) -> None:
+    def make() -> Any:
+        return kind([nn.Sequential(Block(), Block(), Block()), Block(), nn.Sequential(Block())])
+
+    check(make, FLOATS)
+    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 3, loss_fn=square) as pipe:
+        assert pipe.boundaries == ["1", "2.0"]
+    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe:
+        assert pipe.num_stages == 2
+    with pytest.raises(ModelTypeError, match="or a list of them; got int"):
+        Pipeline(kind([Block(), 3]) if kind is not nn.ModuleList else [3], FLOATS[:2])
+
+
+def test_hooks_on_the_models_backward_are_an_error() -> None:
+    model = Blocks()
+    model.register_full_backward_hook(lambda module, given, taken: None)
+    with pytest.raises(GraphError, match="it has 1 hooks on its backward"):
+        Pipeline(model, FLOATS[:2], devices=["cpu"] * 2, loss_fn=square)
+
+
+class Vmapped(Blocks):
+    """Functions of the model inside vmap, where nobody sees them."""
+
+    def after(self, number: int, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row * row.sum())(x)
+
+
+def test_what_is_not_seen_is_an_error() -> None:
+    with pytest.raises((GraphError, RuntimeError)):
+        check(Vmapped, FLOATS)
