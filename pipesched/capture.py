@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -48,11 +48,11 @@ _READS |= {"__complex__", "__contains__", "__array__"}  # what makes plain Pytho
 class Call:
     """One thing that the model's code does: it calls a layer, or a torch function between layers.
 
-    layer: its name; empty for a function. number: of this layer's calls, or of the functions' that use any. takes: the
-    values among its arguments. uses: the parameters and buffers by name. gives: how many values, those it changes in
-    place included. changes: which of its arguments' tensors it changes -> which of its values that is. reads: it gives
-    plain Python. joined: it stays in one stage with all calls from this one on. loose: those of ``uses`` that are not
-    the layer's own.
+    layer: its name; empty for a function. number: of this layer's calls, or of the functions' that use any. takes:
+    the values among its arguments. uses: the parameters and buffers by name. gives: how many values, those it changes
+    in place included. changes: which of its arguments' tensors it changes -> which of its values that is. reads: it
+    gives plain Python. sealed: a function that runs without gradients, maybe in an autograd.Function. joined: it
+    stays in one stage with all calls from this one on. loose: those of ``uses`` that are not the layer's own.
     """
 
     index: int
@@ -67,6 +67,7 @@ class Call:
     arguments: tuple[Value | None, ...] = ()
     reads: bool = False
     random: bool = False
+    sealed: bool = False
     joined: int | None = None
     loose: tuple[str, ...] = ()
 
@@ -151,6 +152,9 @@ class Capture:
         for call in self.calls:
             if call.joined is not None:
                 barred.update(range(call.joined + 1, call.index + 1))
+        for before, call in pairwise(self.calls):
+            if before.sealed and call.sealed:
+                barred.add(call.index)
         return [call.index for call in self.calls[1:] if call.index not in barred]
 
 
@@ -251,7 +255,7 @@ class _Recorder(TorchFunctionMode):
         name, changed = name_of(func), _changed(taken, versions)
         if changed or any(True for _ in tensors_in(result)):
             result, call = self._new("", name, taken, changed, result)
-            call.random = draws(func, args, kwargs)
+            call.random, call.sealed = draws(func, args, kwargs), not torch.is_grad_enabled()
         elif name in _READS and taken:
             self._new("", name, taken, changed, None)[1].reads = True
         else:

@@ -24,7 +24,7 @@ from pipesched.program import Program
 from pipesched.randomness import KeyedRandom
 from pipesched.replay import Look, Replay, StandIns
 from pipesched.ties import Ties, Use
-from pipesched.untouched import untouched
+from pipesched.untouched import no_graph, untouched
 
 __all__ = ["Captured", "Cut", "Replayed"]
 
@@ -72,7 +72,7 @@ class Captured:
         """
 
         def seen(found: Mapping[tuple[nn.Module, str], Any]) -> Capture:
-            with untouched(self.model, mode), torch.no_grad():
+            with untouched(self.model, mode), no_graph(self.model) if mode else torch.no_grad():
                 set_attributes(found)
                 return record(self.model, self.modules, args, kwargs)
 

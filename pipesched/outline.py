@@ -21,7 +21,8 @@ class Outline(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._root = Shells(model, list(find_layers(model).items()), self._layer).model
+        layers = find_layers(model)
+        self._root = Shells(model, layers, self._layer, layers).model
         self._inside = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from pipesched.capture import INPUT, Call, Capture, Value, name_of
 from pipesched.containers import Shells
 from pipesched.cut import Part
 from pipesched.errors import GraphError
-from pipesched.pattern import named_leaves, positional, tensors_in
+from pipesched.pattern import Pattern, named_leaves, positional, tensors_in
 from pipesched.payload import pytree
 from pipesched.randomness import KeyedRandom
 from pipesched.ties import Place, with_stand_ins
@@ -92,6 +92,8 @@ class Replay(TorchFunctionMode):
         self._looks = dict(looks)
         self._given: dict[Value, Any] = {self._roots.get(value, value): tensor for value, tensor in received.items()}
         self._instead: dict[int, Tensor] = {}
+        self._aliases: list[Tensor] = []
+        self._grad = torch.is_grad_enabled()
         args, kwargs = self._inputs(args, kwargs)
         output = None
         if self._restless:
@@ -108,6 +110,8 @@ class Replay(TorchFunctionMode):
             self._lost("its end")
         if self._error is not None:  # also where the model's code has caught it
             raise self._error
+        if self._aliases:
+            output = Pattern(output).build(self._instead.get(id(one), one) for one in tensors_in(output))
         return self._made, self._looks, output
 
     def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -226,7 +230,13 @@ class Replay(TorchFunctionMode):
 
     def _place(self, value: Value) -> Any:
         if value in self._given:
-            return self._given[value]
+            given = self._given[value]
+            if self._grad and not torch.is_grad_enabled() and isinstance(given, Tensor) and given.requires_grad:
+                # in the forward of an autograd.Function of another stage: torch would make it a result of this one
+                self._instead[id(alias := given.detach())] = given
+                self._aliases.append(alias)
+                return alias
+            return given
         dtype, shape = self._looks.get(value, (torch.float32, (0,)))
         return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -12,7 +12,7 @@ from torch import nn
 from pipesched.contents import is_expanded
 from pipesched.randomness import outside_kept
 
-__all__ = ["attributes_kept", "untouched"]
+__all__ = ["attributes_kept", "no_graph", "untouched"]
 
 _GROWING = (list, dict, set, deque)  # and what is derived from them, such as a module's own table of buffers
 
@@ -55,3 +55,17 @@ def untouched(model: nn.Module, mode: bool, *, attributes: bool = True) -> Itera
             module.training = training
         for buffer, before in buffers:
             buffer.copy_(before)
+
+
+@contextmanager
+def no_graph(model: nn.Module) -> Iterator[None]:
+    """Run the model in grad mode, but keep nothing for a backward: its parameters require no gradient."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad = False
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad = True

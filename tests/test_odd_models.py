@@ -285,7 +285,26 @@ class Frozen(Blocks):
         return x
 
 
-@pytest.mark.parametrize("kind", [Counts, Lazy, Keeps, Refers, Scripted, Hooked, Tries, Frozen])
+class Tripled(torch.autograd.Function):
+    """x * 2, in two calls; its gradient is another one."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.expand(3, *x.shape).sum(0) - x
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+class OwnFunctions(Blocks):
+    """An autograd.Function after each layer, also at the end."""
+
+    def after(self, number: int, x: Tensor) -> Tensor:
+        return Tripled.apply(x)
+
+
+@pytest.mark.parametrize("kind", [OwnFunctions, Counts, Lazy, Keeps, Refers, Scripted, Hooked, Tries, Frozen])
 def test_what_containers_do(kind: type[nn.Module]) -> None:
     check(kind, FLOATS)
 
