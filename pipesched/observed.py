@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
+from weakref import proxy
 
-import networkx as nx
 import torch
 from torch import nn
 
@@ -56,7 +56,8 @@ class Observed(Wrapped):
     def _decide_cut(self, pins: Pins, program: Program, links: Links | None, plan: Plan | None) -> None:
         """Rank 0 cuts, for all."""
         self._links = links
-        self._cutter = Cutter(pins, program, self._measured_graph, self.checkpoint, links)
+        own = proxy(self)  # a pipeline that nobody holds ends at once: what it keeps does not hold it
+        self._cutter = Cutter(pins, program, lambda: own._layered.graph(own._profiled()), self.checkpoint, links)
         self._cut, found = self._site.agreed(self._cutter.cut)
         self._partition = found if plan is None else plan.partition
 
@@ -192,9 +193,6 @@ class Observed(Wrapped):
             self._settle()  # the layers are called from this thread
             self._profile = self._layered.measure(self._site.devices[0], self._threads)
         return self._profile
-
-    def _measured_graph(self) -> "nx.DiGraph[str]":
-        return self._layered.graph(self._profiled())
 
     def __repr__(self) -> str:
         program = self._programs.plain(self.num_microbatches)
