@@ -216,10 +216,10 @@ class Replayed:
         self._captured = captured
         self._replays = self._replayed(self.layers, device, tied)
         self._draw_outside = {mode: capture.outside for mode, capture in captured.captures.items()}
-        self._loose: list[nn.Parameter] = []
+        self._loose: list[Tensor] = []
         if loose := [name for index in sorted(own.own) for name in calls[index].loose]:
             self.layers[_BETWEEN] = _Loose(captured.model, loose)
-            self._loose += self.layers[_BETWEEN].parameters()
+            self._loose += self.layers[_BETWEEN]()
 
     def _replayed(self, own: Mapping[str, nn.Module], device: torch.device, tied: StandIns) -> dict[bool, Replay]:
         model, layers, captures = self._captured.model, self._captured.modules, self._captured.captures
@@ -292,7 +292,7 @@ class _Looks:
 
 class _Loose(nn.Module):
     """Parameters and buffers that are no layer's own, under names without dots. Called as a layer it gives what stands
-    for the parameters now, such as an older version.
+    for them now, such as an older version, or a copy for a recomputation.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -305,7 +305,7 @@ class _Loose(nn.Module):
                 self.register_buffer(name.replace(".", "/"), buffers[name])
 
     def forward(self) -> list[Tensor]:
-        return list(self.parameters())
+        return [*self.parameters(), *self.buffers()]
 
 
 def _trained(call: Call) -> Sequence[str]:

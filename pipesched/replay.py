@@ -76,14 +76,14 @@ class Replay(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         received: Mapping[Value, Any],
         looks: Mapping[Value, Look],
-        present: Mapping[nn.Parameter, Tensor],
+        present: Mapping[Tensor, Tensor],
         call: CallLayer,
         random: KeyedRandom,
     ) -> tuple[dict[Value, Any], dict[Value, Look], Any]:
         """Run it for one micro-batch. received: what earlier stages gave. looks: of what they did not give.
 
-        present: what stands for parameters that are no layer's own. call: calls a layer. random: knows the micro-batch,
-        and is told which function draws.
+        present: what stands for parameters and buffers that are no layer's own. call: calls a layer. random: knows the
+        micro-batch, and is told which function draws.
         Returns (what is given to later stages, all looks, the output where this is the last stage).
         """
         self._position, self._code_parts = 0, 0
@@ -106,6 +106,8 @@ class Replay(TorchFunctionMode):
             pass
         finally:
             self._running = False
+            if present:
+                self.refresh()  # `self.count += 1` has put what stands for a buffer in its place
         if self._error is None and self._position < min(self._end + 1, len(self._calls)):
             self._lost("its end")
         if self._error is not None:  # also where the model's code has caught it
@@ -184,10 +186,10 @@ class Replay(TorchFunctionMode):
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
         """The arguments of a call, with its own leaves of tied weights, and the present version of others."""
-        given = {**self._present, **self._tied.get(call.place, {})} if call.uses else {}
+        if self._instead:  # first: a buffer that an earlier stage has changed is what was received
+            arguments = pytree.tree_map_only(Tensor, lambda tensor: self._instead.get(id(tensor), tensor), arguments)
+        given: dict[Any, Tensor] = {**self._present, **self._tied.get(call.place, {})} if call.uses else {}
         taken: tuple[Any, Any] = with_stand_ins(arguments, given) if given else arguments
-        if self._instead:
-            taken = pytree.tree_map_only(Tensor, lambda tensor: self._instead.get(id(tensor), tensor), taken)
         return taken
 
     def _ran(self, call: Call, result: Any, args: Any, kwargs: Any) -> Any:

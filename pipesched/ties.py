@@ -24,9 +24,9 @@ __all__ = ["Place", "Ties", "Use", "deliver", "with_stand_ins"]
 Place = tuple[str, int]
 
 
-def with_stand_ins(value: Any, stand_ins: Mapping[nn.Parameter, Tensor]) -> Any:
-    """A value with others in the place of tied weights."""
-    return pytree.tree_map_only(nn.Parameter, lambda parameter: stand_ins.get(parameter, parameter), value)
+def with_stand_ins(value: Any, stand_ins: Mapping[nn.Parameter, Tensor] | Mapping[Tensor, Tensor]) -> Any:
+    """A value with others in the place of tied weights, or of buffers."""
+    return pytree.tree_map_only(Tensor, lambda tensor: stand_ins.get(tensor, tensor), value)
 
 
 def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipesched import Pipeline
 from pipesched.errors import GraphError, ModelTypeError, PartitionError
 from pipesched.layered import as_model
+from pipesched.lowering import CheckpointMode
 from pipesched.payload import gather
 from pipesched.testing import reference_step
 
@@ -55,6 +56,7 @@ def check(
     *args: Any,
     stages: int = 3,
     steps: int = 2,
+    checkpoint: CheckpointMode = "never",
     schedules: Sequence[str] = ("1f1b", "zb-h1"),
     loss_fn: Callable[[Any, Any], Any] | None = square,
 ) -> None:
@@ -66,7 +68,7 @@ def check(
         options: dict[str, Any] = {"loss_fn": loss_fn, "num_microbatches": 4, "seed": 5}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of BatchNorm
-            pipe = Pipeline(own, sample, devices=["cpu"] * stages, schedule=schedule, **options)
+            pipe = Pipeline(own, sample, devices=["cpu"] * stages, schedule=schedule, checkpoint=checkpoint, **options)
         with pipe:
             for step in range(steps):
                 due = reference_step(plain, *args, **target, step=step, **options)
@@ -189,6 +191,24 @@ class Counts(Blocks):
         if number == 1 and self.training:
             self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return x - self.mean if number == 5 else x
+
+
+class CountsOn(Blocks):
+    """The same, counted by ``+=``, which sets the attribute to what it is, and asked for in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def after(self, number: int, x: Tensor) -> Tensor:
+        if number in (1, 2) and self.training:
+            self.count += 1
+        return x * (1 + self.count.clone()) if number in (2, 5) else x
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsOn])
+def test_buffers_between_layers_are_counted_once_where_stages_recompute(kind: type[nn.Module]) -> None:
+    check(kind, FLOATS, checkpoint="always", schedules=("1f1b",))
 
 
 class Lazy(Blocks):
