@@ -1,36 +1,50 @@
 """Pattern: the form of a value, dataclasses of users among it: where its tensors are, and what is beside them."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipesched.payload import pytree
 
-__all__ = ["Pattern", "named_leaves", "positional", "tensors_in"]
+__all__ = ["Pattern", "named_leaves", "numbers_in", "positional", "tensors_in"]
+
+#: What beside tensors may follow the batch, as sizes do.
+_NUMBERS = bool, int, float, complex, torch.Size
 
 
 class Pattern:
-    """The form of a value: what it holds beside tensors, and where they go."""
+    """The form of a value: what it holds beside tensors, and where they go. numbers: those that it holds."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
         self._parts: list[Any] = [_part(leaf) for leaf in leaves]
+        self.numbers = tuple(numbers_in(value))
 
-    def build(self, tensors: Iterator[Any]) -> Any:
-        """The value with these tensors."""
-        leaves = [part.build(tensors) if isinstance(part, _Place | _Record) else part for part in self._parts]
+    def build(self, tensors: Iterator[Any], numbers: Iterable[Any] | None = None) -> Any:
+        """The value with these tensors, and other numbers where they are given."""
+        present = iter(self.numbers if numbers is None else numbers)
+        kinds = _Place | _Number | _Record
+        leaves = [part.build(tensors, present) if isinstance(part, kinds) else part for part in self._parts]
         return pytree.tree_unflatten(leaves, self._spec)
 
 
 class _Place:
     """Where a tensor goes."""
 
-    def build(self, tensors: Iterator[Any]) -> Any:
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
         return next(tensors)
+
+
+class _Number:
+    """Where a number goes."""
+
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
+        return next(numbers)
 
 
 @dataclass(frozen=True)
@@ -40,16 +54,18 @@ class _Record:
     kind: type
     parts: Mapping[str, Pattern]
 
-    def build(self, tensors: Iterator[Any]) -> Any:
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
         made: Any = object.__new__(self.kind)
         for name, pattern in self.parts.items():
-            object.__setattr__(made, name, pattern.build(tensors))
+            object.__setattr__(made, name, pattern.build(tensors, numbers))
         return made
 
 
 def _part(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return _Place()
+    if isinstance(leaf, _NUMBERS):
+        return _Number()
     if _is_record(leaf):
         parts = {item.name: Pattern(getattr(leaf, item.name)) for item in dataclasses.fields(leaf)}
         return _Record(type(leaf), parts)
@@ -62,12 +78,21 @@ def _is_record(value: Any) -> bool:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a value, each place of it once, in the order of ``Pattern.build``."""
+    return _leaves_in(value, Tensor)
+
+
+def numbers_in(value: Any) -> Iterator[Any]:
+    """Its numbers, likewise."""
+    return _leaves_in(value, _NUMBERS)
+
+
+def _leaves_in(value: Any, kinds: Any) -> Iterator[Any]:
     for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, kinds):
             yield leaf
         elif _is_record(leaf):
             for item in dataclasses.fields(leaf):
-                yield from tensors_in(getattr(leaf, item.name))
+                yield from _leaves_in(getattr(leaf, item.name), kinds)
 
 
 def positional(forward: Callable[..., Any]) -> list[str]:

@@ -18,7 +18,7 @@ from pipesched.capture import INPUT, Call, Capture, Value, name_of
 from pipesched.containers import Shells
 from pipesched.cut import Part
 from pipesched.errors import GraphError
-from pipesched.pattern import Pattern, named_leaves, positional, tensors_in
+from pipesched.pattern import Pattern, named_leaves, numbers_in, positional, tensors_in
 from pipesched.payload import pytree
 from pipesched.randomness import KeyedRandom
 from pipesched.ties import Place, with_stand_ins
@@ -28,7 +28,9 @@ __all__ = ["Look", "Replay", "StandIns"]
 #: What calls take in the place of parameters.
 StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
 #: Type and shape of a value.
-Look = tuple[torch.dtype, tuple[int, ...]]
+Look = tuple[Any, ...]
+
+_NUMBERS = "numbers"  # in a value's place of a call: the look is those that it gave beside tensors
 
 _DEVICE = "torch.Tensor.device.__get__"
 
@@ -198,6 +200,8 @@ class Replay(TorchFunctionMode):
             self._made[call.index, 0] = result
             return result
         given = list(tensors_in(result))
+        if call.pattern.numbers and (numbers := tuple(numbers_in(result))) != call.pattern.numbers:
+            self._looks[call.index, _NUMBERS] = numbers
         if call.changes:
             taken = list(tensors_in((args, kwargs)))
             given += [taken[position] for position, place in call.changes.items() if place >= len(given)]
@@ -228,7 +232,7 @@ class Replay(TorchFunctionMode):
                 if call.arguments[position] is None:  # a buffer, say, of the stage that changes it
                     self._instead[id(taken[position])] = places[place]
                 places[place] = taken[position]
-        return call.pattern.build(iter(places))
+        return call.pattern.build(iter(places), self._looks.get((call.index, _NUMBERS)))
 
     def _place(self, value: Value) -> Any:
         if value in self._given:

@@ -490,6 +490,52 @@ def test_updates_in_flight_are_those_of_the_same_layers_in_a_row(schedule: str) 
         assert torch.equal(one, two)
 
 
+class Patches(nn.Module):
+    """Gives how many there are, beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(2, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, int]]:
+        patches = self.project(x.unfold(1, 2, 2))
+        return patches, {"count": patches.shape[1]}
+
+
+class Sized(nn.Module):
+    """What a layer says of sizes counts in the code at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.blocks = Patches(), nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, sizes = self.patches(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum(1) / sizes["count"] + torch.arange(sizes["count"]).sum()
+
+
+def other_sizes(group: places.Group) -> None:
+    torch.manual_seed(0)
+    own = Sized()
+    plain = copy.deepcopy(own)
+    options: dict[str, Any] = {"loss_fn": square, "num_microbatches": 3, "seed": 3}
+    target = torch.zeros(ROWS, 8)
+    with Pipeline(own, torch.randn(2, 6), **options, **places.place(group)) as pipe:
+        for step, size in enumerate((6, 10, 6, 4)):
+            x = torch.randn(ROWS, size, generator=torch.Generator().manual_seed(step))
+            due = reference_step(plain, x, target=target, step=step, **options)
+            assert torch.equal(pipe.step(x, target=target), due)
+        expected = dict(plain.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            assert torch.equal(parameter.grad, expected[name].grad)
+
+
+def test_numbers_that_layers_give_follow_the_batch(run: places.Run) -> None:
+    run(3, other_sizes)
+
+
 class Chooses(nn.Module):
     """Goes another way for other numbers."""
 
