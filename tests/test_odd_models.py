@@ -57,6 +57,7 @@ def check(
     stages: int = 3,
     steps: int = 2,
     checkpoint: CheckpointMode = "never",
+    boundaries: Sequence[str] | None = None,
     schedules: Sequence[str] = ("1f1b", "zb-h1"),
     loss_fn: Callable[[Any, Any], Any] | None = square,
 ) -> None:
@@ -378,6 +379,50 @@ class Carries(Blocks):
 def test_code_between_layers_that_counts_is_an_error() -> None:
     with pytest.raises(GraphError, match=r"carries nothing from one forward to the next; Carries sets its .*'count'"):
         Pipeline(Carries(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square)
+
+
+class Silent(nn.Module):
+    """Returns nothing."""
+
+    def forward(self, x: Tensor) -> None:
+        self.seen = tuple(x.shape)
+
+
+class InPlace(nn.Module):
+    """Writes on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.add_(1))
+
+
+class Mixed(nn.Module):
+    """A layer that returns nothing, one that writes on its input, which is used again, one without parameters, and
+    parameters and a layer that nothing uses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.silent, self.relu, self.second = nn.Linear(8, 8), Silent(), nn.ReLU(), nn.Linear(8, 8)
+        self.writes, self.last = InPlace(), nn.Linear(8, 8)
+        self.unused, self.spare = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.silent(x)
+        x = self.second(self.relu(x)) * 1
+        return self.last(self.writes(x) + x)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(
+    "boundaries", [["silent", "relu"], ["relu", "second"], ["second", "writes"], ["writes", "last"]]
+)
+def test_what_a_stage_may_begin_with(boundaries: list[str], checkpoint: CheckpointMode) -> None:
+    check(Mixed, FLOATS, boundaries=boundaries, checkpoint=checkpoint, schedules=["1f1b"])
 
 
 class Bare(nn.Module):
