@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from pipesched.containers import Shells
 from pipesched.contents import Beside, apart, call_beside, lacks_contents
+from pipesched.errors import GraphError
 from pipesched.pattern import Pattern, named_leaves, positional, tensors_in
 from pipesched.payload import pytree
 from pipesched.randomness import draws, outside_state
@@ -41,7 +42,9 @@ INPUT = -1  # in a value's place of a call: it is one of the model's inputs
 Value = tuple[int, Any]
 
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"}
-_READS |= {"__complex__", "__contains__", "__array__"}  # what makes plain Python of a tensor's contents
+_READS |= {"__complex__", "__contains__", "__array__", "__format__", "__repr__"}  # plain Python of a tensor's contents
+#: What is asked of a tensor, and not known of one that is in another stage.
+_ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
 
 
 @dataclass
@@ -69,6 +72,7 @@ class Call:
     random: bool = False
     sealed: bool = False
     joined: int | None = None
+    outward: bool = False  # it changes memory that was there before, as of an input
     loose: tuple[str, ...] = ()
 
     @property
@@ -117,7 +121,7 @@ class Capture:
         """
         free: set[int] = set()
         for call in self.calls:
-            own = call.layer or call.uses or call.random
+            own = call.layer or call.uses or call.random or call.outward
             if not own and all(source == INPUT or source in free for source, _ in call.takes):
                 free.add(call.index)
         return frozenset(free)
@@ -200,6 +204,8 @@ class _Recorder(TorchFunctionMode):
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
         self._told: dict[int, dict[str, Any]] = {}
         self._first_use: dict[str, int] = {}  # of parameters and buffers between layers
+        self._elsewhere: set[int] = set()  # memory that no call of this forward has made
+        self._arguments: set[int] | None = None  # of the layer that runs
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
         args, kwargs = self._inputs(args, kwargs)
@@ -228,13 +234,14 @@ class _Recorder(TorchFunctionMode):
         self._drawn = drawn
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Note the inputs. One that is passed twice is another object there, to be told apart."""
+        """Note the inputs, as copies. One that is passed twice is another object there, to be told apart."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for place, (name, leaf) in enumerate(named_leaves(self._positional, args, kwargs)):
             if isinstance(leaf, Tensor):
-                leaves[place] = leaf.view_as(leaf) if id(leaf) in self._value else leaf
+                leaves[place] = leaf.detach().clone()  # the model's code may change it in place
                 self._value[id(leaves[place])] = INPUT, name
                 self._alive.append(leaves[place])
+                self._elsewhere.add(_memory(leaves[place]))
         told_apart: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
         return told_apart
 
@@ -256,23 +263,33 @@ class _Recorder(TorchFunctionMode):
         if changed or any(True for _ in tensors_in(result)):
             result, call = self._new("", name, taken, changed, result)
             call.random, call.sealed = draws(func, args, kwargs), not torch.is_grad_enabled()
-        elif name in _READS and taken:
+        elif taken and (name in _READS or (name in _ASKS and self._given(taken))):
             self._new("", name, taken, changed, None)[1].reads = True
         else:
             self._quiet.add(name)
             self._looked_at |= {self._value[id(tensor)] for tensor in taken if id(tensor) in self._value}
         return result
 
+    def _given(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of them was given by a call."""
+        return any(self._value.get(id(tensor), (INPUT,))[0] != INPUT for tensor in tensors)
+
     def _inner(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A function inside a layer. What it takes from elsewhere comes by an attribute, or in an object."""
-        for tensor in tensors_in((args, kwargs)):
+        if self._arguments is None:
+            return func(*args, **kwargs)
+        taken = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        for tensor in taken.values():
             if value := self._value.get(id(tensor)):
                 self._by_the_way.add(value)
+                if id(tensor) not in self._arguments and value[0] != INPUT:  # it comes in an object of several layers
+                    self._hidden_from = value[0] if self._hidden_from is None else min(self._hidden_from, value[0])
             else:
                 self._look_for(tensor)
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
-            self._within[id(tensor)] = weakref.ref(tensor), len(self._calls)
+            if id(tensor) not in taken:  # what it only hands on was made elsewhere
+                self._within[id(tensor)] = weakref.ref(tensor), len(self._calls)
         return result
 
     def _look_for(self, tensor: Tensor) -> None:
@@ -297,20 +314,23 @@ class _Recorder(TorchFunctionMode):
             taken = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
             buffers = [(buffer, buffer._version) for buffer in layer.buffers()]
-            example = apart(unchanged((args, kwargs)))
+            example = pytree.tree_map_only(Tensor, Tensor.detach, apart(unchanged((args, kwargs))))
             self._by_the_way.clear()
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
+            self._arguments = {id(tensor) for tensor in (*taken, *tensors_in(list(told.values())))}
             result = call_beside(layer, args, kwargs, lambda: unchanged(example))
+            self._arguments = None
+            by_the_way = sorted(self._by_the_way, key=str)
             result, call = self._new(name, "", taken, _changed(taken, versions), result)
         finally:
-            self._inside = False
+            self._inside, self._arguments = False, None
         if call.number and any(buffer._version != version for buffer, version in buffers):
             # what several calls count in buffers is counted in the calls' order
             call.joined = next(other.index for other in reversed(self._calls[:-1]) if other.layer == name)
         call.loose = tuple(name for name in call.uses if name not in own)
         call.uses = tuple(dict.fromkeys([*call.uses, *own]))
         self._note_outside(name)
-        call.takes = tuple(dict.fromkeys([*call.takes, *sorted(self._by_the_way, key=str)]))
+        call.takes = tuple(dict.fromkeys([*call.takes, *by_the_way]))
         self._examples[call.index] = example
         if told:
             self._told[call.index] = told
@@ -327,6 +347,15 @@ class _Recorder(TorchFunctionMode):
         for tensor in taken:
             if id(tensor) not in self._value:
                 self._look_for(tensor)
+                self._elsewhere.add(_memory(tensor))
+                self._alive.append(tensor)
+        call.outward = any(_memory(taken[position]) in self._elsewhere for position in changed)
+        for position in changed:
+            if not {id(taken[position])} & {*self._value, *self._names}:
+                raise GraphError(
+                    f"what is changed in place was made in this forward, or is an input or a buffer; {call} changes a "
+                    f"tensor of shape {tuple(taken[position].shape)} that is none of these; register it as a buffer"
+                )
         self._end_of_hidden(call)
         for name in uses:
             self._first_use.setdefault(name, call.index)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipesched.contents import lacks_contents
 from pipesched.feed import loss_entry
 from pipesched.outline import Outline
+from pipesched.pattern import positional
 from pipesched.payload import pytree
 from pipesched.untouched import untouched
 
@@ -86,9 +87,7 @@ def _labels_of(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]])
 
 
 def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return (
-        kwargs[_NAME] if _NAME in kwargs else inspect.signature(model.forward).bind_partial(*args).arguments.get(_NAME)
-    )
+    return {**dict(zip(positional(model.forward), args, strict=False)), **kwargs}.get(_NAME)
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:

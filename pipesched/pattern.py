@@ -14,7 +14,7 @@ from pipesched.payload import pytree
 __all__ = ["Pattern", "named_leaves", "numbers_in", "positional", "tensors_in"]
 
 #: What beside tensors may follow the batch, as sizes do.
-_NUMBERS = bool, int, float, complex, torch.Size
+_NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set, frozenset
 
 
 class Pattern:
@@ -24,6 +24,11 @@ class Pattern:
         leaves, self._spec = pytree.tree_flatten(value)
         self._parts: list[Any] = [_part(leaf) for leaf in leaves]
         self.numbers = tuple(numbers_in(value))
+
+    def is_like(self, other: "Pattern") -> bool:
+        """Whether the same kinds of things are in the same places."""
+        kinds, others = [type(part) for part in self._parts], [type(part) for part in other._parts]
+        return self._spec == other._spec and kinds == others
 
     def build(self, tensors: Iterator[Any], numbers: Iterable[Any] | None = None) -> Any:
         """The value with these tensors, and other numbers where they are given."""

@@ -18,7 +18,7 @@ from pipesched.capture import INPUT, Call, Capture, Value, name_of
 from pipesched.containers import Shells
 from pipesched.cut import Part
 from pipesched.errors import GraphError
-from pipesched.pattern import Pattern, named_leaves, numbers_in, positional, tensors_in
+from pipesched.pattern import Pattern, named_leaves, positional, tensors_in
 from pipesched.payload import pytree
 from pipesched.randomness import KeyedRandom
 from pipesched.ties import Place, with_stand_ins
@@ -91,7 +91,7 @@ class Replay(TorchFunctionMode):
         self._position, self._code_parts = 0, 0
         self._present, self._call, self._random = present, call, random
         self._made = {value: one for value, one in received.items() if value in self._wanted}
-        self._looks = dict(looks)
+        self._looks, self._blank = dict(looks), dict[int, Tensor]()  # what nobody is to look at
         self._given: dict[Value, Any] = {self._roots.get(value, value): tensor for value, tensor in received.items()}
         self._instead: dict[int, Tensor] = {}
         self._aliases: list[Tensor] = []
@@ -164,6 +164,8 @@ class Replay(TorchFunctionMode):
     def _ask(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == _DEVICE and args[0].is_meta:
             return self._device
+        if any(id(tensor) in self._blank for tensor in tensors_in((args, kwargs))):
+            raise self._lost(name)  # nobody asked with the sample
         return func(*args, **kwargs)
 
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,8 +202,12 @@ class Replay(TorchFunctionMode):
             self._made[call.index, 0] = result
             return result
         given = list(tensors_in(result))
-        if call.pattern.numbers and (numbers := tuple(numbers_in(result))) != call.pattern.numbers:
-            self._looks[call.index, _NUMBERS] = numbers
+        if not isinstance(result, Tensor):
+            pattern = Pattern(result)
+            if not pattern.is_like(call.pattern):
+                raise self._other_form(call)
+            if pattern.numbers != call.pattern.numbers:
+                self._looks[call.index, _NUMBERS] = pattern.numbers
         if call.changes:
             taken = list(tensors_in((args, kwargs)))
             given += [taken[position] for position, place in call.changes.items() if place >= len(given)]
@@ -243,8 +249,19 @@ class Replay(TorchFunctionMode):
                 self._aliases.append(alias)
                 return alias
             return given
-        dtype, shape = self._looks.get(value, (torch.float32, (0,)))
-        return torch.empty(shape, dtype=dtype, device="meta")
+        if value in self._looks:
+            dtype, shape = self._looks[value]
+            return torch.empty(shape, dtype=dtype, device="meta")
+        blank = torch.empty(0, device="meta")
+        self._blank[id(blank)] = blank
+        return blank
+
+    def _other_form(self, call: Call) -> GraphError:
+        self._error = GraphError(
+            f"what a call gives holds as many things, of the same kinds, as with the sample; {call} gives others now; "
+            f"make the pipeline with such a sample, or move the code that uses them into the layer"
+        )
+        return self._error
 
     def _lost(self, name: str) -> GraphError:
         due = self._calls[self._position] if self._position < len(self._calls) else "its end"

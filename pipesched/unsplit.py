@@ -57,7 +57,7 @@ class Unsplit:
         self._intercept = Intercept(self._random) if norms is None else Intercept(self._random, norms)
         self._key = Key(0, 0, 0)
         self._counts: dict[str, int] = {}
-        self._inside = False
+        self._inside = self._running = False
         self._code, self._code_parts = ExitStack(), 0
 
     def __call__(self, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -66,9 +66,13 @@ class Unsplit:
         self._random.enter(key, "")
         if self._norms is not None:
             self._norms.microbatch = key.microbatch
-        with self._intercept, _Functions(self._between), self._code:
-            self._begin_code()
-            output = self._root(*args, **kwargs)
+        self._running = True
+        try:
+            with self._intercept, _Functions(self._between), self._code:
+                self._begin_code()
+                output = self._root(*args, **kwargs)
+        finally:
+            self._running = False
         if self._shells is not None:
             set_attributes(self._shells.changed())
         return output
@@ -100,7 +104,7 @@ class Unsplit:
         return func(*args, **kwargs)
 
     def _call(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._inside:
+        if self._inside or not self._running:  # as when a backward recomputes
             return layer(*args, **kwargs)
         drawn, number = self._random.op, self._counts.get(name, 0)
         self._random.enter(self._key, name, number)

@@ -425,6 +425,116 @@ def test_what_a_stage_may_begin_with(boundaries: list[str], checkpoint: Checkpoi
     check(Mixed, FLOATS, boundaries=boundaries, checkpoint=checkpoint, schedules=["1f1b"])
 
 
+class Row(nn.Module):
+    """Linear layers, so that plain PyTorch gives the same loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+
+class Adds(Row):
+    """Changes what it is given, which all layers use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.add_(1)
+        for layer in self.layers:
+            h = layer(h) + x
+        return h
+
+
+class Asks(Row):
+    """Asks an early tensor whether it is trained, and how it lies, at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = self.layers[0](x).t().contiguous().t()
+        for layer in self.layers[1:]:
+            h = layer(h)
+        return h * (2 if first.requires_grad else 3) * (5 if first.is_contiguous() else 7)
+
+
+class Stores(nn.Linear):
+    """Keeps what it returns where another finds it."""
+
+    def __init__(self, store: dict[str, Tensor]) -> None:
+        super().__init__(8, 8)
+        self.store = store
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.store["seen"] = super().forward(x)
+        return self.store["seen"]
+
+
+class Finds(Stores):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.store["seen"].detach()
+
+
+class Stored(Row):
+    def __init__(self) -> None:
+        super().__init__()
+        store: dict[str, Tensor] = {}
+        self.layers[1], self.layers[3] = Stores(store), Finds(store)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Adds, Asks, Stored])
+def test_what_plain_pytorch_gives(kind: type[nn.Module]) -> None:
+    x, target = torch.randn(8, 8), torch.ones(8, 8)
+    due = square(made(kind)(x.clone()), target)
+    options: dict[str, Any] = {"loss_fn": square, "num_microbatches": 4, "seed": 5}
+    torch.testing.assert_close(reference_step(made(kind), x.clone(), target=target, **options), due.detach())
+    with Pipeline(made(kind), x[:2], devices=["cpu"] * 3, **options) as pipe:
+        torch.testing.assert_close(pipe.step(x.clone(), target=target), due.detach())
+
+
+class Remembered(Row):
+    """A tensor that nobody knows is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.mean.mul_(0.9).add_(x.detach().mean(0))
+
+
+class Unbound(Row):
+    """As many tensors as rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        rows = x.unbind(0)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x + torch.stack(rows).mean(0)
+
+
+class Measures(Row):
+    """Asks for a shape, but not of the sample's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = self.layers[0](x)
+        for layer in self.layers[1:]:
+            h = layer(h)
+        return h * (h.shape[1] if len(x) == 2 else first.shape[1])
+
+
+def test_what_follows_the_batch_otherwise_than_with_the_sample_is_an_error() -> None:
+    with pytest.raises(GraphError, match=r"mul_ changes a tensor of shape \(8,\) that is none of these; register it"):
+        Pipeline(Remembered(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3)
+    for kind, message in ((Unbound, "unbind gives others now"), (Measures, "takes the way that it took with")):
+        pipe = Pipeline(kind(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4)
+        with pipe, pytest.raises(GraphError, match=message):
+            pipe.step(torch.randn(12, 8), target=torch.zeros(12, 8))
+
+
 class Bare(nn.Module):
     """No layers at all."""
 
