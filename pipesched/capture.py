@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import currentframe
 from itertools import accumulate, pairwise
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import checkpoint
 
 from pipesched.containers import Shells
 from pipesched.contents import Beside, apart, call_beside, lacks_contents
@@ -205,6 +208,7 @@ class _Recorder(TorchFunctionMode):
         self._told: dict[int, dict[str, Any]] = {}
         self._first_use: dict[str, int] = {}  # of parameters and buffers between layers
         self._elsewhere: set[int] = set()  # memory that no call of this forward has made
+        self._recomputed: dict[FrameType, tuple[Call, Call]] = {}  # by call of torch's checkpoint: the first and last
         self._arguments: set[int] | None = None  # of the layer that runs
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
@@ -219,6 +223,7 @@ class _Recorder(TorchFunctionMode):
         if self._calls:
             self._end_of_hidden(self._calls[-1])
         values = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
+        self._recomputed.clear()
         self._alive.clear()  # the memory is free at once, though the shells refer to each other
         quiet, looked_at = frozenset(self._quiet), frozenset(self._looked_at)
         capture = Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples, frozenset(self._outside))
@@ -247,6 +252,8 @@ class _Recorder(TorchFunctionMode):
 
     def _join(self) -> None:
         """What is used again after another tensor in its memory was changed stays where that was."""
+        for first, call in self._recomputed.values():
+            call.joined = first.index if call.joined is None else min(call.joined, first.index)
         last = {value: call.index for call in self._calls for value in call.takes}
         for call, value in self._shared:
             if last.get(value, INPUT) > call.index:
@@ -362,6 +369,8 @@ class _Recorder(TorchFunctionMode):
         if any(id(taken[position]) in self._names for position in changed):  # it is the next forward's, too
             call.joined = min(self._first_use[name] for name in uses)
         self._calls.append(call)
+        if (region := _recomputing()) is not None:
+            self._recomputed[region] = self._recomputed.get(region, (call, call))[0], call
         call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()
         through = {id(tensor) for tensor in taken} - {id(taken[position]) for position in changed}
         given = [tensor.view_as(tensor) if id(tensor) in through else tensor for tensor in tensors_in(result)]
@@ -384,6 +393,16 @@ class _Recorder(TorchFunctionMode):
             self._memory.setdefault(_memory(tensor), {})[id(tensor)] = value
         self._alive += given
         return result, call
+
+
+def _recomputing() -> FrameType | None:
+    """The outermost call of torch.utils.checkpoint that is under way: a backward runs again all that it runs."""
+    found, frame = None, currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == checkpoint.__name__:
+            found = frame
+        frame = frame.f_back
+    return found
 
 
 def _changed(tensors: list[Tensor], versions: list[int]) -> list[int]:

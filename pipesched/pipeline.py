@@ -68,7 +68,8 @@ class Pipeline(Observed):
     call ``step()``, ``evaluate()`` and ``forward()`` with nothing, and get what rank 0 asks for. timeout: how long a
     rank waits for another one there, 60 s unless given. schedule: a name, a Schedule or a Program, such as
     ``load_program(path)`` reads from a file; "auto" is 1f1b; "chimera" and "dualpipe" hold the layers twice.
-    num_microbatches: 4 a rank unless given. boundaries: the first layer of every stage but stage 0, by position or
+    num_stages: as many as devices, times the schedule's chunks, unless given. num_microbatches: 4 a rank unless given.
+    boundaries: the first layer of every stage but stage 0, by position or
     name; or of some layers the stage that each begins, {name: stage}; the rest is cut where measured layer times say.
     together: groups of layers that share a stage. links: between ranks, as `probe_links` finds them: then what crosses
     between stages counts. checkpoint: "never", "always" or "except_last".

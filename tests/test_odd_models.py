@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import every_product_deferred, one_thread
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipesched import Pipeline
 from pipesched.errors import GraphError, ModelTypeError, PartitionError
@@ -482,7 +483,17 @@ class Stored(Row):
         return x
 
 
-@pytest.mark.parametrize("kind", [Adds, Asks, Stored])
+class Recomputes(Row):
+    """torch.utils.checkpoint over two layers each: no stage begins between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first in (0, 2, 4):
+            pair = self.layers[first : first + 2]
+            x = x + checkpoint(lambda h, pair=pair: pair[1](pair[0](h).tanh()), x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Adds, Asks, Stored, Recomputes])
 def test_what_plain_pytorch_gives(kind: type[nn.Module]) -> None:
     x, target = torch.randn(8, 8), torch.ones(8, 8)
     due = square(made(kind)(x.clone()), target)
@@ -490,6 +501,11 @@ def test_what_plain_pytorch_gives(kind: type[nn.Module]) -> None:
     torch.testing.assert_close(reference_step(made(kind), x.clone(), target=target, **options), due.detach())
     with Pipeline(made(kind), x[:2], devices=["cpu"] * 3, **options) as pipe:
         torch.testing.assert_close(pipe.step(x.clone(), target=target), due.detach())
+
+
+def test_no_stage_begins_within_what_is_recomputed_as_one() -> None:
+    with pytest.raises(PartitionError, match=r"got 'layers\.3'; the layers are layers\.0, layers\.2"):
+        Pipeline(Recomputes(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 2, boundaries=["layers.3"])
 
 
 class Remembered(Row):
