@@ -347,6 +347,9 @@ def small(svg: str) -> str:
     """The same picture in half the bytes: an element a line, hundredths of a point, bars of one colour as one path."""
     nothing = (r"<!--.*?-->", r"<metadata>.*?</metadata>", r' id="(?:text|patch|line2d|matplotlib\.axis)_\d+"')
     svg = re.sub("|".join(nothing), "", svg, flags=re.DOTALL)
+    names: dict[str, str] = {}  # of glyphs: numbers in the font's file, of which there are several
+    glyph = r"DejaVuSans(?:-Bold|-Oblique)*-[0-9a-f]+\b"
+    svg = re.sub(glyph, lambda found: names.setdefault(found[0], f"g{len(names)}"), svg)
     svg = re.sub(r"\s*\n\s*(?=<)", "\n", svg)
     svg = re.sub(r"\s*\n\s*(?=[^<])", " ", svg.strip())
     svg = re.sub(r"\b[1-9]\d*\.\d{3,}", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), svg)
