@@ -289,7 +289,8 @@ class _Recorder(TorchFunctionMode):
         for tensor in taken.values():
             if value := self._value.get(id(tensor)):
                 self._by_the_way.add(value)
-                if id(tensor) not in self._arguments and value[0] != INPUT:  # it comes in an object of several layers
+                by_layer = value[0] != INPUT and self._calls[value[0]].layer
+                if by_layer and id(tensor) not in self._arguments:  # it comes in an object of several layers
                     self._hidden_from = value[0] if self._hidden_from is None else min(self._hidden_from, value[0])
             else:
                 self._look_for(tensor)
