@@ -20,8 +20,8 @@ help: ## Show this list.
 demo: $(VENV)/demo ## Train a small GPT through a pipeline and draw what happened.
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: $(VENV)/develop ## Run the tests; ARGS="-k name" chooses some.
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/develop ## Run the tests, two files at a time; ARGS="-k name" chooses some.
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/develop ## Lint, format, types, layers, private imports, the gallery.
 	$(BIN)/ruff check .

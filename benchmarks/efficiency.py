@@ -25,7 +25,7 @@ from torch.nn import functional
 from versus_torch import blocks
 
 from pipesched import Pipeline, Program, Trace, simulate
-from pipesched.profiler import measured_costs
+from pipesched.comparison import measured_costs
 from pipesched.walk import Timing, walk
 
 RANKS, MICROBATCHES, ROWS = 2, 8, 32

@@ -131,6 +131,23 @@ def chains() -> None:
         show(f"chain n=1,000 p=64, {communication}", median_ms(lambda a=asked, g=graph: partition(g, 64, **a), 3))
 
 
+def choices() -> None:
+    """What is recomputed or offloaded chosen with the cuts: equal layers, 1F1B, memory for half of what is held."""
+    graph = nx.DiGraph()
+    for at in range(96):
+        costs = {"forward_s": 1e-3, "backward_s": 2e-3, "parameter_bytes": 10**6, "input_bytes": 10**6}
+        graph.add_node(at, **costs, activation_bytes=2 * 10**7)
+    nx.add_path(graph, range(96))
+    for num_stages, limit in ((8, 10**9), (64, 10**9)):
+        asked = {"in_flight": lambda stage, count: count - stage, "memory_limit_bytes": limit, "exactly": True}
+        for may in (("recompute",), ("recompute", "offload")):
+            asked |= {"checkpoint": may, "offload_bytes_per_s": 20e9}
+            found = partition(graph, num_stages, **asked)
+            times = median_ms(lambda g=graph, p=num_stages, a=asked: partition(g, p, **a), 25)
+            label = f"96 equal layers, p={num_stages}, {' or '.join(may)}"
+            show(label, times, f"{len(found.checkpoint)} layers, gap {found.gap:.1%}")
+
+
 def lattices(named: dict[str, nx.DiGraph]) -> None:
     """Graphs, exactly."""
     synthetic = {
@@ -209,6 +226,7 @@ def main() -> None:
     graphs = {name: profile(folder / f"{name}.json") for name in names}
     print(machine())
     chains()
+    choices()
     lattices({name: graphs[name] for name in ("resnet50", "gnmt") if name in graphs})
     own = {name: own_order(graph) for name, graph in graphs.items()}
     generator = random.Random(0)

@@ -2,7 +2,8 @@
 
     python docs/gallery.py [--check]
 
-Everything comes from the schedules themselves: their files, docstrings, programs and simulated traces.
+Everything comes from the schedules themselves: their files, docstrings, programs and simulated traces. The report that
+README shows is drawn of a plan and of a step that was measured, which docs/record.py keeps.
 """
 
 import argparse
@@ -27,14 +28,17 @@ from pipesched import schedules
 from pipesched.costs import Costs
 from pipesched.errors import ScheduleError
 from pipesched.order import Schedule
+from pipesched.plan import Plan
 from pipesched.program import Program
+from pipesched.reports import Report
 from pipesched.simulator import simulate
 from pipesched.trace import Trace
+from pipesched.units import quote_time
 from pipesched.viz import plot_timeline
-from pipesched.viz.units import quote_time
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURES = "schedules.md", "schedules"  # both in DOCS
+REPORT = "report"  # a folder there with a plan and a trace, and the picture of both
 RANKS, MICROBATCHES = 4, 8
 STEPS, STEP_MICROBATCHES, UPDATE_S = 3, 4, 0.5  # drawn of schedules that run on from step to step
 WIDTH, HEIGHT = 10, 2.7  # of a picture in inches, and its style: the same bytes wherever it is drawn
@@ -343,6 +347,15 @@ def drawn(one: Exhibit) -> str:
     return small(file.getvalue())
 
 
+def reported() -> str:
+    """The report of the recorded step as SVG."""
+    report = Report(Plan.load(DOCS / REPORT / "plan.json"), Trace.load(DOCS / REPORT / "trace.json"))
+    with style.context(STYLE):
+        file = io.StringIO()
+        report.figure().savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    return small(file.getvalue())
+
+
 def small(svg: str) -> str:
     """The same picture in half the bytes: an element a line, hundredths of a point, bars of one colour as one path."""
     nothing = (r"<!--.*?-->", r"<metadata>.*?</metadata>", r' id="(?:text|patch|line2d|matplotlib\.axis)_\d+"')
@@ -365,7 +378,8 @@ def small(svg: str) -> str:
 def files() -> dict[str, str]:
     """Every file of the gallery, by its path in DOCS."""
     shown = exhibits()
-    return {PAGE: page(shown), **{one.picture: drawn(one) for one in shown}}
+    pictures = {one.picture: drawn(one) for one in shown}
+    return {PAGE: page(shown), f"{REPORT}/report.svg": reported(), **pictures}
 
 
 def stale(wanted: dict[str, str]) -> list[str]:

@@ -3,8 +3,8 @@
     python examples/train_gpt.py [--steps 120] [--schedule 1f1b] [--out runs/demo] [--save weights.pt]
     torchrun --nproc_per_node 2 examples/train_gpt.py    # one rank a process: the same weights in the end, to the bit
 
-The text is the source of Python's own standard library. Writes timeline.png (predicted above measured), trace.json
-(opens in Perfetto) and plan.json.
+The text is the source of Python's own standard library. Writes report.html and report.png (the plan, predicted above
+measured), trace.json (opens in Perfetto) and plan.json.
 """
 
 import argparse
@@ -121,10 +121,11 @@ def main() -> None:
     before = pipe.eval().evaluate(test_x, target=test_y)
     times = train(pipe.train(), optimizer, text, rows, context, options.steps, draw)
     after = pipe.eval().evaluate(test_x, target=test_y)
-    measured, weights = pipe.gather_trace(), pipe.full_state_dict()  # from all ranks
+    report, weights = pipe.report(), pipe.full_state_dict()  # from all ranks
     if is_first():
         print(f"loss before {before:.3f}, after {options.steps} steps {after:.3f} (nats a byte)")
-        report(pipe, measured, times, options.out)
+        print(f"step time {median(times) * 1e3:.1f} ms with the optimizer (median of {len(times)})")
+        write(report, options.out)
         if options.save:
             torch.save(weights, options.save)
     pipe.close()
@@ -157,18 +158,15 @@ def train(
     return times
 
 
-def report(pipe: pipesched.Pipeline, measured: pipesched.Trace, times: list[float], out: Path) -> None:
-    """Predicted beside measured, in words and as files."""
-    predicted = pipe.predicted
-    print(f"step time {median(times) * 1e3:.1f} ms with the optimizer (median of {len(times)})")
-    for name, trace in (("predicted", predicted), ("measured", measured)):
-        print(f"{name:9}: makespan {trace.makespan_s * 1e3:.1f} ms, bubble {trace.bubble_ratio:.1%}")
+def write(report: pipesched.Report, out: Path) -> None:
+    """What was found, in words and as files."""
+    print(report.title, *report.lines, sep="\n")
     out.mkdir(parents=True, exist_ok=True)
-    figure = pipesched.viz.plot_compare([("predicted", predicted), ("measured", measured)])
-    figure.savefig(out / "timeline.png")
-    measured.to_chrome(out / "trace.json")
-    pipe.plan.save(out / "plan.json")
-    print(f"wrote {out}/timeline.png, {out}/trace.json (open it at ui.perfetto.dev), {out}/plan.json")
+    report.save(out / "report.html")
+    report.save(out / "report.png")
+    report.measured.to_chrome(out / "trace.json")
+    report.plan.save(out / "plan.json")
+    print(f"wrote {out}/report.html, {out}/report.png, {out}/trace.json (open it at ui.perfetto.dev), {out}/plan.json")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,9 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"  # a stage's input, from a producer
     SEND_B = "SEND_B"  # the gradient of a stage's input, to its producer
     RECV_B = "RECV_B"  # the gradient of a stage's output, from a consumer
+    OFFLOAD = "OFFLOAD"  # copy activations to the host, beside what is computed
+    FREE = "FREE"  # wait for that copy, and give their memory back
+    FETCH = "FETCH"  # bring them back, beside what is computed
 
 
 class Holding(StrEnum):
@@ -41,6 +44,7 @@ class Holding(StrEnum):
 
     INPUT = "input"  # the stage's input, all that a checkpointed forward keeps
     ACTIVATIONS = "activations"  # what the backward needs
+    OFFLOADED = "offloaded"  # the part of it that waits on the host between FREE and FETCH
     WEIGHT_GRAD = "weight_grad"  # what W needs, between I and W
     WEIGHTS = "weights"  # an older version of a stage's weights, which micro-batches in flight still use
 
@@ -62,12 +66,15 @@ KINDS: dict[Kind, KindRow] = {
     Kind.B: KindRow(Lane.COMPUTE, gives=_EVERYTHING),
     Kind.I: KindRow(Lane.COMPUTE, takes=Holding.WEIGHT_GRAD, gives=(Holding.INPUT, Holding.ACTIVATIONS)),
     Kind.W: KindRow(Lane.COMPUTE, gives=_EVERYTHING),
-    Kind.R: KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
+    Kind.R: KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS, gives=(Holding.INPUT,)),
     Kind.UPDATE: KindRow(Lane.COMPUTE, takes=Holding.WEIGHTS),
     Kind.SEND_F: KindRow(Lane.COPY),
     Kind.RECV_F: KindRow(Lane.COPY),
     Kind.SEND_B: KindRow(Lane.COPY),
     Kind.RECV_B: KindRow(Lane.COPY),
+    Kind.OFFLOAD: KindRow(Lane.COPY),
+    Kind.FREE: KindRow(Lane.COPY, gives=(Holding.OFFLOADED,)),
+    Kind.FETCH: KindRow(Lane.COPY, takes=Holding.OFFLOADED),
 }
 
 #: The kind at the other end of a transfer, both ways.
@@ -102,7 +109,7 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Action":
         """Read the text form. Raises ScheduleError naming what is wrong."""
-        match = _TEXT.fullmatch(text)
+        match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None or match[2] not in Kind.__members__:
             kinds = ", ".join(Kind)
             raise ScheduleError(f"an action is <stage><kind><micro-batch>, such as 2F0; got {text!r}; kinds: {kinds}")

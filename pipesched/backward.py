@@ -18,48 +18,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional
 
-from pipesched.errors import ExecutionError
 from pipesched.interception import Handler
+from pipesched.products import ConvolutionRule, Product, WeightRule, linear_rule, matmul_rule, saving_input, spread
 
-__all__ = ["PAYS_FLOPS", "Deferral", "Product", "edge_of", "enter", "weight_grad"]
-
-#: (gradient of the product's output, the product's input) -> the gradients of the product's weights
-WeightRule = Callable[[Tensor, Tensor], Sequence[Tensor]]
-
-
-class Product:
-    """One product whose weight gradient waits for W: its input, its weights, and its output's gradient once I ran."""
-
-    __slots__ = ("_grads", "grad", "input", "rule", "version", "weights")
-
-    def __init__(self, input: Tensor, weights: tuple[Tensor, ...], rule: WeightRule) -> None:
-        self.input = input.detach()
-        self.version = input._version
-        self.weights = weights
-        self.rule = rule
-        self.grad: Tensor | None = None
-        self._grads: list[Tensor | None] = [None] * len(weights)
-
-    def keep(self, grads: Sequence[Tensor | None]) -> None:
-        """The hook on the product's node."""
-        self.grad = grads[0]
-
-    def weight_grad(self, index: int) -> Tensor | None:
-        """Hand over the gradient of one weight; None where no gradient came, or for the second time.
-
-        Raises ExecutionError where the product's input was modified since.
-        """
-        if self.input._version != self.version:
-            raise ExecutionError(
-                f"the input of a product is needed for its weight gradient; a tensor of shape "
-                f"{list(self.input.shape)} was modified in place after it was used; "
-                f"remove the in-place operation, or use a schedule that does not split the backward"
-            )
-        if self.grad is not None:
-            self._grads = list(self.rule(self.grad, self.input))
-            self.grad = None
-        grad, self._grads[index] = self._grads[index], None
-        return grad
+__all__ = ["PAYS_FLOPS", "Deferral", "edge_of", "enter"]
 
 
 class _Lesson:
@@ -116,7 +78,7 @@ class Deferral:
         self._decided = False
         self._whole_up_to = -1
         self._kind: Hashable = None
-        self._noting = True
+        self._noting, self._saving = True, False
 
     def begin(self, live: Callable[[Tensor], Tensor] | None = None) -> None:
         """A step begins. live: the Parameter of which a tensor is a version, the tensor itself where it is none."""
@@ -142,6 +104,11 @@ class Deferral:
         """Whether the forward that was decided on is one that is learnt from."""
         return self._lesson is not None
 
+    @property
+    def num_noted(self) -> int:
+        """How many products the forward has shown so far."""
+        return len(self._products)
+
     def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
         """End a forward: its products. Those of one that was learnt from are none."""
         if self._lesson is not None:
@@ -149,6 +116,19 @@ class Deferral:
             self._lesson = None
         products, self._products = self._products, []
         return products
+
+    @contextmanager
+    def saving(self, *, again: bool = False) -> Iterator[None]:
+        """Within a layer that does not hold what autograd saves: inputs of products are saved in its graph alone.
+
+        again: the layer runs again, and builds the graph that its forward built.
+        """
+        before = self._saving, self._noting
+        self._saving, self._noting = True, self._noting and not again
+        try:
+            yield
+        finally:
+            self._saving, self._noting = before
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
@@ -176,9 +156,9 @@ class Deferral:
         if not self._defers(weight):
             return self._learn(function(*args, **kwargs), x, weight)
         if _lies_in_rows(x):
-            return self._note(x, (weight,), _linear_rule, lambda: function(x, weight.detach(), bias))
+            return self._note(x, (weight,), linear_rule, lambda x: function(x, weight.detach(), bias))
         rows = x.flatten(0, -2)
-        output = self._note(rows, (weight,), _linear_rule, lambda: function(rows, weight.detach()))
+        output = self._note(rows, (weight,), linear_rule, lambda rows: function(rows, weight.detach()))
         output = output.unflatten(0, x.shape[:-1])
         return output if bias is None else output + bias
 
@@ -189,7 +169,7 @@ class Deferral:
         if not self._defers(weight):
             return self._learn(function(x, weight), x, weight)
         rows = x if _lies_in_rows(x) else x.flatten(0, -2)
-        output = self._note(rows, (weight,), _matmul_rule, lambda: function(rows, weight.detach()))
+        output = self._note(rows, (weight,), matmul_rule, lambda rows: function(rows, weight.detach()))
         return output if rows is x else output.unflatten(0, x.shape[:-1])
 
     def _addmm(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +178,7 @@ class Deferral:
         bias, x, weight = args
         if not self._defers(weight):
             return self._learn(function(bias, x, weight), x, weight)
-        return self._note(x, (weight,), _matmul_rule, lambda: function(bias, x, weight.detach()))
+        return self._note(x, (weight,), matmul_rule, lambda x: function(bias, x, weight.detach()))
 
     def _convolution(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -210,9 +190,9 @@ class Deferral:
         if not self._defers(*weights):
             return self._learn(function(*args, **kwargs), x, *weights, channels=-1 - spatial)
         defaults = ((stride, 1), (padding, 0), (dilation, 1))
-        numbers = [_spread(default if value is None else value, spatial) for value, default in defaults]
-        rule = _ConvolutionRule(weight, bias, numbers, 1 if groups is None else groups)
-        return self._note(x, weights, rule, lambda: rule.forward(function, x))
+        numbers = [spread(default if value is None else value, spatial) for value, default in defaults]
+        rule = ConvolutionRule(weight, bias, numbers, 1 if groups is None else groups)
+        return self._note(x, weights, rule, lambda x: rule.forward(function, x))
 
     def _defers(self, *weights: Tensor) -> bool:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
@@ -223,12 +203,18 @@ class Deferral:
             self._lesson.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output
 
-    def _note(self, x: Tensor, weights: tuple[Tensor, ...], rule: WeightRule, call: Callable[[], Tensor]) -> Tensor:
-        output = call()
+    def _note(
+        self, x: Tensor, weights: tuple[Tensor, ...], rule: WeightRule, call: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        product = Product(weights, rule)
+        if self._saving and x.requires_grad:
+            x = saving_input(x, product)
+        else:
+            product.take(x.detach())
+        output = call(x)
         if not output.requires_grad:  # no input of the product needs a gradient: it still needs a node to hook
             (output,) = enter((output,))
         if self._noting:
-            product = Product(x, weights, rule)
             get_gradient_edge(output).node.register_prehook(product.keep)
             self._products.append(product)
         return output
@@ -261,63 +247,6 @@ def _lies_in_rows(x: Tensor) -> bool:
 def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     given = dict(zip(names, args, strict=False)) | kwargs
     return [given.get(name) for name in names]
-
-
-def _spread(value: Any, spatial: int) -> list[int]:
-    values = [value] if isinstance(value, int) else list(value)
-    return values * spatial if len(values) == 1 else values
-
-
-def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as matrices of one row a product; under autocast the input is cast as the product cast it."""
-    if x.dtype is not grad.dtype:
-        x = x.to(grad.dtype)
-    dims = x.dim()
-    if dims > 2:
-        return grad.flatten(0, -2), x.flatten(0, -2)
-    return (grad, x) if dims == 2 else (grad.unsqueeze(0), x.unsqueeze(0))
-
-
-def _linear_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
-    grad, x = _operands(grad, x)
-    return (grad.t().mm(x),)
-
-
-def _matmul_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
-    grad, x = _operands(grad, x)
-    return (x.t().mm(grad),)
-
-
-class _ConvolutionRule:
-    """Weight and bias gradients of a convolution, by the call that autograd makes."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, numbers: list[list[int]], groups: int) -> None:
-        self._weight = weight.detach()
-        self._bias = None if bias is None else bias.detach()
-        self._numbers = numbers  # stride, padding, dilation
-        self._groups = groups
-
-    def forward(self, function: Callable[..., Any], x: Tensor) -> Tensor:
-        """The convolution with its weights detached."""
-        output: Tensor = function(x, self._weight, self._bias, *self._numbers, self._groups)
-        return output
-
-    def __call__(self, grad: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        spatial = self._weight.dim() - 2
-        if x.dim() == spatial + 1:  # one unbatched picture
-            grad, x = grad.unsqueeze(0), x.unsqueeze(0)
-        _, *grads = torch.ops.aten.convolution_backward(
-            grad,
-            x if x.dtype is grad.dtype else x.to(grad.dtype),
-            self._weight if self._weight.dtype is grad.dtype else self._weight.to(grad.dtype),
-            None if self._bias is None else list(self._bias.shape),
-            *self._numbers,
-            False,  # not transposed
-            [0] * spatial,
-            self._groups,
-            [False, True, self._bias is not None],
-        )
-        return tuple(grads[:1] if self._bias is None else grads)
 
 
 def _reached(outputs: Sequence[GradientEdge]) -> tuple[set[Node], Counter[Tensor]]:
@@ -382,59 +311,3 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)
-
-
-#: Weights are delivered in groups of about so many bytes: a large gradient is added while it lies in the cache, and
-#: its memory is used again for the next one; small ones share the fixed cost of a node.
-_GROUP_BYTES = 1 << 20
-
-
-def weight_grad(products: Sequence[Product]) -> None:
-    """The weight gradients (W): computed, summed over a weight's uses, and delivered with the hooks of each weight."""
-    uses: _Uses = {}
-    for product in reversed(products):  # the order in which a backward comes to them
-        for index, weight in enumerate(product.weights):
-            uses.setdefault(weight, []).append((product, index))
-    roots = [_Delivery.apply(group, *group) for group in _groups(uses)]  # type: ignore[no-untyped-call]
-    if roots:
-        torch.autograd.backward(roots, [root.detach() for root in roots])
-
-
-_Uses = dict[Tensor, list[tuple[Product, int]]]
-
-
-def _groups(uses: _Uses) -> Iterator[_Uses]:
-    group: _Uses = {}
-    size = 0
-    for weight, of_weight in uses.items():
-        group[weight] = of_weight
-        size += weight.nbytes
-        if size >= _GROUP_BYTES:
-            yield group
-            group, size = {}, 0
-    if group:
-        yield group
-
-
-class _Delivery(torch.autograd.Function):
-    """A node above the AccumulateGrad nodes of some weights: autograd adds what it computes, and fires the hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, group: _Uses, *weights: Tensor) -> Tensor:
-        ctx.group = group
-        return torch.empty(0, device=weights[0].device)  # so that autograd knows the stream in which it computes
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        group, ctx.group = ctx.group, None
-        return None, *(_total(weight, of_weight) for weight, of_weight in group.items())
-
-
-def _total(weight: Tensor, of_weight: list[tuple[Product, int]]) -> Tensor | None:
-    total: Tensor | None = None
-    for product, index in of_weight:
-        grad = product.weight_grad(index)
-        if grad is not None:
-            grad = grad.to(weight.dtype)  # autocast computes in another; sums are made in the weight's own
-            total = grad if total is None else total + grad
-    return total

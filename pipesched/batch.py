@@ -1,13 +1,14 @@
 """Batch: a mini-batch cut into micro-batches, and how much each counts for the loss."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from pipesched.checks import shown
 from pipesched.errors import InputError
 from pipesched.payload import pytree, rows_of, split, trainable_leaves
 
@@ -119,6 +120,26 @@ class Splitter:
         sizes = [rows // count + (part < rows % count) for part in range(count)]
         return Batch(inputs, targets, sizes, self._dim("output") or 0)
 
+    def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
+        """A micro-batch of so many rows, of a sample's: fewer of them, or some again. Raises as ``batch``."""
+        whole = replace(self, num_microbatches=1).batch(args, kwargs, target)
+        has = whole.rows[0]
+
+        def chosen(value: Any, dim: int | None) -> Any:
+            def choose(tensor: Tensor) -> Tensor:
+                if dim is None or not tensor.dim() or rows == has:
+                    return tensor
+                picked = tensor.detach().index_select(dim, torch.arange(rows, device=tensor.device) % has)
+                return picked.requires_grad_(tensor.requires_grad)
+
+            return pytree.tree_map_only(Tensor, choose, value)
+
+        given = {f"argument {index}": (value, self._dim(index)) for index, value in enumerate(args)}
+        target_dim = self._target_dim(target, given | {f"{name}=": (v, self._dim(name)) for name, v in kwargs.items()})
+        own = tuple(chosen(value, self._dim(index)) for index, value in enumerate(args))
+        named = {name: chosen(value, self._dim(name)) for name, value in kwargs.items()}
+        return Batch([(own, named)], [] if target is None else [chosen(target, target_dim)], [rows])
+
     def _check_names(self, num_args: int, kwargs: Mapping[str, Any]) -> None:
         dims = self.split_dims
         if isinstance(dims, Mapping):
@@ -150,7 +171,7 @@ class Splitter:
         dims: Any = self.split_dims
         if isinstance(dims, Mapping):
             return list(dims.values())
-        return list(dims) if isinstance(dims, Sequence) and not isinstance(dims, str) else [dims]
+        return list(dims) if isinstance(dims, Sequence) and not isinstance(dims, str | bytes) else [dims]
 
     def _dim(self, argument: int | str) -> int | None:
         dims = self.split_dims
@@ -173,7 +194,14 @@ class Splitter:
         weights: list[Any] = list(batch.rows)
         if self.loss_weight is not None:
             given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
-            weights = [float(self.loss_weight(*args, **kwargs)) for args, kwargs in given]
+            found = [self.loss_weight(*args, **kwargs) for args, kwargs in given]
+            try:
+                weights = [float(weight) for weight in found]
+            except (TypeError, ValueError):
+                raise InputError(
+                    f"loss_weight returns one number for a micro-batch; got {shown(found[0])}; return such as "
+                    f"(target != -100).sum()"
+                ) from None
         total = sum(weights)
         if not 0 < total < inf:
             raise InputError(

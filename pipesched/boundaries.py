@@ -1,21 +1,25 @@
 """Boundaries: what the user pins of a model's cut, and where the partitioner puts the rest."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import networkx as nx
 
+from pipesched.checks import shown
 from pipesched.errors import PartitionError
 from pipesched.holdings import peak_in_flight
+from pipesched.keeping import Checkpoint
 from pipesched.links import Links
-from pipesched.lowering import CheckpointMode
 from pipesched.partitioner import Partition, partition
-from pipesched.partitioning.answer import quote_time
 from pipesched.program import Program
+from pipesched.tied import tied_bytes, tied_groups
+from pipesched.units import quote_time
 
-__all__ = ["Boundaries", "Cutter", "Pins", "tied_bytes"]
+__all__ = ["Boundaries", "Cutter", "Pins"]
 
 #: Every later stage's first layer, by position or name; or of some layers the stage that each begins.
 Boundaries = Sequence[int | str] | Mapping[int | str, int]
@@ -41,6 +45,10 @@ class Pins:
             self.starts_of_all()
         else:
             self._check_ascending()
+        if isinstance(self.together, str | Mapping) or not isinstance(self.together, Iterable):
+            raise PartitionError(
+                f"together is a list of groups of layers; got {shown(self.together)}; pass [(first, second)]"
+            )
         for group in self.together:
             if isinstance(group, str) or not isinstance(group, Collection):
                 raise PartitionError(f"together is a list of groups of layers; got {group!r}; pass [(first, second)]")
@@ -51,6 +59,11 @@ class Pins:
     def complete(self) -> bool:
         """Whether nothing is left to choose."""
         return self.boundaries is not None and not isinstance(self.boundaries, Mapping)
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Of each layer, its place in the row."""
+        return {layer: place for place, layer in enumerate(self.layers)}
 
     @property
     def starts(self) -> dict[str, int]:
@@ -104,10 +117,29 @@ class Pins:
             starts.append(start)
         return starts
 
+    def stages(self, starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+        """The layers of the stages that begin at these places."""
+        return tuple(tuple(self.layers[begin:end]) for begin, end in pairwise([*starts, len(self.layers)]))
+
+    def allows(self, starts: Sequence[int]) -> bool:
+        """Whether stages that begin at these places keep what was asked of a cut that is open."""
+        begins = all(starts[stage] == place for place, stage in self._begins)
+        return begins and all(bisect(starts, first) == bisect(starts, last) for first, last in self._groups)
+
+    @cached_property
+    def _begins(self) -> list[tuple[int, int]]:
+        return [(self.places[layer], stage) for layer, stage in self.starts.items()]
+
+    @cached_property
+    def _groups(self) -> list[tuple[int, int]]:
+        """The first and the last place of each group."""
+        places = [[self.places[layer] for layer in group] for group in self.together if group]
+        return [(min(group), max(group)) for group in places]
+
     def check_together(self, starts: Sequence[int]) -> None:
         """Raise PartitionError where boundaries tear a group apart."""
         for group in self.together:
-            stages = {name: sum(start <= self.layers.index(name) for start in starts) - 1 for name in group}
+            stages = {layer: bisect(starts, self.places[layer]) - 1 for layer in group}
             if len({*stages.values()}) > 1:
                 raise PartitionError(
                     f"layers kept together share a stage; the boundaries put {_listed(stages)}; move a boundary, or "
@@ -137,14 +169,20 @@ class Cutter:
     """Cuts a model's layers into the stages of a program.
 
     graph: measured, as `pipesched.graph_of` gives it; called where it is needed. links: between ranks, where they are
-    known: then what crosses a cut counts.
+    known: then what crosses a cut counts. memory_limit_bytes: of each rank, for weights, gradients and activations.
+    speeds: of some ranks' devices, as shares of the others'. choices: what may be done with activations to keep the
+    limit, layer by layer; the partition says what was chosen. host_bytes_per_s: of ranks, for those that may go there.
     """
 
     pins: Pins
     program: Program
     graph: Callable[[], "nx.DiGraph[str]"]
-    checkpoint: CheckpointMode = "never"
+    checkpoint: Checkpoint = "never"
     links: Links | None = None
+    memory_limit_bytes: Sequence[float] | None = None
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    choices: Collection[Literal["recompute", "offload"]] = ()
+    host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.links is not None and not isinstance(self.links, Links):
@@ -164,9 +202,10 @@ class Cutter:
         found: Partition | None = None
         if self.pins.complete:
             starts = self.pins.starts_of_all()
-        elif 1 < num_stages < len(layers) or self.pins.starts or self.pins.together:
+            found = self._given([layers[start] for start in starts]) if self.choices else None
+        elif self.choices or 1 < num_stages < len(layers) or self.pins.starts or self.pins.together:
             found = self._solved()
-            starts = [layers.index(stage[0]) for stage in found.stages]
+            starts = [self.pins.places[stage[0]] for stage in found.stages]
         else:
             starts = list(range(num_stages))
         if len(starts) != num_stages:
@@ -176,17 +215,22 @@ class Cutter:
                 f"for some"
             )
         self.pins.check_together(starts)
-        ends = [*starts[1:], len(layers)]
-        return tuple(tuple(layers[start:end]) for start, end in zip(starts, ends, strict=True)), found
+        return self.pins.stages(starts), found
 
-    def of(self, stages: Sequence[Sequence[str]]) -> Partition:
-        """What stages that are given cost, and how far they are from the best."""
+    def of(self, stages: Sequence[Sequence[str]], why: str = "the boundaries are given") -> Partition:
+        """What these stages cost, why they are cut so, and how far they are from the best."""
         graph = self.graph()
         row = _in_a_row(graph)
         own = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
         best = self._partition(row)
         own = replace(own, lower_bound_s=best.lower_bound_s)
-        return self._explained(graph, own, f"the boundaries are given; {_against(own, best, 'others')}")
+        return self._explained(graph, own, f"{why}; {_against(own, best, 'others')}")
+
+    def _given(self, firsts: Sequence[str]) -> Partition:
+        """Where the stages begin with these layers."""
+        graph = self.graph()
+        own = self._partition(_in_a_row(graph), {name: stage for stage, name in enumerate(firsts) if stage})
+        return self._explained(graph, own, "the boundaries are given")
 
     def _solved(self) -> Partition:
         graph = self.graph()
@@ -236,14 +280,23 @@ class Cutter:
             communication="none" if link is None else "overlap",
             bandwidth_bytes_per_s=None if link is None else link[1],
             latency_s=0 if link is None else link[0],
-            in_flight=self._in_flight(),
+            memory_limit_bytes=self.memory_limit_bytes,
+            in_flight=self._in_flight() if self.checkpoint == "never" else [1] * len(self._ranks),
             weight_copies=_COPIES,
+            speeds=self._speeds(named),
             starts=starts,
             together=together,
-            exactly=bool(starts or together or link),
+            exactly=bool(starts or together or link or self.memory_limit_bytes or self.speeds),
             placement=[named.index(rank) for rank in self._ranks] if self._chunks else None,
+            checkpoint=self.choices,
+            offload_bytes_per_s=self.host_bytes_per_s,
             max_ideals=_MOST_IDEALS,
         )
+
+    def _speeds(self, named: Sequence[int]) -> list[float] | None:
+        """Of the ranks where they have several stages, else of the stages."""
+        ranks = named if self._chunks else self._ranks
+        return [self.speeds.get(rank, 1.0) for rank in ranks] if self.speeds else None
 
     def _link(self) -> tuple[float, float] | None:
         """Latency and bandwidth of the slowest link between neighbours; none where none is known to take time."""
@@ -267,7 +320,7 @@ class Cutter:
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         sizes = graph.graph["parameters"]
         moved = 0
-        for users, names in _tied_groups(graph).items():
+        for users, names in tied_groups(graph).items():
             ranks = [rank_of[user] for user in users]
             moved += tied_bytes(sum(sizes[name][1] for name in names), ranks)
         link = self._link()
@@ -284,11 +337,13 @@ class Cutter:
             used = {name for layer in names for name in graph.nodes[layer]["parameters"]}
             sizes = [graph.graph["parameters"][name] for name in used]
             activations = sum(graph.nodes[layer].get("activation_bytes", 0) for layer in names)
-            if self.checkpoint != "never":
+            weights = sum(size for _, size in sizes)
+            if self.choices:
+                activations = own.memory_bytes - _COPIES * weights
+            elif self.checkpoint in ("always", "except_last"):
                 activations += count * own.bytes_in
             else:
                 activations *= count
-            weights = sum(size for _, size in sizes)
             summaries.append(
                 replace(
                     own,
@@ -300,14 +355,6 @@ class Cutter:
                 )
             )
         return replace(found, ranks=tuple(self._ranks), summaries=tuple(summaries), reason=reason)
-
-
-def tied_bytes(size: int, ranks: Sequence[Any]) -> int:
-    """What a tied weight of so many bytes costs a step: it goes to the other ranks, and a gradient a use comes back.
-
-    ranks: of its uses, in order; or their devices.
-    """
-    return sum(size * (1 + ranks.count(rank)) for rank in {*ranks} - {ranks[0]})
 
 
 def _against(found: Partition, best: Partition, what: str) -> str:
@@ -326,20 +373,7 @@ def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
     return row
 
 
-def _tied_groups(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
-    """The parameters that several layers use, by these."""
-    users: dict[str, list[str]] = {}
-    for layer, names in graph.nodes(data="parameters"):
-        for name in names:
-            users.setdefault(name, []).append(layer)
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, layers in users.items():
-        if len(layers) > 1:
-            groups.setdefault(tuple(layers), []).append(name)
-    return groups
-
-
 def _tied(graph: "nx.DiGraph[str]") -> list[tuple[str, ...]]:
     """The groups of layers that use the same parameters, those with the most bytes first."""
-    sizes, groups = graph.graph["parameters"], _tied_groups(graph)
+    sizes, groups = graph.graph["parameters"], tied_groups(graph)
     return sorted(groups, key=lambda users: -sum(sizes[name][1] for name in groups[users]))

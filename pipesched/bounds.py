@@ -16,7 +16,8 @@ from itertools import pairwise
 from numbers import Rational
 from typing import Any
 
-from pipesched.costs import Costs
+from pipesched.checks import as_list, is_count
+from pipesched.costs import Costs, check_costs
 from pipesched.errors import ScheduleError
 from pipesched.holdings import rank_limits
 from pipesched.placement import Placement
@@ -44,7 +45,9 @@ def lower_bound(
     one is not known in general (the problem is NP-hard). Raises ScheduleError for a placement, a limit or a number of
     micro-batches that does not fit.
     """
-    placement = tuple(range(costs.num_stages)) if placement is None else tuple(placement)
+    check_costs(costs)
+    rule, remedy = "a placement is a list with a rank for each stage", "pass such as (0, 1, 0, 1)"
+    placement = tuple(range(costs.num_stages) if placement is None else as_list(placement, rule, remedy))
     _check(costs, num_microbatches, placement)
     if costs.overlap < 1:  # all that a pair which overlaps may gain
         costs = costs.scaled(costs.overlap)
@@ -108,10 +111,12 @@ def _of_graph(program: Program, costs: Costs) -> float:
 
 
 def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
-    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+    if not is_count(num_microbatches):
         raise ScheduleError(
             f"a bound is for a whole number of micro-batches, at least 1; got {num_microbatches!r}; pass 1 or more"
         )
+    if not all(is_count(rank, 0) for rank in placement):
+        raise ScheduleError(f"ranks are counted from 0; got a placement {placement!r}; pass whole numbers from 0 on")
     if len(placement) != costs.num_stages:
         raise ScheduleError(
             f"a placement names a rank for each stage; the costs have {costs.num_stages} stages, the placement "

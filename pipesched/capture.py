@@ -5,7 +5,6 @@ gave. Replay runs the same code again for a part of the calls; so nothing is tra
 model's containers are written in, they run as they are.
 """
 
-import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
@@ -14,7 +13,7 @@ from functools import cached_property
 from inspect import currentframe
 from itertools import accumulate, pairwise
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +27,16 @@ from pipesched.pattern import Pattern, named_leaves, positional, tensors_in
 from pipesched.payload import pytree
 from pipesched.randomness import draws, outside_state
 from pipesched.ties import Place
+from pipesched.untouched import unchanged
 
 __all__ = [
     "INPUT",
     "Call",
     "Capture",
+    "FunctionCall",
     "Value",
     "name_of",
     "record",
-    "unchanged",
 ]
 
 INPUT = -1  # in a value's place of a call: it is one of the model's inputs
@@ -87,6 +87,14 @@ class Call:
         return self.layer + f" (call {self.number + 1})" * bool(self.number) if self.layer else self.function
 
 
+class FunctionCall(NamedTuple):
+    """A call of a function between layers. values: what the tensors among its arguments are, where they are any."""
+
+    function: Callable[..., Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    values: tuple[Value | None, ...]
+
+
 @dataclass
 class Capture:
     """What a forward does. quiet: functions that are no calls: they ask for shapes and the like.
@@ -96,7 +104,7 @@ class Capture:
     layer's call, for measuring. outside: the layers that drew random numbers outside torch; "": the code between did.
     layer's call, for measuring. hidden: calls of which the second takes what the first made and did not return.
     changed: attributes of containers, and to what the forward has set them. results: the output's tensors.
-    told: for a call of a layer, its attributes that were set before.
+    told: for a call of a layer, its attributes that were set before. functions: of each call of one, for measuring.
     """
 
     calls: list[Call]
@@ -110,6 +118,7 @@ class Capture:
     changed: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
     results: list[Tensor] = field(default_factory=list)
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
+    functions: dict[int, FunctionCall] = field(default_factory=dict)
 
     @cached_property
     def layer_calls(self) -> list[Call]:
@@ -206,6 +215,7 @@ class _Recorder(TorchFunctionMode):
         self._ways: list[tuple[Call, Call]] = []
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
         self._told: dict[int, dict[str, Any]] = {}
+        self._functions: dict[int, FunctionCall] = {}
         self._first_use: dict[str, int] = {}  # of parameters and buffers between layers
         self._elsewhere: set[int] = set()  # memory that no call of this forward has made
         self._recomputed: dict[FrameType, tuple[Call, Call]] = {}  # by call of torch's checkpoint: the first and last
@@ -227,7 +237,7 @@ class _Recorder(TorchFunctionMode):
         self._alive.clear()  # the memory is free at once, though the shells refer to each other
         quiet, looked_at = frozenset(self._quiet), frozenset(self._looked_at)
         capture = Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples, frozenset(self._outside))
-        capture.told = self._told
+        capture.told, capture.functions = self._told, self._functions
         capture.hidden, capture.changed, capture.results = self._ways, self._shells.changed(), list(tensors_in(output))
         return capture
 
@@ -268,7 +278,10 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         name, changed = name_of(func), _changed(taken, versions)
         if changed or any(True for _ in tensors_in(result)):
+            values = tuple(self._value.get(id(tensor)) for tensor in taken)
             result, call = self._new("", name, taken, changed, result)
+            arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            self._functions[call.index] = FunctionCall(func, arguments, values)
             call.random, call.sealed = draws(func, args, kwargs), not torch.is_grad_enabled()
         elif taken and (name in _READS or (name in _ASKS and self._given(taken))):
             self._new("", name, taken, changed, None)[1].reads = True
@@ -359,7 +372,7 @@ class _Recorder(TorchFunctionMode):
                 self._alive.append(tensor)
         call.outward = any(_memory(taken[position]) in self._elsewhere for position in changed)
         for position in changed:
-            if not {id(taken[position])} & {*self._value, *self._names}:
+            if id(taken[position]) not in self._value and id(taken[position]) not in self._names:
                 raise GraphError(
                     f"what is changed in place was made in this forward, or is an input or a buffer; {call} changes a "
                     f"tensor of shape {tuple(taken[position].shape)} that is none of these; register it as a buffer"
@@ -413,22 +426,6 @@ def _changed(tensors: list[Tensor], versions: list[int]) -> list[int]:
         for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
         if tensor._version != version
     ]
-
-
-class _SharedTensors(TorchFunctionMode):
-    """Copies share tensors."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
-
-
-def unchanged(value: Any) -> Any:
-    """The value with copies, around the same tensors, of objects that a layer may change: caches of keys grow."""
-    leaves, spec = pytree.tree_flatten(value)
-    plain = Tensor, int, float, str, bytes, type(None), nn.Module
-    with _SharedTensors():
-        copies = [leaf if isinstance(leaf, plain) else copy.deepcopy(leaf) for leaf in leaves]
-    return pytree.tree_unflatten(copies, spec)
 
 
 def _memory(tensor: Tensor) -> int:

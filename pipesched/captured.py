@@ -1,8 +1,9 @@
 """Captured: a model of any code as layers in the order of their calls, and the bodies of its stages."""
 
 import copy
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -12,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.body import Body, CallLayer
-from pipesched.capture import Call, Capture, Value, record
+from pipesched.capture import Call, Capture, FunctionCall, Value, record
 from pipesched.containers import Twin, as_whole, find_layers, set_attributes
+from pipesched.contents import lacks_contents
 from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.flow import flow_of, gap, narrowest, unused, with_costs
 from pipesched.pattern import named_leaves, positional, tensors_in
 from pipesched.payload import Apart, pytree
-from pipesched.profiler import LayerCosts, measure_calls
+from pipesched.profiler import QUICK, Between, Effort, measure_calls
+from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.randomness import KeyedRandom
 from pipesched.replay import Look, Replay, StandIns
@@ -131,8 +134,31 @@ class Captured:
             if call.index in rank_of
         ]
 
-    def measure(self, device: torch.device, intra_op_threads: int) -> dict[str, LayerCosts]:
-        """What each layer costs, with those after it that no stage may begin with."""
+    def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
+        """Its own, and those behind it that begin no stage. again: they are to run again by themselves.
+
+        Raises GraphError where a backward could not make one of them again: it depends on what is not passed to it.
+        """
+        begin = layer
+        found: list[Call] = []
+        for name, call in self.calls.items():
+            begin = name if name in self.layers else begin
+            if begin == layer and (found or name == layer):
+                found.append(call)
+        for capture in self.captures.values() if again else ():
+            apart = {call.place for pair in capture.hidden for call in pair}
+            apart |= {capture.calls[index].place for index in capture.told}
+            for call in found:
+                if call.place in apart:
+                    raise GraphError(
+                        f"a layer that runs again in its backward takes all that it uses as arguments; {call} has "
+                        f"attributes that other code sets, or shares tensors with other layers in objects; take it "
+                        f"out of checkpoint=, or pass what it uses"
+                    )
+        return [call.place for call in found]
+
+    def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
+        """What each layer costs, with those after it that no stage may begin with, and the functions between."""
         capture = self.captures[self.model.training]
         calls = {
             name: (_as_told(self.modules[call.layer], capture, call), capture.examples[call.index])
@@ -142,17 +168,32 @@ class Captured:
             {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         )
         wanted = {name for name, call in self.calls.items() if trained.intersection(call.takes)}
+        index_of = {name: call.index for name, call in self.calls.items()}
+        if not lacks_contents(self.model):
+            for call in capture.calls:
+                if not (call.layer or call.reads or call.sealed or call.index in capture.free):
+                    between = capture.functions[call.index]
+                    name = f"{call}:{call.index}"
+                    calls[name] = Between(between.function), _with_grads(between, trained)
+                    index_of[name] = call.index
+        calls = dict(sorted(calls.items(), key=lambda item: index_of[item[0]]))
+        begins = self._begins(capture)
+        names, starts = list(begins), list(begins.values())
         costs: dict[str, LayerCosts] = {}
-        for name, own in measure_calls(calls, wanted, device, intra_op_threads).items():
-            begin = name if name in self.layers else next(reversed(costs))
+        for name, own in measure_calls(calls, wanted, device, intra_op_threads, effort).items():
+            begin = names[bisect_right(starts, index_of[name]) - 1]
             costs[begin] = costs[begin] + own if begin in costs else own
         return costs
 
+    def _begins(self, capture: Capture) -> dict[str, int]:
+        """The first call of each layer, with the code before it that belongs to it."""
+        order = list(self.calls)
+        return {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
+
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         """The layers as a graph, with what is known of their costs."""
-        capture, order = self.captures[self.model.training], list(self.calls)
-        begins = {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
-        return with_costs(flow_of(self.model, capture, begins), costs)
+        capture = self.captures[self.model.training]
+        return with_costs(flow_of(self.model, capture, self._begins(capture)), costs)
 
     def _parts(self, cut: Cut) -> dict[bool, list[Part]]:
         """By mode, what each stage runs."""
@@ -353,6 +394,16 @@ def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
     copy = Twin(layer).layer
     copy.__dict__.update(capture.told[call.index])
     return copy
+
+
+def _with_grads(between: FunctionCall, trained: Set[Value]) -> Any:
+    """The arguments of a function; of what is trained gradients are asked for."""
+    leaves, spec = pytree.tree_flatten(between.arguments)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for place, value in zip(places, between.values, strict=False):
+        if value in trained and leaves[place].is_floating_point():
+            leaves[place] = leaves[place].detach().requires_grad_()
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,9 +1,6 @@
 """The command ``pipesched``: list, show, check and compare schedules, without torch and in a moment; and cut models."""
 
-import importlib.util
-import json
 import shutil
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,21 +9,20 @@ import click
 
 from pipesched import __version__, schedules
 from pipesched.costs import Costs
-from pipesched.errors import GraphError, PipeschedError, ScheduleError
+from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.files import load_program
 from pipesched.holdings import peak_in_flight
-from pipesched.links import Links
+from pipesched.model_commands import graph, report, tune
+from pipesched.options import FILE, INPUT, MICROBATCHES, RANKS, read_links, write
 from pipesched.program import Program
 from pipesched.simulator import simulate
 from pipesched.trace import Trace
+from pipesched.units import quote_time
 from pipesched.validation import validate
 from pipesched.viz.text import text_timeline
-from pipesched.viz.units import quote_time
 
 __all__ = ["main"]
 
-_RANKS, _MICROBATCHES = 4, 8
-_INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -46,6 +42,10 @@ def main() -> None:
     """Study pipeline schedules: simulate, draw, check and compare them, without torch and without a GPU."""
 
 
+for _command in (report, graph, tune):
+    main.add_command(_command)
+
+
 def _apply(command: _Command, *options: Callable[[_Command], _Command]) -> _Command:
     for option in reversed(options):
         command = option(command)
@@ -56,8 +56,8 @@ def _shape_options(command: _Command) -> _Command:
     count = click.IntRange(min=1)
     return _apply(
         command,
-        click.option("--ranks", type=count, help=f"Number of ranks.  [default: {_RANKS}]"),
-        click.option("--microbatches", type=count, help=f"Number of micro-batches.  [default: {_MICROBATCHES}]"),
+        click.option("--ranks", type=count, help=f"Number of ranks.  [default: {RANKS}]"),
+        click.option("--microbatches", type=count, help=f"Number of micro-batches.  [default: {MICROBATCHES}]"),
     )
 
 
@@ -80,13 +80,9 @@ def _cost_options(command: _Command) -> _Command:
             )
             for name, text in texts.items()
         ),
-        click.option("--links", type=_INPUT, help="JSON of what lies between ranks, as Links.to_dict gives it."),
+        click.option("--links", type=INPUT, help="JSON of what lies between ranks, as Links.to_dict gives it."),
         click.option(
-            "--output-bytes",
-            type=click.IntRange(min=0),
-            default=0,
-            show_default=True,
-            help="Bytes of a stage's output for one micro-batch, which travel over the links.",
+            "--output-bytes", type=click.IntRange(min=0), default=0, help="Bytes of a micro-batch's output over links."
         ),
     )
 
@@ -99,15 +95,8 @@ def _simulate(
         name: tuple(cost / share for share in program.shares) for name, cost in rank_costs_s.items()
     }
     sizes = (output_bytes,) * program.num_stages
-    between = None if links is None else _read_links(links)
+    between = None if links is None else read_links(links)
     return simulate(program, Costs(**stage_costs, transfer_s=transfer_s, output_bytes=sizes, links=between))
-
-
-def _read_links(path: Path) -> Links:
-    try:
-        return Links.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, ScheduleError) as error:
-        raise ScheduleError(f"{path}: {error}") from error
 
 
 def _read(path: str, *, max_in_flight: int | None = None, exact: bool = False) -> Program:
@@ -138,18 +127,7 @@ def _program(
     if Path(schedule).is_file():
         return _read(schedule)
     options = {} if chunks is None else {"chunks_per_rank": chunks}
-    return schedules.get(schedule).program(ranks or _RANKS, microbatches or _MICROBATCHES, steps=steps, **options)
-
-
-def _write(write: Callable[[Path], object], path: Path) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise click.FileError(str(path), error.strerror) from error
-    click.echo(f"wrote {path}", err=True)
-
-
-_FILE = click.Path(dir_okay=False, path_type=Path)
+    return schedules.get(schedule).program(ranks or RANKS, microbatches or MICROBATCHES, steps=steps, **options)
 
 
 @main.command("list")
@@ -170,8 +148,8 @@ def list_() -> None:
 @_cost_options
 @click.option("--text", is_flag=True, help="Print the timeline as text, and the figures: the default.")
 @click.option("--width", type=click.IntRange(min=20), help="Columns of the text.  [default: the terminal's]")
-@click.option("--png", type=_FILE, help="Draw the timeline into this file.")
-@click.option("--chrome", type=_FILE, help="Write Chrome's trace JSON, which Perfetto opens, into this file.")
+@click.option("--png", type=FILE, help="Draw the timeline into this file.")
+@click.option("--chrome", type=FILE, help="Write Chrome's trace JSON, which Perfetto opens, into this file.")
 @click.option("--program", "as_program", is_flag=True, help="Print the program in the form that `check` reads.")
 def show(  # noqa: PLR0913  # one parameter an option
     schedule: str,
@@ -211,9 +189,9 @@ def show(  # noqa: PLR0913  # one parameter an option
         from pipesched.viz import plot_timeline
 
         figure: Any = plot_timeline(trace).figure
-        _write(lambda path: figure.savefig(path, format="png"), png)
+        write(lambda path: figure.savefig(path, format="png"), png)
     if chrome:
-        _write(trace.to_chrome, chrome)
+        write(trace.to_chrome, chrome)
 
 
 def _figures(trace: Trace) -> str:
@@ -230,9 +208,7 @@ def _numbers(values: Iterable[int]) -> str:
 
 @main.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
-@click.option(
-    "--max-in-flight", type=click.IntRange(min=0), help="The most (stage, micro-batch) pairs a rank may hold."
-)
+@click.option("--max-in-flight", type=click.IntRange(min=0), help="Most (stage, micro-batch) pairs that a rank holds.")
 @click.option("--exact", is_flag=True, help="Demand ascending micro-batch order, so that results are equal to the bit.")
 def check(file: str, max_in_flight: int | None, exact: bool) -> None:
     """Prove that the program in FILE ('-': standard input) is complete, ordered and free of deadlock.
@@ -252,7 +228,7 @@ def check(file: str, max_in_flight: int | None, exact: bool) -> None:
 @click.argument("names", metavar="[SCHEDULE]...", nargs=-1)
 @_shape_options
 @_cost_options
-@click.option("--png", type=_FILE, help="Draw the timelines on one time scale into this file.")
+@click.option("--png", type=FILE, help="Draw the timelines on one time scale into this file.")
 def compare(
     names: tuple[str, ...], ranks: int | None, microbatches: int | None, png: Path | None, **costs: Any
 ) -> None:
@@ -281,7 +257,7 @@ def compare(
     if png:
         from pipesched.viz import plot_compare
 
-        _write(
+        write(
             lambda path: plot_compare([(name, t) for name, (_, t) in traces.items()]).savefig(path, format="png"), png
         )
 
@@ -291,65 +267,6 @@ def _peak(program: Program) -> float:
     share = dict(zip(program.placement, program.shares, strict=True))
     ranks = range(program.num_ranks)
     return max(peak_in_flight(program.orders.rank(rank)) / share.get(rank, 1) for rank in ranks)
-
-
-@main.command()
-@click.argument("model")
-@click.option("--stages", type=click.IntRange(min=1), default=_RANKS, show_default=True, help="Number of stages.")
-@click.option("-o", "--output", type=_FILE, help="Draw the layers with their cuts into this file.")
-def graph(model: str, *, stages: int, output: Path | None) -> None:
-    """Measure the layers of MODEL, cut them into stages, and say what each stage has, sends and costs, and why.
-
-    MODEL is file.py:function or module:function; the function takes nothing and returns (model, sample), as Pipeline
-    takes them. This command imports torch and runs the model on the CPU.
-    """
-    import pipesched
-    from pipesched.boundaries import Cutter, Pins
-
-    made, sample = _model(model)
-    layers = pipesched.graph_of(made, sample)
-    cutter = Cutter(Pins(list(layers)), schedules.get("1f1b").program(stages, _MICROBATCHES), lambda: layers)
-    cut, found = cutter.cut()
-    click.echo((found or cutter.of(cut)).explain())
-    if output:
-        from pipesched.viz import plot_layers
-
-        figure: Any = plot_layers(layers, cut).figure
-        _write(figure.savefig, output)
-
-
-def _model(target: str) -> tuple[Any, Any]:
-    """The model and the sample that a function of the user's makes."""
-    place, _, name = target.rpartition(":")
-    try:
-        function = getattr(_module(place), name)
-    except (ImportError, OSError, AttributeError, ValueError) as error:
-        raise GraphError(
-            f"MODEL is file.py:function or module:function; {target!r} is none that can be imported: {error}; "
-            f"correct the path or the name"
-        ) from error
-    made = function()
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise GraphError(
-            f"the function returns a pair of a model and a sample; {target} returned {type(made).__name__}; "
-            f"return (model, sample)"
-        )
-    return made
-
-
-def _module(place: str) -> Any:
-    """What lies in a file, or a module that can be imported from here."""
-    if not place.endswith(".py"):
-        sys.path.insert(0, "")
-        return importlib.import_module(place)
-    path = Path(place).resolve()
-    sys.path.insert(0, str(path.parent))  # as python does for a script
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{place} is no file of Python")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipesched.graph import hooks_of
+from pipesched.graph import hooks_of, is_compiled
 
 __all__ = ["Shells", "Twin", "as_whole", "find_layers", "set_attributes"]
 
@@ -57,6 +57,8 @@ def find_layers(model: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.
 
 
 def _opens(module: nn.Module, total: int) -> bool:
+    if is_compiled(module):
+        return False
     if _is_list(module):
         return True
     if hooks_of(module) or isinstance(module, torch.jit.ScriptModule):

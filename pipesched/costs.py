@@ -1,14 +1,17 @@
 """Costs: plain numbers a stage, with their units in their names. Times may be whole numbers: sums then are exact."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pipesched.actions import Action, Holding, Kind
+from pipesched.checks import check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.links import Links, check_number, plain
+from pipesched.overheads import Overheads
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "check_costs"]
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,19 @@ class Costs:
     given), recompute (R: a forward unless given), update (the optimizer's step: 0 unless given).
     overlap: the share of the sum of both times that a forward and a backward take that overlap; 1 where overlapping
     gains nothing. transfer_s: latency of a tensor between different ranks, beside what ``links`` add.
-    Sizes in bytes, one a stage: activations held for the backward, the stage's input (all that a checkpointed
-    forward keeps), what is held between I and W, the stage's weights (for each version of them), and its output (and
-    so the gradient that comes back). links: what lies between the ranks; nothing that takes time unless given.
+    Sizes in bytes, one a stage: activations held for the backward (without the model's own inputs: they are the
+    batch's), the stage's input (all that a checkpointed forward keeps), what is held between I and W, the stage's
+    weights (for each version of them), and its output (and so the gradient that comes back; kept: the part of it that
+    is among the activations). links: what lies between the ranks; nothing that takes time unless given. Of a stage's
+    own, whatever is in flight: gradients of its parameters (deferred: of these those that W makes), the optimizer's
+    state, buffers. Transients: the most that an action holds beyond what is held as it begins: F and R beyond the
+    activations that they leave, an F that keeps but its input beyond that (as both unless given), B once there are
+    gradients to which it adds; the first one with these (as both unless given), I with what it leaves for W (as both
+    unless given), W (as B unless given), and the optimizer's step.
+    waiting_s: for how long of its forward and its whole backward together a stage leaves the processor to others, as
+    one that waits for a device. overheads: what ranks take beside their stages' work; nothing unless given.
+    offload_bytes: the part of the activations that goes to the host and back where a program says so, in offload_s and
+    fetch_s, beside what is computed.
     """
 
     forward_s: tuple[float, ...]
@@ -38,6 +51,23 @@ class Costs:
     output_bytes: tuple[int, ...] = ()
     overlap: float = 1
     links: Links | None = None
+    gradient_bytes: tuple[int, ...] = ()
+    optimizer_bytes: tuple[int, ...] = ()
+    buffer_bytes: tuple[int, ...] = ()
+    forward_transient_bytes: tuple[int, ...] = ()
+    backward_transient_bytes: tuple[int, ...] = ()
+    waiting_s: tuple[float, ...] = ()
+    overheads: Overheads | None = None
+    first_backward_transient_bytes: tuple[int, ...] = ()
+    input_grad_transient_bytes: tuple[int, ...] = ()
+    weight_grad_transient_bytes: tuple[int, ...] = ()
+    deferred_gradient_bytes: tuple[int, ...] = ()
+    update_transient_bytes: tuple[int, ...] = ()
+    offload_bytes: tuple[int, ...] = ()
+    offload_s: tuple[float, ...] = ()
+    fetch_s: tuple[float, ...] = ()
+    dropping_transient_bytes: tuple[int, ...] = ()
+    kept_output_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _TUPLES:
@@ -49,6 +79,8 @@ class Costs:
             object.__setattr__(self, name, plain(getattr(self, name)))
         if not isinstance(self.links, Links | None):
             raise ScheduleError(f"links are pipesched's Links; got {self.links!r}; pass Links(...) or None")
+        if not isinstance(self.overheads, Overheads | None):
+            raise ScheduleError(f"overheads are pipesched's Overheads; got {self.overheads!r}; pass them or None")
         self._check(_GIVEN)
         if not self.backward_s:
             whole = tuple(i + w for i, w in zip(self.input_grad_s, self.weight_grad_s, strict=True))
@@ -58,7 +90,12 @@ class Costs:
         for name in _ZERO:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * self.num_stages)
-        self._check(_TUPLES)
+        self._check(("backward_s", "recompute_s", *_ZERO))
+        for name, parts in _SUMS.items():
+            if not getattr(self, name):
+                columns = zip(*(getattr(self, part) for part in parts), strict=True)
+                object.__setattr__(self, name, tuple(map(sum, columns)))
+        self._check(_SUMS)
         for name in _SCALARS:
             check_number(getattr(self, name), name)
 
@@ -70,8 +107,16 @@ class Costs:
                     f"costs have one number a stage; forward_s has {self.num_stages}, {name} has {len(values)}; "
                     f"give as many"
                 )
+            if {*map(type, values)} <= {int, float} and min(values, default=0) >= 0 and sum(values) < math.inf:
+                continue
             for stage, value in enumerate(values):
                 check_number(value, f"{name} of stage {stage}")
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of each stage: in which part of its time it computes, and does not wait."""
+        times = zip(self.forward_s, self.backward_s, self.waiting_s, strict=True)
+        return tuple(max(0.0, 1 - waits / (there + back)) if waits else 1 for there, back, waits in times)
 
     @property
     def num_stages(self) -> int:
@@ -89,9 +134,13 @@ class Costs:
             raise ScheduleError(
                 f"costs are {', '.join(field.name for field in fields(cls))}; got {unknown[0]!r}; leave it out"
             )
+        if not is_count(num_stages):
+            raise ScheduleError(
+                f"costs are for a whole number of stages, at least 1; got {shown(num_stages)}; pass 1 or more"
+            )
         costs = {"forward_s": 1, "input_grad_s": 1, "weight_grad_s": 1, **costs}
         spread: dict[str, Any] = {
-            name: value if name in _SCALARS or name == "links" else (value,) * num_stages
+            name: value if name in _SCALARS or name in ("links", "overheads") else (value,) * num_stages
             for name, value in costs.items()
         }
         return cls(**spread)
@@ -103,7 +152,7 @@ class Costs:
         return times
 
     def seconds(self, action: Action) -> float:
-        """How long a compute action takes; 0 for any other."""
+        """How long an action of a stage takes; 0 for transfers between stages."""
         times = self.times(action.kind)
         return times[action.stage] if times else 0
 
@@ -112,26 +161,29 @@ class Costs:
         return {
             Holding.INPUT: self.input_bytes,
             Holding.ACTIVATIONS: self.activation_bytes,
+            Holding.OFFLOADED: self.offload_bytes,
             Holding.WEIGHT_GRAD: self.weight_grad_bytes,
             Holding.WEIGHTS: self.weight_bytes,
         }
 
     def scaled(self, factor: float) -> "Costs":
-        """All times multiplied by ``factor``; sizes as they are."""
+        """All times multiplied by ``factor``; sizes as they are. Raises ScheduleError for what is no number."""
+        check_number(factor, "the factor")
         times: dict[str, Any] = {
-            name: tuple(value * factor for value in getattr(self, name)) for name in _TIME_OF.values()
+            name: tuple(value * factor for value in getattr(self, name)) for name in (*_TIME_OF.values(), "waiting_s")
         }
         return replace(self, transfer_s=self.transfer_s * factor, **times)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, as JSON takes them."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        links = self.links.to_dict() if self.links else None
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()} | {"links": links}
+        parts = {name: values[name].to_dict() if values[name] else None for name in ("links", "overheads")}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()} | parts
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Costs":
         """The inverse of ``to_dict``. Raises ScheduleError for unknown or missing names and bad numbers."""
+        check_type(values, Mapping, "costs are read from a mapping of their names", "pass what to_dict returns")
         known = [field.name for field in fields(cls)]
         wrong = sorted(set(values) - set(known)) + sorted({"forward_s", "input_grad_s", "weight_grad_s"} - set(values))
         if wrong:
@@ -139,7 +191,13 @@ class Costs:
                 f"costs are {', '.join(known)}, the first three always; {wrong[0]!r} is unknown or missing; correct it"
             )
         links = Links.from_dict(values["links"]) if values.get("links") else None
-        return cls(**{**values, "links": links})
+        overheads = Overheads.from_dict(values["overheads"]) if values.get("overheads") else None
+        return cls(**{**values, "links": links, "overheads": overheads})
+
+
+def check_costs(costs: Any) -> None:
+    """Raise ArgumentError for what is none."""
+    check_type(costs, Costs, "costs are Costs", "pass such as Costs.uniform(num_stages)")
 
 
 _TIME_OF = {
@@ -149,8 +207,35 @@ _TIME_OF = {
     Kind.W: "weight_grad_s",
     Kind.R: "recompute_s",
     Kind.UPDATE: "update_s",
+    Kind.OFFLOAD: "offload_s",
+    Kind.FETCH: "fetch_s",
 }
 _GIVEN = ("forward_s", "input_grad_s", "weight_grad_s")
-_ZERO = ("activation_bytes", "input_bytes", "weight_grad_bytes", "update_s", "weight_bytes", "output_bytes")
-_TUPLES = (*_GIVEN, "backward_s", "recompute_s", *_ZERO)
+_ZERO = (
+    "activation_bytes",
+    "input_bytes",
+    "weight_grad_bytes",
+    "update_s",
+    "weight_bytes",
+    "output_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "buffer_bytes",
+    "forward_transient_bytes",
+    "backward_transient_bytes",
+    "update_transient_bytes",
+    "deferred_gradient_bytes",
+    "waiting_s",
+    "offload_bytes",
+    "offload_s",
+    "fetch_s",
+    "kept_output_bytes",
+)
+_SUMS = {  # what is the sum of others unless given
+    "dropping_transient_bytes": ("activation_bytes", "forward_transient_bytes"),
+    "first_backward_transient_bytes": ("gradient_bytes", "backward_transient_bytes"),
+    "input_grad_transient_bytes": ("weight_grad_bytes", "backward_transient_bytes"),
+    "weight_grad_transient_bytes": ("backward_transient_bytes",),
+}
+_TUPLES = (*_GIVEN, "backward_s", "recompute_s", *_ZERO, *_SUMS)
 _SCALARS = ("transfer_s", "overlap")

@@ -84,7 +84,7 @@ class _Need(NamedTuple):
 
 
 _BACKWARD = (
-    _Need(_At.OWN, (Kind.R, Kind.F)),
+    _Need(_At.OWN, (Kind.FETCH, Kind.R, Kind.F)),
     _Need(_At.CONSUMERS, (Kind.RECV_B, Kind.I, Kind.B)),
 )
 NEEDS: dict[Kind, tuple[_Need, ...]] = {
@@ -97,6 +97,9 @@ NEEDS: dict[Kind, tuple[_Need, ...]] = {
     Kind.SEND_B: (_Need(_At.OWN, (Kind.I, Kind.B)),),
     Kind.RECV_F: (_Need(_At.PEER, (Kind.SEND_F,)),),
     Kind.RECV_B: (_Need(_At.PEER, (Kind.SEND_B,)),),
+    Kind.OFFLOAD: (_Need(_At.OWN, (Kind.F,)),),
+    Kind.FREE: (_Need(_At.OWN, (Kind.OFFLOAD,)),),
+    Kind.FETCH: (_Need(_At.OWN, (Kind.FREE,)),),
 }
 
 

@@ -1,6 +1,7 @@
 """Every error of pipesched: rule; place; numbers; remedy. Each also is the built-in type that users expect."""
 
 __all__ = [
+    "ArgumentError",
     "DeadlockError",
     "DeviceCountError",
     "ExecutionError",
@@ -48,6 +49,10 @@ class MemoryLimitError(ScheduleError):
 
 class InputError(PipeschedError, ValueError):
     """What was given to a step does not fit: inputs, target, micro-batches."""
+
+
+class ArgumentError(InputError, TypeError):
+    """An argument is of a type that is not taken."""
 
 
 class ExecutionError(PipeschedError, RuntimeError):

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 
 from pipesched.actions import KINDS, Action, Kind, Lane
+from pipesched.checks import as_path
 from pipesched.columns import Orders
 from pipesched.errors import ScheduleError
 from pipesched.program import Program
@@ -38,7 +38,7 @@ def load_program(path: str | PathLike[str]) -> Program:
     A program without a name of its own is named as the file without its suffix. Raises ScheduleError with file, row
     and column, or line; OSError where the file cannot be read. Whether the program is valid, ``validate`` says.
     """
-    path = Path(path)
+    path = as_path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a mark at the start
         if path.suffix.lower() == ".csv":

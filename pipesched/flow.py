@@ -10,7 +10,7 @@ import networkx as nx
 from torch import Tensor, nn
 
 from pipesched.capture import INPUT, Capture, Value
-from pipesched.profiler import LayerCosts
+from pipesched.profiles import LayerCosts
 
 __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 
@@ -80,12 +80,16 @@ def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[s
     graph: nx.DiGraph[str] = nx.DiGraph()
     parameters = dict(model.named_parameters())
     sizes = {name: (parameter.numel(), parameter.nbytes) for name, parameter in parameters.items()}
+    buffers = {name: buffer.nbytes for name, buffer in model.named_buffers()}
     for name in names:
         own = [tensor for tensor in uses[name] if tensor in sizes]
+        others = [tensor for tensor in uses[name] if tensor not in sizes]
         graph.add_node(
             name,
             parameters=tuple(own),
-            buffers=tuple(tensor for tensor in uses[name] if tensor not in sizes),
+            buffers=tuple(others),
+            buffer_bytes=sum(buffers.get(tensor, 0) for tensor in others),
+            gradient_bytes=sum(sizes[tensor][1] for tensor in own if parameters[tensor].requires_grad),
             num_parameters=sum(sizes[tensor][0] for tensor in own),
             parameter_bytes=sum(sizes[tensor][1] for tensor in own),
             output_bytes=0,

@@ -1,6 +1,6 @@
-"""Graph: what a model is made of: layers in a row, hooks, norms over rows."""
+"""Graph: what a model is made of: layers in a row, what holds them, hooks, norms over rows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -8,8 +8,10 @@ from torch import nn
 from pipesched.errors import GraphError
 
 __all__ = [
+    "Members",
     "check_hooks",
     "hooks_of",
+    "is_compiled",
     "is_in_a_row",
     "layers_of",
     "normalised_over_rows",
@@ -58,7 +60,13 @@ def _tracks(module: nn.Module) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return plain and not is_compiled(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's calls are those of one compiled graph, by its ``compile()`` or by ``torch.compile``."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -74,3 +82,37 @@ def _flatten(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
                 yield from _flatten(child, f"{prefix}{name}.")
             else:
                 yield f"{prefix}{name}", child
+
+
+class Members:
+    """The modules that a model's containers hold on the way to its layers, as they are now.
+
+    A pipeline runs the layers that there were when it was made: one that has taken a layer's place since would not be
+    trained, and nobody would know.
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[str]) -> None:
+        ways: dict[str, dict[str, None]] = {}
+        for layer in layers:
+            parts = layer.split(".")
+            for depth, part in enumerate(parts):
+                ways.setdefault(".".join(parts[:depth]), {})[part] = None
+        self._held: list[tuple[str, Mapping[str, nn.Module | None], list[str] | None, list[Any]]] = []
+        for name, keys in ways.items():
+            holder = model.get_submodule(name)
+            modules = holder._modules
+            # Of a list all that it holds runs; other code calls what it names.
+            own = None if isinstance(holder, nn.Sequential | nn.ModuleList) else list(keys)
+            self._held.append((name, modules, own, list(modules.values() if own is None else map(modules.get, own))))
+
+    def check(self) -> None:
+        """Raise GraphError where a module is another one, or gone."""
+        for name, modules, keys, known in self._held:
+            now = list(modules.values() if keys is None else map(modules.get, keys))
+            if now != known:
+                others = [key for key, module in zip(keys or modules, now, strict=False) if module not in known]
+                what = f"{others[0]!r} is another module" if others else f"it has {len(now)} modules of {len(known)}"
+                raise GraphError(
+                    f"a pipeline runs the layers that its model had when it was made; in {name or 'the model'} {what} "
+                    f"now; put the old ones back, or close this pipeline and make a new one of the model"
+                )

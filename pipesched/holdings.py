@@ -97,6 +97,9 @@ def bytes_held(
         giving = _firsts(pairs.pair, columns.are(*givers) & _any_of(pairs.pair, taking))
         takes += np.where(taking, size, 0)
         gives += np.where(giving | (taking & ~pairs.ended), size, 0)
+    away = np.asarray(sizes[Holding.OFFLOADED], np.int64)[columns.stage]
+    takes += np.where(columns.are(Kind.FETCH), away, 0)
+    gives += np.where(columns.are(Kind.FREE), away, 0)
     if columns.are(Kind.UPDATE).any():
         size = np.asarray(sizes[Holding.WEIGHTS], np.int64)
         for stage, begin, end in _stashes(columns, versions):

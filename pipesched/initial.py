@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from pipesched.arguments import as_function
+from pipesched.checks import shown
 from pipesched.containers import find_layers
 from pipesched.contents import give_contents, lacks_contents
 from pipesched.errors import GraphError, InputError, ModelTypeError
@@ -45,7 +47,7 @@ def check_model(model: Any) -> None:
         return
     try:
         inspect.signature(model).bind()
-    except TypeError:
+    except (TypeError, ValueError):  # of a class that is not written in Python nothing is known
         raise ModelTypeError(
             f"the model is an nn.Module; got {type(model).__name__}; pass the module itself, or a function without "
             f"arguments that builds it"
@@ -125,13 +127,16 @@ class Initial:
                 f"it outside torch.device('meta')"
             )
         _check_hooks(model)
-        self._init_fn = init if callable(init) else None
+        self._init_fn = as_function(init, "init", ["module"]) if callable(init) else None
         self._given = self._weights(init)
 
     def _weights(self, init: Init | None) -> Mapping[str, Tensor] | None:
         if init is None or callable(init) or init == _RESET:
             return None
-        if not isinstance(init, Mapping | str | os.PathLike | Sequence):
+        paths = [init] if isinstance(init, str | os.PathLike) else init
+        if not isinstance(init, Mapping) and not (
+            isinstance(paths, Sequence) and all(isinstance(path, str | os.PathLike) for path in paths)
+        ):
             raise InputError(
                 f"init is 'reset', a function of a module, tensors by name, or safetensors files; got "
                 f"{type(init).__name__}; pass one of them"
@@ -164,6 +169,7 @@ class Initial:
             self._fill(units, wanted)
         except Exception as error:
             site.fail("filling the model", error)
+        self._empty, self._given = False, None  # it is filled once, whatever plans come
 
     def _fill(self, units: "Sequence[_Unit]", wanted: Mapping[int, torch.device]) -> None:
         given = self._given or {}
@@ -184,6 +190,14 @@ class Initial:
             if id(tensor) in loaded:
                 _load(given, loaded[id(tensor)], tensor, wanted[id(tensor)])
 
+    @staticmethod
+    def _fill_own(name: str, module: nn.Module, init_fn: Callable[[nn.Module], Any]) -> None:
+        try:
+            init_fn(module)
+        except Exception as error:
+            error.add_note(f"while init filled {name or 'the model'!r}")
+            raise
+
     def _drawn(self, unit: "_Unit") -> list[tuple[str, Tensor, Tensor]]:
         """Run a unit's own code while all of its tensors have contents, and no other of the model has: so what it draws
         does not depend on what else is made here. Returns (name, tensor, contents).
@@ -197,7 +211,7 @@ class Initial:
                 if callable(reset):
                     reset()
                 if self._init_fn is not None:
-                    self._init_fn(module)
+                    self._fill_own(name, module, self._init_fn)
         drawn = []
         for place, tensor, full in held:
             put = place.put_back(tensor)
@@ -218,7 +232,7 @@ def _check_hooks(model: nn.Module) -> None:
 def _check_names(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     there = {id(tensor) for name, tensor in state.items() if name in given}
     missing = [name for name, tensor in state.items() if tensor.is_meta and id(tensor) not in there]
-    unexpected = [name for name in given if name not in state and not name.endswith("_extra_state")]
+    unexpected = [name for name in given if name not in state and not str(name).endswith("_extra_state")]
     if missing or unexpected:
         raise InputError(
             f"weights have the names of the model's state_dict; of its {len(state)} names missing: {_some(missing)}; "
@@ -232,6 +246,11 @@ def _check_names(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> No
 
 def _check_form(given: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
     files = isinstance(given, WeightFiles)
+    if not files and (not isinstance(given[name], Tensor) or given[name].is_meta):
+        raise InputError(
+            f"weights are tensors with contents, by name; {name!r} is {shown(given[name])}; pass a state_dict of a "
+            f"model that has some"
+        )
     shape = given.shape(name) if isinstance(given, WeightFiles) else tuple(given[name].shape)
     dtype = given.dtype(name) if isinstance(given, WeightFiles) else given[name].dtype
     if shape != tuple(tensor.shape) or dtype.is_floating_point != tensor.is_floating_point():
@@ -265,7 +284,7 @@ def _check_filled(unfilled: Sequence[str]) -> None:
 
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more if names else "none"
+    return ", ".join(map(str, names[:_SHOWN])) + more if names else "none"
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -1,21 +1,25 @@
 """Layered: a model as layers in a row, whatever its code: what is measured and cut, and what its stages run."""
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from itertools import pairwise
 from typing import Any, Protocol
 
 import networkx as nx
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from pipesched.arguments import as_call
+from pipesched.arguments import as_call, as_device
 from pipesched.body import Body, Chain
 from pipesched.capture import record
 from pipesched.captured import Captured, Cut
-from pipesched.errors import ModelTypeError
+from pipesched.checks import shown
+from pipesched.errors import InputError, ModelTypeError
 from pipesched.flow import flow_of, row_of, with_costs
-from pipesched.graph import check_hooks, is_in_a_row, layers_of
-from pipesched.profiler import LayerCosts, measure_layers
+from pipesched.graph import check_hooks, is_compiled, is_in_a_row, layers_of
+from pipesched.profiler import QUICK, Effort, measure_layers
+from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.ties import Ties, Use
 from pipesched.untouched import untouched
@@ -36,7 +40,12 @@ class Layered(Protocol):
     def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:
         """The calls of layers, where several may share parameters. ranks: of the stages."""
 
-    def measure(self, device: torch.device, intra_op_threads: int) -> dict[str, LayerCosts]:
+    def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
+        """The calls of modules that run as a layer, (name, how many of it came before). again: each is to run again by
+        itself. Raises GraphError where one cannot.
+        """
+
+    def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
         """What each layer costs."""
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
@@ -76,12 +85,53 @@ def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] |
 def layered(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> Layered:
     """Layers in a row as they are; any other module by what its forward does with the sample.
 
-    Raises GraphError for a module that cannot be cut.
+    Raises ModelTypeError for what is no module, GraphError for one that cannot be cut, InputError for a sample that is
+    not what its forward takes.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelTypeError(
+            f"the model is an nn.Module, or a list of them; got {shown(model)}; pass the module itself"
+        )
+    _check_is_open(model)
     check_hooks(model)
     if isinstance(model, nn.Sequential) and is_in_a_row(model):
         return InARow(model, sample)
-    return Captured(model, sample)
+    try:
+        return Captured(model, sample)
+    except TypeError as error:
+        _check_takes(model, *sample, error)
+        raise
+
+
+def _check_takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
+    """Asked once it did not run: what is around a forward may take more than its signature says."""
+    taken = signature(model.forward)
+    try:
+        taken.bind(*args, **kwargs)
+    except TypeError as unlike:
+        given = [f"{len(args)} positional"] * bool(args) + [f"keywords {', '.join(kwargs)}"] * bool(kwargs)
+        raise InputError(
+            f"a sample is what the model's forward takes, {type(model).__name__}.forward{taken}; got "
+            f"{' and '.join(given)}: {unlike}; pass a tensor, a tuple of arguments, a dict of keywords, or ({{...}},) "
+            f"for an argument that is a dict"
+        ) from error
+
+
+def _check_is_open(model: nn.Module) -> None:
+    """Raise ModelTypeError for a model whose layers are not called one by one by code of Python."""
+    for what, closed, remedy in (
+        ("compiled into one graph", is_compiled(model), "pass the model as it was before, with compile=True"),
+        ("scripted or traced", isinstance(model, torch.jit.ScriptModule), "pass the module that it was made of"),
+        (
+            "wrapped to be replicated",
+            isinstance(model, nn.DataParallel | DistributedDataParallel),
+            "pass its .module; over several machines use mesh=, and wrap= to shard or replicate stages",
+        ),
+    ):
+        if closed:
+            raise ModelTypeError(
+                f"stages call the model's layers one by one; this {type(model).__name__} is {what}; {remedy}"
+            )
 
 
 def graph_of(model: nn.Module, sample: Any, *, measured: bool = True, device: Any = "cpu") -> "nx.DiGraph[str]":
@@ -97,8 +147,9 @@ def graph_of(model: nn.Module, sample: Any, *, measured: bool = True, device: An
     ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and ``activation_bytes`` (held from forward to backward).
     `pipesched.partition` cuts such a graph. The model is left as it was. Raises GraphError, ModelTypeError.
     """
+    where = as_device(device)
     known = layered(as_model(model), as_call(sample))
-    return known.graph(known.measure(torch.device(device), 1) if measured else {})
+    return known.graph(known.measure(where, 1) if measured else {})
 
 
 class InARow:
@@ -115,8 +166,12 @@ class InARow:
         """None is shared."""
         return []
 
-    def measure(self, device: torch.device, intra_op_threads: int) -> dict[str, LayerCosts]:
-        return measure_layers(self.layers, self._sample, device, intra_op_threads)
+    def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
+        """Its own."""
+        return [(layer, 0)]
+
+    def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
+        return measure_layers(self.layers, self._sample, device, intra_op_threads, effort)
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         if costs:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesched.checks import as_list, is_count, shown
 from pipesched.columns import Ints
 from pipesched.errors import ScheduleError
 
@@ -74,9 +75,19 @@ class Links:
     contended: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hosts", tuple(self.hosts))
+        rule = "hosts are a list with the number of each rank's host"
+        object.__setattr__(self, "hosts", tuple(as_list(self.hosts, rule, "pass such as (0, 0, 1, 1)")))
+        if not all(isinstance(host, int) for host in self.hosts):
+            raise ScheduleError(f"{rule}; got {shown(self.hosts)}; pass whole numbers")
         pairs = self.special.items() if isinstance(self.special, Mapping) else self.special
-        object.__setattr__(self, "special", tuple(sorted(((int(a), int(b)), link) for (a, b), link in pairs)))
+        try:
+            special = sorted(((int(a), int(b)), link) for (a, b), link in pairs)
+        except (TypeError, ValueError):
+            raise ScheduleError(
+                f"special has the links of single pairs, {{(from rank, to rank): link}}; got {shown(self.special)}; "
+                f"pass such as {{(0, 1): Link(1e-6, 10e9)}}"
+            ) from None
+        object.__setattr__(self, "special", tuple(special))
         for link in (self.inside, self.between, *(link for _, link in self.special)):
             if not isinstance(link, Link):
                 raise ScheduleError(
@@ -86,8 +97,9 @@ class Links:
     @classmethod
     def of_hosts(cls, ranks_per_host: int, num_ranks: int, **links: Any) -> "Links":
         """Ranks on hosts of so many, one host after the other; ``links`` are the other fields."""
-        if ranks_per_host < 1:
-            raise ScheduleError(f"a host has at least one rank; got ranks_per_host={ranks_per_host}; pass 1 or more")
+        for what, count in (("ranks_per_host", ranks_per_host), ("num_ranks", num_ranks)):
+            if not is_count(count):
+                raise ScheduleError(f"a host has at least one rank; got {what}={shown(count)}; pass 1 or more")
         return cls(hosts=tuple(rank // ranks_per_host for rank in range(num_ranks)), **links)
 
     def link(self, sender: int, receiver: int) -> Link:
@@ -141,7 +153,7 @@ class Links:
             special = tuple(((sender, receiver), Link(**link)) for sender, receiver, link in values["special"])
             inside, between = Link(**values["inside"]), Link(**values["between"])
             return cls(inside, between, tuple(values["hosts"]), special, values["contended"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ScheduleError(
                 f"links have inside, between, hosts, special and contended, a link latency_s and bytes_per_s; "
                 f"{error!r}; write them by to_dict"

@@ -1,20 +1,20 @@
 """Lowering: passes ``Program -> Program`` that add what the author of a schedule leaves out."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
 from pipesched.actions import OTHER_END, Action, Kind
 from pipesched.columns import CODES, Columns, Ints, Mask, Orders
 from pipesched.dependencies import BACKWARDS
-from pipesched.errors import ScheduleError
-from pipesched.program import Program
+from pipesched.keeping import Checkpoint, as_checkpoint
+from pipesched.program import Program, check_program
 
 __all__ = [
-    "CheckpointMode",
     "add_communication",
+    "add_offloading",
     "add_recompute",
     "add_updates",
     "forward_then_backward",
@@ -22,11 +22,10 @@ __all__ = [
     "lower",
 ]
 
-CheckpointMode = Literal["never", "always", "except_last"]
-
 
 def lower(program: Program) -> Program:
     """Turn a compute-only program into one that an executor runs: adds communication."""
+    check_program(program)
     return add_communication(program)
 
 
@@ -94,7 +93,7 @@ def _places(program: Program, messages: _Messages) -> Ints:
 
 def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Orders:
     """Merge parts, each (row of the orders that an action belongs to, the actions, its turn at that row)."""
-    turns = 3
+    turns = 4
     keys = np.concatenate([rows * turns + turn for rows, _, turn in parts])
     merged = Columns.joined_up([columns for _, columns, _ in parts])
     order = np.argsort(keys, kind="stable")
@@ -102,19 +101,15 @@ def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Ord
     return Orders(merged[order], offsets.astype(np.int64))
 
 
-def add_recompute(program: Program, mode: CheckpointMode) -> Program:
+def add_recompute(program: Program, mode: Checkpoint) -> Program:
     """Put an R just before each backward whose forward is checkpointed.
 
     never: none. always: all. except_last: all but those whose backward is the next on their rank, with no other B, I, W
     or R in between: what such a pair keeps, its R would make before anything else is freed, so the peak is that of
-    always. It is each rank's first micro-batch, and of 1F1B every one on the last rank.
-    Raises ScheduleError for another mode.
+    always. It is each rank's first micro-batch, and of 1F1B every one on the last rank. Layers that are named run
+    again inside their own backward: no R is theirs. Raises ScheduleError for another mode.
     """
-    if mode not in get_args(CheckpointMode):
-        raise ScheduleError(
-            f"checkpoint is one of {', '.join(get_args(CheckpointMode))}; got {mode!r}; choose one of them"
-        )
-    if mode == "never" or program.forward_only:
+    if isinstance(mode, Mapping) or as_checkpoint(mode, ()) == "never" or program.forward_only:
         return program
     columns = program.columns
     pair = columns.pair
@@ -137,6 +132,41 @@ def _next_back(program: Program) -> Mask:
     found = np.zeros(len(columns), np.bool_)
     found[rows] = forwards > before
     return found
+
+
+def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1) -> Program:
+    """Take what some stages save to the host between forward and backward, where that frees memory for a while.
+
+    OFFLOAD stands behind the F, and its copy runs beside the next action that computes; behind that one FREE gives the
+    memory back, once the copy has ended. FETCH stands ``ahead`` such actions in front of the backward, and its copy
+    runs beside them. A pair whose memory would come back before another action has run keeps it, and so does one that
+    is recomputed (R). Of an overlapping pair both actions are one. stages: where several run on the same weights, of
+    one chain.
+    """
+    if not stages or program.forward_only:
+        return program
+    columns, rank_of = program.columns, program.orders.rank_of
+    acts = np.flatnonzero(columns.compute & ~columns.overlapping)  # the first row of each
+    going = [stage for stage, part in enumerate(program.weights) if part in stages]
+    backs = np.flatnonzero(columns.are(*BACKWARDS) & np.isin(columns.stage, going))
+    own = columns[backs]
+    forwards = program.index.rows(Kind.F, own.stage, own.microbatch)
+    begin, end = (np.searchsorted(acts, rows, side="right") - 1 for rows in (forwards, backs))
+    kept = (program.index.rows(Kind.R, own.stage, own.microbatch) < 0) & (end - begin > ahead + 2)
+    kept &= rank_of[forwards] == rank_of[backs]
+    begin, end, own = begin[kept], end[kept], own[kept]
+
+    def copies(kind: Kind) -> Columns:
+        return Columns.numbered(own.stage, np.full(len(own), CODES[kind]), own.microbatch)
+
+    ends = acts + columns.joined[acts]
+    parts = [
+        (acts[end - ahead], copies(Kind.FETCH), 0),
+        (np.arange(len(columns)), columns, 1),
+        (ends[begin + 1], copies(Kind.FREE), 2),
+        (ends[begin], copies(Kind.OFFLOAD), 3),
+    ]
+    return replace(program, orders=_inserted(program.orders, parts))
 
 
 def add_updates(program: Program) -> Program:

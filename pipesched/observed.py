@@ -1,31 +1,40 @@
 """Observed: what a pipeline shows of itself: what was decided, traces, predictions, and the profile behind them."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 from weakref import proxy
 
+import networkx as nx
 import torch
 from torch import nn
 
-from pipesched.boundaries import Cutter, Pins, tied_bytes
+from pipesched.assembly import Assembly, Division
+from pipesched.boundaries import Cutter, Pins
 from pipesched.bounds import program_bound
+from pipesched.captured import Cut
+from pipesched.comparison import measured_costs
+from pipesched.correction import slowed
 from pipesched.costs import Costs
 from pipesched.executors.local import Timeline
+from pipesched.keeping import Checkpoint, checkpoint_in_words, offloading
 from pipesched.layered import Layered
 from pipesched.links import Links
-from pipesched.lowering import CheckpointMode
-from pipesched.partitioner import Partition
+from pipesched.memory import AHEAD, RankMemory, rank_memory
+from pipesched.offloads import host_bytes_per_s
+from pipesched.overheads import Overheads
 from pipesched.plan import Plan, Tie
 from pipesched.planning import Programs
-from pipesched.profiler import LayerCosts, measured_costs, stage_costs
-from pipesched.program import Program
+from pipesched.profiles import LayerCosts, stage_costs, treated
+from pipesched.reports import Report
 from pipesched.simulator import simulate
 from pipesched.sites import InProcess, OverMesh, Site
-from pipesched.stage import Stage
 from pipesched.stream import Stream
+from pipesched.tied import tied_bytes
 from pipesched.trace import Spans, Trace
+from pipesched.upkeep import another, upkeep_of
 from pipesched.wrapped import Wrapped
 
 __all__ = ["Observed"]
@@ -38,46 +47,60 @@ class Observed(Wrapped):
     _layered: Layered
     _threads: int
     _site: Site
-    _programs: Programs
-    _cut: tuple[tuple[str, ...], ...]
-    _stages: dict[int, Stage]
+    _now: Assembly
     _stream: Stream | None
     _runs: deque[Timeline]
     _profile: dict[str, LayerCosts] | None
-    _partition: Partition | None
-    _cutter: Cutter
+    _slow: dict[Hashable, float]
     _links: Links | None
+    _overheads: Overheads | None
 
     def _settle(self) -> None:
         """Wait until nothing is under way."""
 
     # ---- what was decided -------------------------------------------------------------------------------------
 
-    def _decide_cut(self, pins: Pins, program: Program, links: Links | None, plan: Plan | None) -> None:
+    def _divided(self, pins: Pins, programs: Programs, plan: Plan | None) -> Division:
         """Rank 0 cuts, for all."""
-        self._links = links
-        own = proxy(self)  # a pipeline that nobody holds ends at once: what it keeps does not hold it
-        self._cutter = Cutter(pins, program, lambda: own._layered.graph(own._profiled()), self.checkpoint, links)
-        self._cut, found = self._site.agreed(self._cutter.cut)
-        self._partition = found if plan is None else plan.partition
+        own: Observed = proxy(self)  # a pipeline that nobody holds ends at once: what it keeps does not hold it
+        program = programs.plain(programs.num_microbatches)
+        speeds = {rank: 1 / slow for rank in program.placement if (slow := self._slowness(rank)) != 1}
+
+        def graph() -> "nx.DiGraph[str]":
+            return own._layered.graph(own._treated(programs))
+
+        cutter = Cutter(pins, program, graph, programs.checkpoint, self._links, speeds=speeds)
+        cut, found = self._site.agreed(cutter.cut)
+        return (
+            Division(cut, cutter, found) if plan is None else Division(cut, cutter, plan.partition, plan.alternatives)
+        )
 
     @property
     def plan(self) -> Plan:
         """The plan that runs, with the costs known so far."""
-        program = self._programs.plain(self.num_microbatches)
-        if self._partition is None and self._profile is not None:
-            self._partition = self._cutter.of(self._cut)
-        options, ties = self._programs.options, self._tied()
-        return Plan(self._cut, program.name, program, self.checkpoint, self._costs, options, self._partition, ties)
+        program, division, programs = self._now.program, self._now.division, self._now.programs
+        if division.partition is None and self._profile is not None:
+            division.partition = division.cutter.of(division.cut)
+        return Plan(
+            division.cut,
+            program.name,
+            program,
+            programs.checkpoint,
+            self._costs,
+            programs.options,
+            division.partition,
+            self._tied(),
+            division.alternatives,
+        )
 
     def _tied(self) -> tuple[Tie, ...]:
         """The weights that several calls use, those of the same stages together."""
-        count = len(self._cut)
-        uses = [(name, use.rank) for use in self._layered.uses(self._cut, range(count)) for name in use.names]
+        count = len(self._now.cut)
+        uses = [(name, use.rank) for use in self._layered.uses(self._now.cut, range(count)) for name in use.names]
         stages: dict[str, list[int]] = {}
         for name, stage in uses:
             stages.setdefault(name, []).append(stage)
-        where: list[Any] = list(self._programs.plain(self.num_microbatches).placement)
+        where: list[Any] = list(self._now.program.placement)
         if isinstance(self._site, InProcess):  # uses on one device share its memory
             where = [self._site.devices[rank] for rank in where]
         sizes = {name: parameter.nbytes for name, parameter in self.model.named_parameters()}
@@ -102,27 +125,27 @@ class Observed(Wrapped):
     @property
     def num_stages(self) -> int:
         """How many stages the model is cut into; with several chains of them the stages of one."""
-        return len(self._cut)
+        return len(self._now.cut)
 
     @property
-    def checkpoint(self) -> CheckpointMode:
-        """The checkpoint mode."""
-        return self._programs.checkpoint
+    def checkpoint(self) -> Checkpoint:
+        """What becomes of what forwards save: a mode for all stages, or a word by layer."""
+        return self._now.programs.checkpoint
 
     @property
     def boundaries(self) -> list[str]:
         """The first layer of every stage but stage 0."""
-        return [names[0] for names in self._cut[1:]]
+        return [names[0] for names in self._now.cut[1:]]
 
     @property
     def partitions(self) -> list[nn.Sequential]:
         """The layers of each stage; the layers themselves, not copies."""
-        return [nn.Sequential(*(self._layers[name] for name in names)) for names in self._cut]
+        return [nn.Sequential(*(self._layers[name] for name in names)) for names in self._now.cut]
 
     @property
     def num_microbatches(self) -> int:
         """How many micro-batches a full batch is cut into."""
-        return self._programs.num_microbatches
+        return self._now.programs.num_microbatches
 
     # ---- what was measured ------------------------------------------------------------------------------------
 
@@ -144,11 +167,34 @@ class Observed(Wrapped):
 
         Of an asynchronous schedule: as many steps as show how it goes on, and a flush.
         """
-        return simulate(self._programs.timed(self.num_microbatches), self._costs or self._profiled_costs())
+        return simulate(self._now.programs.timed(self.num_microbatches), self._costs or self._expected_costs())
+
+    @property
+    def predicted_memory(self) -> tuple[RankMemory, ...]:
+        """What each rank holds at once in a step, at most, by what it is for. Of an asynchronous schedule: in so many
+        steps as show how it goes on.
+        """
+        posted = 0 if isinstance(self._site, InProcess) else AHEAD
+        costs = self._with_upkeep(self._profiled_costs())
+        return rank_memory(self._now.programs.timed(self.num_microbatches), costs, posted=posted)
+
+    def _with_upkeep(self, costs: Costs) -> Costs:
+        """With what the stages' optimizers hold and need, on all ranks as those of this one."""
+        known = next(iter(self._now.optimizers.values()), None)
+        if known is None:
+            return costs
+        cut, weights = self._now.cut, self._now.program.weights
+        stages = [[p for name in cut[part] for p in self._layers[name].parameters()] for part in weights]
+        found = [upkeep_of(another(known), list(dict.fromkeys(parameters))) for parameters in stages]
+        return replace(
+            costs,
+            optimizer_bytes=tuple(own.state_bytes for own in found),
+            update_transient_bytes=tuple(own.transient_bytes for own in found),
+        )
 
     def _read(self, run: Timeline) -> Trace:
         trace = self._trace_of([run], ())
-        if self._programs.streams or not isinstance(self._site, InProcess):
+        if self._now.programs.streams or not isinstance(self._site, InProcess):
             return trace  # a part: of a stream, without a beginning from which versions could be told, or of the ranks
         return self._bounded(trace)
 
@@ -162,31 +208,61 @@ class Observed(Wrapped):
         spans = self._site.gather([self._runs[-1]])
         return self._bounded(replace(self._trace_of([], ()), spans=Spans.of(tuple(spans))))
 
+    def report(self) -> Report:
+        """The plan explained, and the last step beside what was predicted of it. Collective under a mesh.
+
+        ``print`` shows it, ``save("report.html")`` writes a page, other endings a picture or text.
+        """
+        return Report(self.plan, self.gather_trace(), self.predicted)
+
     def _bounded(self, trace: Trace) -> Trace:
-        program = self._programs.plain(trace.num_microbatches)
+        program = self._now.programs.plain(trace.num_microbatches)
         bound_s = program_bound(program, measured_costs([trace], program.num_stages, trace.costs))
         return replace(trace, versions=program.versions, bound_s=bound_s)
 
     def _trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...]) -> Trace:
-        name = f"{self._programs.plain(self.num_microbatches).name}, measured"
+        name = f"{self._now.program.name}, measured"
         sizes = self._profiled_costs() if self._profile is not None else None
         spans = tuple(span for run in runs for span in run.spans())
         return Trace(spans, len(self._site.devices), name, sizes, versions)
 
     @property
     def _costs(self) -> Costs | None:
-        """The medians of earlier steps, with the profile's sizes; without earlier steps the profile's own figures."""
-        profiled = self._profiled_costs() if self._profile is not None else None
+        """The medians of earlier steps, with the profile's sizes; without earlier steps the profile's own figures, with
+        what ranks take beside: of what was measured of ranks it is a part.
+        """
+        profiled = self._expected_costs() if self._profile is not None else None
         if not isinstance(self._site, InProcess):  # this rank has not seen what the others took
             return profiled
-        earlier = [self._read(run) for run in list(self._runs)[:-1]]
-        return measured_costs(earlier, len(self._stages), profiled) if earlier else profiled
+        earlier = [self._trace_of([run], ()) for run in list(self._runs)[:-1]]
+        sizes = profiled and replace(profiled, overheads=None)
+        return measured_costs(earlier, len(self._now.stages), sizes) if earlier else profiled
+
+    def _expected_costs(self) -> Costs:
+        return replace(self._profiled_costs(), overheads=self._overheads)
 
     def _profiled_costs(self) -> Costs:
-        profile = self._profiled()
-        weights = self._programs.plain(self.num_microbatches).weights
-        costs = stage_costs([[profile[name] for name in self._cut[part]] for part in weights])
-        return replace(costs, links=self._links)
+        return self._predicted_costs(self._now.programs, self._now.cut)
+
+    def _predicted_costs(self, programs: Programs, cut: Cut) -> Costs:
+        """What stages of these layers cost, by layer times, on devices of which some are known to be slow."""
+        profile, program = self._treated(programs), programs.plain(programs.num_microbatches)
+        stages = [[profile[name] for name in cut[part]] for part in program.weights]
+        going = offloading(programs.checkpoint, cut)
+        costs = stage_costs(stages, len(cut), host_bytes_per_s=self._host_bytes_per_s if going else None)
+        return replace(slowed(costs, [self._slowness(rank) for rank in program.placement]), links=self._links)
+
+    @cached_property
+    def _host_bytes_per_s(self) -> float | None:
+        return host_bytes_per_s(self._site.devices[0])
+
+    def _slowness(self, rank: int) -> float:
+        """How many times as long as others a rank's device takes, as far as steps have told."""
+        return self._slow.get(self._site.all_devices[rank], 1.0) if self._slow else 1.0
+
+    def _treated(self, programs: Programs) -> dict[str, LayerCosts]:
+        """What layers cost as the programs treat what they save."""
+        return treated(self._profiled(), programs.checkpoint)
 
     def _profiled(self) -> dict[str, LayerCosts]:
         if self._profile is None:
@@ -195,13 +271,13 @@ class Observed(Wrapped):
         return self._profile
 
     def __repr__(self) -> str:
-        program = self._programs.plain(self.num_microbatches)
+        program = self._now.program
         stages = "\n".join(
             f"  stage {index} on rank {program.placement[index]} ({stage.device}): {', '.join(stage.layers) or 'empty'}"
             + (f" (a copy of stage {program.weights[index]})" if index != program.weights[index] else "")
-            for index, stage in self._stages.items()
+            for index, stage in self._now.stages.items()
         )
         return (
             f"Pipeline({program.name}, {program.num_ranks} ranks, {program.num_stages} stages, "
-            f"{self.num_microbatches} micro-batches, checkpoint={self.checkpoint!r})\n{stages}"
+            f"{self.num_microbatches} micro-batches, checkpoint={checkpoint_in_words(self.checkpoint)!r})\n{stages}"
         )

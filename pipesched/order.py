@@ -26,6 +26,7 @@ import numpy as np
 
 from pipesched import placement
 from pipesched.actions import Action, Kind
+from pipesched.checks import is_count, shown
 from pipesched.columns import CODES, NUM_KINDS, Columns, Ints, Orders
 from pipesched.dependencies import chain
 from pipesched.errors import ScheduleError
@@ -217,6 +218,11 @@ class Schedule:
         return inspect.getdoc(self.function) or ""
 
     @property
+    def searches(self) -> bool:
+        """Whether the orders of all ranks are made at once: they depend on each other, and take longer to make."""
+        return len(_required(self.function)) == 1
+
+    @property
     def module(self) -> str:
         """The module that defines the schedule."""
         return self.function.__module__
@@ -249,9 +255,10 @@ class Schedule:
         counts = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks a rank": chunks_per_rank}
         counts |= {"steps": steps, "slices a micro-batch": slices}
         for what, count in counts.items():
-            if not isinstance(count, int) or count < 1:
+            if not is_count(count):
                 raise ScheduleError(
-                    f"schedule {self.name!r} needs a whole number of {what}, at least 1; got {count!r}; pass 1 or more"
+                    f"schedule {self.name!r} needs a whole number of {what}, at least 1; got {shown(count)}; pass 1 "
+                    f"or more"
                 )
         placement = self.placement(num_ranks, chunks_per_rank * self.num_chains)
         units = num_microbatches * steps * slices
@@ -274,7 +281,7 @@ class Schedule:
         return program if self.num_chains == 1 else _with_chains(program, shape)
 
     def _written(self, shape: Shape, options: Mapping[str, Any]) -> list[Order]:
-        if len(_required(self.function)) == 1:
+        if self.searches:
             written = self.function(shape, **options)
             orders = list(written) if isinstance(written, Iterable) else [written]
         else:
@@ -336,8 +343,13 @@ def schedule(
     micro-batches; stage ``s`` of the second of 2 chains of p is number ``p + s``. slices_per_microbatch: the default
     number of token slices, for a schedule of causal models that runs slice by slice.
     """
+    _check_arguments(name, placement, num_chains)
 
     def decorate(function: OrderFunction) -> Schedule:
+        if not callable(function):
+            raise ScheduleError(
+                f"a schedule is a function (rank, shape) -> Order; {name!r} is {shown(function)}; decorate a function"
+            )
         parameters = inspect.signature(function).parameters.values()
         own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         bare = [option for option, default in own.items() if default is inspect.Parameter.empty]
@@ -355,3 +367,21 @@ def schedule(
         return Schedule(name, function, placement, given | own, num_chains)
 
     return decorate
+
+
+def _check_arguments(name: Any, placement: Any, num_chains: Any) -> None:
+    """Raise ScheduleError for what ``schedule`` does not take. Other counts are checked where programs are made."""
+    if not isinstance(name, str) or not name:
+        raise ScheduleError(
+            f"a schedule has a name; got {shown(name)}; write @schedule('my-schedule') above the function"
+        )
+    if not callable(placement):
+        raise ScheduleError(
+            f"a placement rule is a function (ranks, chunks) -> the rank of each stage; {name!r} has "
+            f"{shown(placement)}; pass linear, loop or v of pipesched.order"
+        )
+    if not is_count(num_chains):
+        raise ScheduleError(
+            f"a schedule runs a whole number of pipelines at once; {name!r} has num_chains={shown(num_chains)}; pass 1 "
+            f"or more"
+        )

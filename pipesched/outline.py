@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipesched.capture import unchanged
 from pipesched.containers import Shells, find_layers
 from pipesched.contents import call_beside, stand_in
 from pipesched.payload import pytree
+from pipesched.untouched import unchanged
 
 __all__ = ["Outline"]
 

@@ -12,7 +12,9 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
+from pipesched.checks import as_list
 from pipesched.errors import PartitionError
+from pipesched.keeping import Keep
 from pipesched.partitioning.answer import Partition
 from pipesched.partitioning.bisection import smallest
 from pipesched.partitioning.blocks import Cuts
@@ -45,6 +47,8 @@ def partition(
     together: Iterable[Collection[Any]] = (),
     exactly: bool = False,
     placement: Sequence[int] | None = None,
+    checkpoint: Collection[Keep] = (),
+    offload_bytes_per_s: float | None = None,
     max_ideals: int = 300_000,
 ) -> Partition:
     """Cut a graph of layers into at most ``num_stages`` non-empty stages with the smallest bottleneck.
@@ -65,10 +69,18 @@ def partition(
     placement: the rank of each stage, where ranks have several (`pipesched.placement`); then the bottleneck is the
     busiest rank, speeds and limits are one a rank, a cut inside a rank costs nothing, and the answer, found by
     descent, need not be the best: ``Partition.gap`` is its distance to the bound.
+    checkpoint: what may be done with activations where memory is short, for each layer by itself and chosen with the
+    cuts: "recompute" (the backward first runs the forward again, from the layer's input) and "offload" (to the host
+    and back, each way at ``offload_bytes_per_s``, one beside forwards and the other beside backwards, which wait where
+    they are shorter). Layers are then cut in their own order, and what
+    they need only while they run, ``forward_transient_bytes`` and ``backward_transient_bytes``, counts, the largest of
+    a stage. ``Partition.checkpoint`` says what was chosen; layers that it does not name hold theirs.
     A chain is cut exactly, and so is a graph of up to max_ideals order ideals. For others several linear orders are
     tried, and ``Partition.gap`` says how far the best may be away. Memory limits on a large graph may leave a gap too.
     Equal inputs give equal partitions. Raises PartitionError where there is none, with what would make one possible.
     """
+    rule, remedy = "together has groups of layers that share a stage", "pass such as [(first, second)]"
+    groups = [tuple(as_list(group, rule, remedy)) for group in as_list(together, rule, remedy)]
     request = Request(
         graph,
         num_stages,
@@ -80,10 +92,12 @@ def partition(
         weight_copies,
         speeds,
         any_order,
-        starts or {},
-        tuple(map(tuple, together)),
+        {} if starts is None else starts,
+        tuple(groups),
         exactly,
         placement,
+        checkpoint,
+        offload_bytes_per_s,
     )
     problem = request.problem()
     solution = solved(problem, max_ideals)

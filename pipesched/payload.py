@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The one private module of torch that the project uses: pytrees have no public home yet.
+# Private, as pytrees have no public home yet.
 from torch.utils import _pytree as pytree
 
 from pipesched.errors import InputError
@@ -122,6 +122,10 @@ class Payload:
             [next(fill) if needs else leaf for leaf, needs in zip(self.leaves, self.needs_grad, strict=True)]
         )
 
+    def same_form(self) -> "Callable[[Sequence[Any]], Any]":
+        """What puts other leaves together as these are; it does not hold these."""
+        return Payload((), self.places, self.spec, ())._together
+
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
         """The same payload with each tensor changed, as by a copy to another device."""
         leaves = tuple(change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
@@ -224,6 +228,11 @@ def rows_of(value: Any, dim: int | None, what: str) -> int | None:
     rows: int | None = None
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            if leaf.layout != torch.strided:
+                raise InputError(
+                    f"a batch is split by rows, as dense tensors are; {what} has one of layout {leaf.layout}; pass it "
+                    f"dense, or set split_dims=None for this argument"
+                )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise InputError(
                     f"{what} is split along dim {dim}; a tensor of shape {list(leaf.shape)} has no such dim; "

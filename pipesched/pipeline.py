@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -10,47 +11,43 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from pipesched.arguments import as_call, as_function, as_seed, as_threads
+from pipesched.arguments import as_call, as_function, as_optimizer, as_seed, as_threads
+from pipesched.assembly import Assembly, Whole
+from pipesched.automatic import Automatic, adds_up
 from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
-from pipesched.body import Body
 from pipesched.boundaries import Boundaries, Pins
-from pipesched.caller import Caller, intra_op
 from pipesched.calls import Call, dealt
 from pipesched.compiled import compiler
-from pipesched.contents import put_on
 from pipesched.ends import bring_ends, end_of
 from pipesched.errors import InputError
-from pipesched.executors.local import LocalExecutor, Timeline, Work
-from pipesched.feed import Feed, Head
+from pipesched.executors.local import LocalExecutor, Timeline
+from pipesched.feed import Feed
 from pipesched.initial import Init, Initial, built, check_model
+from pipesched.keeping import Checkpoint, as_checkpoint
 from pipesched.labels import counted_labels, counts
 from pipesched.layered import as_model, layered, stages_of
 from pipesched.links import Links
-from pipesched.lowering import CheckpointMode, halves
-from pipesched.norms import BatchNormMode, MiniBatchNorms
-from pipesched.observed import Observed
+from pipesched.lowering import halves
+from pipesched.norms import BatchNormMode
 from pipesched.open_pass import OpenPass, attach, deliver_input_grads
 from pipesched.order import Schedule
-from pipesched.owners import Owners
 from pipesched.plan import Plan
+from pipesched.planned import Planned
 from pipesched.planning import Programs, Wishes
-from pipesched.profiler import LayerCosts
+from pipesched.profiles import LayerCosts, Profile
 from pipesched.program import Program
-from pipesched.replicas import Replicas
+from pipesched.search import Offload, limits_of
 from pipesched.sites import InProcess, Inputs, OverMesh, site_for
-from pipesched.stage import Stage
-from pipesched.stage_module import Wrap, wrapped_bodies
+from pipesched.stage_module import Wrap
 from pipesched.stream import Stream
-from pipesched.ties import Ties
-from pipesched.updates import give_optimizers
-from pipesched.versions import Uses
 
 __all__ = ["Pipeline"]
 
+_LOSS, _WRAP = ("output", "target"), ("stage_module", "stage")  # what is called with what
 _REMEMBERED = 6  # steps whose times serve the next prediction
 
 
-class Pipeline(Observed):
+class Pipeline(Planned):
     """A model cut into stages that train together.
 
     model: any module; each stage runs the model's own forward with the calls of other stages left out, an nn.Sequential
@@ -67,12 +64,21 @@ class Pipeline(Observed):
     stages, and calls the same methods with the same batch; with inputs="first" rank 0 alone passes one, and the others
     call ``step()``, ``evaluate()`` and ``forward()`` with nothing, and get what rank 0 asks for. timeout: how long a
     rank waits for another one there, 60 s unless given. schedule: a name, a Schedule or a Program, such as
-    ``load_program(path)`` reads from a file; "auto" is 1f1b; "chimera" and "dualpipe" hold the layers twice.
-    num_stages: as many as devices, times the schedule's chunks, unless given. num_microbatches: 4 a rank unless given.
+    ``load_program(path)`` reads from a file; "chimera" and "dualpipe" hold the layers twice. "auto": the plan with the
+    shortest predicted step, as `pipesched.tune` finds it from measured layers, which may use fewer devices; what else
+    is given is kept. memory_limit_bytes: what a rank may hold, also of the states of optimizer=, one
+    number for all or one for each. batch_size: the rows
+    of a step, where they are known: then the search may choose other micro-batches than the sample's size, if neither
+    BatchNorm nor the loss looks across rows (a loss of torch.nn, a model's own over labels, or one with loss_weight).
+    profile: what layers cost, a Profile or its path, in the place of measuring them.
+    num_stages: as many as devices, times the schedule's chunks, unless given. num_microbatches: 4 a device, likewise.
     boundaries: the first layer of every stage but stage 0, by position or
     name; or of some layers the stage that each begins, {name: stage}; the rest is cut where measured layer times say.
     together: groups of layers that share a stage. links: between ranks, as `probe_links` finds them: then what crosses
-    between stages counts. checkpoint: "never", "always" or "except_last".
+    between stages counts. checkpoint: of whole stages "never", "always" or "except_last", or by
+    layer {name: "recompute", "recompute-cheap" or "offload"}; "never" unless given, or what a limit of memory asks for.
+    offload: whether such a limit may take to the host what layers save; "auto": not on CPUs, where it gives no memory
+    back.
     loss_weight(target, or the inputs without one) -> what a micro-batch counts; unless given its rows, or the labels
     over which a model with ``labels`` takes its own mean loss. loss_reduction: "mean" or "sum", as loss_fn reduces.
     split_dims: the dim along which arguments are split, one for all or one for each; None passes an argument whole.
@@ -103,7 +109,7 @@ class Pipeline(Observed):
         boundaries: Boundaries | None = None,
         together: Sequence[Collection[str]] = (),
         links: Links | None = None,
-        checkpoint: CheckpointMode = "never",
+        checkpoint: Checkpoint | None = None,
         optimizer: Callable[[list[Any]], Optimizer] | None = None,
         loss_weight: Callable[..., Any] | None = None,
         loss_reduction: LossReduction = "mean",
@@ -116,89 +122,88 @@ class Pipeline(Observed):
         inputs: Inputs = "all",
         timeout: float | None = None,
         plan: Plan | None = None,
+        profile: Profile | str | PathLike[str] | None = None,
+        batch_size: int | None = None,
+        memory_limit_bytes: int | Sequence[int] | None = None,
+        offload: Offload = "auto",
         init: Init | None = None,
     ) -> None:
         self._stream: Stream | None = None
         chain = as_model(model)
         check_model(chain)
+        loss_fn, wrap = as_function(loss_fn, "loss_fn", _LOSS), as_function(wrap, "wrap", _WRAP)
+        given, weight, optimizer = as_call(sample), as_function(loss_weight, "loss_weight"), as_optimizer(optimizer)
         self._threads = as_threads(intra_op_threads)
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
         self._site = site_for(devices, mesh, self._threads, timeout, inputs)
         self._seed = self._site.agreed(lambda: own_seed)
         module = built(chain, self._seed)
-        self._layered = layered(module, as_call(sample))
-        self._initial = Initial(module, init, self._seed, loss_fn)
+        self._layered = layered(module, given)
+        initial = Initial(module, init, self._seed, loss_fn)
         self._layers = dict(self._layered.layers)
-        super().__init__(module, as_function(loss_fn, "loss_fn"))
+        super().__init__(module, loss_fn)
         self._profile: dict[str, LayerCosts] | None = None
-        wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint, together)
+        self._slow, self._kinds, self._overheads = {}, None, None
+        keeping = None if checkpoint is None else as_checkpoint(checkpoint, self._layers)
+        wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, keeping, together)
+        if (loss_fn, weight, loss_reduction, split_dims) == (None, None, "mean", 0):
+            weight = counts(module, self._site.agreed(lambda: counted_labels(module, given)))
+        self._links, self._step = links, 0
+        automatic = Automatic(
+            model,
+            module,
+            self._layered,
+            sample,
+            split_dims,
+            self.devices,
+            "threads" if mesh is None else "processes",
+            batch_size,
+            memory_limit_bytes,
+            links,
+            profile,
+            self._threads,
+            optimizer,
+            free=adds_up(module, self.loss_fn, weight),
+            offload=offload,
+        )
+        self._limits = limits_of(memory_limit_bytes, len(self.devices))
+        asked = Pins(list(self._layers), boundaries, together)
+        self._asked = asked if not asked.complete else Pins(asked.layers, None, together)
+        if automatic.chooses(wishes, plan):
+            plan, self._profile, self._overheads = self._site.agreed(lambda: automatic.plan(wishes, self._profiled))
+            wishes = Wishes()
         if plan is not None:
             wishes = wishes.pinned(plan, list(self._layers))
         pins = Pins(list(self._layers), wishes.boundaries, wishes.together)
-        self._programs = Programs(wishes, len(self.devices), updates=optimizer is not None)
-        self._programs.check_updates()
-        self._site.use(self._programs.num_ranks)
-        weight = as_function(loss_weight, "loss_weight")
-        if (loss_fn, weight, loss_reduction, split_dims) == (None, None, "mean", 0):
-            weight = counts(module, self._site.agreed(lambda: counted_labels(module, as_call(sample))))
-        count, fixed = self._programs.num_microbatches, self._programs.fixed
-        self._splitter = Splitter(count, fixed, split_dims, weight, loss_reduction)
-        program = self._programs.plain(self._programs.num_microbatches)
-        self._programs.training(self._programs.num_microbatches)
+        programs = Programs(wishes, len(self.devices), updates=optimizer is not None)
+        programs.check_updates()
+        self._site = self._site.use(programs.num_ranks)
+        self._splitter = Splitter(programs.num_microbatches, programs.fixed, split_dims, weight, loss_reduction)
+        program = programs.plain(programs.num_microbatches)
+        programs.training(programs.num_microbatches)
         self._layered.check(program)
         if wishes.boundaries is None and (starts := stages_of(model, pins.layers, program.num_weights)):
             pins = Pins(pins.layers, starts, wishes.together)
-        self._decide_cut(pins, program, links, plan)
-        self._site.check(program, (self._cut, repr(pins), self.checkpoint, self._threads, repr(seed), batch_norm))
-        program = self._programs.connect(self._layered.edges(self._cut))
-        ranks = [program.placement[index] for index in range(program.num_weights)]
-        self._ties = Ties(module, self._layered.uses(self._cut, ranks), self._site)
-        self._replicas = Replicas(self._site, self._ties.own)
-        self._norms, self._compiled = MiniBatchNorms(batch_norm, self._site), compiler(compile, batch_norm)
-        self._norms.check(module, program, streams=self._programs.streams)
+        division = self._divided(pins, programs, plan)
+        decided = division.cut, repr(pins), repr(programs.checkpoint), self._threads, repr(seed), batch_norm
+        self._site.check(program, decided)
         if wrap is not None:
             self._profile = self._site.agreed(self._profiled)  # layers may be sharded from here on
-        self._stages = self._build_stages(program, wrap)
-        self._optimizers = (
-            {}
-            if optimizer is None
-            else give_optimizers(optimizer, self._stages, self._ties.parameters, self._owners.stage)
+        self._whole = Whole(
+            module,
+            self.loss_fn,
+            self._layered,
+            self._layers,
+            initial,
+            batch_norm,
+            compiler(compile, batch_norm),
+            wrap,
+            optimizer,
         )
+        self._now = Assembly(self._whole, self._site, programs, division)
+        self._now.take_over()
         self._site.start()
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
-        self._step = 0
-
-    def _build_stages(self, program: Program, wrap: Wrap | None) -> dict[int, Stage]:
-        stages: dict[int, Stage] = {}
-        devices = [self.devices[program.placement[index]] for index in range(program.num_weights)]
-        bodies = self._layered.bodies(self._cut, devices, self._ties)
-        self._initial.fill(self._owners_of(program, bodies), self._site)
-        holds, tied = self._site.holds, self._ties.parameters
-        self._bodies = bodies = wrapped_bodies(wrap, self.model, self._layers, bodies, program, devices, holds, tied)
-        self._owners = self._owners_of(program, bodies)
-        for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
-            rank, last = program.placement[index], not program.graph.consumers[index]
-            device, body = self.devices[rank], bodies[part]
-            loss_fn = self.loss_fn if last else None
-            if index != part:  # the stage of this number runs the same layers
-                replica = self._replicas.add(body.layers, loss_fn, device, (program.placement[part], rank))
-                if replica is not None:
-                    body, loss_fn = body.over(replica.layers, device), replica.loss_fn
-            modules = {**body.layers, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
-            norms = self._norms.of_stage((index, part), (rank, program.placement[part]), modules)
-            if not self._site.holds(rank):
-                continue
-            if index == part:
-                for module in modules.values():
-                    put_on(module, device)
-            ties = self._ties.for_layers(body.layers, device)
-            head = Head(loss_fn) if last else None
-            stages[index] = Stage(body, device, head, ties=ties, norms=norms, compiled=self._compiled())
-        return dict(sorted(stages.items()))
-
-    def _owners_of(self, program: Program, bodies: Sequence[Body]) -> Owners:
-        homes = [(program.placement[part], body.layers) for part, body in enumerate(bodies)]
-        return Owners(self.model, homes, end_of(program), self._ties.parameters)
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
@@ -208,7 +213,7 @@ class Pipeline(Observed):
         asynchronous schedule that is under way takes the old learning rate or the new one.
         """
         self.flush()
-        return self._optimizers
+        return self._now.optimizers
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -238,29 +243,28 @@ class Pipeline(Observed):
                     "step computes gradients; it was called under no_grad; leave no_grad, or call evaluate"
                 )
             batch = self._batch(args, kwargs, target)
-            weighting = self._splitter.weighting(batch, self._programs.groups(len(batch)))
+            weighting = self._splitter.weighting(batch, self._now.programs.groups(len(batch)))
             return Call("step", batch, weighting, return_outputs, gather)
 
         call = self._called("step", (args, kwargs, target), make)
-        if self._programs.streams:
+        if self._now.programs.streams:
             return self._enqueue(call)
         feed = call.feed(self._seed, self._step)
-        work = self._work(self._programs.training(len(call)), feed, uses=self._programs.uses(len(call)))
-        with self._ties.delivering(), self._replicas.delivering(), self._norms.counting():
+        work = self._now.work(self._now.programs.training(len(call)), feed, uses=self._now.programs.uses(len(call)))
+        with self._now.delivering(), self._now.norms.counting():
             self._runs.append(self._site.run(work, call.batch, grad=True))
-        with intra_op(self._threads):
-            for stage in self._stages.values():
-                stage.update_late()
+        self._now.update_late(self._threads)
         self._step += 1
-        bring_ends(self._programs.plain(len(call)), feed, self._site)
+        bring_ends(self._now.programs.plain(len(call)), feed, self._site)
         deliver_input_grads(call.batch, feed)
         return self._result(call, feed)
 
     def _called(self, method: str, given: tuple[Any, ...], make: Callable[[], Call]) -> Call:
         args, kwargs, target = given
+        self._now.members.check()
 
         def deal(call: Call) -> tuple[Call, list[Any]]:
-            return dealt(call, self._programs.plain(len(call)), self._bodies)
+            return dealt(call, self._now.programs.plain(len(call)), self._now.bodies)
 
         return self._site.call(method, bool(args or kwargs) or target is not None, make, deal)
 
@@ -274,12 +278,12 @@ class Pipeline(Observed):
                 )
         executor = self._site.executor
         executor.check_outside("step")
-        caller, segments = executor.caller(grad=True), self._programs.segments(len(call))
+        caller, segments = executor.caller(grad=True), self._now.programs.segments(len(call))
         if self._stream is not None and (self._stream.caller, self._stream.segments) != (caller, segments):
             self.flush()
         if self._stream is None or not self._stream.open:
             feed = Feed(self._seed, self._step, [])
-            self._stream = Stream(self._site, segments, self._stages, feed, caller, self._runs.append)
+            self._stream = Stream(self._site, segments, self._now.stages, feed, caller, self._runs.append)
         self._step += 1
         return self._stream.step(call.batch, call.counting)
 
@@ -308,20 +312,20 @@ class Pipeline(Observed):
 
     def _infer(self, call: Call) -> Feed:
         feed = call.feed(self._seed, self._step)
-        with self._norms.counting():
-            self._site.run(self._work(self._programs.inference(len(call)), feed), call.batch, grad=False)
-        bring_ends(self._programs.plain(len(call)), feed, self._site)
+        with self._now.norms.counting():
+            self._site.run(self._now.work(self._now.programs.inference(len(call)), feed), call.batch, grad=False)
+        bring_ends(self._now.programs.plain(len(call)), feed, self._site)
         return feed
 
     def _result(self, call: Call, feed: Feed) -> Any:
-        last = end_of(self._programs.plain(len(call)))
+        last = end_of(self._now.programs.plain(len(call)))
         loss = self._site.loss(last, lambda: call.loss(feed))
         return (loss, self._outputs(call, feed)) if call.return_outputs else loss
 
     def _outputs(self, call: Call, feed: Feed) -> Any:
         if not call.gather:
             return call.outputs(feed)
-        return self._site.from_rank(end_of(self._programs.plain(len(call))), lambda: call.outputs(feed))
+        return self._site.from_rank(end_of(self._now.programs.plain(len(call))), lambda: call.outputs(feed))
 
     def _local(self, what: str) -> LocalExecutor:
         if not isinstance(self._site, InProcess):
@@ -354,17 +358,17 @@ class Pipeline(Observed):
             return self._outputs(call, self._infer(call))
         executor = self._local(what)
         feed = call.feed(self._seed, self._step)
-        program = self._programs.open_pass(len(call))
+        program = self._now.programs.open_pass(len(call))
         there, back = halves(program)
-        stages = {index: stage.fresh() for index, stage in self._stages.items()}
-        work = self._work(program, feed, stages)
-        with self._norms.counting():
+        stages = {index: stage.fresh() for index, stage in self._now.stages.items()}
+        work = self._now.work(program, feed, stages)
+        with self._now.norms.counting():
             executor.run(replace(work, orders=there, finish=_nothing), grad=True)
         self._step += 1
         back_work = replace(work, prepare=_nothing, orders=back)
 
         def run_backwards() -> None:
-            with self._ties.delivering(), self._replicas.delivering():
+            with self._now.delivering():
                 executor.run(back_work, grad=True)
 
         return attach(OpenPass(call.batch, feed, run_backwards))
@@ -378,28 +382,6 @@ class Pipeline(Observed):
             raise InputError("a target goes to loss_fn; there is none; pass loss_fn= to Pipeline, or no target")
         return self._splitter.batch(args, kwargs, target)
 
-    def _work(
-        self,
-        program: Program,
-        feed: Feed,
-        stages: dict[int, Stage] | None = None,
-        uses: Mapping[int, Uses] | None = None,
-    ) -> Work:
-        own = self._stages if stages is None else stages
-
-        def begin(caller: Caller) -> None:
-            feed.autocast = caller.autocast
-            self._ties.refresh()
-            self._replicas.refresh()
-            for index, stage in own.items():
-                stage.begin(feed, (uses or {}).get(index))
-
-        def end(failed: bool) -> None:
-            for stage in own.values():
-                stage.end(failed)
-
-        return Work(program, own, begin, finish=end)
-
     # ---- its life ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -411,7 +393,7 @@ class Pipeline(Observed):
 
     def _is_own(self, name: str) -> bool:
         """Whether a parameter or buffer of this name lies in this process: under a mesh those of its stages do."""
-        return isinstance(self._site, InProcess) or self._site.holds(self._owners.rank(name))
+        return isinstance(self._site, InProcess) or self._site.holds(self._now.owners.rank(name))
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's state, on every rank. Collective under a mesh."""

@@ -9,9 +9,11 @@ from typing import Any
 
 from pipesched import schedules
 from pipesched.boundaries import Boundaries
+from pipesched.checks import is_count, shown
 from pipesched.dependencies import StageGraph
 from pipesched.errors import DeviceCountError, PartitionError, ScheduleError
-from pipesched.lowering import CheckpointMode, add_recompute, add_updates, forward_then_backward, lower
+from pipesched.keeping import Checkpoint
+from pipesched.lowering import add_offloading, add_recompute, add_updates, forward_then_backward, lower
 from pipesched.order import Schedule
 from pipesched.plan import Plan
 from pipesched.program import Program
@@ -19,11 +21,11 @@ from pipesched.segments import Segments, enough_steps
 from pipesched.validation import validate
 from pipesched.versions import Uses, update_groups, used_versions
 
-__all__ = ["Programs", "Wishes"]
+__all__ = ["MICROBATCHES_PER_RANK", "Programs", "Wishes"]
 
 _AUTO = "1f1b"
 _MORE_STEPS = 4  # times what PipeDream needs: a stream that does not repeat then never will
-_MICROBATCHES_PER_RANK = 4  # from here on the bubble is small (GPipe, Huang et al. 2019)
+MICROBATCHES_PER_RANK = 4  # from here on the bubble is small (GPipe, Huang et al. 2019)
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,22 @@ class Wishes:
     num_stages: int | None = None
     num_microbatches: int | None = None
     boundaries: Boundaries | None = None
-    checkpoint: CheckpointMode = "never"
+    checkpoint: Checkpoint | None = None
     together: Sequence[Collection[str]] = ()
+    num_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        count: Any = self.num_microbatches
+        if isinstance(count, float) and count.is_integer():  # as 8.0 from a configuration file
+            object.__setattr__(self, "num_microbatches", int(count))
+        if self.num_microbatches is not None and not is_count(self.num_microbatches):
+            raise ScheduleError(
+                f"a batch is cut into a whole number of micro-batches, at least 1; got {shown(count)}; pass 1 or more"
+            )
+        if self.num_stages is not None and not is_count(self.num_stages):
+            raise PartitionError(
+                f"a pipeline has a whole number of stages, at least one; got {shown(self.num_stages)}; pass 1 or more"
+            )
 
     def pinned(self, plan: Plan, names: list[str]) -> "Wishes":
         """The wishes that lead to ``plan``. Raises PartitionError where it is of another model or says otherwise."""
@@ -49,8 +65,15 @@ class Wishes:
             )
         if self != Wishes():
             raise PartitionError("a plan holds all choices; others were made beside it; pass the plan alone")
-        count = plan.program.num_microbatches
-        return Wishes(_maker(plan), plan.program.num_weights, count, plan.boundaries, plan.checkpoint)
+        program = plan.program
+        return Wishes(
+            plan.maker() or plan.chained,  # a schedule makes programs for short batches, too
+            program.num_weights,
+            program.num_microbatches,
+            plan.boundaries,
+            plan.checkpoint,
+            num_ranks=program.num_ranks,
+        )
 
 
 def _first_difference(of_plan: list[str], of_model: list[str]) -> str:
@@ -72,8 +95,11 @@ class Programs:
 
     def __init__(self, wishes: Wishes, num_devices: int, *, updates: bool = False) -> None:
         self.updates = updates
-        self.checkpoint = wishes.checkpoint
+        self.checkpoint: Checkpoint = wishes.checkpoint or "never"
+        if wishes.num_ranks is not None:
+            num_devices = _as_planned(wishes.num_ranks, num_devices)
         self._source = _source(wishes, num_devices)
+        self._wishes = wishes
         self.fixed = isinstance(self._source, Program)
         if isinstance(self._source, Program):
             self.num_ranks = self._source.num_ranks
@@ -81,25 +107,37 @@ class Programs:
         else:
             self.num_ranks = min(num_devices, _num_stages(wishes, self._source, num_devices))
             asked = wishes.num_microbatches
-            count = self.num_ranks * _MICROBATCHES_PER_RANK if asked is None else asked
-        if isinstance(count, float) and count.is_integer():
-            count = int(count)  # as 8.0 from a configuration file; other types are refused by the schedule
+            count = self.num_ranks * MICROBATCHES_PER_RANK if asked is None else asked
         self.num_microbatches: int = count
         self._graph: StageGraph | None = None
+        self._offloading: frozenset[int] = frozenset()
         self._forget()
 
-    def connect(self, edges: Sequence[tuple[int, int]]) -> Program:
+    @property
+    def wishes(self) -> Wishes:
+        """Those that lead to programs of the same shape."""
+        count = self.num_microbatches
+        return replace(
+            self._wishes,
+            schedule=self._source,
+            num_stages=self.plain(count).num_weights,
+            num_microbatches=count,
+            boundaries=None,
+            num_ranks=self.num_ranks,
+        )
+
+    def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
         """From now on stages feed each other along these edges, in each of several chains. Returns the program for a
-        full batch.
+        full batch. offloading: the stages of a chain that take activations to the host.
         """
         program: Program = self.plain(self.num_microbatches)
         chains = range(0, program.num_stages, program.num_weights)
         graph = StageGraph.of(program.num_stages, [(at + giver, at + taker) for at in chains for giver, taker in edges])
-        if graph != program.graph:
-            self._graph = graph
+        going = frozenset(offloading)
+        if graph != program.graph or going != self._offloading:
+            self._graph, self._offloading = graph, going
             self._forget()
-            program = self.plain(self.num_microbatches)
-        return program
+        return self.plain(self.num_microbatches)
 
     def _forget(self) -> None:
         self.plain = lru_cache(maxsize=64)(self._plain)
@@ -164,7 +202,8 @@ class Programs:
         program = self.plain(num_microbatches)
         if self.streams and isinstance(self._source, Schedule):
             program = self._beginning(self._source, num_microbatches)
-        return add_recompute(add_updates(program) if self.updates else program, self.checkpoint)
+        program = add_recompute(add_updates(program) if self.updates else program, self.checkpoint)
+        return add_offloading(program, self._offloading)
 
     def _beginning(self, schedule: Schedule, num_microbatches: int) -> Program:
         """The first steps of a stream, as many as show how it goes on; old versions may be late to come."""
@@ -207,12 +246,17 @@ class Programs:
         return lower(add_recompute(forward_then_backward(self.plain(num_microbatches)), self.checkpoint))
 
 
+def _as_planned(num_ranks: int, num_devices: int) -> int:
+    if num_ranks > num_devices:
+        raise DeviceCountError(
+            f"every rank has a device; the plan has {num_ranks} ranks, but there are {num_devices} devices; give as "
+            f"many (a device may repeat), or make a plan for {num_devices}"
+        )
+    return num_ranks
+
+
 def _num_stages(wishes: Wishes, schedule: Schedule, num_devices: int) -> int:
     if wishes.num_stages is not None:
-        if not isinstance(wishes.num_stages, int) or wishes.num_stages < 1:
-            raise PartitionError(
-                f"a pipeline has a whole number of stages, at least one; got {wishes.num_stages!r}; pass 1 or more"
-            )
         return wishes.num_stages
     if wishes.boundaries is None or isinstance(wishes.boundaries, Mapping):
         return num_devices * schedule.chunks_per_rank
@@ -241,21 +285,6 @@ def _source(wishes: Wishes, num_devices: int) -> Schedule | Program:
             f"use a multiple of {num_ranks} stages, or another number of devices"
         )
     return schedule.with_options(chunks_per_rank=num_stages // num_ranks)
-
-
-def _maker(plan: Plan) -> Schedule | Program:
-    """The schedule that the plan names, where it makes the plan's program: it also makes it for short batches."""
-    program = plan.program
-    if plan.schedule in schedules.names():
-        schedule = schedules.get(plan.schedule)
-        known = {option: value for option, value in plan.options.items() if option in schedule.options}
-        schedule = schedule.with_options(**known)
-        chunks = program.num_stages // program.num_ranks
-        if "chunks_per_rank" in schedule.options:
-            schedule = schedule.with_options(chunks_per_rank=chunks)
-        if schedule.program(program.num_ranks, program.num_microbatches) == program:
-            return schedule
-    return program
 
 
 def _schedule(wish: Any) -> Schedule:

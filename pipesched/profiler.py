@@ -1,133 +1,69 @@
-"""Profiler: layers + one micro-batch -> measured costs. The model is left as it was: weights, buffers, grads, RNG.
+"""Profiler: layers + one micro-batch -> measured costs. The model is left as it was: weights, buffers, grads, RNG."""
 
-Layers are measured by the same Stage that later runs them, one layer a stage, over copies of its parameters.
-"""
-
-import copy
-import gc
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from statistics import median
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from statistics import median, quantiles
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from pipesched.actions import Kind
-from pipesched.capture import unchanged
+from pipesched.caller import Caller, intra_op
 from pipesched.contents import lacks_contents, stand_in
-from pipesched.costs import Costs
 from pipesched.feed import Feed
-from pipesched.payload import Gradients, Payload, pytree
+from pipesched.lap import Lap, Subject
+from pipesched.payload import Payload, pytree
+from pipesched.plausibility import Measured, doubt
+from pipesched.profiles import TIMES, LayerCosts
 from pipesched.randomness import outside_kept
+from pipesched.sizing import Layer, footprint_of
 from pipesched.stage import Stage
-from pipesched.trace import Trace
-from pipesched.untouched import attributes_kept
+from pipesched.untouched import attributes_kept, unchanged
 
-__all__ = ["LayerCosts", "measure_calls", "measure_layers", "measured_costs", "stage_costs"]
+__all__ = ["QUICK", "Between", "Effort", "measure_calls", "measure_layers"]
 
-_ROUNDS = 5
-_ENOUGH_S = 1.0  # no further round once so much time is spent
+#: By name: a layer, and its arguments; None for what the one before it gives.
+Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 
 
 @dataclass(frozen=True)
-class LayerCosts:
-    """What one layer costs for one micro-batch: seconds, and bytes."""
+class Effort:
+    """How well is measured: rounds, of which no further one begins once so many seconds are spent on the layers that
+    are measured together. checks: what cannot be true is measured again, and if it still cannot, a warning names it.
+    """
 
-    forward_s: float
-    backward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    input_bytes: int
-    output_bytes: int
-    activation_bytes: int
-    weight_grad_bytes: int
-    parameter_bytes: int
+    rounds: int = 3
+    enough_s: float = 0.5
+    checks: bool = False
 
-    def __add__(self, other: "LayerCosts") -> "LayerCosts":
-        """Both, one after the other."""
-        sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
-        return LayerCosts(**{**sums, "input_bytes": self.input_bytes, "output_bytes": other.output_bytes})
+
+#: Enough to cut a model by.
+QUICK = Effort()
+
+#: Layers are measured together up to so many bytes, so that caches do not keep what they would not keep in a step.
+_TOGETHER_BYTES = 1 << 26
 
 
 def measure_layers(
-    layers: Mapping[str, nn.Module], sample: Any, device: torch.device, intra_op_threads: int
+    layers: Mapping[str, nn.Module],
+    sample: Any,
+    device: torch.device,
+    intra_op_threads: int,
+    effort: Effort = QUICK,
 ) -> dict[str, LayerCosts]:
-    """Run one micro-batch through the layers on ``device``, each several times; the medians count. Equal layers that
-    get equal shapes are measured once.
+    """Run one micro-batch through the layers on ``device``, several times; the medians count. Of equal layers that
+    get equal shapes the first ones are measured, for all.
 
     sample: (args, kwargs) of the first layer. Layers are measured in training mode; where some train and some do not,
     each in its own.
     """
-    costs: dict[str, LayerCosts] = {}
-    known: dict[Any, tuple[LayerCosts, Payload]] = {}
-    with _intra_op_threads(intra_op_threads), _training(layers.values()), torch.enable_grad(), outside_kept():
-        arrived = Payload.of(pytree.tree_map_only(Tensor, stand_in, sample))
-        for name, layer in layers.items():
-            kind = not costs, _kind(layer, arrived)
-            try:
-                if kind not in known:
-                    known[kind] = _Probe(name, layer, device).measure(arrived, first=not costs)
-                costs[name], arrived = known[kind]
-            except Exception as error:
-                error.add_note(f"while layer {name!r} was measured on {device} with the given sample")
-                raise
-    return costs
-
-
-def stage_costs(stages: Sequence[Sequence[LayerCosts]]) -> Costs:
-    """Sum the layers of each stage."""
-
-    def total(field: str) -> tuple[Any, ...]:
-        return tuple(sum(getattr(layer, field) for layer in layers) for layers in stages)
-
-    return Costs(
-        forward_s=total("forward_s"),
-        input_grad_s=total("input_grad_s"),
-        weight_grad_s=total("weight_grad_s"),
-        backward_s=total("backward_s"),
-        activation_bytes=total("activation_bytes"),
-        input_bytes=tuple(layers[0].input_bytes if layers else 0 for layers in stages),
-        weight_grad_bytes=total("weight_grad_bytes"),
-        weight_bytes=total("parameter_bytes"),
-        output_bytes=tuple(layers[-1].output_bytes if layers else 0 for layers in stages),
-    )
-
-
-def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | None = None) -> Costs:
-    """The medians of what each stage's actions took; sizes come from the profile.
-
-    A backward that only ran whole is split in the ratio of the profile, without one it is all input gradients; one that
-    only ran split takes both parts together. Other kinds that did not run cost nothing.
-    """
-    seen: dict[tuple[int, Kind], list[float]] = {}
-    for trace in traces:
-        for span in trace.spans:
-            seen.setdefault((span.action.stage, span.action.kind), []).append(span.end_s - span.start_s)
-
-    def medians(kind: Kind) -> list[float]:
-        return [median(seen.get((stage, kind), [0.0])) for stage in range(num_stages)]
-
-    whole, inputs, weights = medians(Kind.B), medians(Kind.I), medians(Kind.W)
-    for stage in range(num_stages):
-        if (stage, Kind.B) not in seen:
-            whole[stage] = inputs[stage] + weights[stage]
-        elif (stage, Kind.I) not in seen:
-            parts = (profiled.input_grad_s[stage], profiled.weight_grad_s[stage]) if profiled else (1, 0)
-            inputs[stage] = whole[stage] * parts[0] / sum(parts) if any(parts) else whole[stage]
-            weights[stage] = whole[stage] - inputs[stage]
-    times: dict[str, Any] = {
-        "forward_s": medians(Kind.F),
-        "input_grad_s": inputs,
-        "weight_grad_s": weights,
-        "backward_s": whole,
-        "recompute_s": medians(Kind.R),
-        "update_s": medians(Kind.UPDATE),
-    }
-    return Costs(**times) if profiled is None else replace(profiled, **times)
+    arrived = Payload.of(pytree.tree_map_only(Tensor, stand_in, sample))
+    calls = {name: (layer, None if at else arrived) for at, (name, layer) in enumerate(layers.items())}
+    return _measured(calls, device, intra_op_threads, effort)
 
 
 def measure_calls(
@@ -135,34 +71,242 @@ def measure_calls(
     wanted: Collection[str],
     device: torch.device,
     intra_op_threads: int,
+    effort: Effort = QUICK,
 ) -> dict[str, LayerCosts]:
-    """As ``measure_layers``, for layers that are called with arguments of their own. Equal calls are measured once.
+    """As ``measure_layers``, for layers that are called with arguments of their own.
 
     wanted: the calls whose arguments' gradients are asked for.
     """
-    costs: dict[str, LayerCosts] = {}
-    known: dict[Any, LayerCosts] = {}
+    given = {
+        name: (layer, Payload.of(pytree.tree_map_only(Tensor, _wanting if name in wanted else stand_in, arguments)))
+        for name, (layer, arguments) in calls.items()
+    }
+    return _measured(given, device, intra_op_threads, effort)
+
+
+def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) -> dict[str, LayerCosts]:
+    """In a thread of its own, as ranks are: allocators differ between threads."""
+    caller = replace(Caller.here([device.type], grad=True), inference=False)
     layers = [layer for layer, _ in calls.values()]
-    with _intra_op_threads(intra_op_threads), _training(layers), torch.enable_grad(), outside_kept():
-        for name, (layer, arguments) in calls.items():
-            given = Payload.of(pytree.tree_map_only(Tensor, _wanting if name in wanted else stand_in, arguments))
-            kind = _kind(layer, given)
-            try:
-                if kind not in known:
-                    known[kind], _ = _Probe(name, layer, device).measure(given, first=True)
-            except Exception as error:
-                error.add_note(f"while layer {name!r} was measured on {device} with the given sample")
-                raise
-            costs[name] = known[kind]
-    return costs
+
+    def run() -> dict[str, LayerCosts]:
+        generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with intra_op(threads), caller.held(), _training(layers), generators, outside_kept():
+            return _Survey(device, caller, effort).of(calls)
+
+    with ThreadPoolExecutor(1, "pipesched-profiler") as pool:
+        return pool.submit(run).result()
 
 
 def _wanting(tensor: Tensor) -> Tensor:
     return stand_in(tensor).detach().requires_grad_(tensor.is_floating_point())
 
 
-def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    return stand_in(tensor, device, weight=True) if tensor.is_meta else tensor.detach().to(device, copy=True)
+@dataclass
+class _Kind:
+    """Calls that cost the same. sizes: the bytes of LayerCosts; output: what each gives; subjects: those measured."""
+
+    sizes: dict[str, int]
+    output: Payload | None
+    subjects: list[Subject] = field(default_factory=list)
+
+    def costs(self) -> LayerCosts:
+        """The medians."""
+        seconds: dict[str, list[float]] = {what: [] for what in TIMES}
+        for subject in self.subjects:
+            for what in TIMES:
+                seconds[what] += subject.seconds[what]
+        medians: dict[str, Any] = {what: median(took_s or [0.0]) for what, took_s in seconds.items()}
+        wholes = [medians["forward_s"], medians["backward_s"]]
+        spread = _spread(seconds["forward_s"]) * wholes[0] + _spread(seconds["backward_s"]) * wholes[1]
+        waiting_s = sum(
+            min((waited_s for subject in self.subjects for waited_s in subject.waited[what]), default=0.0)
+            for what in ("forward_s", "backward_s")
+        )
+        return LayerCosts(
+            **medians,
+            **self.sizes,
+            waiting_s=waiting_s if waiting_s > _WAITS * sum(wholes) else 0.0,
+            spread=spread / sum(wholes) if any(wholes) else 0.0,
+        )
+
+    def measured(self, costs: LayerCosts) -> Measured:
+        """What is asked whether it can be true."""
+        each_s = [
+            median(subject.seconds["forward_s"]) + median(subject.seconds["backward_s"]) for subject in self.subjects
+        ]
+        trains = any(
+            any(subject.given.needs_grad) and any(weight.requires_grad for weight in subject.layer.parameters())
+            for subject in self.subjects
+        )
+        return Measured(costs, each_s, trains)
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """How far the middle half of some times lies apart, over their median."""
+    if len(seconds) < 2 or not median(seconds):
+        return 0.0
+    low, _, high = quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / median(seconds)
+
+
+_BYTES = [item.name for item in fields(LayerCosts) if item.default is MISSING and item.name not in TIMES]
+_WAITS = 0.1  # the part of its time from which on a layer counts as one that waits: others are interrupted at times
+
+
+class Between(nn.Module):
+    """A function that a model's code calls between layers, as a layer. One that does not run alone costs nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self._function(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """The function's name."""
+        return str(self._function)
+
+
+class _Survey:
+    """Measures the calls of a model."""
+
+    def __init__(self, device: torch.device, caller: Caller, effort: Effort) -> None:
+        self._device, self._caller, self._effort = device, caller, effort
+        self._kinds: dict[Any, _Kind] = {}
+        self._laps: list[Sequence[Subject]] = []
+
+    def of(self, calls: Calls) -> dict[str, LayerCosts]:
+        """Layers are taken together in the order of their calls; of known kinds only as many as there is room for."""
+        kinds: dict[str, Any] = {}
+        together: list[Subject] = []
+        room = _TOGETHER_BYTES
+        arrived: Payload | None = None
+        for name, (layer, arguments) in calls.items():
+            given: Any = arrived if arguments is None else arguments
+            kind = kinds[name] = _kind(layer, given)
+            subject = Subject(name, layer, given)
+            new = kind not in self._kinds
+            if new:
+                self._kinds[kind] = self._looked(subject)
+            own = self._kinds[kind]
+            if (new or together) and own.output is not None:
+                own.subjects.append(subject)
+                together.append(subject)
+                room -= sum(own.sizes.values())
+            if together and (room <= 0 or lacks_contents(layer)):
+                self._time(together)
+                together, room = [], _TOGETHER_BYTES
+            arrived = own.output
+        if together:
+            self._time(together)
+        if self._effort.checks:
+            self._check(kinds)
+        return {name: self._kinds[kind].costs() for name, kind in kinds.items()}
+
+    def _check(self, kinds: Mapping[str, Any]) -> None:
+        for lap in self._laps:
+            if self._doubts(kinds).keys() & {subject.name for subject in lap}:
+                self._time(lap, known=True)
+        for name, why in self._doubts(kinds).items():
+            warnings.warn(
+                f"a profile is of layers on a machine that does nothing else; of layer {name!r} {why}, measured twice; "
+                f"measure again on an idle machine; where that is how it is, ignore this",
+                stacklevel=2,
+            )
+
+    def _doubts(self, kinds: Mapping[str, Any]) -> dict[str, str]:
+        """What cannot be true, of the first layer of each kind."""
+        costs = {kind: known.costs() for kind, known in self._kinds.items()}
+        all_s = sum(costs[kind].forward_s + costs[kind].backward_s for kind in kinds.values())
+        first: dict[Any, str] = {}
+        for name, kind in kinds.items():
+            first.setdefault(kind, name)
+        doubts = {name: doubt(self._kinds[kind].measured(costs[kind]), all_s) for kind, name in first.items()}
+        return {name: why for name, why in doubts.items() if why}
+
+    # ---- times --------------------------------------------------------------------------------------------------
+
+    def _time(self, together: Sequence[Subject], *, known: bool = False) -> None:
+        if not known:
+            self._laps.append(together)
+        lap = Lap(together, self._device, self._caller)
+        lap.held(lambda: self._rounds(lap))
+        lap.forget()
+
+    def _rounds(self, lap: Lap) -> None:
+        lap.round()
+        lap.weight_round(apart=True)
+        lap.clear()
+        begin = perf_counter()
+        for _ in range(self._effort.rounds):
+            lap.round()
+            lap.weight_round(apart=False)
+            lap.weight_round(apart=True)
+            if perf_counter() - begin > self._effort.enough_s:
+                break
+        lap.correct()
+
+    # ---- sizes --------------------------------------------------------------------------------------------------
+
+    def _looked(self, subject: Subject) -> _Kind:
+        lap = Lap([subject], self._device, self._caller)
+        found: _Kind
+        try:
+            found = lap.held(lambda: self._look(lap))
+        except Exception:
+            if not isinstance(subject.layer, Between):
+                raise
+            found = _Kind(dict.fromkeys(_BYTES, 0), None)
+        finally:
+            lap.forget()
+        return found
+
+    def _look(self, lap: Lap) -> _Kind:
+        subject = lap.subjects[0]
+        output = Payload.of(((lap.round().output,), {}))
+        stage = _Alone(lap.modules_of[subject], subject, self._device, self._caller)
+        weights = [tensor for tensor in lap.parameters() if tensor.requires_grad]
+        layer = Layer(stage.stage, stage.forward, stage.release, weights, _nbytes(subject.layer.buffers()))
+        sizes = asdict(footprint_of(layer, subject.given))
+        return _Kind(sizes | {"parameter_bytes": _nbytes(subject.layer.parameters())}, output)
+
+
+class _Held(nn.Module):
+    """Calls a layer whose parameters are held by somebody else: a stage that saw copies would take them for shards."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._layer = [layer]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._layer[0](*args, **kwargs)
+
+
+class _Alone:
+    """A layer as a stage of its own, which has learnt to split its backward. caller: whose autocast holds."""
+
+    def __init__(self, layer: nn.Module, subject: Subject, device: torch.device, caller: Caller) -> None:
+        self.stage, self._caller = Stage({subject.name: _Held(layer)}, device), caller
+        self._feed = Feed(0, 0, [])
+        output = self.forward(subject.given.map_tensors(lambda tensor: tensor.to(device, copy=True)), split=True)
+        self.stage.input_grad(0, tuple(torch.ones_like(tensor) for tensor in output.wanted))
+        self.stage.weight_grad(0)
+
+    def forward(self, given: Payload, split: bool) -> Payload:
+        """Run it, in a step of its own."""
+        wanted = [tensor.detach().requires_grad_() for tensor in given.wanted]
+        self._feed = Feed(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
+        self.stage.begin(self._feed)
+        output: Payload = self.stage.forward(0, split=split)
+        return output
+
+    def release(self) -> None:
+        """Drop what the step has kept of its input, and of its gradients."""
+        self._feed.inputs = [None]
+        self._feed.input_grads.clear()
 
 
 def _kind(layer: nn.Module, given: Payload) -> Any:
@@ -180,140 +324,8 @@ def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in vars(module).items() if isinstance(value, float | bool | str))
 
 
-class _Copied(nn.Module):
-    """A layer called on copies of its parameters and buffers, so that its own are not touched."""
-
-    def __init__(self, layer: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self._layer = [layer]  # in a list: not a child, which would be moved and counted
-        self._tensors = {
-            name: _copied(parameter, device).requires_grad_(parameter.requires_grad)
-            for name, parameter in layer.named_parameters()
-        } | {name: _copied(buffer, device) for name, buffer in layer.named_buffers()}
-        self._scripted = any(isinstance(module, torch.jit.ScriptModule) for module in layer.modules())
-        if self._scripted:  # they take no other tensors than their own
-            with torch.no_grad():
-                self._layer = [copy.deepcopy(layer).to(device)]
-            for parameter, own in zip(self._layer[0].parameters(), layer.parameters(), strict=True):
-                parameter.requires_grad_(own.requires_grad)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._scripted:
-            return self._layer[0](*args, **kwargs)
-        return torch.func.functional_call(self._layer[0], self._tensors, args, kwargs)
-
-    def forget(self) -> None:
-        """Free the copies; at once where there may be no room for those of several layers."""
-        for tensor in self._tensors.values():
-            tensor.grad = None
-        self._tensors.clear()
-        if lacks_contents(self._layer[0]):
-            gc.collect()  # stages, graphs and modules refer to each other
-
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._layer[0].parameters())
-
-
-class _Probe:
-    """Measures one layer."""
-
-    def __init__(self, name: str, layer: nn.Module, device: torch.device) -> None:
-        self._layer = _Copied(layer, device)
-        self._stage = Stage({name: self._layer}, device)
-        self._device = device
-
-    def measure(self, arrived: Payload, *, first: bool) -> tuple[LayerCosts, Payload]:
-        whole: list[tuple[float, ...]] = []
-        parts: list[tuple[float, ...]] = []
-        begin = time.perf_counter()
-        for round_ in range(_ROUNDS + 1):  # the first warms up
-            given = arrived.map_tensors(lambda tensor: tensor.to(self._device).clone())
-            times = self._whole(given, first)
-            split = self._split(given, first)
-            if round_ == 0:
-                continue
-            whole.append(times)
-            parts.append(split)
-            if time.perf_counter() - begin > _ENOUGH_S:
-                break
-        held, output = self._held_bytes(arrived, first)
-        self._layer.forget()
-        forward_s, backward_s = (median(column) for column in zip(*whole, strict=True))
-        input_grad_s, weight_grad_s = (median(column) for column in zip(*parts, strict=True))
-        costs = LayerCosts(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            input_grad_s=input_grad_s,
-            weight_grad_s=weight_grad_s,
-            input_bytes=_nbytes(arrived.tensors),
-            output_bytes=_nbytes(output.tensors),
-            activation_bytes=held,
-            weight_grad_bytes=_nbytes(arrived.tensors) + _nbytes(output.tensors),
-            parameter_bytes=self._layer.parameter_bytes,
-        )
-        return costs, output
-
-    def _forward(self, given: Payload, first: bool, split: bool) -> Payload:
-        feed = Feed(0, 0, [unchanged(given.with_wanted(given.wanted))] if first else [None])
-        self._stage.begin(feed)
-        output: Payload = self._stage.forward(0, *(() if first else (given,)), split=split)
-        return output
-
-    def _whole(self, given: Payload, first: bool) -> tuple[float, ...]:
-        output, forward_s = self._timed(lambda: self._forward(given, first, split=False))
-        _, backward_s = self._timed(lambda: self._stage.backward(0, _ones(output)))
-        return forward_s, backward_s
-
-    def _split(self, given: Payload, first: bool) -> tuple[float, ...]:
-        output = self._forward(given, first, split=True)
-        _, input_grad_s = self._timed(lambda: self._stage.input_grad(0, _ones(output)))
-        _, weight_grad_s = self._timed(lambda: self._stage.weight_grad(0))
-        return input_grad_s, weight_grad_s
-
-    def _held_bytes(self, arrived: Payload, first: bool) -> tuple[int, Payload]:
-        """Bytes that autograd keeps for the backward, each memory once, the layer's own parameters not."""
-        kept: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        given = arrived.map_tensors(lambda tensor: tensor.to(self._device))
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = self._forward(given, first, split=False)
-        own = {tensor.untyped_storage().data_ptr() for tensor in self._layer._tensors.values()}
-        self._stage.begin(Feed(0, 0, []))
-        return sum(size for memory, size in kept.items() if memory not in own), output
-
-    def _timed(self, function: Callable[[], Any]) -> tuple[Any, float]:
-        self._synchronize()
-        start = time.perf_counter()
-        result = function()
-        self._synchronize()
-        return result, time.perf_counter() - start
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-def _ones(output: Payload) -> Gradients:
-    return tuple(torch.ones_like(tensor) for tensor in output.wanted)
-
-
-def _nbytes(tensors: Sequence[Tensor]) -> int:
+def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-@contextmanager
-def _intra_op_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

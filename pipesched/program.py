@@ -8,17 +8,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from pipesched.actions import Action, Kind
+from pipesched.checks import check_type, is_whole, shown
 from pipesched.columns import Columns, Ints, Mask, Orders
 from pipesched.dependencies import Index, Requirements, StageGraph, chain, needs, requirements
 from pipesched.errors import ScheduleError
 from pipesched.placement import Placement, chunks_of
 from pipesched.text_form import order_words, parse_program, table_lines
 
-__all__ = ["Program", "marked_grid"]
+__all__ = ["Program", "check_program", "marked_grid"]
 
 _ORDERED = ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W))
 _CHAIN = StageGraph((), ())  # stands for the chain of as many stages as there are
@@ -50,11 +52,12 @@ class Program:
     slices_per_microbatch: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "orders", Orders.of(self.orders))
-        for name in ("placement", "weights"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("routes", "versions"):
-            object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
+        self._keep_as_tuples()
+        if not is_whole(self.num_microbatches):
+            raise ScheduleError(
+                f"a program has a whole number of micro-batches; got {shown(self.num_microbatches)}; pass 1 or more"
+            )
+        check_type(self.graph, StageGraph, "a program's graph is a StageGraph", "leave it out for a chain")
         if self.graph is _CHAIN:
             object.__setattr__(self, "graph", chain(len(self.placement)))
         if not self.weights:
@@ -70,6 +73,19 @@ class Program:
             if has != due:
                 of = "micro-batches" if what == "routes" else "stages"
                 raise ScheduleError(f"{what} has one entry for each of the {due} {of}; got {has}; make them agree")
+
+    def _keep_as_tuples(self) -> None:
+        try:
+            object.__setattr__(self, "orders", Orders.of(self.orders))
+            for name in ("placement", "weights"):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+            for name in ("routes", "versions"):
+                object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ScheduleError(
+                f"a program has orders, a list of Actions for each rank, and lists of whole numbers beside them; got "
+                f"something else ({error}); make it by a Schedule, or by Program.parse"
+            ) from error
 
     @property
     def columns(self) -> Columns:
@@ -179,7 +195,8 @@ class Program:
 
     def with_orders(self, orders: Iterable[Iterable[Action]]) -> "Program":
         """The same program with other orders."""
-        return replace(self, orders=Orders.of(orders))
+        changed: Any = orders
+        return replace(self, orders=changed)
 
     def forward(self) -> "Program":
         """The forwards of this program alone, in the same order: for evaluation."""
@@ -208,7 +225,13 @@ class Program:
 
         Empty lines and what follows ``#`` do not count. Raises ScheduleError with the line's number.
         """
+        check_type(text, str, "a program is read from its text", "pass str(program); load_program reads files")
         return cls(**parse_program(text))
+
+
+def check_program(program: Any) -> None:
+    """Raise ArgumentError for what is none."""
+    check_type(program, Program, "program is a Program", "pass such as schedules.get('1f1b').program(4, 8)")
 
 
 def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:

@@ -9,9 +9,10 @@ layers, and the parts of the code between them, that draw outside torch, from Py
 import functools
 import hashlib
 import random
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from pipesched.errors import ExecutionError
 from pipesched.interception import Handler
 
-__all__ = ["Key", "KeyedRandom", "NoRandom", "draws", "is_random", "outside_kept", "outside_state"]
+__all__ = ["InBackward", "Key", "KeyedRandom", "Place", "draws", "is_random", "outside_kept", "outside_state"]
 
 _DROPOUTS = frozenset({nn.functional.dropout, torch.dropout, torch.dropout_})
 #: Functions of Python that draw inside their body, and so have no operator with a tag.
@@ -47,6 +48,16 @@ class Key(NamedTuple):
     seed: int
     step: int
     microbatch: int
+
+
+class Place(NamedTuple):
+    """Where draws belong: to which call of which layer, behind how many others. outside: of those outside torch."""
+
+    key: Key
+    layer: str
+    call: int = 0
+    op: int = 0
+    outside: str | None = None
 
 
 @functools.cache
@@ -97,10 +108,30 @@ class KeyedRandom:
         self._generators: dict[torch.device, torch.Generator] = {}
         self.key = Key(0, 0, 0)
         self._layer, self._call, self._op = "", 0, 0
+        self._outside: str | None = None
+        self.again = False  # a layer runs again, in a backward
 
     def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
         """From now on draws belong to this call of this layer. op: how many came before."""
         self.key, self._layer, self._call, self._op = key, layer, call, op
+
+    @property
+    def place(self) -> Place:
+        """Where draws belong now."""
+        return Place(self.key, self._layer, self._call, self._op, self._outside)
+
+    @contextmanager
+    def repeated(self, place: Place) -> Iterator[None]:
+        """Within, what drew at a place draws the same numbers again."""
+        before, again = self.place, self.again
+        self.enter(*place[:-1])
+        self.again = True
+        try:
+            with nullcontext() if place.outside is None else outside_kept(self._seed(place.outside)):
+                yield
+        finally:
+            self.enter(*before[:-1])
+            self.again = again
 
     @property
     def op(self) -> int:
@@ -113,9 +144,15 @@ class KeyedRandom:
             return self._dropout
         return self._seeded if is_random(function) else None
 
-    def outside(self, layer: str, call: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def outside(self, layer: str, call: int) -> Iterator[None]:
         """Within, draws outside torch belong to this call of this layer, or to this part of the code between layers."""
-        return outside_kept(self._seed(f"{layer}/{call}/outside"))
+        before, self._outside = self._outside, f"{layer}/{call}/outside"
+        try:
+            with outside_kept(self._seed(self._outside)):
+                yield
+        finally:
+            self._outside = before
 
     def _next_seed(self) -> int:
         self._op += 1
@@ -158,7 +195,7 @@ class KeyedRandom:
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index or 0])
         seed = self._next_seed()
-        with _DEFAULT_GENERATORS:
+        with _not_compiling(), _DEFAULT_GENERATORS:
             states = [generator.get_state() for generator in generators]
             try:
                 for generator in generators:
@@ -177,6 +214,12 @@ class KeyedRandom:
             return output, any(not torch.equal(generator.get_state(), state) for generator, state in pairs)
 
 
+def _not_compiling() -> AbstractContextManager[Any]:
+    """Within, no other thread compiles: torch puts the default generators back as they were before it compiled."""
+    compiler = sys.modules.get("torch._dynamo.convert_frame")  # where it is not loaded nobody compiles
+    return getattr(compiler, "compile_lock", nullcontext())
+
+
 def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call of a function that may draw does not: no dropout, or not in training."""
     if name == "scaled_dot_product_attention":
@@ -193,22 +236,31 @@ def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-class NoRandom:
-    """A provider that refuses draws during a backward: a recomputation there could not know its key."""
+class InBackward:
+    """A provider for backwards: what runs again there draws what it drew; a key of any other draw is not known."""
+
+    def __init__(self, random: KeyedRandom) -> None:
+        self._random = random
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
         """The same functions as KeyedRandom."""
-        return self._refuse if function in _DROPOUTS or is_random(function) else None
+        keyed = self._random.handler_for(function)
+        if keyed is None:
+            return None
 
-    def _refuse(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("generator") is not None or _is_quiet(function.__name__, args, kwargs):
-            return function(*args, **kwargs)
-        return _refuse_draw(function.__name__)
+        def handle(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._random.again:
+                return keyed(function, args, kwargs)
+            if kwargs.get("generator") is not None or _is_quiet(function.__name__, args, kwargs):
+                return function(*args, **kwargs)
+            return _refuse_draw(function.__name__)
+
+        return handle
 
 
 def _refuse_draw(name: str) -> NoReturn:
     raise ExecutionError(
         f"random numbers are drawn in forwards, where their key is known; {name} was called during a backward, "
         f"recomputed by torch.utils.checkpoint inside the model, or by a hook; checkpoint with "
-        f"Pipeline(checkpoint='always') instead, set the dropout to 0, or give the hook a generator of its own"
+        f"Pipeline(checkpoint=...) instead, set the dropout to 0, or give the hook a generator of its own"
     )

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.actions import Action
-from pipesched.arguments import as_devices
+from pipesched.arguments import as_devices, as_timeout
 from pipesched.batch import Batch
 from pipesched.caller import Caller
 from pipesched.calls import Call, received
+from pipesched.checks import check_type
 from pipesched.errors import DeviceCountError, ExecutionError, InputError
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import LocalExecutor, Timeline, Work
@@ -68,16 +69,20 @@ class Executor(Protocol):
 
 
 class Site(Protocol):
-    """What a pipeline asks of the place where its ranks run. Collective where that is several processes."""
+    """What a pipeline asks of the place where its ranks run. Collective where that is several processes.
+
+    devices: of the ranks. all_devices: also those that no rank uses.
+    """
 
     devices: list[torch.device]
+    all_devices: list[torch.device]
 
     @property
     def executor(self) -> Executor:
         """What runs the ranks of this process, once started."""
 
-    def use(self, num_ranks: int) -> None:
-        """So many ranks there are. Raises DeviceCountError where others would have nothing to do."""
+    def use(self, num_ranks: int) -> "Site":
+        """The site of so many ranks. Raises DeviceCountError where others would have nothing to do."""
 
     def holds(self, rank: int) -> bool:
         """Whether the rank runs in this process."""
@@ -121,7 +126,7 @@ class InProcess:
     """Every rank in this process, on a device each; a device may repeat."""
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
-        self.devices = list(devices)
+        self.devices = self.all_devices = list(devices)
         self._threads = intra_op_threads
         self._executor: LocalExecutor | None = None
 
@@ -135,8 +140,10 @@ class InProcess:
     def start(self) -> None:
         self._executor = LocalExecutor(self.devices, self._threads)
 
-    def use(self, num_ranks: int) -> None:
-        self.devices = self.devices[:num_ranks]  # devices that no rank needs are left alone
+    def use(self, num_ranks: int) -> "InProcess":
+        other = InProcess(self.all_devices, self._threads)
+        other.devices = self.all_devices[:num_ranks]  # devices that no rank needs are left alone
+        return other
 
     def holds(self, rank: int) -> bool:
         return True
@@ -174,6 +181,8 @@ class OverMesh:
     """One rank of a one-dimensional DeviceMesh in this process, the others in theirs. All calls are collective."""
 
     def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float, inputs: Inputs = "all") -> None:
+        check_type(mesh, DeviceMesh, "mesh is a DeviceMesh", "pass one dimension of it, such as mesh['pp']")
+        timeout_s = as_timeout(timeout_s)
         if mesh.ndim != 1:
             raise DeviceCountError(
                 f"a pipeline runs along one dimension of a mesh; got one of {mesh.ndim} dimensions "
@@ -182,7 +191,7 @@ class OverMesh:
         device = torch.device(mesh.device_type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        self.devices = [device] * mesh.size()
+        self.devices = self.all_devices = [device] * mesh.size()
         self._inputs = inputs
         self.executor = DistributedExecutor(
             mesh.get_group(), device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s
@@ -193,18 +202,27 @@ class OverMesh:
         """The rank of this process."""
         return self.executor.rank
 
-    def use(self, num_ranks: int) -> None:
+    def use(self, num_ranks: int) -> "OverMesh":
         if num_ranks != len(self.devices):
             raise DeviceCountError(
                 f"every rank of the mesh holds stages; it has {len(self.devices)} ranks, the program {num_ranks}; "
                 f"use a mesh of {num_ranks}, or a model and a schedule of more stages"
             )
+        return self
 
     def holds(self, rank: int) -> bool:
         return rank == self.rank
 
     def agreed(self, make: Callable[[], T]) -> T:
-        made: T = self.executor.deal("making a pipeline", [make()] * len(self.devices) if self.rank == 0 else [])
+        what = "making a pipeline"
+        if self.rank:
+            given: T = self.executor.deal(what)
+            return given
+        try:
+            made = make()
+        except Exception as error:  # the others wait for what is made
+            self.executor.fail(what, error)
+        self.executor.deal(what, [made] * len(self.devices))
         return made
 
     def check(self, program: Program, decided: Any) -> None:

@@ -4,55 +4,36 @@ A stage knows nothing of order, ranks or transfers. It calls the user's own laye
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from pipesched.backward import Deferral, Product, edge_of, enter, weight_grad
+from pipesched.again import Again
+from pipesched.backward import Deferral, edge_of, enter
 from pipesched.body import Body, Chain, call_with
 from pipesched.compiled import Compiled
 from pipesched.errors import ExecutionError, InputError
 from pipesched.feed import Feed, Head
 from pipesched.interception import Intercept
+from pipesched.keeping import Keep
 from pipesched.norms import Norms
-from pipesched.payload import Apart, Gradients, Payload, memory_of, opened, pytree, trainable_leaves, used_here
-from pipesched.randomness import Key, KeyedRandom, NoRandom
+from pipesched.offloads import Offloads, addresses
+from pipesched.pattern import tensors_in
+from pipesched.payload import Apart, Gradients, Payload, memory_of, opened, pytree, used_here
+from pipesched.products import Product, weight_grad
+from pipesched.randomness import InBackward, KeyedRandom
+from pipesched.saved import Saved, buffers_of, dropping, roots_of
 from pipesched.versions import Uses
-from pipesched.weights import Tensors, Weights
+from pipesched.weights import Weights
 
 __all__ = ["Stage"]
 
 _NOTHING: Mapping[str, Any] = {}
 _NONE_BACK = Apart()
 _LOSS = "loss_fn"  # the layer as which the loss draws random numbers and has versions
-
-#: One layer's buffers by name.
-Buffers = dict[str, Tensor]
-
-
-@dataclass(eq=False)
-class _Saved:
-    """What a stage keeps of one micro-batch from F to the end of B or W."""
-
-    microbatch: int
-    key: Key
-    wanted: tuple[int, ...]  # of each value that arrived, how many gradients go back
-    inputs: bool  # the model's inputs come before what arrived
-    weights: Tensors  # the version in use; empty: the Parameters themselves
-    counted: tuple[Any, float | None] | None  # where a loss is asked for: its target and its factor
-    deferred: bool = field(default=False, init=False)  # F left weight gradients to W
-    input_grads: Sequence[Tensor | None] = field(default=(), init=False)
-    edges: Sequence[GradientEdge] = field(default=(), init=False)
-    products: Sequence[Product] = field(default=(), init=False)
-    grads: Sequence[tuple[Tensor, Tensor]] = field(default=(), init=False)  # of the version's tensors, from I to W
-    # between a checkpointed F and its R:
-    bare: bool = field(default=False, init=False)  # nothing of it is differentiated: R has nothing to do
-    arrived: Payload | None = field(default=None, init=False)
-    buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
 
 
 class Stage:
@@ -70,10 +51,11 @@ class Stage:
         ties: Mapping[tuple[str, int], Mapping[str, Tensor]] | None = None,
         norms: Norms | None = None,
         compiled: Compiled | None = None,
+        keep: Mapping[tuple[str, int], Keep] | None = None,
     ) -> None:
         self.body = Chain(body) if isinstance(body, Mapping) else body
         self.layers = self.body.layers
-        self._ties = ties or {}
+        self._ties, self._keep = ties or {}, keep or {}
         self._norms, self._compiled = norms, compiled
         self.device = device
         self.head = head
@@ -82,21 +64,26 @@ class Stage:
         self.late = False  # whether updates wait for the gradients of tied parameters, which come after the run
         self._waiting = False
         self.weights: Weights | None = None
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, Saved] = {}
         self._splits = True
         self._feed = Feed(0, 0, [])
         self._modifies_input: bool | None = None
         self._random = KeyedRandom(device)
         self._deferral = Deferral()
         forward = (self._random,) if norms is None else (self._random, norms)
-        again = (NoRandom(),) if norms is None else (NoRandom(), norms.uncounted)
+        back = InBackward(self._random)
+        again = (back,) if norms is None else (back, norms.uncounted)
         self._forward_mode = {False: Intercept(*forward), True: Intercept(*forward, self._deferral)}
         self._backward_mode = {False: Intercept(*again), True: Intercept(*again, self._deferral)}
+        self._mode = self._forward_mode[False]
+        self._again = Again(self._random, self._deferral)
+        offloads = any(word == "offload" and name in self.layers for (name, _), word in self._keep.items())
+        self._offloads = Offloads(device) if offloads else None
 
     def fresh(self) -> "Stage":
         """A stage over the same layers that holds nothing: for a pass that stays open beside others."""
-        ties, norms, compiled = self._ties, self._norms, self._compiled
-        return Stage(self.body, self.device, self.head, ties=ties, norms=norms, compiled=compiled)
+        ties, norms, compiled, keep = self._ties, self._norms, self._compiled, self._keep
+        return Stage(self.body, self.device, self.head, ties=ties, norms=norms, compiled=compiled, keep=keep)
 
     def begin(self, feed: Feed, uses: Uses | None = None) -> None:
         """Start a step; what a broken one left behind is dropped.
@@ -104,6 +91,8 @@ class Stage:
         uses: for a program that updates the weights on its way: which version each micro-batch uses.
         """
         self._saved.clear()
+        if self._offloads is not None:
+            self._offloads.clear()
         self._feed = feed
         self.body.begin()
         if self._compiled is not None:
@@ -136,6 +125,10 @@ class Stage:
         """How many micro-batches are held."""
         return len(self._saved)
 
+    def products(self, microbatch: int) -> Sequence[Product]:
+        """What I has left to W."""
+        return self._saved[microbatch].products
+
     def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Any:
         """F: the stage's output, a Payload, or Apart one for each consumer; on the last stage the loss, where the feed
         asks for one.
@@ -144,7 +137,7 @@ class Stage:
         weights = self.weights.used_by(microbatch) if self.weights is not None else {}
         wanted = tuple([sum(one.needs_grad) for one in arrived]) if arrived else ()
         counted = None if self.head is None else self._counted(microbatch)
-        saved = _Saved(microbatch, self._feed.key(microbatch), wanted, inputs, weights, counted)
+        saved = Saved(microbatch, self._feed.key(microbatch), wanted, inputs, weights, counted)
         guarded = payload.overlapping if arrived and len(payload.leaves) > 1 else ()
         versions = [tensor._version for tensor in guarded]
         if not torch.is_grad_enabled():
@@ -206,6 +199,24 @@ class Stage:
         if self.weights is not None:
             self._deliver(saved, self.weights)
 
+    def offload(self, microbatch: int) -> None:
+        """OFFLOAD: copy what layers that are to offload have saved to the host, but for what others hold."""
+        if self._offloads is not None:
+            saved = self._saved[microbatch]
+            own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
+            others = tensors_in((saved.weights, list(self._ties.values()), own))
+            self._offloads.offload(microbatch, saved.staying | addresses(others))
+
+    def free(self, microbatch: int) -> None:
+        """FREE: once that is copied, give its memory back."""
+        if self._offloads is not None:
+            self._offloads.free(microbatch)
+
+    def fetch(self, microbatch: int) -> None:
+        """FETCH: bring it back, for the backward."""
+        if self._offloads is not None:
+            self._offloads.fetch(microbatch)
+
     def update(self, number: int) -> None:
         """UPDATE: the optimizer's step with the gradients since the last one, which are then cleared."""
         if self.late:
@@ -233,7 +244,7 @@ class Stage:
         if self.weights is not None:
             self.weights.after_update()
 
-    def _deliver(self, saved: _Saved, weights: Weights) -> None:
+    def _deliver(self, saved: Saved, weights: Weights) -> None:
         """End a micro-batch: all gradients at once, so that no update between its I and its W takes a part of them."""
         with self._backward_mode[False]:
             weights.deliver([*saved.grads, *weights.taken(saved.weights)])
@@ -277,7 +288,7 @@ class Stage:
         own = used_here(tensor.data) if tensor.is_cuda else tensor.data
         return own if own.device == self.device else own.to(self.device, non_blocking=True)
 
-    def _run(self, saved: _Saved, arrived: Payload, split: bool = False) -> Any:
+    def _run(self, saved: Saved, arrived: Payload, split: bool = False) -> Any:
         """Call the layers, and on the last stage the head. What is returned is the root of the backward."""
         wanted = arrived.wanted
         if wanted and torch.is_grad_enabled():
@@ -292,18 +303,26 @@ class Stage:
             values = (value,)
 
         others = bool(saved.weights or saved.buffers or self._ties)
+        keep = self._keep if torch.is_grad_enabled() else {}
 
         def call(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._random.enter(saved.key, name, number)
             own = self._own(saved, name, number) if others else _NOTHING
-            if self._compiled is not None:
-                return self._compiled.call(mode, self._random, layer, own, args, kwargs)
-            return call_with(own, layer, args, kwargs) if own else layer(*args, **kwargs)
+            word = keep.get((name, number))
+            if word is None and self._compiled is None:
+                return call_with(own, layer, args, kwargs) if own else layer(*args, **kwargs)
+            if word in ("recompute", "recompute-cheap"):
+                run, cheap = partial(self._call_layer, layer), word == "recompute-cheap"
+                return self._again.call((name, number), layer, own, run, args, kwargs, cheap=cheap)
+            if word == "offload" and self._offloads is not None:
+                with self._offloads.going():
+                    return self._call_layer(layer, own, args, kwargs)
+            return self._call_layer(layer, own, args, kwargs)
 
         if self._norms is not None:
             self._norms.microbatch = saved.microbatch
         self._random.enter(saved.key, "")
-        mode = self._forward_mode[split]
+        mode = self._mode = self._forward_mode[split]
         with self._feed.autocast():
             with mode:
                 output = self.body.run(inputs, tuple(values), call, self._random)
@@ -324,17 +343,32 @@ class Stage:
             return torch.zeros_like(loss)  # counts nothing, whatever it is: nothing goes backward
         return loss if factor is None else loss * factor
 
-    def _own(self, saved: _Saved, name: str, number: int) -> Mapping[str, Tensor]:
+    def _call_layer(
+        self, layer: nn.Module, own: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._compiled is not None:
+            return self._compiled.call(self._mode, self._random, layer, own, args, kwargs)
+        return call_with(own, layer, args, kwargs)
+
+    def _own(self, saved: Saved, name: str, number: int) -> Mapping[str, Tensor]:
         """What a module's call uses in place of its own tensors."""
         ties = self._ties.get((name, number), _NOTHING)
         return {**saved.weights.get(name, _NOTHING), **(saved.buffers or _NOTHING).get(name, _NOTHING), **ties}
 
-    def _run_keeping(self, saved: _Saved, arrived: Payload, split: bool) -> Any:
+    def _run_keeping(self, saved: Saved, arrived: Payload, split: bool) -> Any:
         split = split and self._splits
         saved.deferred = split and self._deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self._deferral.learning)
-        value = self._run(saved, arrived, noted)
-        saved.edges = [edge_of(leaf) for leaf in _roots(saved, value)]
+        if self._offloads is None:
+            value = self._run(saved, arrived, noted)
+        else:
+            with self._offloads.saving(saved.microbatch), self._deferral.saving():
+                value = self._run(saved, arrived, noted)
+            inputs = self._feed.inputs[saved.microbatch] if saved.inputs or not saved.wanted else None
+            output = list(value) if isinstance(value, Apart) else value
+            outputs = self._feed.outputs.get(saved.microbatch)
+            saved.staying = addresses((*tensors_in((inputs, output)), *(outputs.tensors if outputs else ())))
+        saved.edges = [edge_of(leaf) for leaf in roots_of(saved, value)]
         if noted:
             saved.products = self._deferral.finish(saved.edges)
         return value
@@ -344,15 +378,15 @@ class Stage:
         shapes = tuple(tensor.shape for tensor in arrived.tensors)
         return shapes, tuple(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
 
-    def _run_dropping(self, saved: _Saved, arrived: Payload) -> Any:
+    def _run_dropping(self, saved: Saved, arrived: Payload) -> Any:
         """Run in grad mode, so that the layers see what they see without checkpointing, and keep the input alone."""
-        snapshot = {name: _buffers(module) for name, module in self.modules.items()}
+        snapshot = {name: buffers_of(module) for name, module in self.modules.items()}
         versions = [tensor._version for tensor in arrived.tensors]
         kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
-        with saved_tensors_hooks(_drop, _dropped):
+        with dropping():
             value = self._run(saved, arrived)
         self._check_input(versions != [tensor._version for tensor in arrived.tensors])
-        saved.bare = not _roots(saved, value)
+        saved.bare = not roots_of(saved, value)
         if saved.bare:
             return value
         saved.arrived = kept if self._modifies_input else arrived
@@ -369,8 +403,10 @@ class Stage:
                 f"place now, but not in their first forward; use checkpoint='never', or do not modify it in place"
             )
 
-    def _propagate(self, microbatch: int, saved: _Saved, arrived: tuple[Gradients, ...]) -> None:
+    def _propagate(self, microbatch: int, saved: Saved, arrived: tuple[Gradients, ...]) -> None:
         edges, saved.edges = saved.edges, ()
+        if self._offloads is not None:
+            self._offloads.arrived(microbatch)
         grads: Gradients = (None,) * len(edges)  # right for the loss: a scalar's gradient is one
         if arrived or self._feed.factors is None:
             given = arrived[0] if len(arrived) == 1 else tuple(chain.from_iterable(arrived))
@@ -379,13 +415,14 @@ class Stage:
             edges, grads = [edge for edge, _ in reached], tuple([grad for _, grad in reached])
         if not edges:
             return
-        with self._backward_mode[saved.deferred]:
+        self._mode = self._backward_mode[saved.deferred]
+        with self._mode:
             if self.weights is None:
                 torch.autograd.backward(edges, grads)
             else:
                 self.weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
 
-    def _sent_back(self, microbatch: int, saved: _Saved) -> Apart:
+    def _sent_back(self, microbatch: int, saved: Saved) -> Apart:
         grads, saved.input_grads = tuple(saved.input_grads), ()
         if not saved.wanted:
             if grads:
@@ -395,30 +432,3 @@ class Stage:
             return Apart((grads,))
         left = iter(grads)
         return Apart(tuple(islice(left, count)) for count in saved.wanted)
-
-
-def _roots(saved: _Saved, value: Any) -> list[Tensor]:
-    """What of a stage's output is differentiated; nothing where all in front of it is frozen."""
-    roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, Apart) else None
-    roots = trainable_leaves(value) if roots is None else roots
-    if not roots and saved.counted is not None and saved.counted[1] != 0:
-        raise InputError(
-            "a step trains something; the loss depends on no parameter that requires a gradient; "
-            "unfreeze one, or call evaluate"
-        )
-    return roots
-
-
-def _buffers(layer: Any) -> Buffers:
-    return {name: buffer.clone() for name, buffer in layer.named_buffers()} if isinstance(layer, nn.Module) else {}
-
-
-def _drop(tensor: Tensor) -> None:
-    return None
-
-
-def _dropped(_: None) -> Tensor:
-    raise ExecutionError(
-        "a checkpointed forward keeps nothing to differentiate; a layer differentiates inside its own forward "
-        "(autograd.grad); use checkpoint='never'"
-    )

@@ -9,22 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.arguments import as_function, as_seed, as_threads
 from pipesched.batch import LossReduction, SplitDims, Splitter
 from pipesched.caller import Caller
 from pipesched.capture import record
+from pipesched.checks import is_count, shown
 from pipesched.containers import as_whole, find_layers
-from pipesched.costs import Costs
-from pipesched.errors import ScheduleError
+from pipesched.costs import Costs, check_costs
+from pipesched.errors import InputError, ModelTypeError, ScheduleError
 from pipesched.executors.fake import FakeStage, run_virtual
 from pipesched.executors.local import LocalExecutor, Work
 from pipesched.graph import is_in_a_row, layers_of
 from pipesched.labels import counted_labels, counts
 from pipesched.layered import as_model
 from pipesched.lowering import lower
+from pipesched.meter import MemoryMeter
 from pipesched.norms import BatchNormMode, MiniBatchNorms, Norms
 from pipesched.order import OrderFunction, Schedule
 from pipesched.order import schedule as schedule_of
-from pipesched.program import Program
+from pipesched.program import Program, check_program
 from pipesched.randomness import Key
 from pipesched.simulator import simulate
 from pipesched.sites import InProcess
@@ -34,7 +37,7 @@ from pipesched.unsplit import Unsplit
 from pipesched.untouched import untouched
 from pipesched.validation import validate
 
-__all__ = ["FakeStage", "check_schedule", "reference_step", "run_fake"]
+__all__ = ["FakeStage", "MemoryMeter", "check_schedule", "reference_step", "run_fake"]
 
 _ROW = "{:>6}{:>15}{:>10}{:>8}{:>13}{:>16}"
 
@@ -48,6 +51,9 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
     DeadlockError where ranks wait for ever (virtual clock), ExecutionError where work is missing, done twice, or done
     without what it needs.
     """
+    check_program(program)
+    if costs is not None:
+        check_costs(costs)
     if not sleeping:
         return run_virtual(program, costs)
     costs = costs or Costs.uniform(program.num_stages)
@@ -79,8 +85,10 @@ def check_schedule(
     ScheduleError for what is neither.
     """
     schedule = _as_schedule(schedule)
+    if not is_count(max_ranks) or not is_count(max_microbatches):
+        schedule.program(max_ranks, max_microbatches)  # which says why
     ranks = [count for count in range(1, max_ranks + 1) if schedule.num_chains == 1 or _builds(schedule, count)]
-    if not ranks or max_microbatches < 1:
+    if not ranks:
         schedule.program(max_ranks, max_microbatches)  # which says why
     for num_ranks, num_microbatches in product(ranks, range(1, max_microbatches + 1)):
         try:
@@ -151,12 +159,20 @@ def reference_step(
     seed: the default generator's unless given. step: how many steps ran before.
     """
     whole = as_model(model)
+    if not isinstance(whole, nn.Module):
+        raise ModelTypeError(
+            f"the model is an nn.Module, or a list of them; got {shown(whole)}; pass the module itself"
+        )
+    if not is_count(num_microbatches):
+        raise InputError(f"a batch is cut into at least one micro-batch; got {shown(num_microbatches)}; pass 1 or more")
+    loss_fn, loss_weight = as_function(loss_fn, "loss_fn"), as_function(loss_weight, "loss_weight")
+    intra_op_threads = as_threads(intra_op_threads)
     if loss_fn is None and loss_weight is None and loss_reduction == "mean" and split_dims == 0:
         loss_weight = counts(whole, counted_labels(whole, (args, kwargs)))
     splitter = Splitter(num_microbatches, False, split_dims, loss_weight, loss_reduction)
     batch = splitter.batch(args, kwargs, target)
     factors = splitter.factors(batch)
-    seed = torch.initial_seed() if seed is None else seed
+    seed = torch.initial_seed() if seed is None else as_seed(seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(intra_op_threads)
     norms = MiniBatchNorms(batch_norm, InProcess([], 1))

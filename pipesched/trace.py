@@ -6,19 +6,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesched.actions import Action, Holding, Lane
+from pipesched.actions import KINDS, OTHER_END, Action, Holding, Kind, Lane
+from pipesched.checks import as_list, as_path, check_type, is_count, shown
 from pipesched.columns import Columns, Ints, Orders
-from pipesched.costs import Costs
+from pipesched.costs import Costs, check_costs
 from pipesched.errors import ScheduleError
 from pipesched.holdings import Held, bytes_held, pairs_held, versions_held
+from pipesched.links import check_number
 
-__all__ = ["Span", "Spans", "Trace"]
+__all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 
 Times = NDArray[Any]
 
@@ -44,9 +45,15 @@ class Spans(Sequence[Span]):
         """The same spans as columns."""
         if isinstance(spans, Spans):
             return spans
-        spans = tuple(spans)
-        rank = np.array([span.rank for span in spans], np.int64)
-        times = (_times([span.start_s for span in spans]), _times([span.end_s for span in spans]))
+        spans = tuple(as_list(spans, "a trace has a list of Spans", "pass one, such as simulate makes"))
+        try:
+            rank = np.array([span.rank for span in spans], np.int64)
+            times = (_times([span.start_s for span in spans]), _times([span.end_s for span in spans]))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ScheduleError(
+                f"a trace has a list of Spans; got something else ({error}); make them by Span(action, rank, start_s, "
+                f"end_s, lane)"
+            ) from error
         return cls(Columns.of(span.action for span in spans), rank, *times)
 
     @classmethod
@@ -115,13 +122,28 @@ class Trace:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", Spans.of(self.spans))
+        if not is_count(self.num_ranks, 0):
+            raise ScheduleError(
+                f"a trace is of a whole number of ranks; got {shown(self.num_ranks)}; pass how many there were"
+            )
+        if self.costs is not None:
+            check_costs(self.costs)
+        if self.bound_s is not None:
+            check_number(self.bound_s, "the bound_s of a trace")
 
     @cached_property
     def _rows(self) -> tuple[Spans, ...]:
         """Each rank's compute spans in time order."""
+        return self._of_ranks(*(kind for kind in Kind if KINDS[kind].lane is Lane.COMPUTE))
+
+    @cached_property
+    def _holding(self) -> tuple[Spans, ...]:
+        """Each rank's spans that take memory or give it back, in time order."""
+        return self._of_ranks(*(kind for kind in Kind if kind not in OTHER_END))
+
+    def _of_ranks(self, *kinds: Kind) -> tuple[Spans, ...]:
         spans = Spans.of(self.spans)
-        spans = spans.at(spans.columns.compute)
-        spans = _in_time(spans)
+        spans = _in_time(spans.at(spans.columns.are(*kinds)))
         cuts = np.searchsorted(spans.rank, np.arange(self.num_ranks + 1))
         return tuple(spans.at(slice(start, end)) for start, end in pairwise(cuts.tolist()))
 
@@ -159,7 +181,7 @@ class Trace:
     def bubble_ratio(self) -> float:
         """Idle time over (ranks x makespan): 1F1B with uniform costs gives (p-1)/(m+p-1)."""
         whole = self.num_ranks * self.makespan_s
-        return 1 - sum(self.busy_s) / whole if whole else 0.0
+        return max(0.0, 1 - sum(self.busy_s) / whole) if whole else 0.0  # the sum may be above it by rounding
 
     @property
     def above_bound(self) -> float | None:
@@ -179,7 +201,7 @@ class Trace:
         """The most bytes of activations, inputs, held weight-gradient work and older weights of each rank at once."""
         if self.costs is None:
             return (0,) * self.num_ranks
-        return tuple(self._bytes(row.columns).peak for row in self._rows)
+        return tuple(self._bytes(row.columns).peak for row in self._holding)
 
     @property
     def peak_versions(self) -> dict[int, int]:
@@ -189,15 +211,24 @@ class Trace:
 
     def in_flight(self, rank: int) -> Iterator[tuple[float, int]]:
         """One rank's (stage, micro-batch) pairs over time: (time in seconds, pairs from then on)."""
-        return _steps(self._rows[rank], pairs_held(self._rows[rank].columns))
+        row = self._rows[self._rank(rank)]
+        return _steps(row, pairs_held(row.columns))
 
     def memory(self, rank: int) -> Iterator[tuple[float, int]]:
         """One rank's held bytes over time, whenever they change: (time in seconds, bytes from then on)."""
         held = 0
-        for time_s, amount in _steps(self._rows[rank], self._bytes(self._rows[rank].columns)):
+        spans = self._holding[self._rank(rank)]
+        for time_s, amount in _steps(spans, self._bytes(spans.columns)):
             if amount != held:
                 held = amount
                 yield time_s, held
+
+    def _rank(self, rank: int) -> int:
+        if not is_count(rank, 0) or rank >= self.num_ranks:
+            raise ScheduleError(
+                f"a trace has ranks from 0 on; got rank {shown(rank)} of {self.num_ranks}; pass one of them"
+            )
+        return rank
 
     @property
     def _filled(self) -> list[Spans]:
@@ -224,7 +255,7 @@ class Trace:
             num_ranks = values["num_ranks"]
         except ScheduleError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ScheduleError(
                 f"a trace has num_ranks and spans, each [action, rank, start_s, end_s]; {error!r}; write it by to_dict"
             ) from error
@@ -235,12 +266,17 @@ class Trace:
 
     def to_chrome(self, path: str | PathLike[str]) -> None:
         """Write Chrome's trace-event JSON, which Perfetto and chrome://tracing open: a process a rank, a row a lane."""
-        lanes = list(Lane)
+        as_path(path).write_text(chrome_json(self.chrome_events()))
+
+    def chrome_events(self, label: str = "", pids: tuple[int, int] = (0, 1)) -> list[dict[str, Any]]:
+        """The events of ``to_chrome``. pids: of rank 0, and from rank to rank. label: behind each rank's name."""
+        lanes, (first, every) = list(Lane), pids
         events: list[dict[str, Any]] = []
         for rank in range(self.num_ranks):
-            events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+            pid, name = first + rank * every, f"rank {rank}" + (f", {label}" if label else "")
+            events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
             events += [
-                {"ph": "M", "name": "thread_name", "pid": rank, "tid": lanes.index(lane), "args": {"name": str(lane)}}
+                {"ph": "M", "name": "thread_name", "pid": pid, "tid": lanes.index(lane), "args": {"name": str(lane)}}
                 for lane in lanes
             ]
         for span in self.spans:
@@ -250,14 +286,44 @@ class Trace:
                     "ph": "X",
                     "name": str(span.action),
                     "cat": str(kind),
-                    "pid": span.rank,
+                    "pid": first + span.rank * every,
                     "tid": lanes.index(span.lane),
                     "ts": (span.start_s - self.start_s) * 1e6,
                     "dur": (span.end_s - span.start_s) * 1e6,
                     "args": {"stage": stage, "microbatch": microbatch},
                 }
             )
-        Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
+        return events
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Trace":
+        """Read a trace from JSON: of ``to_dict``, or what ``to_chrome`` has written, which knows spans alone.
+
+        Raises ScheduleError naming the file where it is none.
+        """
+        try:
+            values = json.loads(as_path(path).read_text(encoding="utf-8"))
+            return cls.from_dict(_from_chrome(values) if "traceEvents" in values else values)
+        except (TypeError, ValueError, KeyError) as error:  # of all that is wrong with a file
+            raise ScheduleError(f"{path}: {error}") from error
+
+
+def check_trace(trace: Any) -> None:
+    """Raise ArgumentError for what is none."""
+    check_type(trace, Trace, "trace is a Trace", "pass what simulate returns, pipe.trace or Trace.load(path)")
+
+
+def chrome_json(events: list[dict[str, Any]]) -> str:
+    """What Perfetto and chrome://tracing open."""
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+
+
+def _from_chrome(values: Mapping[str, Any]) -> dict[str, Any]:
+    events = values["traceEvents"]
+    ranks = {event["pid"] for event in events}
+    ends = [(event, event["ts"] / 1e6) for event in events if event["ph"] == "X"]
+    spans = [[event["name"], event["pid"], start_s, start_s + event["dur"] / 1e6] for event, start_s in ends]
+    return {"num_ranks": max(ranks, default=-1) + 1, "spans": spans}
 
 
 def _busy(row: Spans) -> float:

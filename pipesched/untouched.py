@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pipesched.contents import is_expanded
+from pipesched.payload import pytree
 from pipesched.randomness import outside_kept
 
-__all__ = ["attributes_kept", "no_graph", "untouched"]
+__all__ = ["attributes_kept", "no_graph", "unchanged", "untouched"]
 
 _GROWING = (list, dict, set, deque)  # and what is derived from them, such as a module's own table of buffers
 
@@ -69,3 +71,19 @@ def no_graph(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad = True
+
+
+class _SharedTensors(TorchFunctionMode):
+    """Copies share tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def unchanged(value: Any) -> Any:
+    """The value with copies, around the same tensors, of objects that a layer may change: caches of keys grow."""
+    leaves, spec = pytree.tree_flatten(value)
+    plain = Tensor, int, float, str, bytes, type(None), nn.Module
+    with _SharedTensors():
+        copies = [leaf if isinstance(leaf, plain) else copy.deepcopy(leaf) for leaf in leaves]
+    return pytree.tree_unflatten(copies, spec)

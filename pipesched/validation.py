@@ -1,7 +1,7 @@
 """Validation: one function a rule. A program that passes runs to its end without a deadlock.
 
-Rules are checked in this order: places, routes, complete, slices, overlaps, dependencies, transfers, versions,
-deadlock, and on request memory and exactness. Each raises with rank, position, action and the marked grid.
+Rules are checked in this order: places, routes, complete, slices, overlaps, offloads, dependencies, transfers,
+versions, deadlock, and on request memory and exactness. Each raises with rank, position, action and the marked grid.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from pipesched.columns import Mask
 from pipesched.dependencies import BACKWARDS
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
 from pipesched.holdings import pairs_held, peak_in_flight, rank_limits
-from pipesched.program import Program, marked_grid
+from pipesched.program import Program, check_program, marked_grid
 from pipesched.versions import check_versions
 from pipesched.walk import walk
 
@@ -29,6 +29,7 @@ def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = No
     exact: also demand ascending micro-batch order (see ``Program.exact``).
     Raises ScheduleError, DeadlockError or MemoryLimitError.
     """
+    check_program(program)
     check_order(program)
     check_deadlock(program)
     if max_in_flight is not None:
@@ -44,6 +45,7 @@ def check_order(program: Program) -> None:
     check_complete(program)
     check_slices(program)
     check_overlaps(program)
+    check_offloads(program)
     check_dependencies(program)
     check_transfers(program)
     check_versions(program)
@@ -202,6 +204,25 @@ def check_overlaps(program: Program) -> None:
             f"rank {rank}, position {position}: an F overlaps with a B or I directly behind it that does not need "
             f"it; got {pairs}. Run them one after the other." + _grid(program, int(first[wrong]))
         )
+
+
+def check_offloads(program: Program) -> None:
+    """What goes to the host gives its memory back and is fetched again, and is not recomputed as well."""
+    columns, index = program.columns, program.index
+    if not index.has(Kind.OFFLOAD):
+        return
+    rows = np.flatnonzero(columns.are(Kind.OFFLOAD))
+    own = columns[rows]
+    for kind, due in ((Kind.FREE, True), (Kind.FETCH, True), (Kind.R, False)):
+        wrong = _first((index.rows(kind, own.stage, own.microbatch) >= 0) != due)
+        if wrong is not None:
+            action = own.action(wrong)
+            other = action._replace(kind=kind)
+            what = f"has no {other}. Add it" if due else f"is also recomputed, by {other}. Remove one of them"
+            raise ScheduleError(
+                f"{_place(program, int(rows[wrong]))}: what is offloaded gives its memory back (FREE) and comes back "
+                f"(FETCH) before its backward; {action} {what}." + _grid(program, int(rows[wrong]))
+            )
 
 
 def check_dependencies(program: Program) -> None:

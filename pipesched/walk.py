@@ -55,8 +55,9 @@ _COMPUTES, _SENDS, _RECEIVES, _OVERLAPS = range(4)
 def walk(program: Program, timing: Timing | None = None) -> Walked:
     """Run the program; without timing nothing takes any time.
 
-    An action starts when its rank is free and what it needs has come. Only computing keeps a rank busy: a transfer
-    begins at its place in the order and ends when it can. Actions that overlap start together and end together.
+    An action starts when its rank is free and what it needs has come. Only computing keeps a rank busy, and waiting for
+    a copy to the host (FREE): a transfer, to a rank or the host, begins at its place in the order and ends when it can.
+    Actions that overlap start together and end together.
     """
     columns, orders = program.columns, program.orders
     total = len(columns)
@@ -120,9 +121,9 @@ class _Links:
 
     def send(self, row: int, start: Any) -> tuple[Any, Any]:
         """Start and end of a transfer that is asked for at ``start``."""
-        if not self._link:
+        link = self._link[row] if self._link else -1
+        if link < 0:
             return start, start
-        link = self._link[row]
         start = max(start, self._free.get(link, start))
         self._free[link] = end = start + self._seconds[row]
         return start, end
@@ -138,7 +139,7 @@ def _arrivals(waits: list[tuple[int, Any]], ends: list[Any]) -> list[Any] | int:
 
 def _roles(columns: Columns) -> bytes:
     roles = np.full(len(columns), _COMPUTES, np.int8)
-    roles[columns.are(Kind.SEND_F, Kind.SEND_B)] = _SENDS
+    roles[columns.are(Kind.SEND_F, Kind.SEND_B, Kind.OFFLOAD, Kind.FETCH)] = _SENDS
     roles[columns.are(Kind.RECV_F, Kind.RECV_B)] = _RECEIVES
     roles[columns.overlapping] = _OVERLAPS
     return roles.tobytes()

@@ -7,6 +7,7 @@ or of a module that holds some. In the package's pyproject.toml:
     mine = "my_package.schedules"
 """
 
+import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
+from pipesched.checks import shown
 from pipesched.errors import ScheduleError
 from pipesched.order import Schedule
 
@@ -81,6 +83,9 @@ def names(*, sliced: bool = False) -> list[str]:
 
 def get(name: str) -> Schedule:
     """The schedule of this name. Raises ScheduleError listing the known ones."""
-    if name not in _found():
-        raise ScheduleError(f"unknown schedule; got {name!r}; choose one of: {', '.join(names())}")
-    return _found()[name]
+    found = _found()
+    if not isinstance(name, str) or name not in found:
+        near = difflib.get_close_matches(name, found, 1, 0.5) if isinstance(name, str) else []
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        raise ScheduleError(f"unknown schedule; got {shown(name)}; choose one of: {', '.join(names())}{hint}")
+    return found[name]

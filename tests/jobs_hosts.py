@@ -4,12 +4,12 @@ import json
 import os
 import time
 from itertools import combinations
-from typing import Any
 
 import jobs_pipelines as pipelines
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from waiting import waited
 
 from pipesched import Pipeline, probe_links
 
@@ -20,28 +20,13 @@ MICROBATCHES, ROUNDS = 4, 3
 TRAINED = ("1f1b", "zb-v")
 
 
-class Sleeping(torch.autograd.Function):
-    """Takes its time, as an accelerator would: the processor is free."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        ctx.seconds, ctx.shape = seconds, x.shape
-        time.sleep(seconds)
-        return x[:, :1] + weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return grad[:, :1].expand(ctx.shape).contiguous(), grad.sum(0), None
-
-
 class Sleeps(nn.Module):
     def __init__(self, seconds: float, width: int) -> None:
         super().__init__()
         self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleeping.apply(x, self.weight, self.seconds)
+        return waited(x[:, :1], self.seconds) + self.weight
 
 
 def sleeping_model() -> nn.Sequential:

@@ -6,11 +6,14 @@ from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.ports import Ports
 from pipesched.link_probe import measure_links
 from pipesched.links import Links
+from pipesched.overhead_probe import probe_overheads
+from pipesched.overheads import Overheads
 
 
 class Delivery:
@@ -77,3 +80,8 @@ def probe(group: Any, slow: dict[tuple[int, int], float]) -> Links:
         port.close()
     executor.close()
     return links
+
+
+def overheads(group: Any) -> Overheads:
+    """What ranks take beside the work of their stages."""
+    return probe_overheads(mesh=DeviceMesh.from_group(group, "cpu"), timeout=20, rounds=1)

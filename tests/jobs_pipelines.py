@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Pipeline, schedules
+from pipesched import Pipeline, StepLog, schedules
 from pipesched.errors import InputError, PipeschedError
 from pipesched.testing import reference_step
 
@@ -56,7 +56,10 @@ def train_with_optimizer(group: Any) -> None:
             )
             theirs.step()
             theirs.zero_grad()
-        whole = pipe.full_state_dict()
+        whole, report, said = pipe.full_state_dict(), pipe.report(), StepLog(pipe, show=None)(0.5)
+        assert (said is None) == (group.rank() > 0)
+        assert said is None or len(said.busy) == group.size()
+        assert len(report.comparison.stages) == len(report.comparison.busy) == group.size()
         assert whole.keys() == expected.state_dict().keys()
         assert all(torch.equal(whole[key], value) for key, value in expected.state_dict().items())
         loss, outputs = pipe.eval().evaluate(X, target=Y, return_outputs=True)

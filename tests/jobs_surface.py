@@ -329,3 +329,37 @@ def tensor_parallel(group: Any, schedule: str, boundaries: list[int]) -> None:
         for key, parameter in pipe.named_parameters():
             assert isinstance(parameter, DTensor), key
             assert torch.allclose(parameter.grad.full_tensor(), gradients[key], atol=1e-6), key
+
+
+# ---- another plan -------------------------------------------------------------------------------------------------
+
+
+def another_plan_is_refused(group: Any) -> str:
+    with pipeline(group) as pipe:
+        try:
+            pipe.replan(pipe.plan)
+        except PipeschedError as error:
+            return str(error)
+    return "it was not refused"
+
+
+# ---- plans that are searched for ------------------------------------------------------------------------------------
+
+
+def planned_by_rank_0(group: Any) -> str:
+    """Trains with a plan that rank 0 finds; its schedule."""
+    with pipeline(group, boundaries=None, inputs="first") as pipe:
+        batch = ((X,), {"target": Y}) if group.rank() == 0 else ((), {})
+        for expected in expected_losses(2):
+            assert torch.equal(pipe.step(*batch[0], **batch[1]), expected)
+        assert len(pipe.devices) == group.size()
+        return pipe.plan.schedule
+
+
+def no_plan_of_rank_0(group: Any) -> str:
+    """What each rank is told where rank 0 finds none."""
+    try:
+        pipeline(group, boundaries=None, memory_limit_bytes=10)
+    except PipeschedError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,6 +1,6 @@
 """Models and comparisons that several test files share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,34 @@ from torch.nn import functional
 
 from pipesched import Pipeline, backward, schedules
 from pipesched.testing import reference_step
+
+
+class Function(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class TransformerBlock(nn.Module):
+    """With causal attention of four heads and dropout; rows are the tokens of one sequence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(1, (4, -1)).transpose(0, 1) for part in self.qkv(self.norms[0](x)).chunk(3, 1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+        x = x + self.drop(self.out(mixed))
+        return x + self.drop(self.down(functional.gelu(self.up(self.norms[1](x)))))
 
 
 class Scale(torch.autograd.Function):

@@ -4,6 +4,10 @@ import random
 from itertools import pairwise, permutations
 
 import networkx as nx
+import pytest
+
+from pipesched import partition
+from pipesched.errors import PartitionError
 
 
 def random_graph(rng, num_layers, density):
@@ -124,3 +128,16 @@ def best(
 
 def seeded(seed):
     return random.Random(seed)
+
+
+def as_good(expected, graph, num_stages, **asked):
+    """The partition, whose bottleneck is the expected one, proved; None where there is none, and none is expected."""
+    try:
+        found = partition(graph, num_stages, bandwidth_bytes_per_s=1, **asked)
+    except PartitionError:
+        assert expected is None
+        return None
+    assert expected is not None
+    assert found.bottleneck_s == pytest.approx(expected, abs=1e-9)
+    assert found.proved
+    return found

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pipesched import Action, Costs, Kind, Program, schedules
 from pipesched.dependencies import StageGraph, chain
 
-quick = settings(deadline=None, derandomize=True, max_examples=60)
+quick = settings(max_examples=60)
 
 
 def fitting(name, num_ranks):

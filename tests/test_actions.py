@@ -40,7 +40,8 @@ def test_text_form(action, text):
 
 
 def test_a_kind_prints_as_its_text_form():
-    assert [str(kind) for kind in Kind] == ["F", "B", "I", "W", "R", "UPDATE", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+    computing, transfers = ["F", "B", "I", "W", "R", "UPDATE"], ["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+    assert [str(kind) for kind in Kind] == [*computing, *transfers, "OFFLOAD", "FREE", "FETCH"]
 
 
 @pytest.mark.parametrize(
@@ -83,11 +84,12 @@ def test_every_kind_has_a_row():
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_transfers_occupy_the_copy_lane_and_all_else_computes(kind):
-    assert Action(0, kind, 0).lane is (Lane.COPY if kind in TRANSFERS else Lane.COMPUTE)
+def test_transfers_and_copies_to_the_host_occupy_the_copy_lane_and_all_else_computes(kind):
+    copies = {*TRANSFERS, Kind.OFFLOAD, Kind.FREE, Kind.FETCH}
+    assert Action(0, kind, 0).lane is (Lane.COPY if kind in copies else Lane.COMPUTE)
 
 
 def test_what_a_pair_holds_is_all_given_back_by_either_form_of_backward():
-    of_a_pair = {holding for holding in Holding if holding is not Holding.WEIGHTS}
+    of_a_pair = set(Holding) - {Holding.WEIGHTS, Holding.OFFLOADED}  # the latter is a part of the activations
     assert set(KINDS[Kind.B].gives) == set(KINDS[Kind.W].gives) == of_a_pair
     assert Holding.WEIGHT_GRAD not in KINDS[Kind.I].gives

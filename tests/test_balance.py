@@ -27,7 +27,7 @@ def test_layers_are_balanced_by_their_measured_times():
             return x
 
     model = nn.Sequential(*(Sleep(i / 100) for i in range(1, 7)))
-    with Pipeline(model, rows(1), devices=["cpu"] * 2) as pipe:
+    with Pipeline(model, rows(1), devices=["cpu"] * 2, schedule="1f1b") as pipe:
         assert [len(stage) for stage in pipe.partitions] == [4, 2]
 
 
@@ -40,7 +40,7 @@ def test_balancing_runs_every_layer_on_what_the_one_before_it_gives():
             return x.flatten(1)
 
     model = nn.Sequential(nn.Conv2d(3, 2, 1), Flatten(), nn.Linear(128, 10))
-    with Pipeline(model, torch.rand(1, 3, 8, 8), devices=["cpu"] * 2) as pipe:
+    with Pipeline(model, torch.rand(1, 3, 8, 8), devices=["cpu"] * 2, schedule="1f1b") as pipe:
         assert pipe.num_stages == 2
     assert set(shapes) == {(1, 2, 8, 8)}
 
@@ -55,7 +55,8 @@ def test_layers_that_give_tuples_are_balanced():
             a, b = pair
             return self.linear(a), b.detach()
 
-    with Pipeline(nn.Sequential(*(Twin() for _ in range(4))), ((rows(2), rows(2)),), devices=["cpu"] * 2) as pipe:
+    model = nn.Sequential(*(Twin() for _ in range(4)))
+    with Pipeline(model, ((rows(2), rows(2)),), devices=["cpu"] * 2, schedule="1f1b") as pipe:
         assert pipe.num_stages == 2
 
 

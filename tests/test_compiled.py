@@ -1,15 +1,17 @@
 """compile=: layers that run through torch.compile, with the gradients of eager code within rounding."""
 
+import threading
 from typing import Any
 
+import any_models as zoo
 import pytest
-import test_any_model as zoo
 import torch
-from models import assert_equal_bits, gradients
+from models import assert_equal_bits, gradients, mixed_model
 from torch import nn
 
 from pipesched import Pipeline
 from pipesched.errors import InputError
+from pipesched.randomness import Key, KeyedRandom
 from pipesched.testing import reference_step
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,6 +63,31 @@ def test_random_numbers_of_compiled_layers_do_not_depend_on_the_plan() -> None:
     assert not torch.equal(one[0].up.weight.grad, trained("row", 0.0, TRACED, boundaries=[2])[0].up.weight.grad)
 
 
+def test_what_is_drawn_while_another_rank_compiles_is_what_is_drawn_else() -> None:
+    """torch puts the generators that all threads share back as they were before it compiled."""
+    random, compiling, drawing = KeyedRandom(torch.device("cpu")), threading.Event(), threading.Event()
+
+    def drawn(beside: threading.Thread) -> Any:
+        def draw() -> torch.Tensor:
+            drawing.set()
+            beside.join(30)
+            return torch.rand(8)
+
+        random.enter(Key(0, 0, 0), "layer")
+        return random.keyed(draw)[0]
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiling.set()
+        drawing.wait(0.5)  # as long as somebody compiles nobody draws
+        return graph.forward
+
+    other = threading.Thread(target=lambda: torch.compile(torch.sin, backend=backend)(torch.ones(2)))
+    other.start()
+    compiling.wait(30)
+    meanwhile = drawn(other)
+    assert torch.equal(meanwhile, drawn(other))
+
+
 def test_equal_layers_and_shapes_are_compiled_once() -> None:
     graphs = []
 
@@ -70,6 +97,23 @@ def test_equal_layers_and_shapes_are_compiled_once() -> None:
 
     trained("unet", 0.0, {"backend": backend, "dynamic": False}, rows=(12, 12, 12))
     assert len(graphs) == 3  # for the first layer, whose input needs no gradient, the others like it, and the wide ones
+
+
+def test_layers_of_many_forms_are_all_compiled() -> None:
+    """torch compiles one code for eight cases, and one of its own calls all modules that are its own."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model, x = mixed_model(), torch.randn(8, 8)
+    with Pipeline(
+        model, x[:2], loss_fn=zoo.square, devices=["cpu"], num_microbatches=4, compile={"backend": backend}
+    ) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=x[:, :4])
+    assert len(graphs) == 12
 
 
 def test_what_is_no_way_to_compile_says_so() -> None:

@@ -13,10 +13,11 @@ from pipesched import Action, Costs
 from pipesched.actions import Holding
 from pipesched.errors import ScheduleError
 from pipesched.links import Link, Links
+from pipesched.overheads import Overheads
 
 NAMES = [field.name for field in fields(Costs)]
 SCALARS = ["transfer_s", "overlap"]
-BY_STAGE = [name for name in NAMES if name not in {*SCALARS, "links"}]
+BY_STAGE = [name for name in NAMES if name not in {*SCALARS, "links", "overheads"}]
 TIMES = [name for name in NAMES if name.endswith("_s")]
 SIZES = [name for name in NAMES if name.endswith("_bytes")]
 WRONG = [math.nan, math.inf, -math.inf, -1, "1", None, 1j]
@@ -33,7 +34,8 @@ def any_costs(draw):
         for name in BY_STAGE
     }
     links = draw(st.none() | st.just(Links.of_hosts(2, num_stages, between=Link(1, 2), special={(0, 1): Link(3)})))
-    return Costs(**values, transfer_s=draw(seconds), overlap=draw(st.floats(0, 1)), links=links)
+    overheads = draw(st.none() | st.builds(Overheads, seconds, link=st.just(Link(1, 2)), crowding=st.just((1, 1.5))))
+    return Costs(**values, transfer_s=draw(seconds), overlap=draw(st.floats(0, 1)), links=links, overheads=overheads)
 
 
 @quick
@@ -44,7 +46,7 @@ def test_from_dict_is_the_inverse_of_to_dict_also_through_json(costs):
 
 
 def test_the_names_carry_their_units():
-    assert sorted([*TIMES, *SIZES, "overlap", "links"]) == sorted(NAMES)
+    assert sorted([*TIMES, *SIZES, "overlap", "links", "overheads"]) == sorted(NAMES)
 
 
 def test_uniform_costs_one_second_an_action_unless_given():
@@ -80,6 +82,7 @@ def test_held_bytes_of_a_stage():
     assert costs.sizes() == {
         Holding.ACTIVATIONS: (5,),
         Holding.INPUT: (2,),
+        Holding.OFFLOADED: (0,),
         Holding.WEIGHT_GRAD: (3,),
         Holding.WEIGHTS: (0,),
     }

@@ -84,7 +84,7 @@ def alone(tmp_path_factory):
 def check_demo(folder, printed, num_ranks, alone):
     assert printed.count(f"Pipeline(1f1b, {num_ranks} ranks") == 1
     assert printed.count("loss before") == 1
-    assert (folder / "runs" / "demo" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "runs" / "demo" / "report.png").read_bytes().startswith(b"\x89PNG")
     weights = torch.load(folder / "weights.pt")
     assert weights.keys() == alone.keys()
     assert all(torch.equal(weights[name], value) for name, value in alone.items())

@@ -58,7 +58,8 @@ def made(tmp_path_factory):
     tree = tmp_path_factory.mktemp("gallery")
     for name in ("pipesched", "viz"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("docs/gallery.py", *(f"schedules/{name}" for name in FEW)):
+    recorded = ("docs/report/plan.json", "docs/report/trace.json")
+    for name in ("docs/gallery.py", *recorded, *(f"schedules/{name}" for name in FEW)):
         (tree / name).parent.mkdir(exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)
     result = run(tree)

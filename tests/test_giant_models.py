@@ -11,13 +11,13 @@ import jobs_giant as jobs
 import places
 import pytest
 import torch
+from any_models import MODELS, inputs_of, made
+from any_models import pipeline as any_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from models import assert_as
 from ranks import Ranks
 from safetensors.torch import save_file
-from test_any_model import MODELS, inputs_of, made
-from test_any_model import pipeline as any_pipeline
 from torch import Tensor, nn
 
 from pipesched.captured import Captured
@@ -69,7 +69,7 @@ def test_copies_and_optimizers_are_of_the_weights_that_were_made(run: places.Run
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a program's own peak")
 def test_a_rank_never_holds_more_than_its_share(ranks: Ranks, tmp_path: Path) -> None:
     """Of a model of 168 MB each of two ranks has half; one that was ever whole would have held 84 MB more."""
-    slack = 40 << 20  # a layer of 4 MB, measured or with its gradient on its way, and what code takes
+    slack = 16 << 20  # a layer of 4 MB, measured or with its gradient on its way, and what code takes: 4 to 8 MB
     names = [f"{layer}.weight" for layer in range(jobs.DEPTH)]
     save_file({name: torch.ones(jobs.WIDTH, jobs.WIDTH) for name in names}, tmp_path / "all.safetensors")
     results = ranks.run(2, jobs.peaks, "reset", None)

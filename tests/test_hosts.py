@@ -17,7 +17,7 @@ import torch
 
 from pipesched import graph_of, partition, schedules, simulate
 from pipesched.links import Links
-from pipesched.profiler import LayerCosts, stage_costs
+from pipesched.profiles import LayerCosts, stage_costs
 
 SLOW, SLOW_BYTES_PER_S = (1, 2), 2.5e6
 

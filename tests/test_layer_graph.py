@@ -6,7 +6,7 @@ from itertools import pairwise
 import networkx as nx
 import pytest
 import torch
-from test_any_model import MODELS, Tied, made
+from any_models import MODELS, Tied, made
 from torch import Tensor, nn
 
 from pipesched import graph_of, partition

@@ -146,7 +146,10 @@ def test_the_command_cuts_a_model_explains_and_draws(tmp_path, monkeypatch):
         ("own_model.py:wrong", "own_model.py:wrong returned int; return (model, sample)"),
         ("own_model.py:none", "has no attribute 'none'; correct the path or the name"),
         ("nowhere.py:small", "No such file or directory"),
-        ("own_model", "MODEL is file.py:function or module:function; 'own_model' is none"),
+        (
+            "own_model",
+            "MODEL is file.py:function or module:function, of tune also a saved profile",
+        ),
     ):
         result = CliRunner().invoke(main, ["graph", target])
         assert result.exit_code == 1

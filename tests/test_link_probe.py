@@ -28,7 +28,7 @@ def probed(num_ranks: int, links: Links) -> Links:
     return find_links(num_ranks, run)
 
 
-@settings(deadline=None, derandomize=True, max_examples=20)
+@settings(max_examples=20)
 @given(data=st.data(), num_ranks=st.integers(1, 5), contended=st.booleans())
 def test_the_probe_finds_what_the_links_are(data: Any, num_ranks: int, contended: bool) -> None:
     latencies, speeds = st.sampled_from([0, 1e-4, 0.02, 1.5]), st.sampled_from([None, 1e5, 2.5e6, 1e9, 4e11])
@@ -76,6 +76,13 @@ def test_a_link_that_delays_is_found_among_others(ranks: Ranks) -> None:
     for (sender, receiver), link in answers[0].special:
         assert (link.latency_s >= delay_s) == ({sender, receiver} == {0, 1})
         assert link.bytes_per_s is not None
+
+
+def test_overheads_of_ranks_in_processes_are_the_same_for_all(ranks: Ranks) -> None:
+    answers = ranks.run(2, jobs.overheads)
+    assert answers == [answers[0]] * 2
+    assert answers[0].action_s > 0  # how much is known on a virtual clock alone
+    assert len(answers[0].crowding) == 2
 
 
 class StoreAt:

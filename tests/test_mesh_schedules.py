@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jobs_keeping
 import jobs_schedules as jobs
 import pytest
 from models import synchronous_names
@@ -55,6 +56,10 @@ def test_the_messages_of_a_stream_are_soon_foreseen_and_their_memory_is_used_aga
         assert kept <= 6
         assert announced[0] > 0
         assert announced[8] == announced[-1]
+
+
+def test_layers_that_do_not_keep_what_they_save(ranks: Ranks) -> None:
+    ranks.run(2, jobs_keeping.mixtures)
 
 
 @pytest.mark.parametrize("backward", [False, True])

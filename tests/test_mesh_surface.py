@@ -131,3 +131,19 @@ def test_replicas_of_stages_equal_one_process_on_all_rows(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("schedule", "boundaries"), [("1f1b", [2]), ("zb-v", [1, 2, 3])])
 def test_stages_may_be_cut_over_another_dimension(ranks: Ranks, schedule: str, boundaries: list[int]) -> None:
     ranks.run(4, jobs.tensor_parallel, schedule, boundaries)
+
+
+def test_another_plan_needs_another_pipeline_over_a_mesh(ranks: Ranks) -> None:
+    for said in ranks.run(2, jobs.another_plan_is_refused):
+        assert said.startswith("replan moves layers within one process; this pipeline runs over a mesh of 2 ranks; ")
+
+
+def test_rank_0_searches_for_all_ranks(ranks: Ranks) -> None:
+    one, other = ranks.run(2, jobs.planned_by_rank_0)
+    assert one == other
+
+
+def test_all_ranks_hear_that_there_is_no_plan(ranks: Ranks) -> None:
+    first, other = ranks.run(2, jobs.no_plan_of_rank_0, timeout_s=15)
+    assert first.startswith("MemoryLimitError")
+    assert "the least that does is" in other

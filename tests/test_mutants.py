@@ -62,7 +62,7 @@ def outcome(program: Program) -> str:
 def test_a_mutant_is_valid_if_and_only_if_it_runs() -> None:
     seen: Counter[tuple[str, str]] = Counter()
 
-    @settings(max_examples=MUTANTS, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=MUTANTS, suppress_health_check=list(HealthCheck))
     @given(mutants())
     def check(program: Program) -> None:
         says, does = verdict(program), outcome(program)

@@ -1,90 +1,24 @@
 """Odd models: each trains as the loop does, to the bit, or is an error that says what is wrong with it."""
 
-import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from models import every_product_deferred, one_thread
+from odd_models import FLOATS, Block, Blocks, check, made, square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipesched import Pipeline
 from pipesched.errors import GraphError, ModelTypeError, PartitionError
-from pipesched.layered import as_model
-from pipesched.lowering import CheckpointMode
-from pipesched.payload import gather
+from pipesched.keeping import CheckpointMode
 from pipesched.testing import reference_step
 
 __all__ = ["every_product_deferred", "one_thread"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("every_product_deferred", "one_thread")
-
-ROWS = 8
-FLOATS = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0))
-
-
-class Block(nn.Module):
-    """A layer with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(torch.relu(self.up(x))))
-
-
-def square(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).pow(2).mean()
-
-
-def state(model: nn.Module) -> dict[str, Tensor | None]:
-    grads = {f"{name}.grad": parameter.grad for name, parameter in model.named_parameters()}
-    return {name: None if value is None else value.clone() for name, value in (*grads.items(), *model.named_buffers())}
-
-
-def made(make: Callable[[], Any]) -> Any:
-    torch.manual_seed(0)
-    return make()
-
-
-def check(
-    make: Callable[[], Any],
-    *args: Any,
-    stages: int = 3,
-    steps: int = 2,
-    checkpoint: CheckpointMode = "never",
-    boundaries: Sequence[str] | None = None,
-    schedules: Sequence[str] = ("1f1b", "zb-h1"),
-    loss_fn: Callable[[Any, Any], Any] | None = square,
-) -> None:
-    """Train with dropout in each schedule, and compare loss, gradients and buffers; then evaluate as the model does."""
-    target = {} if loss_fn is None else {"target": torch.zeros(ROWS, 8)}
-    sample = tuple(value[:2] for value in args)
-    for schedule in schedules:
-        own, plain = made(make), made(make)
-        options: dict[str, Any] = {"loss_fn": loss_fn, "num_microbatches": 4, "seed": 5}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of BatchNorm
-            pipe = Pipeline(own, sample, devices=["cpu"] * stages, schedule=schedule, checkpoint=checkpoint, **options)
-        with pipe:
-            for step in range(steps):
-                due = reference_step(plain, *args, **target, step=step, **options)
-                assert torch.equal(pipe.step(*args, **target), due)
-                wanted, got = state(as_model(plain)), state(as_model(own))
-                assert wanted.keys() == got.keys()
-                for name, value in wanted.items():
-                    assert (value is None) == (got[name] is None), name
-                    assert value is None or torch.equal(value, got[name]), name
-            pipe.eval()
-            plain = as_model(plain).eval()
-            with torch.no_grad():
-                due = [plain(*parts) for parts in zip(*(value.chunk(4) for value in args), strict=True)]
-                torch.testing.assert_close(pipe.forward(*args), gather(due, [2] * 4))
 
 
 class MaskedLate(nn.Module):
@@ -166,171 +100,6 @@ def test_a_model_that_runs_in_one_mode() -> None:
         assert "only in training" in str(caught.value.__cause__)
 
 
-class Blocks(nn.Module):
-    """Six blocks in a row; what comes after each is another matter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-
-    def after(self, number: int, x: Tensor) -> Tensor:
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            x = self.after(number, block(x))
-        return x
-
-
-class Counts(Blocks):
-    """A buffer of the model that its code between layers changes in place, and uses at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def after(self, number: int, x: Tensor) -> Tensor:
-        if number == 1 and self.training:
-            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return x - self.mean if number == 5 else x
-
-
-class CountsOn(Blocks):
-    """The same, counted by ``+=``, which sets the attribute to what it is, and asked for in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def after(self, number: int, x: Tensor) -> Tensor:
-        if number in (1, 2) and self.training:
-            self.count += 1
-        return x * (1 + self.count.clone()) if number in (2, 5) else x
-
-
-@pytest.mark.parametrize("kind", [Counts, CountsOn])
-def test_buffers_between_layers_are_counted_once_where_stages_recompute(kind: type[nn.Module]) -> None:
-    check(kind, FLOATS, checkpoint="always", schedules=("1f1b",))
-
-
-class Lazy(Blocks):
-    """A mask that the first forward makes, late."""
-
-    mask: Tensor | None = None
-
-    def after(self, number: int, x: Tensor) -> Tensor:
-        if number == 3:
-            if self.mask is None:
-                self.mask = torch.ones(8, 8).tril()
-            x = x @ self.mask
-        return x
-
-
-class Keeps(Blocks):
-    """What was made goes through attributes and lists of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[Tensor] = []
-
-    def after(self, number: int, x: Tensor) -> Tensor:
-        if number == 0:
-            self.history.clear()
-            self.last = x
-        self.history.append(x)
-        return x + self.last + self.history[-1] if number > 2 else x
-
-
-class Refers(nn.Module):
-    """Layers in plain lists, closures and partials; one is called by its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.first = list(self.blocks[:2])
-        self.functions = [lambda x, block=block: block(x) * 2 for block in self.blocks[2:4]]
-        self.third = partial(self.called, self.blocks[4])
-
-    def called(self, block: nn.Module, x: Tensor) -> Tensor:
-        return block.forward(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for function in (*self.first, *self.functions, self.third, self.blocks[5]):
-            x = function(x)
-        return x
-
-
-class Scripted(nn.Module):
-    """Layers of torch.jit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parts = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
-        self.blocks = nn.ModuleList(torch.jit.script(part) for part in parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) + x
-        return x
-
-
-class Hooked(Blocks):
-    """Hooks on the model itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-        self.register_forward_hook(lambda module, args, output: output * 2)
-
-
-class Tries(Blocks):
-    """A call that fails is no call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            try:
-                x = block(x, x)
-            except TypeError:
-                x = block(x)
-        return x
-
-
-class Frozen(Blocks):
-    """The first layers run without gradients, and a stage ends among them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for block in self.blocks[:3]:
-                x = block(x)
-        for block in self.blocks[3:]:
-            x = block(x)
-        return x
-
-
-class Tripled(torch.autograd.Function):
-    """x * 2, in two calls; its gradient is another one."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return x.expand(3, *x.shape).sum(0) - x
-
-    @staticmethod
-    def backward(context: Any, grad: Tensor) -> Tensor:
-        return grad * 3
-
-
-class OwnFunctions(Blocks):
-    """An autograd.Function after each layer, also at the end."""
-
-    def after(self, number: int, x: Tensor) -> Tensor:
-        return Tripled.apply(x)
-
-
-@pytest.mark.parametrize("kind", [OwnFunctions, Counts, Lazy, Keeps, Refers, Scripted, Hooked, Tries, Frozen])
-def test_what_containers_do(kind: type[nn.Module]) -> None:
-    check(kind, FLOATS)
-
-
 class Told(nn.Module):
     """Puts what it makes into an object, and takes what the layer before has put there, and an attribute."""
 
@@ -364,22 +133,7 @@ class Tells(nn.Module):
 def test_layers_that_hand_things_on_stay_together() -> None:
     check(Tells, FLOATS)
     with pytest.raises(GraphError, match=r"what passes between stages is what calls return; blocks\.0 hands"):
-        Pipeline(Tells(), FLOATS[:2], devices=["cpu"] * 5, loss_fn=square)
-
-
-class Carries(Blocks):
-    """A number that grows from forward to forward."""
-
-    count = 0
-
-    def after(self, number: int, x: Tensor) -> Tensor:
-        self.count += 1
-        return x * self.count
-
-
-def test_code_between_layers_that_counts_is_an_error() -> None:
-    with pytest.raises(GraphError, match=r"carries nothing from one forward to the next; Carries sets its .*'count'"):
-        Pipeline(Carries(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square)
+        Pipeline(Tells(), FLOATS[:2], devices=["cpu"] * 5, schedule="1f1b", loss_fn=square)
 
 
 class Silent(nn.Module):
@@ -565,8 +319,10 @@ class Bare(nn.Module):
 @pytest.mark.parametrize("make", [lambda: nn.Linear(8, 8), Bare, lambda: nn.Sequential(nn.Linear(8, 8))])
 def test_one_layer(make: Callable[[], nn.Module]) -> None:
     check(make, FLOATS, stages=1)
+    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe:
+        assert pipe.num_stages == 1  # the other device is left out
     with pytest.raises(PartitionError, match="the model has 1 layers"):
-        Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square)
+        Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
 
 
 @pytest.mark.parametrize("kind", [list, tuple, nn.ModuleList])
@@ -577,7 +333,7 @@ def test_a_list_of_stages(kind: Callable[[list[nn.Module]], Any]) -> None:
     check(make, FLOATS)
     with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 3, loss_fn=square) as pipe:
         assert pipe.boundaries == ["1", "2.0"]
-    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe:
+    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, schedule="1f1b", loss_fn=square) as pipe:
         assert pipe.num_stages == 2
     with pytest.raises(ModelTypeError, match="or a list of them; got int"):
         Pipeline(kind([Block(), 3]) if kind is not nn.ModuleList else [3], FLOATS[:2])

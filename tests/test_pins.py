@@ -1,13 +1,13 @@
 """Where a pipeline cuts: what the user pins, what crosses, several stages a rank, ties; and what a plan says."""
 
 import json
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import networkx as nx
 import pytest
 import torch
+from any_models import Tied, UNet
 from places import Group, Run, place
-from test_any_model import Tied, UNet
 from torch import Tensor, nn
 
 from pipesched import Pipeline, Plan, schedules
@@ -57,6 +57,19 @@ def test_layers_kept_together_share_a_stage() -> None:
     graph = layers(1, 1, 1, 1, 1, 1)
     assert cut(graph, 3, together=[("b", "d")])[0] == ["a", "bcd", "ef"]
     assert cut(graph, 2, "interleaved-1f1b", together=[("b", "d")])[0] == ["a", "bcd", "e", "f"]
+
+
+def test_which_cuts_keep_pins() -> None:
+    pins = Pins("abcdef", {"c": 1}, [("d", "e"), ()])
+    kept = [starts for starts in combinations(range(1, 6), 2) if pins.allows([0, *starts])]
+    assert kept == [(2, 3), (2, 5)]
+    assert [["".join(stage) for stage in pins.stages([0, *starts])] for starts in kept] == [
+        ["ab", "c", "def"],
+        ["ab", "cde", "f"],
+    ]
+    pins.check_together([0, 1, 5])
+    with pytest.raises(PartitionError, match="'d' into stage 1, 'e' into stage 2"):
+        pins.check_together([0, 2, 4])
 
 
 def test_what_pins_cost_is_told() -> None:

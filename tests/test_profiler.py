@@ -1,13 +1,16 @@
-"""What is measured of the layers, and that they are left as they were. No test depends on how long anything takes."""
+"""What layers cost: sizes to the byte, and times in their order. No test depends on how long anything takes."""
 
-import copy
+import time
 
 import pytest
 import torch
 from torch import nn
 
-from pipesched import Action, Costs, Kind, Span, Trace
-from pipesched.profiler import LayerCosts, measure_layers, measured_costs, stage_costs
+import pipesched
+from pipesched import Costs
+from pipesched.errors import InputError
+from pipesched.profiler import measure_layers
+from pipesched.profiles import LayerCosts, costs_of, stage_costs
 
 CPU = torch.device("cpu")
 FLOAT_BYTES = 4
@@ -39,8 +42,27 @@ def test_the_bytes_of_a_linear_layer():
     assert second.input_bytes == 2 * 5 * FLOAT_BYTES
     assert second.output_bytes == 2 * 7 * FLOAT_BYTES
     assert second.activation_bytes == 2 * 5 * FLOAT_BYTES  # its input
-    assert second.weight_grad_bytes == 2 * (5 + 7) * FLOAT_BYTES  # its input, and the gradient of its output
+    assert second.weight_grad_bytes == 0  # a small product is not left to W
     assert list(costs) == ["0", "1"]
+
+
+def test_what_pays_is_left_to_w_with_the_products_input_and_the_gradient_of_its_output():
+    costs = measure(nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 200)), torch.ones(200, 100))["1"]
+    assert costs.weight_grad_bytes == 200 * (100 + 200) * FLOAT_BYTES
+    assert costs.left_input_bytes == 200 * 100 * FLOAT_BYTES
+    assert costs.deferred_gradient_bytes == 100 * 200 * FLOAT_BYTES  # not the bias
+    assert costs.gradient_bytes == (100 + 1) * 200 * FLOAT_BYTES
+
+
+def test_transients_are_what_is_needed_beyond_what_is_kept():
+    costs = measure(
+        nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 200, bias=False)), torch.ones(50, 100)
+    )
+    second, inputs, outputs, weights = costs["1"], 50 * 100 * FLOAT_BYTES, 50 * 200 * FLOAT_BYTES, 80_000
+    assert (second.activation_bytes, second.kept_input_bytes, second.kept_output_bytes) == (inputs, inputs, 0)
+    assert second.forward_transient_bytes == outputs
+    assert second.backward_transient_bytes == outputs + inputs + weights  # gradients; those of the weights are added
+    assert second.first_backward_transient_bytes == second.backward_transient_bytes  # here they become .grad
 
 
 def test_what_a_layer_keeps_for_its_backward():
@@ -91,58 +113,79 @@ def test_any_layer_is_measured(model):
         assert min(layer.input_bytes, layer.output_bytes) > 0
 
 
-# ---- nothing is left behind -----------------------------------------------------------------------------------------
+def test_layers_are_measured_under_the_callers_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        costs = measure(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4))
+    assert costs["0"].output_bytes == costs["1"].input_bytes == 2 * 4 * 2
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_measuring_leaves_no_trace(grad):
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4, 4))
-    model[1].eval()
-    model[0].weight.grad = torch.ones(4, 4)
-    sample = torch.rand(3, 4)
-    before = copy.deepcopy((model.state_dict(), sample))
-    modes = [module.training for module in model.modules()]
-    parameters, random_state, threads = (
-        list(map(id, model.parameters())),
-        torch.get_rng_state(),
-        torch.get_num_threads(),
-    )
-    with torch.set_grad_enabled(grad):
-        measure(model, sample, threads=1)
-        assert torch.is_grad_enabled() == grad
-    torch.testing.assert_close((model.state_dict(), sample), before, rtol=0, atol=0)
-    assert [module.training for module in model.modules()] == modes
-    assert list(map(id, model.parameters())) == parameters
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert torch.get_num_threads() == threads
-    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
-    assert [p.grad is None for p in model.parameters()] == [False] + [True] * 5
-    assert all(p.requires_grad for p in model.parameters())
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_layers_on_a_device_are_measured_there():
+    model = nn.Sequential(nn.Linear(256, 256), nn.Dropout(0.1), nn.Linear(256, 256))
+    costs = measure_layers(dict(model.named_children()), ((torch.rand(64, 256),), {}), torch.device("cuda"), 1)
+    assert all(layer.forward_s > 0 and layer.activation_bytes > 0 for layer in costs.values())
+    assert not any(parameter.is_cuda for parameter in model.parameters())
 
 
-def test_hooks_of_parameters_are_not_fired():
-    fired = []
-    layer = nn.Linear(4, 4)
-    layer.weight.register_hook(fired.append)
-    layer.weight.register_post_accumulate_grad_hook(fired.append)
-    measure(nn.Sequential(layer), torch.rand(3, 4))
-    assert not fired
+class Activated(nn.Module):
+    """A function between two layers, and one behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        return self.blocks[1](torch.tanh(self.blocks[0](x))).exp()
 
 
-def test_a_layer_that_fails_leaves_modes_and_threads_as_they_were():
-    class Fail(nn.Module):
+def test_functions_between_layers_count_with_the_layer_before_them():
+    graph = pipesched.graph_of(Activated(), torch.rand(8, 4))
+    size = 8 * 4 * FLOAT_BYTES
+    kept = {name: graph.nodes[name]["activation_bytes"] for name in graph}
+    assert kept == {"blocks.0": 2 * size, "blocks.1": 2 * size}  # its input and the function's result
+
+
+def test_a_layer_that_sleeps_waits_and_one_that_computes_does_not():
+    class Sleep(nn.Module):
         def forward(self, x):
-            raise OSError
+            time.sleep(0.002)
+            return x
 
-    model, threads = nn.Sequential(nn.Linear(4, 4), Fail()).eval(), torch.get_num_threads()
-    with pytest.raises(OSError) as caught:  # noqa: PT011
-        measure(model, torch.rand(3, 4))
-    assert "layer '1'" in caught.value.__notes__[0]
-    assert torch.get_num_threads() == threads
-    assert not any(module.training for module in model.modules())
+    costs = measure(nn.Sequential(nn.Linear(64, 64), Sleep()), torch.rand(64, 64))
+    assert 0.001 < costs["1"].waiting_s <= costs["1"].forward_s + costs["1"].backward_s
+    assert costs["0"].spread >= 0
 
 
-# ---- sums and medians -----------------------------------------------------------------------------------------------
+def test_the_loss_counts_in_the_last_layer():
+    def slow(output, target):
+        time.sleep(0.01)
+        return nn.functional.mse_loss(output, target)
+
+    sample = torch.rand(2, 4)
+    found = pipesched.profile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), sample, loss_fn=slow, target=sample, rows=[2])
+    assert costs_of(found.graph(2), "0").forward_s < 0.01 < costs_of(found.graph(2), "1").forward_s
+
+
+def test_an_optimizer_is_asked_what_it_takes_and_keeps():
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    layers[2].weight = layers[0].weight
+    model = nn.Sequential(*layers)
+    asked = {"rows": [2], "optimizer": lambda params: torch.optim.Adam(params, lr=0.1)}
+    graph = pipesched.profile(model, torch.rand(2, 4), **asked).graph(2)
+    trained = sum(parameter.numel() for parameter in model.parameters())
+    states = sum(node["optimizer_bytes"] for _, node in graph.nodes(data=True))
+    assert states == 2 * FLOAT_BYTES * trained + FLOAT_BYTES * len(list(model.parameters()))  # moments, and a count
+    assert all(node["update_s"] > 0 for name, node in graph.nodes(data=True) if node["optimizer_bytes"])
+    graph = pipesched.profile(model, torch.rand(2, 4), rows=[2], optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).graph(
+        2
+    )
+    assert not any(node["optimizer_bytes"] for _, node in graph.nodes(data=True))
+
+
+@pytest.mark.parametrize("missing", [{"loss_fn": nn.MSELoss()}, {"target": torch.rand(2, 4)}])
+def test_a_loss_needs_a_target(missing):
+    with pytest.raises(InputError, match="sample's target"):
+        pipesched.profile(nn.Linear(4, 4), torch.rand(2, 4), **missing)
 
 
 def test_the_costs_of_a_stage_are_the_sums_of_its_layers():
@@ -153,36 +196,16 @@ def test_the_costs_of_a_stage_are_the_sums_of_its_layers():
         backward_s=(22, 0, 20),
         input_grad_s=(33, 0, 30),
         weight_grad_s=(44, 0, 40),
-        activation_bytes=(77, 0, 70),
+        activation_bytes=(77, 0, 71),  # the loss is taken to keep as much as its input
+        buffer_bytes=(0, 0, 128),  # and some scalars
+        forward_transient_bytes=(0, 0, 7),  # the last stage's input, which no layer keeps, and the loss
+        dropping_transient_bytes=(70, 0, 64),  # what one layer needs that keeps nothing, beyond the stage's input
+        backward_transient_bytes=(0, 0, 2),
+        first_backward_transient_bytes=(0, 0, 2),
+        input_grad_transient_bytes=(11, 0, 2),
+        weight_grad_transient_bytes=(0, 0, 0),
         input_bytes=(5, 0, 6),
         weight_grad_bytes=(88, 0, 80),
         weight_bytes=(9, 0, 0),
         output_bytes=(1, 0, 1),
     )
-
-
-def trace(*spans):
-    actions = [(Action(stage, kind, microbatch), seconds) for stage, kind, microbatch, seconds in spans]
-    return Trace(tuple(Span(action, 0, 0.0, seconds, action.lane) for action, seconds in actions), 1)
-
-
-def test_measured_costs_are_the_medians_of_what_the_actions_took():
-    one = trace((0, Kind.F, 0, 1.0), (0, Kind.F, 1, 2.0), (0, Kind.B, 0, 5.0), (1, Kind.F, 0, 7.0))
-    two = trace(
-        (0, Kind.F, 0, 100.0), (0, Kind.B, 0, 7.0), (1, Kind.I, 0, 3.0), (1, Kind.W, 0, 4.0), (0, Kind.R, 0, 1.5)
-    )
-    found = measured_costs([one, two], 2)
-    assert found.forward_s == (2.0, 7.0)
-    assert found.backward_s == (6.0, 7.0)  # stage 1 ran in parts
-    assert found.input_grad_s == (6.0, 3.0)  # stage 0 ran whole
-    assert found.weight_grad_s == (0.0, 4.0)
-    assert found.recompute_s == (1.5, 0.0)
-    assert found.activation_bytes == (0, 0)
-
-
-def test_sizes_of_measured_costs_and_the_parts_of_a_backward_come_from_the_profile():
-    profiled = Costs((1, 1), (1, 1), (1, 3), activation_bytes=(3, 4), input_bytes=(5, 6), weight_grad_bytes=(7, 8))
-    found = measured_costs([trace((0, Kind.F, 0, 2.0), (1, Kind.B, 0, 8.0))], 2, profiled)
-    assert found.forward_s == (2.0, 0.0)
-    assert (found.input_grad_s[1], found.weight_grad_s[1]) == (2.0, 6.0)
-    assert (found.activation_bytes, found.input_bytes, found.weight_grad_bytes) == ((3, 4), (5, 6), (7, 8))

@@ -2,7 +2,9 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from pipesched import partition
 from pipesched.errors import PartitionError
 from pipesched.partitioning.bisection import smallest
+from pipesched.partitioning.choices import Choice
 from pipesched.partitioning.request import Request
+from pipesched.partitioning.search import solve
 
 FOLDER = os.environ.get("PIPESCHED_PROFILES", "")
 REFERENCE = Path(FOLDER, "reference.json") if FOLDER else None
@@ -85,10 +89,8 @@ def along_own_order(graph: nx.DiGraph, num_stages: int, communication: str, band
     return problem.blocks.layers.seconds(found.bottleneck)
 
 
-@pytest.mark.parametrize("case", RECOMPUTE.get("results", ["none"]))
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_real_chain_with_limits_of_memory_is_cut_best(case: str, recompute: str) -> None:
-    """1F1B with 16 micro-batches: stage k of p holds min(16, p - k) of them."""
+def bert(recompute: str) -> nx.DiGraph:
+    """The chain of BERT with 32 layers on an A100, its costs with everything held, or with every layer recomputed."""
     profile = json.loads(Path(FOLDER, "extra_piper_bert32_a100.json").read_text())
     nodes = {node["id"]: node for node in profile["nodes"]}
     graph = nx.DiGraph()
@@ -103,16 +105,53 @@ def test_a_real_chain_with_limits_of_memory_is_cut_best(case: str, recompute: st
             activation_bytes=costs["mem_per_inflight_bytes"],
         )
     nx.add_path(graph, RECOMPUTE["order"])
+    return graph
+
+
+def shape(case: str) -> dict[str, Any]:
+    """1F1B with 16 micro-batches: stage k of p holds min(16, p - k) of them."""
     stages, cap = case.removeprefix("p").removesuffix("GB").split("_cap")
-    asked = {
+    return {
+        "num_stages": int(stages),
         "memory_limit_bytes": int(cap) * 10**9,
         "weight_copies": 1,
         "in_flight": lambda stage, num_stages: min(16, num_stages - stage),
         "exactly": True,
     }
+
+
+@pytest.mark.parametrize("case", RECOMPUTE.get("results", ["none"]))
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_real_chain_with_limits_of_memory_is_cut_best(case: str, recompute: str) -> None:
     answer = RECOMPUTE["results"][case][recompute]
     if answer is None:
         with pytest.raises(PartitionError, match="within memory_limit_bytes"):
-            partition(graph, int(stages), **asked)
+            partition(bert(recompute), **shape(case))
     else:
-        assert units(partition(graph, int(stages), **asked).bottleneck_s) == units(answer["bottleneck_ms"] / 1e3)
+        assert units(partition(bert(recompute), **shape(case)).bottleneck_s) == units(answer["bottleneck_ms"] / 1e3)
+
+
+@pytest.mark.parametrize("case", RECOMPUTE.get("results", ["none"]))
+def test_what_is_recomputed_of_a_real_chain_is_chosen_best(case: str) -> None:
+    """Layer by layer, together with the cuts. A recomputed layer's working set counts as held, as in the answers."""
+    asked = dict.fromkeys(("bandwidth_bytes_per_s", "speeds", "placement")) | shape(case)
+    asked |= {"communication": "none", "latency_s": 0, "any_order": False, "starts": {}, "together": ()}
+    held, again = bert("none"), bert("full")
+    problem = Request(held, **asked, checkpoint=("recompute",)).problem()
+    per_s = problem.blocks.layers.ticks_per_s
+    choices = [
+        tuple(
+            Choice(keep, round(n["forward_s"] * per_s), int(n["parameter_bytes"]), int(n["activation_bytes"]))
+            for keep, n in ((None, held.nodes[name]), ("recompute", again.nodes[name]))
+        )
+        for name in held
+    ]
+    solution = solve(replace(problem, choices=choices), 0)
+    answer = RECOMPUTE["results"][case]["layer"]
+    if answer is None:
+        assert solution.found is None
+    else:
+        assert solution.exact
+        assert solution.found is not None
+        bottleneck_s = problem.blocks.layers.seconds(solution.found.bottleneck)
+        assert units(bottleneck_s) == units(answer["bottleneck_ms"] / 1e3)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from models import Function
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -13,15 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from pipesched import Pipeline
 from pipesched.errors import ExecutionError
 from pipesched.testing import reference_step
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 class First(nn.Module):
@@ -229,7 +221,7 @@ class Checkpointed(nn.Module):
 def test_a_draw_in_a_users_own_recomputation_is_a_clear_error(random, reentrant, schedule):
     inner = nn.Sequential(nn.Linear(8, 8), copy.deepcopy(random))
     model = nn.Sequential(nn.Linear(8, 8), Checkpointed(inner, use_reentrant=reentrant))
-    match = r"called during a backward, recomputed by torch\.utils\.checkpoint .*checkpoint='always'"
+    match = r"called during a backward, recomputed by torch\.utils\.checkpoint .*checkpoint=\.\.\."
     with Pipeline(model, X[:1], loss_fn=mse, devices=["cpu"] * 2, boundaries=[1], schedule=schedule) as pipe:
         with pytest.raises(ExecutionError, match=match) as caught:
             pipe.step(X, target=Y)

@@ -14,18 +14,9 @@ from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
 from pipesched.interception import COMPOSITES, Intercept
-from pipesched.randomness import Key, KeyedRandom, NoRandom, is_random
+from pipesched.randomness import InBackward, Key, KeyedRandom, is_random
 
 CPU = torch.device("cpu")
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def draw(function, seed=0, step=0, microbatch=0, layer="layer", call=0):
@@ -150,7 +141,7 @@ def test_the_scan_finds_what_is_known():
 @pytest.mark.parametrize("function", PYTHON_FUNCTIONS, ids=lambda f: f.__name__)
 def test_every_function_that_draws_inside_its_body_is_handled(function):
     handled = KeyedRandom(CPU).handler_for(function) is not None
-    refused = NoRandom().handler_for(function) is not None
+    refused = InBackward(KeyedRandom(torch.device("cpu"))).handler_for(function) is not None
     assert handled == refused
     if draws_inside(function):
         assert handled or function in COMPOSITES
@@ -241,5 +232,5 @@ def test_calls_that_drop_nothing_are_no_draws(name):
     """They take no lock, do not shift what is drawn behind them, and may run during a backward."""
     expected = draw(lambda: torch.rand(3))
     assert torch.equal(draw(lambda: (QUIET[name](), torch.rand(3))[1]), expected)
-    with Intercept(NoRandom()):
+    with Intercept(InBackward(KeyedRandom(torch.device("cpu")))):
         QUIET[name]()

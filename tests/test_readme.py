@@ -19,7 +19,10 @@ COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.split
 
 
 @pytest.mark.parametrize("code", [text for kind, text in BLOCKS if kind == "python"])
-def test_python_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_run(
+    code: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where plans are saved
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out
 
@@ -33,7 +36,7 @@ def test_commands_run(tmp_path: Path) -> None:
         ran = subprocess.run(
             [sys.executable, "-m", "pipesched.cli", *words],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(README.parent)},
+            env={**os.environ, "PYTHONPATH": str(README.parent), "COLUMNS": "120"},
             capture_output=True,
             text=True,
             check=True,

@@ -341,8 +341,6 @@ def test_weights_may_change_their_type():
         pipe.float()
         pipe.step(X.float(), target=Y)
         assert {grad.dtype for grad in gradients(actual).values()} == {torch.float32}
-        actual[0] = nn.Sequential(nn.Linear(8, 16), nn.Identity())  # the pipeline keeps the layers that it was given
-        pipe.step(X.float(), target=Y)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -3,8 +3,8 @@
 import copy
 from typing import Any
 
+import any_models as zoo
 import pytest
-import test_any_model as zoo
 import torch
 from models import assert_as, mixed_model
 from test_state import Adapted

@@ -78,8 +78,8 @@ def test_what_is_frozen_costs_nothing_backward(
     for method in ("backward", "input_grad"):
         plain = getattr(Stage, method)
         monkeypatch.setattr(Stage, method, lambda *args, plain=plain: sent.extend(back := plain(*args)) or back)
-    rule, products = backward._linear_rule, []
-    monkeypatch.setattr(backward, "_linear_rule", lambda *args: products.append(1) or rule(*args))
+    rule, products = backward.linear_rule, []
+    monkeypatch.setattr(backward, "linear_rule", lambda *args: products.append(1) or rule(*args))
     with Pipeline(
         model,
         X[:3],
@@ -314,13 +314,22 @@ def test_wrong_ways_to_ask_for_statistics_say_so() -> None:
 # ---- stages that are sharded over a second dimension of a mesh ------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "schedule", "sharded"), [("row", "zb-h1", "layers"), ("captured", "1f1b", "stages")])
-def test_fully_sharded_stages_train_as_the_whole_batch(ranks: Ranks, kind: str, schedule: str, sharded: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "schedule", "sharded", "checkpoint"),
+    [
+        ("row", "zb-h1", "layers", "never"),
+        ("captured", "1f1b", "stages", "never"),
+        ("row", "gpipe", "layers", {"0": "recompute", "1": "offload", "2": "offload", "3": "recompute"}),
+    ],
+)
+def test_fully_sharded_stages_train_as_the_whole_batch(
+    ranks: Ranks, kind: str, schedule: str, sharded: str, checkpoint: Any
+) -> None:
     """Two replicas of two stages, each with half of the rows; weights and gradients lie in shards."""
-    ranks.run(4, fully_sharded, kind, schedule, sharded)
+    ranks.run(4, fully_sharded, kind, schedule, sharded, checkpoint)
 
 
-def fully_sharded(group: Any, kind: str, schedule: str, sharded: str) -> None:
+def fully_sharded(group: Any, kind: str, schedule: str, sharded: str, checkpoint: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
     blocks = nn.Sequential(*(zoo.Looped(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))) for _ in range(4)))
@@ -336,6 +345,7 @@ def fully_sharded(group: Any, kind: str, schedule: str, sharded: str) -> None:
 
     boundaries = [2 if kind == "row" else 4]  # as replicas that measured might cut differently
     options = {"schedule": schedule, "boundaries": boundaries, "num_microbatches": 3, "wrap": wrap, "timeout": 60}
+    options |= {"checkpoint": checkpoint, "num_microbatches": 4} if isinstance(checkpoint, dict) else {}
     with places.every_product_deferred(), Pipeline(own, x[:1], loss_fn=zoo.square, mesh=mesh["pp"], **options) as pipe:
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (pipe, plain)]
         for _ in range(2):

@@ -63,7 +63,7 @@ class Read:
 messages = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6)), max_size=60)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data(), messages)
 def test_both_ends_agree_whatever_their_parts(data: st.DataObject, run: list[tuple[str, int]]) -> None:
     """Three runs, over a port for short messages and one for long ones. The receiver is as far behind as it likes."""

@@ -44,14 +44,15 @@ def _overlap(one: Span, other: Span) -> bool:
 
 def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
     """A rank's bubble: the (start, end) of its idle times inside the makespan."""
-    idle, now = [], trace.start_s
+    idle, first = [], trace.start_s
+    now, last = first, first + trace.makespan_s
     for span in trace.by_rank[rank]:
         if span.start_s > now:
             idle.append((now, span.start_s))
         now = max(now, span.end_s)
-    if now < trace.start_s + trace.makespan_s:
-        idle.append((now, trace.start_s + trace.makespan_s))
-    return [(start - trace.start_s, end - trace.start_s) for start, end in idle]
+    if now < last:
+        idle.append((now, last))
+    return [(start - first, end - first) for start, end in idle]
 
 
 def kinds(*traces: Trace) -> list[Kind]:

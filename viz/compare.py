@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pipesched.checks import as_list, shown
 from pipesched.errors import InputError
-from pipesched.trace import Trace
+from pipesched.trace import Trace, check_trace
+from pipesched.units import time_unit
+from pipesched.viz.headline import headline
 from pipesched.viz.legend import patches
 from pipesched.viz.timeline import DPI, draw_timeline, rows_inches
-from pipesched.viz.units import headline, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,6 +25,11 @@ def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
     """
     from matplotlib.figure import Figure
 
+    rule, remedy = "a comparison is of a list of (label, trace)", "pass [(label, trace), ...]"
+    for pair in (traces := as_list(traces, rule, remedy)):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InputError(f"{rule}; got {shown(pair)} in it; {remedy}")
+        check_trace(pair[1])
     if not traces:
         raise InputError("a comparison has at least one timeline; got an empty list; pass [(label, trace), ...]")
     heights = [rows_inches(trace) for _, trace in traces]

@@ -3,10 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipesched.errors import PartitionError
+from pipesched.checks import as_list, shown
+from pipesched.errors import ArgumentError, PartitionError
+from pipesched.tied import tied_groups
+from pipesched.units import quote_bytes, quote_time
 from pipesched.viz.colours import GREY, INK, stage_colour, towards_white
 from pipesched.viz.routes import ARCH, HEIGHT, WIDTH, Layout, Point
-from pipesched.viz.units import quote_bytes, quote_time
+from pipesched.viz.timeline import check_axes
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -27,13 +30,17 @@ def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "
     its share of the time of all layers, as a number and as a bar, and each line over a cut the bytes of a micro-batch.
     Dashed lines join layers that share parameters. Raises PartitionError where stages are not those of the graph.
     """
-    named = [name for layers in stages for name in layers]
-    if sorted(named) != sorted(graph) or not all(stages):
+    check_axes(ax)
+    rule, remedy = "stages are a list of lists of layers", "pass those of a partition of this graph"
+    if not all(hasattr(graph, part) for part in ("nodes", "edges")):
+        raise ArgumentError(f"graph is a networkx graph of layers; got {shown(graph)}; pass what graph_of returns")
+    named = [name for layers in as_list(stages, rule, remedy) for name in as_list(layers, rule, remedy)]
+    if sorted(map(str, named)) != sorted(graph) or not all(stages):
         raise PartitionError(
             f"stages hold each layer of the graph once; they hold {len(named)}, the graph has {len(graph)}; "
             f"pass those of a partition of this graph"
         )
-    layout, ties = Layout(stages), _ties(graph)
+    layout, ties = Layout(stages), tied_groups(graph)
     layout.reserve(list(graph.edges))
     for users in ties:
         layout.reserve_tie(users, users)
@@ -55,19 +62,6 @@ def _axes(layout: Layout) -> "Axes":
     width = layout.lanes("left") + layout.right + layout.lanes("right") + _HEAD + 3 * _EDGE
     figure = Figure(figsize=(width, layout.bottom + 2 * _EDGE), dpi=150)
     return figure.add_axes((0, 0, 1, 1))
-
-
-def _ties(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
-    """Parameters of several layers, by these."""
-    users: dict[str, list[str]] = {}
-    for layer, names in graph.nodes(data="parameters"):
-        for name in names or ():
-            users.setdefault(name, []).append(layer)
-    ties: dict[tuple[str, ...], list[str]] = {}
-    for name, layers in users.items():
-        if len(layers) > 1:
-            ties.setdefault(tuple(layers), []).append(name)
-    return ties
 
 
 class _Picture:
@@ -152,7 +146,7 @@ class _Picture:
             y -= 0.1 + 0.1 * (number if count > 2 and not left else 0)
             place: dict[str, Any] = {"ha": "right" if left else "left", "va": "center"}
             x += -0.05 if left else 0.05
-            self.ax.text(x, y, quote_bytes(size), fontsize=6, color=INK, zorder=7, **place, **_HALO)
+            self.ax.text(x, y, quote_bytes(size, 4), fontsize=6, color=INK, zorder=7, **place, **_HALO)
 
     def _between(self, before: str, behind: str) -> bool:
         line = self._layout.lines[self._layout.line_of(before)][1]
@@ -177,7 +171,7 @@ class _Picture:
         self._path(lane, INK, arrow=False, lw=0.9, dashed=True)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         sizes = self._graph.graph.get("parameters", {})
-        size = f", {quote_bytes(sum(sizes[name][1] for name in names))}" if sizes else ""
+        size = f", {quote_bytes(sum(sizes[name][1] for name in names), 4)}" if sizes else ""
         (x, top), (_, bottom) = lane
         text = f"{names[0]}{more}{size}"
         self.ax.text(

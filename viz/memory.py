@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pipesched.trace import Trace
-from pipesched.viz.timeline import DPI
-from pipesched.viz.units import byte_unit, quote_bytes, time_unit
+from pipesched.trace import Trace, check_trace
+from pipesched.units import byte_unit, quote_bytes, time_unit
+from pipesched.viz.timeline import DPI, check_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +21,8 @@ def plot_memory(trace: Trace, ax: "Axes | None" = None) -> "Axes":
     In bytes where the trace's costs have sizes, otherwise in (stage, micro-batch) pairs in flight. Draws on
     ``ax``, or on a new Figure: the result's ``figure``.
     """
+    check_trace(trace)
+    check_axes(ax)
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -30,7 +32,7 @@ def plot_memory(trace: Trace, ax: "Axes | None" = None) -> "Axes":
     sized = any(trace.peak_bytes)
     unit, size = time_unit(trace.makespan_s), byte_unit(max(trace.peak_bytes, default=0))
     peaks = [
-        quote_bytes(peak) if sized else str(peak) for peak in (trace.peak_bytes if sized else trace.peak_in_flight)
+        quote_bytes(peak, 4) if sized else str(peak) for peak in (trace.peak_bytes if sized else trace.peak_in_flight)
     ]
     colours = matplotlib.colormaps["viridis"]
     for rank in range(trace.num_ranks):
@@ -64,7 +66,7 @@ def _line_width(rank: int, num_ranks: int) -> float:
 
 def _title(trace: Trace, sized: bool) -> str:
     what = "memory held" if sized else "in flight"
-    peak = quote_bytes(max(trace.peak_bytes)) if sized else str(max(trace.peak_in_flight, default=0))
+    peak = quote_bytes(max(trace.peak_bytes), 4) if sized else str(max(trace.peak_in_flight, default=0))
     return f"{trace.name}: {what}, peak {peak}" if trace.name else f"{what}, peak {peak}"
 
 

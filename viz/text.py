@@ -4,9 +4,12 @@ import math
 from itertools import zip_longest
 from typing import NamedTuple
 
-from pipesched.trace import Trace
+from pipesched.checks import is_whole, shown
+from pipesched.errors import InputError
+from pipesched.trace import Trace, check_trace
+from pipesched.units import quote_time
 from pipesched.viz.bars import Bar, bars, num_chunks
-from pipesched.viz.units import headline, quote_time
+from pipesched.viz.headline import headline
 
 __all__ = ["text_timeline"]
 
@@ -31,6 +34,9 @@ def text_timeline(trace: Trace, width: int = 120) -> str:
     a cell of fixed width, if that fits. If not, time is scaled down, numbers are left out where they do not fit, and
     each column shows what runs at its middle.
     """
+    check_trace(trace)
+    if not is_whole(width):
+        raise InputError(f"a width is a whole number of columns; got {shown(width)}; pass such as 120")
     names = [f"rank {rank}".ljust(len(f"rank {trace.num_ranks - 1}")) + " | " for rank in range(trace.num_ranks)]
     drawn = [bar for bar in bars(trace) if bar.end_s > bar.start_s]
     several = num_chunks(trace) > 1

@@ -3,11 +3,14 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from pipesched.trace import Trace
+from pipesched.checks import shown
+from pipesched.errors import ArgumentError
+from pipesched.trace import Trace, check_trace
+from pipesched.units import Unit, time_unit
 from pipesched.viz.bars import Bar, bars, gaps, num_chunks
 from pipesched.viz.colours import BUBBLE, HATCH, INK, colour
+from pipesched.viz.headline import headline
 from pipesched.viz.legend import patches
-from pipesched.viz.units import Unit, headline, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +23,7 @@ _EDGE_PT = 3  # where bars are narrower, none has a white edge: it would hide th
 _FONT_PT = (9, 8, 7, 6)
 _DIGIT = 0.64  # width of a digit over the font's size
 _MARGIN_PT = 1
+_MOST_HATCHED = 3000  # idle times: hatching takes its time, and many are narrow
 
 
 def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
@@ -30,6 +34,8 @@ def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
     ranks x makespan) and the peak in flight. Draws on ``ax``, or on a new Figure: the result's ``figure``, which
     saves itself by ``savefig``.
     """
+    check_trace(trace)
+    check_axes(ax)
     from matplotlib.figure import Figure
 
     if ax is None:
@@ -43,6 +49,14 @@ def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0.2}
         ax.legend(handles=entries, ncols=len(entries), frameon=False, fontsize=9, handlelength=1.4, **place)
     return ax
+
+
+def check_axes(ax: Any) -> None:
+    """Raise ArgumentError for what nothing can be drawn on."""
+    if ax is not None and not (hasattr(ax, "figure") and hasattr(ax, "broken_barh")):
+        raise ArgumentError(
+            f"ax is matplotlib's Axes to draw on; got {shown(ax)}; leave it out for a figure of its own"
+        )
 
 
 def rows_inches(trace: Trace) -> float:
@@ -66,9 +80,12 @@ def draw_timeline(ax: "Axes", trace: Trace, unit: Unit, until_s: float) -> None:
 
 
 def _draw_bubble(ax: "Axes", trace: Trace, unit: Unit) -> None:
-    style: dict[str, Any] = {"facecolor": BUBBLE, "edgecolor": HATCH, "hatch": "////", "linewidth": 0}
-    for rank in range(trace.num_ranks):
-        spans = [(start * unit.per_one, (end - start) * unit.per_one) for start, end in gaps(trace, rank)]
+    style: dict[str, Any] = {"facecolor": BUBBLE, "edgecolor": HATCH, "linewidth": 0}
+    idle = [gaps(trace, rank) for rank in range(trace.num_ranks)]
+    if sum(map(len, idle)) <= _MOST_HATCHED:
+        style["hatch"] = "////"
+    for rank, times in enumerate(idle):
+        spans = [(start * unit.per_one, (end - start) * unit.per_one) for start, end in times]
         ax.broken_barh(spans, (rank - _HEIGHT / 2, _HEIGHT), gid=f"rank {rank} bubble", **style)
 
 

@@ -5,10 +5,10 @@ from collections.abc import Hashable, Sequence
 from hashlib import blake2b
 
 from pipesched.executors.forms import Form
+from pipesched.memory import AHEAD
 
-__all__ = ["AHEAD", "DIGEST_BYTES", "Book", "digest"]
+__all__ = ["DIGEST_BYTES", "Book", "digest"]
 
-AHEAD = 4  # receives posted before they are needed, on each channel
 _SETTLED = 2 * AHEAD  # messages: when a receive is posted, all that come so many before it are here, and more
 _REMEMBERED = 4096  # forms in the book of a channel
 DIGEST_BYTES = 16

@@ -26,6 +26,7 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.time_s: float = 0
+        self._copied: dict[Kind, float] = {}  # when the copies in one direction have ended
 
     def now(self) -> float:
         """The present."""
@@ -35,9 +36,27 @@ class VirtualClock:
         """Compute for so long."""
         self.time_s += seconds
 
+    def copy(self, kind: Kind, seconds: float) -> float:
+        """Begin a copy behind others in its direction; when it will have ended."""
+        self._copied[kind] = max(self.now(), self._copied.get(kind, 0)) + seconds
+        return self._copied[kind]
+
     def reach(self, moment_s: float) -> None:
         """Wait until a moment that may lie in the past."""
         self.time_s = max(self.time_s, moment_s)
+
+
+class _HostClock(VirtualClock):
+    """The host's own time, which passes by itself."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def pass_time(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def reach(self, moment_s: float) -> None:
+        time.sleep(max(0, moment_s - self.now()))
 
 
 class _Value(NamedTuple):
@@ -60,7 +79,8 @@ class FakeStage:
     ) -> None:
         self.index = index
         self._costs = costs
-        self._clock = clock
+        self._clock = clock or _HostClock()
+        self._copied: dict[int, float] = {}
         self._state: dict[int, list[Kind]] = {}
         self._num_producers = 0
         self._versions = versions
@@ -85,6 +105,7 @@ class FakeStage:
 
     def backward(self, microbatch: int, *grads: Any) -> Apart:
         """B."""
+        self._wait_for_copy(microbatch)
         self._run(Kind.B, microbatch, after=(Kind.F,))
         self._gradients.append(microbatch)
         self._check(grads, Kind.B, microbatch)
@@ -92,6 +113,7 @@ class FakeStage:
 
     def input_grad(self, microbatch: int, *grads: Any) -> Apart:
         """I."""
+        self._wait_for_copy(microbatch)
         self._run(Kind.I, microbatch, after=(Kind.F,))
         self._check(grads, Kind.B, microbatch)
         return Apart([_Value(Kind.B, self.index, microbatch)] * self._num_producers)
@@ -100,6 +122,29 @@ class FakeStage:
         """W."""
         self._run(Kind.W, microbatch, after=(Kind.F, Kind.I))
         self._gradients.append(microbatch)
+
+    def offload(self, microbatch: int) -> None:
+        """OFFLOAD."""
+        self._begin_copy(Kind.OFFLOAD, microbatch, after=Kind.F)
+
+    def free(self, microbatch: int) -> None:
+        """FREE."""
+        self._note(Kind.FREE, microbatch, (Kind.OFFLOAD,))
+        self._clock.reach(self._copied[microbatch])
+
+    def fetch(self, microbatch: int) -> None:
+        """FETCH."""
+        self._begin_copy(Kind.FETCH, microbatch, after=Kind.FREE)
+
+    def _begin_copy(self, kind: Kind, microbatch: int, after: Kind) -> None:
+        action = self._note(kind, microbatch, (after,))
+        self._copied[microbatch] = self._clock.copy(kind, self._costs.seconds(action))
+
+    def _wait_for_copy(self, microbatch: int) -> None:
+        done = self._state.get(microbatch, ())
+        if Kind.OFFLOAD in done and Kind.FETCH not in done:
+            raise ExecutionError(f"stage {self.index} has not fetched what micro-batch {microbatch} needs")
+        self._clock.reach(self._copied.pop(microbatch, self._clock.now()))
 
     def update(self, number: int) -> None:
         """UPDATE."""
@@ -113,6 +158,9 @@ class FakeStage:
         self._pass(action)
 
     def _run(self, kind: Kind, microbatch: int, after: tuple[Kind, ...]) -> None:
+        self._pass(self._note(kind, microbatch, after))
+
+    def _note(self, kind: Kind, microbatch: int, after: tuple[Kind, ...]) -> Action:
         done = self._state.setdefault(microbatch, [])
         action = Action(self.index, kind, microbatch)
         if kind in done or (kind in (Kind.B, Kind.I) and (Kind.B in done or Kind.I in done)):
@@ -120,14 +168,10 @@ class FakeStage:
         if not all(need in done for need in after):
             raise ExecutionError(f"{action} needs {_names(after)} before it; it has done {_names(done)}")
         done.append(kind)
-        self._pass(action)
+        return action
 
     def _pass(self, action: Action) -> None:
-        seconds = self._costs.seconds(action)
-        if self._clock is not None:
-            self._clock.pass_time(seconds)
-        else:
-            time.sleep(seconds)
+        self._clock.pass_time(self._costs.seconds(action))
 
     def _check(self, values: tuple[Any, ...], kind: Kind, microbatch: int) -> None:
         wrong = [value for value in values if value.kind is not kind or value.microbatch != microbatch]
@@ -138,7 +182,7 @@ class FakeStage:
         """What the stage has not done of the program's micro-batches."""
         whole = ({Kind.F},) if program.forward_only else ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W})
         for microbatch, visits in enumerate(program.visits[self.index].tolist()):
-            done = set(self._state.get(microbatch, ())) - {Kind.R}
+            done = set(self._state.get(microbatch, ())) - {Kind.R, Kind.OFFLOAD, Kind.FREE, Kind.FETCH}
             if done not in (whole if visits else (set(),)):
                 yield f"stage {self.index} has done {_names(done)} for micro-batch {microbatch}"
         if self._gradients and program.has_updates:

@@ -35,6 +35,15 @@ class StageLike(Protocol):
     def weight_grad(self, microbatch: int) -> None:
         """W."""
 
+    def offload(self, microbatch: int) -> None:
+        """OFFLOAD: begin to copy what some layers have saved to the host."""
+
+    def free(self, microbatch: int) -> None:
+        """FREE: once that is copied, give its memory back."""
+
+    def fetch(self, microbatch: int) -> None:
+        """FETCH: begin to bring it back; the backward waits for it."""
+
     def update(self, number: int) -> None:
         """UPDATE: the optimizer's step, with the gradients since the one before."""
 
@@ -167,6 +176,11 @@ class Rank:
     def _weight_grad(self, action: Action) -> _Step:
         return _Step(action, partial(self.stages[action.stage].weight_grad, action.microbatch))
 
+    def _copy(self, action: Action) -> _Step:
+        stage = self.stages[action.stage]
+        copies = {Kind.OFFLOAD: stage.offload, Kind.FREE: stage.free, Kind.FETCH: stage.fetch}
+        return _Step(action, partial(copies[action.kind], action.microbatch))
+
     def _update(self, action: Action) -> _Step:
         return _Step(action, partial(self.stages[action.stage].update, action.microbatch))
 
@@ -186,6 +200,9 @@ _BINDERS: dict[Kind, Callable[[Rank, Action], _Step]] = {
     Kind.W: Rank._weight_grad,
     Kind.R: Rank._recompute,
     Kind.UPDATE: Rank._update,
+    Kind.OFFLOAD: Rank._copy,
+    Kind.FREE: Rank._copy,
+    Kind.FETCH: Rank._copy,
     Kind.SEND_F: Rank._send,
     Kind.SEND_B: Rank._send,
     Kind.RECV_F: Rank._receive,
@@ -220,8 +237,9 @@ def interpret(rank: Rank, timer: Timer, stamps: Stamps) -> Iterator[Action]:
         if type(value) is Apart:
             for edge, part in zip(gives, value, strict=True):
                 edge.value = part
+            part = None
         else:
             for edge in gives:
                 edge.value = value
-        value = None  # an output lives no longer than somebody needs it
+        value = None  # an output, or a part of it, lives no longer than somebody needs it
         ends[position] = now()

@@ -291,8 +291,7 @@ class LocalExecutor:
 
         crew: of this work, a new one unless given.
         """
-        if self.closed:
-            raise ExecutionError("a closed pipeline does not run; it was closed before this step; make a new one")
+        self.check_open("this step")
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
                 "one step at a time; this one was called while another is under way; call it after that one returns"
@@ -319,6 +318,11 @@ class LocalExecutor:
             self._last = None
         run.work.finish(run.stopping.is_set())
         self._busy.release()
+
+    def check_open(self, what: str) -> None:
+        """Raise ExecutionError after ``close``."""
+        if self.closed:
+            raise ExecutionError(f"a closed pipeline does not run; it was closed before {what}; make a new one")
 
     def check_outside(self, what: str) -> None:
         """Raise ExecutionError in a rank's own thread, which would wait for itself."""

@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from pipesched.errors import ExecutionError
-from pipesched.executors.book import AHEAD, DIGEST_BYTES, Book, digest
+from pipesched.executors.book import DIGEST_BYTES, Book, digest
 from pipesched.executors.forms import Form, Packed, describe
 from pipesched.executors.ports import Ports, Work, awaited, lost
+from pipesched.memory import AHEAD
 
 __all__ = ["COLLECT", "SHARE", "Ends", "Incoming", "Messages", "Outgoing", "Wire"]
 

@@ -1,11 +1,15 @@
 """`Partition`: the stages, what each costs, and why they cannot be better."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-__all__ = ["Partition", "StageSummary", "quote_bytes", "quote_count", "quote_time", "span"]
+from pipesched.checks import check_fields
+from pipesched.keeping import Keep
+from pipesched.units import quote_bytes, quote_count, quote_time
+
+__all__ = ["Partition", "StageSummary", "span"]
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,7 @@ class StageSummary:
     time_s: of forward and backward together, on its rank, with transfers that it waits for. parameter_bytes: without
     copies. activation_bytes: held for all micro-batches in flight. memory_bytes: these and parameters with copies.
     bytes_in, bytes_out: over its two cuts, forward. num_parameters: 0 where layers do not say how many they have.
+    num_recomputed, num_offloaded: layers whose activations are not held.
     """
 
     rank: int
@@ -28,6 +33,8 @@ class StageSummary:
     bytes_in: int
     bytes_out: int
     num_parameters: int = 0
+    num_recomputed: int = 0
+    num_offloaded: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Partition:
     bottleneck_s: the time of the slowest stage, rank or cut. lower_bound_s: what no partition can beat; where it is
     the bottleneck, that is proved to be the best. ranks: of each stage. reason: why it cannot be better. ideals: how
     many order ideals were searched, 0 for a chain or single orders; probes: how often they, or chains, were gone
-    through.
+    through. checkpoint: layers whose activations are not held, and what is done with them.
     """
 
     stages: list[list[Any]]
@@ -49,6 +56,7 @@ class Partition:
     reason: str = ""
     ideals: int = 0
     probes: int = 0
+    checkpoint: dict[Any, Keep] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:
@@ -60,16 +68,27 @@ class Partition:
         """Whether no partition has a smaller bottleneck."""
         return self.bottleneck_s <= self.lower_bound_s
 
+    @property
+    def is_summarised(self) -> bool:
+        """Whether the summaries can be those of these stages."""
+        seen = [(own.first, own.last, own.num_layers) for own in self.summaries]
+        return seen in ([], [(layers[0], layers[-1], len(layers)) for layers in self.stages if layers])
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON takes them, without the stages' layers."""
         return {name: value for name, value in asdict(self).items() if name != "stages"} | {"ranks": list(self.ranks)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Partition":
-        """The inverse of ``to_dict``, with ``stages``. Raises TypeError for what is none."""
+        """The inverse of ``to_dict``, with ``stages``. Raises TypeError and KeyError for what is none."""
         summaries = tuple(StageSummary(**summary) for summary in values["summaries"])
         stages = [list(layers) for layers in values["stages"]]
-        return cls(**{**values, "stages": stages, "ranks": tuple(values["ranks"]), "summaries": summaries})
+        made = cls(**{**values, "stages": stages, "ranks": tuple(values["ranks"]), "summaries": summaries})
+        for part in (made, *summaries):
+            check_fields(part)
+        if len(summaries) not in (0, len(stages)):
+            raise TypeError(f"summaries of {len(summaries)} stages, of {len(stages)}")
+        return made
 
     def explain(self) -> str:
         """A table, a stage a row, then the bottleneck, and why it cannot be better."""
@@ -91,11 +110,17 @@ _LEFT = ("first .. last",)
 
 def _row(stage: int, summary: StageSummary) -> tuple[str, ...]:
     sizes = (summary.activation_bytes, summary.memory_bytes, summary.bytes_in, summary.bytes_out)
-    numbers = (str(stage), str(summary.rank), str(summary.num_layers))
+    numbers = (str(stage), str(summary.rank), _number_of_layers(summary))
     count = f"{quote_count(summary.num_parameters)}, " if summary.num_parameters else ""
     parameters = count + quote_bytes(summary.parameter_bytes)
     layers = span([summary.first, summary.last])
     return (*numbers, layers, quote_time(summary.time_s), parameters, *map(quote_bytes, sizes))
+
+
+def _number_of_layers(summary: StageSummary) -> str:
+    given_up = [(summary.num_recomputed, "recomputed"), (summary.num_offloaded, "offloaded")]
+    of_them = ", ".join(f"{count} {how}" for count, how in given_up if count)
+    return f"{summary.num_layers} ({of_them})" if of_them else str(summary.num_layers)
 
 
 def span(layers: Sequence[Any]) -> str:
@@ -110,27 +135,3 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
         for row in rows
     ]
-
-
-def quote_time(time_s: float) -> str:
-    """A time to four digits in a unit that suits it."""
-    for unit, per_s in (("s", 1), ("ms", 10**3), ("us", 10**6)):
-        if time_s * per_s >= 1 or unit == "us":
-            return f"{time_s * per_s:.4g} {unit}" if time_s else "0"
-    return ""
-
-
-def quote_count(count: int) -> str:
-    """A number to three digits, of thousands, millions or billions."""
-    for unit, each in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= each:
-            return f"{count / each:.3g} {unit}"
-    return str(count)
-
-
-def quote_bytes(size: float) -> str:
-    """A size to three digits in a unit that suits it."""
-    for unit, each in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= each:
-            return f"{size / each:.3g} {unit}"
-    return f"{size:.3g} B"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipesched.partitioning.choices import Choice
 from pipesched.partitioning.slots import Slot
 
 __all__ = ["INFINITE", "Fails", "Found", "smallest"]
@@ -19,12 +20,16 @@ class Fails:
 
 @dataclass(frozen=True)
 class Found:
-    """A partition within the bound: blocks in an order, where each stage ends in it, and the slots of the stages."""
+    """A partition within the bound: blocks in an order, where each stage ends in it, and the slots of the stages.
+
+    chosen: what is done with each layer's activations, where that was to be chosen.
+    """
 
     bottleneck: int
     order: list[int]
     ends: list[int]
     slots: list[Slot]
+    chosen: tuple[Choice, ...] = ()
 
 
 def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tuple[Found | None, int]:

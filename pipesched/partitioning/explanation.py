@@ -7,12 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from pipesched.columns import Ints
-from pipesched.partitioning.answer import Partition, StageSummary, quote_bytes, quote_time, span
+from pipesched.partitioning.answer import Partition, StageSummary, span
 from pipesched.partitioning.bisection import Found
 from pipesched.partitioning.blocks import Cuts, cuts_of
+from pipesched.partitioning.choices import Choice, with_copies
 from pipesched.partitioning.problem import Problem
 from pipesched.partitioning.search import Solution
 from pipesched.partitioning.slots import Slot, Toll
+from pipesched.units import quote_bytes, quote_time
 
 __all__ = ["explained"]
 
@@ -47,8 +49,26 @@ class _Cut:
 
     def time(self, slot: Slot, begin: int, end: int) -> int:
         """The ticks of a stage there."""
+        if self.found.chosen:
+            chosen = self.chosen(begin, end)
+            ticks = slot.time(sum(choice.ticks for choice in chosen) * slot.speed.denominator)
+            forward = slot.time(sum(choice.forward_ticks for choice in chosen) * slot.speed.denominator)
+            return int(with_copies(forward, ticks, sum(choice.copy_ticks for choice in chosen)))
         ends, begins = self.weighed[slot.speed]
         return slot.time(int(ends[end] - begins[begin]))
+
+    def chosen(self, begin: int, end: int) -> list[Choice]:
+        """What is done with the activations of the layers between two cuts; nothing where all are held."""
+        return [self.found.chosen[layer] for layer in self.layers(begin, end)] if self.found.chosen else []
+
+    def held(self, slot: Slot, begin: int, end: int) -> tuple[int, int]:
+        """Bytes of activations for all micro-batches in flight, and those of all memory."""
+        chosen = self.chosen(begin, end)
+        if chosen:
+            held, fixed = sum(c.held_bytes(slot.in_flight) for c in chosen), sum(c.fixed_bytes for c in chosen)
+            return held - fixed, held + max(c.working_bytes for c in chosen)
+        activations, memory = slot.in_flight * self.cuts.activation_bytes, slot.memory(self.cuts)
+        return int(activations[end] - activations[begin]), int(memory[end] - memory[begin])
 
     def layers(self, begin: int, end: int) -> list[int]:
         """The layers between two cuts, in topological order."""
@@ -72,13 +92,15 @@ def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
         reason,
         solution.ideals,
         solution.probes,
+        {layers.names[at]: choice.keep for at, choice in enumerate(found.chosen) if choice.keep},
     )
 
 
 def _summaries(cut: _Cut, stages: list[list[Any]]) -> Iterator[StageSummary]:
     layers, cuts = cut.problem.blocks.layers, cut.cuts
     for names, (slot, begin, end) in zip(stages, cut.stages, strict=True):
-        memory, held, own = slot.memory(cuts), slot.in_flight * cuts.activation_bytes, cut.layers(begin, end)
+        own, chosen = cut.layers(begin, end), [choice.keep for choice in cut.chosen(begin, end)]
+        activations, memory = cut.held(slot, begin, end)
         yield StageSummary(
             rank=slot.rank,
             first=names[0],
@@ -86,11 +108,13 @@ def _summaries(cut: _Cut, stages: list[list[Any]]) -> Iterator[StageSummary]:
             num_layers=len(names),
             time_s=layers.seconds(cut.time(slot, begin, end)),
             parameter_bytes=int(layers.parameter_bytes[own].sum()),
-            activation_bytes=int(held[end] - held[begin]),
-            memory_bytes=int(memory[end] - memory[begin]),
+            activation_bytes=activations,
+            memory_bytes=memory,
             bytes_in=int(cuts.sent_bytes[begin]),
             bytes_out=int(cuts.sent_bytes[end]),
             num_parameters=int(layers.num_parameters[own].sum()),
+            num_recomputed=chosen.count("recompute"),
+            num_offloaded=chosen.count("offload"),
         )
 
 
@@ -103,17 +127,20 @@ def _bottleneck(cut: _Cut, stages: list[list[Any]], solution: Solution) -> tuple
     for stage, (slot, begin, end) in enumerate(cut.stages):
         if cut.time(slot, begin, end) == ticks:
             at = f"stage {stage} ({span(stages[stage])})"
-            moves = list(_moves(cut, stage))
+            moves = [] if cut.found.chosen else list(_moves(cut, stage))
             break
     else:
         stage = next(at for at, (_, _, end) in enumerate(cut.stages) if cut.toll.ticks[end] == ticks)
         at = f"the cut behind stage {stage} ({quote_bytes(cut.cuts.sent_bytes[cut.stages[stage][2]])} each way)"
         moves = []
+    if not solution.exact and cut.found.chosen:
+        return at, f"choices that are nearly alike were taken for one; {bound}"
     if not solution.exact:
         return at, f"several orders of the layers were cut exactly, not all; {bound}"
     if ticks == problem.lower:
         return at, bound
     searched = f"all {solution.ideals} order ideals were searched" if solution.ideals else "the chain was cut exactly"
+    searched += ", with the best choice for the activations of each layer" if cut.found.chosen else ""
     return at, "; ".join([*moves, searched, f"{bound}, {1 - problem.lower / ticks:.1%} less"])
 
 
@@ -123,7 +150,7 @@ def _busiest(cut: _Cut) -> str:
     for slot, begin, end in cut.stages:
         loads[slot.rank] = loads.get(slot.rank, 0) + cut.time(slot, begin, end)
     rank = max(loads, key=lambda rank: (loads[rank], -rank))
-    if loads[rank] < cut.found.bottleneck:
+    if loads[rank] < cut.found.bottleneck and not cut.found.chosen:
         return "a cut between two ranks"
     own = [str(stage) for stage, (slot, _, _) in enumerate(cut.stages) if slot.rank == rank]
     return f"rank {rank} (stages {', '.join(own)})"

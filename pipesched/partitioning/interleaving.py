@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipesched.columns import Ints
 from pipesched.partitioning.bisection import Found
 from pipesched.partitioning.blocks import cuts_of
+from pipesched.partitioning.kept_ranks import KeptRanks
 from pipesched.partitioning.problem import Problem
 from pipesched.partitioning.search import Solution, filled_up, solve
 from pipesched.partitioning.slots import Rank, fixed_order
@@ -24,6 +23,7 @@ __all__ = ["solved"]
 
 _ROUNDS = 100  # of moving every cut once; some five are enough
 _KICKS = 60
+_MOVES = 400  # of single cuts in a round of all, in large problems
 
 Key = tuple[int, int, float]
 
@@ -38,15 +38,33 @@ def solved(problem: Problem, most_ideals: int) -> Solution:
     if not problem.line_up.shares_ranks:
         return solve(problem, most_ideals)
     alike = fixed_order([Rank()] * len(slots), [1] * len(slots), exactly=bool(problem.pins), pinned=0)
-    begin = solve(replace(problem, line_up=alike), most_ideals)
+    begin = solve(replace(problem, line_up=alike, choices=()), most_ideals)
     if begin.found is None:
         return begin
-    descents = [_Descent(problem, order, cuts) for order, cuts in _begins(problem, begin, len(slots))]
+    found = _with_choices(problem, begin) if problem.choices else _descended(problem, begin).found
+    exact = found is not None and found.bottleneck == problem.lower
+    return Solution(found, problem.lower, exact, begin.ideals, begin.probes)
+
+
+def _descended(problem: Problem, begin: Solution) -> "_Descent":
+    descents = [_Descent(problem, *begun) for begun in _begins(problem, begin, len(problem.line_up.slots))]
     best = min(descents, key=_Descent.run)
     best.kicked(problem.lower)
-    excess, bottleneck, _ = best.key
-    found = None if excess else Found(bottleneck, best.order, best.cuts[1:], list(slots))
-    return Solution(found, problem.lower, bottleneck == problem.lower and not excess, begin.ideals, begin.probes)
+    return best
+
+
+def _with_choices(problem: Problem, begin: Solution) -> Found | None:
+    """From the best cuts without limits of memory, and from those with limits where all is held; in the own order."""
+    line_up = problem.line_up
+    free = replace(
+        line_up,
+        ranks=tuple(replace(rank, limit=None) for rank in line_up.ranks),
+        slots=tuple(replace(slot, limit=None) for slot in line_up.slots),
+    )
+    kept = KeptRanks(problem, range(len(problem.blocks)))
+    begins = [_descended(replace(problem, line_up=limits, choices=()), begin) for limits in (free, line_up)]
+    found = [kept.descended(descent.cuts) for descent in begins if descent.order == kept.order]
+    return min((one for one in found if one), key=lambda one: one.bottleneck, default=None)
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -80,19 +98,24 @@ class _Descent:
 
     def run(self) -> Key:
         """Move cuts until none moves; excess of memory, the busiest rank's ticks, and the sum of squares then."""
-        self.key = self._key()
+        self._count()
         for _ in range(_ROUNDS):
-            before = self.key
-            for index in range(1, len(self._slots)):
-                self.key = min(self.key, self._moved(index, self.key))
-            if self.key == before:
+            moved = [self._move(index) for index in range(1, len(self._slots))]
+            if not any(moved):
                 break
+        self.key = self._key()
         return self.key
+
+    @property
+    def found(self) -> Found | None:
+        """The partition; none where a rank is too small for its stages."""
+        excess, bottleneck, _ = self.key
+        return None if excess else Found(bottleneck, self.order, self.cuts[1:], list(self._slots))
 
     def kicked(self, lower: int) -> None:
         """Move some neighbouring cuts anywhere and descend again, many times; stay where that gains nothing."""
         generator = random.Random(0)
-        for _ in range(_KICKS if len(self._slots) > 2 else 0):
+        for _ in range(min(_KICKS, _MOVES // len(self._slots)) if len(self._slots) > 2 else 0):
             if self.key[:2] == (0, lower):
                 break
             key, cuts = self.key, list(self.cuts)
@@ -106,44 +129,70 @@ class _Descent:
     def _keeps_pins(self) -> bool:
         return all(low <= cut <= high for cut, (low, high) in zip(self.cuts, self._spans, strict=True))
 
-    def _moved(self, index: int, key: Key) -> Key:
-        """Move a cut to its best place, of equal ones the first; stay where none is better than ``key``."""
-        (low, high), here = self._spans[index], self.cuts[index]
-        places = np.arange(max(low, self.cuts[index - 1] + 1), min(high, self.cuts[index + 1] - 1) + 1)
-        excess, slowest, squares = self._keys(index, places)
-        best = np.lexsort((places, squares, slowest, excess))[0]
-        moved = (int(excess[best]), int(slowest[best]), float(squares[best]))
-        self.cuts[index] = int(places[best]) if moved < key else here
-        return moved
-
-    def _key(self) -> Key:
-        excess, slowest, squares = self._keys(0, np.zeros(1, np.int64))
-        return int(excess[0]), int(slowest[0]), float(squares[0])
-
-    def _keys(self, index: int, places: Ints) -> tuple[Ints, Ints, NDArray[np.float64]]:
-        """What the partition is worth with one cut at each of the places."""
-        cuts: list[Any] = [*self.cuts[:index], places, *self.cuts[index + 1 :]]
-        loads: list[Any] = [0] * len(self._ranks)
-        held: list[Any] = [0] * len(self._ranks)
-        links: list[Any] = []
+    def _count(self) -> None:
+        """What each rank computes, waits and holds with these cuts, and how long each link between ranks is busy."""
+        self._loads, self._held = [0] * len(self._ranks), [0.0] * len(self._ranks)
+        self._busy = [0] * len(self._slots)
         for stage, slot in enumerate(self._slots):
-            work, per_tick = self._work[stage]
-            loads[slot.rank] = loads[slot.rank] - (work[cuts[stage]] - work[cuts[stage + 1]]) // per_tick
-            held[slot.rank] = held[slot.rank] + self._memory[stage][cuts[stage + 1]] - self._memory[stage][cuts[stage]]
+            here, there = self.cuts[stage : stage + 2]
+            self._loads[slot.rank] += int(self._ticks(stage, here, there))
+            self._held[slot.rank] += self._bytes(stage, here, there)
             before = self._slots[stage - 1].rank
             if stage and before != slot.rank:
-                links.append(self._toll[cuts[stage]])
-        if self._blocking:
-            self._wait(loads, cuts)
-            links = []
-        every = np.stack(np.broadcast_arrays(*loads, places))[:-1]
-        slowest = np.stack(np.broadcast_arrays(*loads, *links, places))[:-1].max(axis=0)
-        excess = sum((more - rank.limit).clip(0) for more, rank in zip(held, self._ranks, strict=True) if rank.limit)
-        return np.broadcast_to(excess, len(places)), slowest, (every.astype(np.float64) ** 2).sum(axis=0)
+                toll = int(self._toll[here])
+                if self._blocking:
+                    self._loads[slot.rank] += toll
+                    self._loads[before] += toll
+                else:
+                    self._busy[stage] = toll
 
-    def _wait(self, loads: list[Any], cuts: list[Any]) -> None:
-        """Add what both ranks wait while what crosses a cut between them is sent."""
-        for stage in range(1, len(self._slots)):
-            ranks = {self._slots[stage - 1].rank, self._slots[stage].rank}
-            for rank in ranks if len(ranks) > 1 else ():
-                loads[rank] = loads[rank] + self._toll[cuts[stage]]
+    def _ticks(self, stage: int, begin: Any, end: Any) -> Any:
+        work, per_tick = self._work[stage]
+        return -((work[begin] - work[end]) // per_tick)
+
+    def _bytes(self, stage: int, begin: Any, end: Any) -> Any:
+        return self._memory[stage][end] - self._memory[stage][begin]
+
+    def _key(self) -> Key:
+        excess = sum(max(0, self._excess(rank, held)) for rank, held in enumerate(self._held))
+        return int(excess), max(*self._loads, *self._busy), float(sum(load**2 for load in self._loads))
+
+    def _excess(self, rank: int, held: Any) -> Any:
+        limit = self._ranks[rank].limit
+        return held - limit if limit else held * 0
+
+    def _move(self, index: int) -> bool:
+        """Move a cut to its best place, of equal ones the first; whether one is better than where it is."""
+        (low, high), here = self._spans[index], self.cuts[index]
+        before, behind = self.cuts[index - 1], self.cuts[index + 1]
+        places = np.arange(max(low, before + 1), min(high, behind - 1) + 1)
+        if len(places) < 2:
+            return False
+        loads: dict[int, Any] = {}
+        held: dict[int, Any] = {}
+        for stage, new, now in (
+            (index - 1, (before, places), (before, here)),
+            (index, (places, behind), (here, behind)),
+        ):
+            rank = self._slots[stage].rank
+            loads[rank] = loads.get(rank, self._loads[rank]) + self._ticks(stage, *new) - self._ticks(stage, *now)
+            held[rank] = held.get(rank, self._held[rank]) + self._bytes(stage, *new) - self._bytes(stage, *now)
+        toll = self._toll[places] if len(loads) > 1 else np.zeros_like(places)
+        if self._blocking:
+            paid = self._toll[here] if len(loads) > 1 else 0
+            loads = {rank: load + toll - paid for rank, load in loads.items()}
+        others = [load for rank, load in enumerate(self._loads) if rank not in loads]
+        others += self._busy[:index] + self._busy[index + 1 :]
+        slowest = np.maximum.reduce([*loads.values(), *([] if self._blocking else [toll])]).clip(max(others, default=0))
+        excess = sum(self._excess(rank, more).clip(0) for rank, more in held.items())
+        squares = sum(load.astype(np.float64) ** 2 for load in loads.values())
+        best = int(np.lexsort((places, squares, slowest, excess))[0])
+        at = here - int(places[0])
+        if (excess[best], slowest[best], squares[best]) >= (excess[at], slowest[at], squares[at]):
+            return False
+        self.cuts[index] = int(places[best])
+        for rank in loads:
+            self._loads[rank], self._held[rank] = int(loads[rank][best]), held[rank][best]
+        if not self._blocking:
+            self._busy[index] = int(toll[best])
+        return True

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from pipesched.links import Link
 from pipesched.partitioning.blocks import Blocks, Cuts, cuts_of
 from pipesched.partitioning.chain import Chain
+from pipesched.partitioning.choices import Choice
 from pipesched.partitioning.ideals import Ideals
+from pipesched.partitioning.kept_chain import KeptChain
 from pipesched.partitioning.lattice import Lattice
 from pipesched.partitioning.slots import LineUp, Toll
 
@@ -31,13 +33,16 @@ class Pin:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be cut, and into what. pins: layers that stages begin with."""
+    """What is to be cut, and into what. pins: layers that stages begin with. choices: of each layer, what may be done
+    with its activations; none where all are held.
+    """
 
     blocks: Blocks
     line_up: LineUp
     communication: Communication
     link: Link
     pins: Sequence[Pin]
+    choices: Sequence[Sequence[Choice]] = ()
 
     @property
     def fills_up(self) -> bool:
@@ -70,6 +75,12 @@ class Problem:
         """The search along one order of the blocks."""
         cuts = cuts_of(self.blocks, order)
         return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
+
+    def kept_chain(self, order: Sequence[int]) -> KeptChain:
+        """The same where choices are made for layers."""
+        toll = self.toll(cuts_of(self.blocks, order))
+        members = self.blocks.members
+        return KeptChain(list(order), members, self.choices, toll, self.line_up, self.spans(order))
 
     def spans(self, order: Sequence[int]) -> list[tuple[int, int]]:
         """For each number of stages, the first and the last cut of an order where pins let that many be closed."""

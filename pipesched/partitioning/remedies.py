@@ -1,11 +1,15 @@
 """There is no partition: which rule it fails, by how much, and what would make one possible."""
 
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from pipesched.errors import PartitionError
-from pipesched.partitioning.answer import quote_bytes
 from pipesched.partitioning.interleaving import solved
+from pipesched.partitioning.knapsack import Knapsack
 from pipesched.partitioning.request import Request
+from pipesched.units import quote_bytes
 
 __all__ = ["infeasible"]
 
@@ -13,15 +17,38 @@ _MOST_IDEALS = 5_000  # here an answer is needed that is good enough
 
 
 def infeasible(request: Request, *, exact: bool) -> PartitionError:
-    """The error for a request without a partition. exact: surely there is none; else none was found."""
-    rule = "there is no partition" if exact else "no partition was found"
-    limits = [limit for limit in request.limits if limit is not None]
-    free = request.but(memory_limit_bytes=None)
-    if limits and _possible(free):
-        place, numbers, remedy = _memory(request, limits)
-    else:
-        place, numbers, remedy = _pins(free)
-    return PartitionError(f"{rule} {place}; {numbers}; {remedy}")
+    """The error for a request without a partition. exact: surely there is none; else none was found.
+
+    What would help is looked for when the error is read: who tries many requests reads none.
+    """
+    return PartitionError(_Text(request, exact))
+
+
+class _Text:
+    """What an error says, once somebody asks."""
+
+    def __init__(self, request: Request, exact: bool) -> None:
+        self._request, self._exact = request, exact
+
+    @cached_property
+    def _text(self) -> str:
+        rule = "there is no partition" if self._exact else "no partition was found"
+        limits = [limit for limit in self._request.limits if limit is not None]
+        free = self._request.but(memory_limit_bytes=None)
+        if limits and _possible(free):
+            place, numbers, remedy = _memory(self._request, limits)
+        else:
+            place, numbers, remedy = _pins(free)
+        return f"{rule} {place}; {numbers}; {remedy}"
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return repr(self._text)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self._text,)  # as other processes get it
 
 
 def _possible(request: Request) -> bool:
@@ -40,7 +67,8 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
     else:
         given = ", ".join(map(str, sorted(set(limits))))
         numbers = f"the limit is {given} bytes a rank, {enough / max(limits) - 1:.1%} more would do"
-    return place, numbers, f"allow {enough} bytes ({quote_bytes(enough)}) a rank{_more_ranks(request)}"
+    others = _recompute(request) + _more_ranks(request)
+    return place, numbers, f"allow {enough} bytes ({quote_bytes(enough)}) a rank{others}"
 
 
 def _alone(request: Request) -> tuple[str, int]:
@@ -49,6 +77,10 @@ def _alone(request: Request) -> tuple[str, int]:
     layers, blocks = problem.blocks.layers, problem.blocks
     fewest = min(slot.in_flight for slot in problem.line_up.slots)
     needed = blocks.total(layers.state_bytes + fewest * layers.activation_bytes)
+    if problem.choices:
+        knapsack = Knapsack(problem.choices)
+        own = [[knapsack.item(layer, fewest) for layer in members] for members in blocks.members]
+        needed = np.array([knapsack.least_bytes(items) for items in own])
     members = blocks.members[int(needed.argmax())]
     name = f"layer {layers.names[members[0]]!r}"
     return name + (f" with the {len(members) - 1} it must share a stage with" if len(members) > 1 else ""), int(
@@ -61,7 +93,8 @@ def _enough(request: Request) -> int:
     problem = request.problem()
     layers = problem.blocks.layers
     most = max(slot.in_flight for slot in problem.line_up.slots)
-    low, high = 0, int((layers.state_bytes + most * layers.activation_bytes).sum())
+    working = max((choice.working_bytes for choices in problem.choices for choice in choices), default=0)
+    low, high = 0, working + int((layers.state_bytes + most * layers.activation_bytes).sum())
     while low < high:
         middle = (low + high) // 2
         if _possible(request.but(memory_limit_bytes=middle)):
@@ -69,6 +102,18 @@ def _enough(request: Request) -> int:
         else:
             low = middle + 1
     return high
+
+
+def _recompute(request: Request) -> str:
+    """Whether it would do to compute activations again."""
+    if (
+        request.checkpoint
+        or request.any_order
+        or request.communication == "serial"
+        or not _possible(request.but(checkpoint=("recompute",)))
+    ):
+        return ""
+    return ", or let activations be recomputed (checkpoint=('recompute',))"
 
 
 def _more_ranks(request: Request) -> str:

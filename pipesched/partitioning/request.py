@@ -4,14 +4,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from numbers import Integral
 from typing import Any, get_args
 
 import networkx as nx
 
+from pipesched.checks import as_list, check_type, is_whole, shown
 from pipesched.errors import PartitionError, ScheduleError
+from pipesched.keeping import Keep
 from pipesched.links import Link, check_number
 from pipesched.partitioning.blocks import contract
+from pipesched.partitioning.choices import Choice, choices_of
 from pipesched.partitioning.layers import Layers, read
 from pipesched.partitioning.problem import Communication, Pin, Problem
 from pipesched.partitioning.slots import LineUp, Rank, fixed_order, free_order, placed
@@ -41,10 +43,13 @@ class Request:
     together: tuple[Collection[Any], ...]
     exactly: bool
     placement: Sequence[int] | None
+    checkpoint: Collection[Keep] = ()
+    offload_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         count = len(self.graph)
-        if not _is_whole(self.num_stages) or self.num_stages < 1 or (self._all_used and self.num_stages > count):
+        if not is_whole(self.num_stages) or self.num_stages < 1 or (self._all_used and self.num_stages > count):
             raise PartitionError(
                 f"every stage holds at least one layer; {self.num_stages} stages, {count} layers; use 1 to {count} "
                 f"stages: fewer devices, or fewer chunks a rank"
@@ -61,12 +66,38 @@ class Request:
         _number(self.weight_copies, "weight_copies")
         if self.placement is not None:
             self._check_placement(list(self.placement))
+        if self.checkpoint:
+            self._check_checkpoint()
+
+    def _check_types(self) -> None:
+        graph = "a networkx.DiGraph with the layers' costs", "pass such as pipesched.graph_of(model, sample)"
+        check_type(self.graph, nx.Graph, f"graph is {graph[0]}", graph[1])
+        check_type(self.starts, Mapping, "starts says of layers which stages they begin", "pass such as {'head': 3}")
+        if self.in_flight is not None and not callable(self.in_flight):
+            rule = "in_flight is a number of micro-batches a stage, or a function of (stage, num_stages)"
+            as_list(self.in_flight, rule, "pass such as [4, 3, 2, 1]")
+        if self.placement is not None:
+            as_list(
+                self.placement, "a placement is a list with a rank for each stage", "make it by pipesched.placement"
+            )
+
+    def _check_checkpoint(self) -> None:
+        if self.any_order:
+            raise PartitionError(
+                "choices for activations are made with ranks in their order; any_order is given beside checkpoint; "
+                "leave one of the two out"
+            )
+        if self.communication == "serial":
+            raise PartitionError(
+                "choices for activations are made where a longer stage never costs less; with communication='serial' "
+                "it may; use 'overlap' or 'none' beside checkpoint"
+            )
 
     def _check_placement(self, ranks: list[Any]) -> None:
-        if len(ranks) != self.num_stages or not all(map(_is_whole, ranks)) or set(ranks) != {*range(max(ranks) + 1)}:
+        if len(ranks) != self.num_stages or not all(map(is_whole, ranks)) or set(ranks) != {*range(max(ranks) + 1)}:
             raise PartitionError(
-                f"a placement is a rank for each stage, and each rank has a stage; got {ranks} for {self.num_stages} "
-                f"stages; make one with pipesched.placement"
+                f"a placement is a rank for each stage, and each rank has a stage; got {shown(ranks)} for "
+                f"{self.num_stages} stages; make one with pipesched.placement"
             )
         if self.any_order:
             raise PartitionError("a placement says where stages are; any_order cannot be kept beside it; leave one out")
@@ -135,7 +166,10 @@ class Request:
                 f"every stage holds at least one layer; {self.num_stages} stages, but layers kept together make "
                 f"{len(blocks)} blocks; use fewer stages, or keep fewer together"
             )
-        return Problem(blocks, self._line_up(pins), self.communication, self.link, pins)
+        choices: list[tuple[Choice, ...]] = []
+        if self.checkpoint:
+            choices = choices_of(self.graph, layers, self.checkpoint, self.offload_bytes_per_s)
+        return Problem(blocks, self._line_up(pins), self.communication, self.link, pins, choices)
 
     def _line_up(self, pins: list[Pin]) -> LineUp:
         ranks = self.ranks
@@ -154,7 +188,7 @@ class Request:
                 f"starts counts stages along the ranks; {layer!r} is to begin stage {stage}, and any_order=True; "
                 f"leave one of the two out"
             )
-        if not _is_whole(stage) or not 0 <= stage < most:
+        if not is_whole(stage) or not 0 <= stage < most:
             raise PartitionError(
                 f"starts says which stage a layer begins, 0 to {most - 1}; {layer!r} is to begin stage {stage!r}; "
                 f"choose one of these, or more stages"
@@ -175,7 +209,7 @@ class Request:
             held = [self.in_flight(stage, self.num_stages) for stage in range(num_stages)]
         else:
             held = list(self.in_flight)
-        if len(held) != num_stages or not all(_is_whole(count) and count >= 0 for count in held):
+        if len(held) != num_stages or not all(is_whole(count) and count >= 0 for count in held):
             raise PartitionError(
                 f"in_flight is a number of micro-batches a stage; got {held!r} for {num_stages} stages; "
                 f"pass one whole number each, or a function of (stage, num_stages)"
@@ -187,10 +221,6 @@ class Request:
         other = replace(self, **changes)
         other.__dict__["layers"] = self.layers
         return other
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _number(value: Any, what: str) -> Any:

@@ -34,6 +34,8 @@ class Solution:
 
 def solve(problem: Problem, most_ideals: int) -> Solution:
     """The partition of the smallest bottleneck, as far as that can be searched."""
+    if problem.choices:
+        return _with_choices(problem)
     if problem.blocks.is_chain:
         found, probes = _along(problem, range(len(problem.blocks)))
         return _exact(found, 0, probes)
@@ -49,6 +51,16 @@ def solve(problem: Problem, most_ideals: int) -> Solution:
     if problem.line_up.capped and len(ideals) > _MOST_LIMITED:
         return _with_limits(problem, small, ideals, own, tried)
     return _searched(problem, small, ideals, known, tried)
+
+
+def _with_choices(problem: Problem) -> Solution:
+    """The best cut of the blocks' own order, with choices for their layers."""
+    chain = problem.kept_chain(range(len(problem.blocks)))
+    slowest = sum(max(choice.ticks for choice in choices) for choices in problem.choices)
+    found, probes = smallest(problem.lower, problem.lower + slowest // len(problem.line_up.slots), chain.probe)
+    found = found and chain.settled(found)
+    solution = _exact(found, 0, probes)
+    return solution if chain.knapsack.exact else replace(solution, lower=problem.lower, exact=False)
 
 
 def _searched(problem: Problem, small: Problem, ideals: Ideals, known: int, tried: int) -> Solution:

@@ -1,0 +1,200 @@
+"""The plan that schedule="auto" picks, against what a sweep over all plans finds by running them.
+
+    python benchmarks/choice.py [--steps 15] [--models N ...]
+
+Two ranks, threads of one process, and 8 micro-batches of 4 rows, for three models of few layers that really compute: an
+even one, one with a heavy last layer (a large vocabulary) and one with a heavy first layer; and for three of the same
+sorts whose layers sleep, as if they waited for devices: what else the machine does is then not in their times. The
+profile is measured in a process of its own, saved, and the plan searched from it. The sweep runs every synchronous
+schedule, with every cut into two stages, and for schedules with chunks every cut into four whose busiest rank has at
+most 1.3 times the least work: each two steps, the faster counts. Then the plan, the three that the sweep puts first,
+and the equal split with GPipe and with 1F1B, are run in turn: medians, and the plan's steps over the others' with 95 %
+intervals, pair by pair.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from measure import machine, ratio
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pipesched
+from pipesched import Pipeline, Plan, schedules
+from pipesched.candidates import synchronous
+from pipesched.profiles import Profile
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from waiting import Waiting
+
+RANKS, COUNT, ROWS, WIDTH, LENGTH = 2, 8, 4, 192, 64
+SLEEP_S = 0.003
+NEAR = 1.3  # of the least work of the busiest rank
+
+
+class Block(nn.Module):
+    """A layer of a transformer's size without its attention: products, a norm, and what goes around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+def even() -> nn.Sequential:
+    """Eight equal blocks."""
+    return nn.Sequential(*(Block() for _ in range(8)))
+
+
+def heavy_last() -> nn.Sequential:
+    """A head over a vocabulary behind seven blocks."""
+    return nn.Sequential(*(Block() for _ in range(7)), nn.Linear(WIDTH, 8 * WIDTH))
+
+
+def heavy_first() -> nn.Sequential:
+    """A wide stem before seven blocks."""
+    stem = nn.Sequential(nn.Linear(WIDTH, 12 * WIDTH), nn.GELU(), nn.Linear(12 * WIDTH, WIDTH))
+    return nn.Sequential(stem, *(Block() for _ in range(7)))
+
+
+def asleep(*times: int) -> nn.Sequential:
+    """Layers that sleep."""
+    return nn.Sequential(*(Waiting(factor * SLEEP_S) for factor in times))
+
+
+MODELS: dict[str, Callable[[], nn.Sequential]] = {
+    "even": even,
+    "heavy last": heavy_last,
+    "heavy first": heavy_first,
+    "even, asleep": lambda: asleep(1, 1, 1, 1, 1, 1),
+    "heavy last, asleep": lambda: asleep(1, 1, 1, 1, 1, 3),
+    "heavy first, asleep": lambda: asleep(3, 1, 1, 1, 1, 1),
+}
+
+
+def parts(name: str) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """The model, inputs and targets."""
+    torch.manual_seed(0)
+    model, x = MODELS[name](), torch.randn(COUNT * ROWS, LENGTH, WIDTH)
+    with torch.no_grad():
+        return model, x, torch.randn_like(model(x))
+
+
+def measured(name: str, path: Path) -> None:
+    """Save what the layers cost, and what the machine does."""
+    torch.set_num_threads(1)
+    model, x, y = parts(name)
+    profile = pipesched.profile(model, x[:ROWS], loss_fn=functional.mse_loss, target=y[:ROWS], rows=[ROWS])
+    values = profile.to_dict()
+    overheads = pipesched.probe_overheads(devices=["cpu"] * RANKS)
+    values["machine"]["threads"] = overheads.to_dict()
+    Profile.from_dict(values).save(path)
+
+
+class Running:
+    """A pipeline that takes steps."""
+
+    def __init__(self, name: str, label: str, **options: Any) -> None:
+        model, self.x, self.y = parts(name)
+        self.label = label
+        given = {"loss_fn": functional.mse_loss, "devices": ["cpu"] * RANKS, **options}
+        self.pipe = Pipeline(model, self.x[:ROWS], **given)
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        self.pipe.model.zero_grad()
+        self.pipe.step(self.x, target=self.y)
+        trace = self.pipe.trace
+        assert trace is not None
+        return float(trace.makespan_s)
+
+
+def swept(name: str, profile: Profile) -> Iterator[tuple[float, str, dict[str, Any]]]:
+    """Each plan's time, a label, and what makes it."""
+    graph = profile.graph(ROWS)
+    work = [graph.nodes[layer]["forward_s"] + graph.nodes[layer]["backward_s"] for layer in graph]
+    for schedule in synchronous():
+        chunks = schedule.chunks_per_rank
+        for cut in cuts(work, schedule.placement(RANKS, chunks), len(graph)):
+            options = {"schedule": schedule.name, "boundaries": list(cut), "num_microbatches": COUNT}
+            running = Running(name, f"{schedule.name} {list(cut)}", **options)
+            took_s = min(running.step() for _ in range(2))
+            running.pipe.close()
+            yield took_s, running.label, options
+
+
+def cuts(work: Sequence[float], placement: Sequence[int], layers: int) -> Iterator[tuple[int, ...]]:
+    """All, or of several chunks a rank those whose busiest rank has little more than the least work."""
+
+    def busiest(cut: tuple[int, ...]) -> float:
+        spans = pairwise((0, *cut, layers))
+        loads = [0.0] * RANKS
+        for rank, (begin, end) in zip(placement, spans, strict=True):
+            loads[rank] += sum(work[begin:end])
+        return max(loads)
+
+    every = list(combinations(range(1, layers), len(placement) - 1))
+    if len(placement) > RANKS:
+        least = min(map(busiest, every))
+        every = [cut for cut in every if busiest(cut) <= NEAR * least]
+    yield from every
+
+
+def compare(name: str, steps: int) -> None:
+    """Print how the plan does."""
+    with TemporaryDirectory() as folder, get_context("spawn").Pool(1) as pool:
+        pool.apply(measured, (name, Path(folder) / "profile.json"))
+        profile = Profile.load(Path(folder) / "profile.json")
+    options: dict[str, Any] = {"num_ranks": RANKS, "batch_size": COUNT * ROWS, "num_microbatches": COUNT}
+    plan: Plan = pipesched.tune(profile, **options)
+    for other in plan.alternatives:
+        print(f"  predicted {other.step_s * 1e3:8.1f} ms, bubble {other.bubble_ratio:6.1%}  {other.label}")
+    found = sorted(swept(name, profile), key=lambda row: row[0])
+    print(f"  swept {len(found)} plans: {found[0][0] * 1e3:.1f} to {found[-1][0] * 1e3:.1f} ms")
+    equal = len(profile.layers) // 2
+    rivals = [
+        *((label, given) for _, label, given in found[:3]),
+        *(
+            (f"equal split, {schedule}", {"schedule": schedule, "boundaries": [equal], "num_microbatches": COUNT})
+            for schedule in ("gpipe", "1f1b")
+        ),
+    ]
+    own = f"auto: {plan.schedule} {[names[0] for names in plan.stages[1:]]}"
+    running = [Running(name, own, plan=plan), *(Running(name, label, **given) for label, given in rivals)]
+    times: list[list[float]] = [[] for _ in running]
+    for number in range(steps + 2):
+        for one, took in zip(running, times, strict=True):
+            seconds = one.step()
+            if number > 1:
+                took.append(seconds)
+    for one, took in zip(running, times, strict=True):
+        against = ratio(times[0], took)
+        print(f"  {against.second * 1e3:8.1f} ms  auto over it {against}  {one.label}", flush=True)
+        one.pipe.close()
+
+
+def main() -> None:
+    """Print a block a model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(machine(), f"{os.cpu_count()} cores; {len(schedules.names())} schedules")
+    for name in args.models:
+        print(name)
+        compare(name, args.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""What the layers of five published models cost on one accelerator, from formulas: one table a model.
+
+A layer is a list of operations. An operation takes the longer of its arithmetic and its memory traffic (a roofline,
+Williams, Waterman and Patterson 2009), at the share of the peak that large kernels reach. So one table serves every
+planner that is compared, and no runtime counts. The device is an A100 of 80 GB (NVIDIA's data sheet): 312 TFLOP/s of
+bf16 products, 19.5 TFLOP/s of other arithmetic, 2.04 TB/s; assumed are 60 % of the first two and 80 % of the third.
+Activations and weights have two bytes.
+
+A product with a weight costs its forward once more for the gradient of its input and once more for that of its weight.
+Attention without stored scores (Dao et al. 2022) costs 2.5 times its forward for the gradients of its inputs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import networkx as nx
+
+__all__ = ["TABLES", "table"]
+
+PRODUCTS_PER_S = 0.6 * 312e12
+OTHERS_PER_S = 0.6 * 19.5e12
+BYTES_PER_S = 0.8 * 2.04e12
+WIDE = 2  # bytes of an element
+
+
+@dataclass(frozen=True)
+class Work:
+    """What operations cost for one micro-batch, in seconds; the elements of their weights; the bytes they keep."""
+
+    forward_s: float = 0
+    input_grad_s: float = 0
+    weight_grad_s: float = 0
+    parameters: int = 0
+    saved_bytes: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def product(rows: int, inner: int, outer: int, experts: int = 1) -> Work:
+    """Rows times a weight; with several experts each row times one of their weights."""
+    moved = (rows * inner + experts * inner * outer + rows * outer) * WIDE
+    seconds = max(2 * rows * inner * outer / PRODUCTS_PER_S, moved / BYTES_PER_S)
+    return Work(seconds, seconds, seconds, experts * inner * outer, rows * inner * WIDE)
+
+
+def attention(rows: int, context: int, heads: int, head_dim: int, *, causal: bool = True) -> Work:
+    """Every row against its context: queries times keys, and scores times values."""
+    flops = 4 * rows * context * heads * head_dim * (0.5 if causal else 1)
+    seconds = flops / PRODUCTS_PER_S
+    return Work(seconds, 2.5 * seconds, 0, 0, 2 * rows * heads * head_dim * WIDE)
+
+
+def passes(elements: int, count: float, width: int = WIDE) -> Work:
+    """Elementwise work that goes through memory so often; its backward reads the gradient besides."""
+    seconds = elements * count * width / BYTES_PER_S
+    return Work(seconds, 1.5 * seconds, 0, 0, elements * width)
+
+
+def self_attention(rows: int, sequence: int, width: int, heads: int, head_dim: int, keys: int, *, causal: bool) -> Work:
+    """A norm, projections, attention, and what is added to the stream; ``keys``: heads of keys and of values."""
+    return (
+        passes(rows * width, 4)
+        + product(rows, width, (heads + 2 * keys) * head_dim)
+        + attention(rows, sequence, heads, head_dim, causal=causal)
+        + product(rows, heads * head_dim, width)
+    )
+
+
+def feed_forward(rows: int, width: int, hidden: int, *, gated: bool, experts: int = 1, chosen: int = 1) -> Work:
+    """Two products around an activation, or three where it is gated; of several experts some are chosen a row."""
+    sent = rows * chosen
+    return (
+        passes(rows * width, 4 if experts == 1 else 4 + 4 * chosen)  # rows are brought to experts and back
+        + product(sent, width, hidden * (2 if gated else 1), experts)
+        + passes(sent * hidden, 3 if gated else 2)
+        + product(sent, hidden, width, experts)
+    )
+
+
+def embedding(rows: int, width: int, vocabulary: int) -> Work:
+    """Rows are looked up; their gradients are added to the table's."""
+    seconds = 2 * rows * width * WIDE / BYTES_PER_S
+    return Work(seconds, 0, 2 * seconds, vocabulary * width, rows * 8)
+
+
+def head(rows: int, width: int, vocabulary: int) -> Work:
+    """A norm, the logits, and their cross entropy in four bytes."""
+    return passes(rows * width, 3) + product(rows, width, vocabulary) + passes(rows * vocabulary, 2, 4)
+
+
+# ---- models, their layers in order ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer, its work, and the bytes that it gives to its users: the next layer unless given."""
+
+    name: str
+    work: Work
+    gives: int
+    users: tuple[str, ...] = ()
+
+
+Layers = Iterator[Layer]
+
+
+def gemma_2_9b(rows: int = 4096) -> Layers:
+    """A GPT with a large vocabulary: Gemma 2 9B (Gemma Team 2024, table 1), one sequence of 4,096 tokens.
+
+    Of each two layers the first looks back 4,096 tokens at most, which here is all.
+    """
+    width, given = 3584, rows * 3584 * WIDE
+    yield Layer("embedding", embedding(rows, width, 256_128), given)
+    block = self_attention(rows, rows, width, 16, 256, 8, causal=True) + feed_forward(rows, width, 14336, gated=True)
+    for layer in range(42):
+        yield Layer(f"layers.{layer}", block, given)
+    yield Layer("head", head(rows, width, 256_128), 4)
+
+
+def glam_8b_64e(sequences: int = 4) -> Layers:
+    """A mixture of experts: GLaM 8B/64E (Du et al. 2022, table 4), sequences of 1,024 tokens: every second layer has
+    64 experts, of which two serve a token. (Two products an expert: with these all are the 143 B that are published.)
+    """
+    rows, width, vocabulary = 1024 * sequences, 4096, 256_000
+    given = rows * width * WIDE
+    heads = self_attention(rows, 1024, width, 32, 128, 32, causal=True)
+    yield Layer("embedding", embedding(rows, width, vocabulary), given)
+    for layer in range(32):
+        experts: dict[str, int] = {"experts": 64, "chosen": 2} if layer % 2 else {}
+        yield Layer(f"layers.{layer}", heads + feed_forward(rows, width, 16384, gated=False, **experts), given)
+    yield Layer("head", head(rows, width, vocabulary), 4)
+
+
+def jamba(rows: int = 4096) -> Layers:
+    """Attention and state spaces: Jamba v0.1 (Lieber et al. 2024, and its published configuration): of 8 layers one
+    has attention, of 2 one has 16 experts, of which two serve a token.
+    """
+    width, given = 4096, rows * 4096 * WIDE
+    yield Layer("embedding", embedding(rows, width, 65536), given)
+    for layer in range(32):
+        heads = layer % 8 == 4
+        mixer = self_attention(rows, rows, width, 32, 128, 8, causal=True) if heads else mamba(rows, width)
+        experts = {"experts": 16, "chosen": 2} if layer % 2 else {}
+        yield Layer(f"layers.{layer}", mixer + feed_forward(rows, width, 14336, gated=True, **experts), given)
+    yield Layer("head", head(rows, width, 65536), 4)
+
+
+def mamba(rows: int, width: int, state: int = 16, rank: int = 256) -> Work:
+    """A selective state space (Gu and Dao 2023): projections, a short convolution, and the scan: nine operations a
+    channel and state, once forward, and with what is computed again three times that backward.
+    """
+    inner = 2 * width
+    scan_s = max(9 * rows * inner * state / OTHERS_PER_S, 5 * rows * inner * WIDE / BYTES_PER_S)
+    return (
+        passes(rows * width, 4)
+        + product(rows, width, 2 * inner)
+        + passes(rows * inner, 4)  # the convolution of four taps, and its activation
+        + product(rows, inner, rank + 2 * state)
+        + product(rows, rank, inner)
+        + Work(scan_s, 3 * scan_s, 0, inner * state, 4 * rows * inner * WIDE)
+        + product(rows, inner, width)
+    )
+
+
+def resnet_152(images: int = 32) -> Layers:
+    """A convolution net: ResNet-152 (He et al. 2016, table 1), 32 images of 224 x 224."""
+    stem = convolution(images, 112, 3, 64, 7) + passes(images * 112**2 * 64, 2)
+    yield Layer("stem", stem, images * 56**2 * 64 * WIDE)
+    given = 64
+    for part, (blocks, width, side) in enumerate(((3, 64, 56), (8, 128, 28), (36, 256, 14), (3, 512, 7))):
+        for block in range(blocks):
+            first = side * 2 if part and not block else side  # the stride is in the second convolution
+            work = convolution(images, first, given, width, 1) + convolution(images, side, width, width, 3)
+            work += convolution(images, side, width, 4 * width, 1) + passes(images * side**2 * 4 * width, 3)
+            if not block:
+                work += convolution(images, side, given, 4 * width, 1)
+            given = 4 * width
+            yield Layer(f"layer{part + 1}.{block}", work, images * side**2 * given * WIDE)
+    yield Layer("head", passes(images * 49 * given, 1) + product(images, given, 1000), 4)
+
+
+def convolution(images: int, side: int, given: int, made: int, kernel: int) -> Work:
+    """A convolution to ``side`` x ``side``, its norm of whole batches (two passes forward) and its activation."""
+    rows, inner = images * side**2, given * kernel**2
+    moved = (rows * (given + made) + inner * made) * WIDE
+    seconds = max(2 * rows * inner * made / PRODUCTS_PER_S, moved / BYTES_PER_S)
+    return Work(seconds, seconds, seconds, inner * made, rows * given * WIDE) + passes(rows * made, 5)
+
+
+def t5_3b(sequences: int = 8) -> Layers:
+    """T5-3B (Raffel et al. 2020): 512 tokens come in and 114 go out, as in its training on spans."""
+    width, hidden, heads, head_dim, vocabulary = 1024, 16384, 32, 128, 32128
+    read, written = 512 * sequences, 114 * sequences
+    inner = heads * head_dim
+    encoder = self_attention(read, 512, width, heads, head_dim, heads, causal=False)
+    encoder += feed_forward(read, width, hidden, gated=False)
+    decoder = self_attention(written, 114, width, heads, head_dim, heads, causal=True)
+    decoder += passes(written * width, 4) + product(written, width, inner) + product(read, width, 2 * inner)
+    decoder += attention(written, 512, heads, head_dim, causal=False) + product(written, inner, width)
+    decoder += feed_forward(written, width, hidden, gated=False)
+    yield Layer("encoder.embedding", embedding(read, width, vocabulary), read * width * WIDE)
+    for layer in range(23):
+        yield Layer(f"encoder.{layer}", encoder, read * width * WIDE)
+    yield Layer("encoder.23", encoder, read * width * WIDE, tuple(f"decoder.{layer}" for layer in range(24)))
+    yield Layer("decoder.embedding", embedding(written, width, vocabulary), written * width * WIDE)
+    for layer in range(24):
+        yield Layer(f"decoder.{layer}", decoder, written * width * WIDE)
+    yield Layer("head", head(written, width, vocabulary), 4)
+
+
+def table(layers: Iterable[Layer]) -> "nx.DiGraph[str]":
+    """The layers as a measured graph, as `pipesched.graph_of` gives one: in a row, with what each gives to others."""
+    graph: nx.DiGraph[str] = nx.DiGraph(parameters={})
+    row, given = list(layers), 0
+    for layer in row:
+        work, weights = layer.work, layer.work.parameters * WIDE
+        graph.graph["parameters"][f"{layer.name}.weight"] = work.parameters, weights
+        graph.add_node(
+            layer.name,
+            forward_s=work.forward_s,
+            backward_s=work.input_grad_s + work.weight_grad_s,
+            input_grad_s=work.input_grad_s,
+            weight_grad_s=work.weight_grad_s,
+            input_bytes=given,
+            output_bytes=layer.gives,
+            activation_bytes=work.saved_bytes,
+            weight_grad_bytes=work.saved_bytes,
+            parameter_bytes=weights,
+            gradient_bytes=weights,
+            num_parameters=work.parameters,
+            parameters=(f"{layer.name}.weight",),
+        )
+        given = layer.gives
+    for layer, following in pairwise(row):
+        graph.add_edge(layer.name, following.name, tensors={})
+        for user in layer.users or (following.name,):
+            graph.add_edge(layer.name, user, tensors={layer.name: layer.gives})
+    return graph
+
+
+TABLES: Mapping[str, Callable[[], Layers]] = {
+    "GPT, large vocabulary (Gemma 2 9B)": gemma_2_9b,
+    "mixture of experts (GLaM 8B/64E)": glam_8b_64e,
+    "attention and state spaces (Jamba)": jamba,
+    "convolution net (ResNet-152)": resnet_152,
+    "T5-3B": t5_3b,
+}

@@ -1,0 +1,339 @@
+"""What a saved profile says of a step, and what the step takes.
+
+    python benchmarks/prediction.py [--file FILE] [--steps 15] [--only profile threads processes sleeping]
+
+"profile", in a process of its own, measures the layers of three models (a GPT, residual convolutions, a wide
+perceptron) and of one that sleeps, and what ranks take beside their stages' work, as threads and as processes; each
+model three times, in turn, and the time whose layers take the median counts. All of it goes to FILE, as JSON. The
+others, in processes of their own, read FILE, predict, and run: 24 cases of 2 ranks that really compute (3 models, 4
+schedules, 2 or 4 stages, 4 or 8 micro-batches), with a thread a rank and with a process a rank; and 8 and 16 ranks
+whose stages sleep. Nothing of a step that was run enters its prediction.
+
+Cases run in turn, a step of each. A step counts where the ranks' threads waited no more than 10 % of it for a core that
+other work had (as Linux tells it; not for sleeping ranks, which are more than the cores): those that do not are run
+again, and counted. Printed: the predicted makespan, the median of the measured ones on the ranks' common clock with
+fastest and slowest, the error, and what the error would be with the layers' times alone. Last the medians of the
+errors' sizes, and the worst.
+
+Unless told not to (--trim), all processes keep the memory that they have freed (MALLOC_TRIM_THRESHOLD_ and
+MALLOC_MMAP_THRESHOLD_ of glibc): page faults of memory that is given back and taken again are 2 to 15 % of a step here,
+more in one run of the same program than in another.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from measure import in_ranks, machine
+from sleeping import ROWS as SLEEPING_ROWS
+from sleeping import SECONDS, WIDTH, wake_in_time
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import pipesched
+from pipesched import Costs, Pipeline, Program, partition, schedules, simulate
+from pipesched.overhead_probe import waited_s
+from pipesched.overheads import Machine, Overheads, RanksAre
+from pipesched.profiles import Profile
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from waiting import Waiting
+
+ROWS, RANKS, DISTURBED = 32, 2, 0.1
+PROFILES = 3
+KEPT = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
+
+
+class Tokens(nn.Module):
+    """Tokens and their places as vectors."""
+
+    def __init__(self, vocabulary: int, width: int, length: int) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.token(tokens) + self.place(torch.arange(tokens.shape[1]))
+
+
+class Residual(nn.Module):
+    """Two convolutions around which the input goes."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norm = nn.GroupNorm(4, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(functional.relu(self.norm(self.first(x))))
+
+
+def gpt() -> nn.Sequential:
+    """Eight blocks and a head over a vocabulary."""
+    options = {"dropout": 0.0, "batch_first": True, "norm_first": True, "activation": "gelu"}
+    blocks = [nn.TransformerEncoderLayer(256, 4, 1024, **options) for _ in range(8)]
+    return nn.Sequential(Tokens(2048, 256, 64), *blocks, nn.LayerNorm(256), nn.Linear(256, 2048))
+
+
+def convolutions() -> nn.Sequential:
+    """Residual blocks."""
+    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *(Residual(32) for _ in range(8)), nn.Conv2d(32, 8, 1))
+
+
+def perceptron() -> nn.Sequential:
+    """Wide products, and what lies between them."""
+    return nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(768, 768), nn.GELU(), nn.LayerNorm(768))))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[int], Tensor]]] = {
+    "gpt": (gpt, lambda rows: torch.randint(2048, (rows, 64))),
+    "convolutions": (convolutions, lambda rows: torch.randn(rows, 3, 24, 24)),
+    "perceptron": (perceptron, lambda rows: torch.randn(rows, 16, 768)),
+}
+CHUNKS = {"interleaved-1f1b": 2, "zb-v": 2}
+
+
+class Case(NamedTuple):
+    """One configuration. Of a model that sleeps each stage is a layer."""
+
+    model: str
+    schedule: str
+    ranks: int
+    microbatches: int
+    rows: int
+
+    @property
+    def key(self) -> str:
+        """Its profile's name."""
+        return f"{self.model} on {self.ranks}"
+
+    @property
+    def program(self) -> Program:
+        """What runs."""
+        return schedules.get(self.schedule).program(self.ranks, self.microbatches)
+
+    @property
+    def parts(self) -> tuple[nn.Sequential, Tensor, Tensor]:
+        """The model, inputs and targets."""
+        torch.manual_seed(0)
+        if self.model == "sleeping":
+            x, y = torch.randn(2, self.rows * self.microbatches, WIDTH)
+            return nn.Sequential(*(Waiting(SECONDS, width=WIDTH) for _ in range(self.program.num_stages))), x, y
+        make, sample = MODELS[self.model]
+        model, x = make(), sample(self.rows * self.microbatches)
+        with torch.no_grad():
+            return model, x, torch.randn_like(model(x))
+
+    def stages(self, profile: Profile) -> list[list[str]]:
+        """The layers of each stage: the cut that the profile gives."""
+        if self.model == "sleeping":
+            return [[str(stage)] for stage in range(self.program.num_stages)]
+        return [list(names) for names in partition(profile.graph(self.rows), self.program.num_stages).stages]
+
+
+COMPUTING = [
+    Case(model, schedule, RANKS, count, ROWS // count)
+    for model in MODELS
+    for schedule in ("gpipe", "1f1b", "interleaved-1f1b", "zb-v")
+    for count in (4, 8)
+]
+SLEEPING = [
+    Case("sleeping", schedule, ranks, 2 * ranks, SLEEPING_ROWS)
+    for ranks in (8, 16)
+    for schedule in ("1f1b", "interleaved-1f1b", "zb-v")
+]
+
+
+# ---- before: what is saved -----------------------------------------------------------------------------------------
+
+
+def probed(rank: int, ranks: int) -> Overheads:
+    """In each rank."""
+    wake_in_time()
+    return pipesched.probe_overheads(mesh=init_device_mesh("cpu", (ranks,)))
+
+
+def write_profiles(path: Path, processes: dict[int, Overheads]) -> None:
+    """The profiles of all models, with the machine's overheads for so many ranks."""
+    torch.set_num_threads(1)
+    wake_in_time()
+    machines = {}
+    for ranks, own in processes.items():
+        both = machines[ranks] = Machine("cpu", None, pipesched.probe_overheads(devices=["cpu"] * ranks), own)
+        for name in ("threads", "processes"):
+            print(f"overheads of {ranks} {name}: {json.dumps(both.to_dict()[name])}", flush=True)
+    found: dict[str, list[Profile]] = {}
+    for _ in range(PROFILES):
+        for name in (*MODELS, "sleeping"):
+            cases = [case for case in COMPUTING + SLEEPING if case.model == name]
+            model, x, y = cases[0].parts
+            rows = sorted({case.rows for case in cases})
+            one = pipesched.profile(model, x[: rows[-1]], loss_fn=functional.mse_loss, target=y[: rows[-1]], rows=rows)
+            found.setdefault(name, []).append(one)
+    saved = {}
+    for case in COMPUTING + SLEEPING:
+        one = sorted(found[case.model], key=lambda profile: layers_s(profile, case.rows))[PROFILES // 2]
+        saved[case.key] = replace(one, machine=machines.get(case.ranks, Machine())).to_dict()
+    path.write_text(json.dumps(saved))
+
+
+def layers_s(profile: Profile, rows: int) -> float:
+    """What all layers take."""
+    costs = profile.costs([list(profile.layers)], rows)
+    return costs.forward_s[0] + costs.backward_s[0]
+
+
+def costs_of(case: Case, profiles: dict[str, Profile], ranks_are: RanksAre) -> Costs:
+    """What its stages cost by what was saved."""
+    profile = profiles[case.key]
+    if case.model != "sleeping":
+        return profile.costs(case.stages(profile), case.rows, ranks_are=ranks_are)
+    costs = profile.costs([[name] for name in profile.layers], case.rows, ranks_are=ranks_are)
+    alike = [0, *[1] * (case.program.num_stages - 2), -1]  # inner layers are: one stands for each
+    names = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s", "waiting_s", "output_bytes")
+    return Costs(**{name: [getattr(costs, name)[at] for at in alike] for name in names}, overheads=costs.overheads)
+
+
+# ---- after: what is measured ---------------------------------------------------------------------------------------
+
+
+class Running:
+    """A pipeline of one case."""
+
+    def __init__(self, case: Case, profiles: dict[str, Profile], ranks_are: RanksAre) -> None:
+        model, self.x, self.y = case.parts
+        where: dict[str, Any] = {"devices": ["cpu"] * case.ranks}
+        if ranks_are == "processes":
+            where = {"mesh": init_device_mesh("cpu", (case.ranks,))}
+        self.pipe = Pipeline(
+            model,
+            self.x[: case.rows],
+            loss_fn=functional.mse_loss,
+            schedule=case.schedule,
+            num_microbatches=case.microbatches,
+            boundaries=[names[0] for names in case.stages(profiles[case.key])][1:],
+            **where,
+        )
+        self.ranks_are = ranks_are
+
+    def step(self) -> tuple[Any, float]:
+        """The step's trace, and which part of it threads waited for cores."""
+        self.pipe.model.zero_grad()
+        before_s = waited_s()
+        self.pipe.step(self.x, target=self.y)
+        lost_s = waited_s() - before_s
+        trace = self.pipe.gather_trace()
+        if self.ranks_are == "processes":
+            lost_s = max(self.pipe._site.executor.exchange(lost_s))
+        return trace, lost_s / trace.makespan_s
+
+
+class Measured(NamedTuple):
+    """Steps that count, in seconds, and how many did not."""
+
+    makespans_s: list[float]
+    disturbed: int
+
+
+def run_all(rank: int, cases: Sequence[Case], path: Path, ranks_are: RanksAre, steps: int) -> list[Measured]:
+    """In each rank: all cases in turn, until each has so many steps that count, or has been run twice as often."""
+    torch.set_num_threads(1)
+    wake_in_time()
+    profiles = read_profiles(path)
+    running = [Running(case, profiles, ranks_are) for case in cases]
+    found = [Measured([], 0) for _ in cases]
+    for one in running * 2:
+        one.step()
+    for number in range(2 * steps):
+        for at, one in enumerate(running):
+            own = found[at]
+            if len(own.makespans_s) >= steps:
+                continue
+            trace, lost = one.step()
+            if lost < DISTURBED or cases[at].model == "sleeping" or len(own.makespans_s) + 2 * steps - number <= steps:
+                own.makespans_s.append(trace.makespan_s)
+            else:
+                found[at] = own._replace(disturbed=own.disturbed + 1)
+    for one in running:
+        one.pipe.close()
+    return found
+
+
+def read_profiles(path: Path) -> dict[str, Profile]:
+    """What was saved."""
+    return {name: Profile.from_dict(values) for name, values in json.loads(path.read_text()).items()}
+
+
+def elsewhere(job: Callable[..., Any], *args: Any) -> Any:
+    """Run in a process of its own."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(job, args)
+
+
+def show(cases: Sequence[Case], path: Path, ranks_are: RanksAre, steps: int) -> list[float]:
+    """Run and print a row for each case; the errors' sizes."""
+    runs: list[Measured] = []
+    if ranks_are == "threads":
+        runs = elsewhere(run_all, 0, cases, path, ranks_are, steps)
+    else:
+        for ranks in sorted({case.ranks for case in cases}):
+            own = [case for case in cases if case.ranks == ranks]
+            runs += in_ranks(ranks, run_all, own, path, ranks_are, steps)[0]
+    profiles, errors = read_profiles(path), []
+    for case, (makespans, disturbed) in zip(cases, runs, strict=True):
+        costs = costs_of(case, profiles, ranks_are)
+        bare_s = simulate(case.program, replace(costs, overheads=None)).makespan_s
+        said_s, took_s = simulate(case.program, costs).makespan_s, median(makespans)
+        errors.append(abs(said_s / took_s - 1))
+        shape = f"{case.model:13}{case.schedule:17}{case.ranks:6}{case.program.num_stages:7}{case.microbatches:4}"
+        times = f"{said_s * 1e3:11.1f}{took_s * 1e3:10.1f}{min(makespans) * 1e3:9.1f}{max(makespans) * 1e3:9.1f}"
+        print(
+            f"{ranks_are:10}{shape}{times}{said_s / took_s - 1:+10.1%}{bare_s / took_s - 1:+10.1%}{disturbed:6}",
+            flush=True,
+        )
+    return errors
+
+
+def main() -> None:
+    """Print one line a case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", type=Path, default=Path("profiles.json"))
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16], help="that sleep")
+    parts = ["profile", "threads", "processes", "sleeping"]
+    parser.add_argument("--only", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--trim", action="store_true", help="freed memory as it comes")
+    args = parser.parse_args()
+    if not args.trim:
+        os.environ.update(KEPT)  # all that is measured runs in processes that are made from here
+    print(machine())
+    if "profile" in args.only:
+        overheads = {ranks: in_ranks(ranks, probed, ranks)[0] for ranks in (RANKS, *args.ranks)}
+        elsewhere(write_profiles, args.file, overheads)
+    print(f"{'':10}{'':13}{'':17}{'ranks':>6}{'stages':>7}{'m':>4}{'predicted':>11}{'measured':>10}{'fastest':>9}"
+          f"{'slowest':>9}{'error':>10}{'bare':>10}{'again':>6}")  # fmt: skip
+    computing = [case for case in COMPUTING if case.model in args.models]
+    asleep = [case for case in SLEEPING if case.ranks in args.ranks]
+    run = partial(show, path=args.file, steps=args.steps)
+    for name, cases, kinds in (
+        ("threads", computing, ("threads",)),
+        ("processes", computing, ("processes",)),
+        ("sleeping", asleep, ("threads", "processes")),
+    ):
+        if name in args.only:
+            errors = [error for ranks_are in kinds for error in run(cases, ranks_are=ranks_are)]
+            print(f"{name}: {len(errors)} cases, median error {median(errors):.1%}, worst {max(errors):.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Replanning: a model whose last blocks grow while it trains. Step time under the old plan and under the better one.
+
+    python benchmarks/replan.py [--pairs 25] [--steps 6] [--compute]
+
+Four ranks train 16 equal blocks that sleep, as if each rank had a device of its own; with --compute two ranks train ten
+blocks of matrix products, by 1F1B. Then the last two blocks take three times as long. ``pipe.replan()`` is asked before
+that and after, until it keeps its plan; with measure=True it measures layers anew first. Then the first and the last
+plan are run in turn, A B A B, some steps of each, which ``pipe.replan(plan)`` changes; so each change is timed, too. A
+run that never changes plans ends with the same weights.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from measure import machine, ratio
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipesched import Pipeline
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from waiting import waited
+
+MICROBATCHES = 8
+
+
+class Block(nn.Module):
+    """A part of a model that takes longer with its depth."""
+
+    def __init__(self, width: int, sleep_s: float) -> None:
+        super().__init__()
+        self.depth, self.sleep_s = 1.0, sleep_s
+        self.there, self.back = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sleep_s:
+            return x + self.back(functional.gelu(self.there(waited(x, self.depth * self.sleep_s))))
+        for _ in range(int(self.depth)):
+            x = x + self.back(functional.gelu(self.there(x)))
+        return x
+
+
+class Training:
+    """The model cut into equal parts, with momentum, and the same batch in each step."""
+
+    def __init__(self, compute: bool) -> None:
+        torch.manual_seed(0)
+        count, ranks, rows, width, sleep_s = (10, 2, 64, 256, 0.0) if compute else (16, 4, 2, 8, 0.002)
+        self.blocks = nn.Sequential(*(Block(width, sleep_s) for _ in range(count)))
+        self.steps = 0
+        self._x = torch.randn(rows * MICROBATCHES, width)
+        cut = [count * stage // ranks for stage in range(1, ranks)]
+        choices: dict[str, Any] = {"num_microbatches": MICROBATCHES, "seed": 0, "boundaries": cut}
+        choices["optimizer"] = lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+        self.pipe = Pipeline(
+            self.blocks, self._x[:rows], loss_fn=functional.mse_loss, devices=["cpu"] * ranks, **choices
+        )
+
+    def train(self, steps: int) -> list[float]:
+        """The seconds of each step."""
+        seconds = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            self.pipe.step(self._x, target=self._x)
+            seconds.append(time.perf_counter() - begin)
+        self.steps += steps
+        return seconds
+
+    def grow(self) -> None:
+        """The last two blocks."""
+        for block in self.blocks[-2:]:
+            block.depth = 3.0
+
+    def ask(self, steps: int, measure: bool) -> None:
+        """Until the plan is kept."""
+        for _ in range(4):
+            self.train(steps)
+            done = self.pipe.replan(measure=measure)
+            print(f"    replan({'measure=True' if measure else ''}): {done}")
+            if not done.moved:
+                return
+
+
+def compare(pairs: int, steps: int, *, measure: bool, compute: bool) -> None:
+    """The whole story, with one way to ask."""
+    run = Training(compute)
+    pipe = run.pipe
+    print("  equal blocks, as many on each rank:")
+    run.ask(steps, measure)
+    old, grown_at = pipe.plan, run.steps
+    run.grow()
+    print("  the last two take three times as long:")
+    run.ask(steps, measure)
+    new, predicted_s = pipe.plan, pipe.predicted.makespan_s
+    took, firsts, befores, afters = [], [], [], []
+    for _ in range(pairs):
+        for plan, medians in ((old, befores), (new, afters)):
+            took.append(pipe.replan(plan).cost_s)
+            first, *others = run.train(steps)
+            medians.append(median(others))
+            firsts.append(first - medians[-1])
+    pipe.close()
+    found = ratio(befores, afters)
+    cuts = [" + ".join(str(len(names)) for names in plan.stages) for plan in (old, new)]
+    print(f"  blocks {cuts[0]}: {found.first * 1e3:.2f} ms a step; {cuts[1]}: {found.second * 1e3:.2f} ms", end="")
+    print(f" (predicted {predicted_s * 1e3:.2f} ms); before / after {found}")
+    print(
+        f"  a change of plans takes {median(took) * 1e3:.1f} ms; the first step after it {median(firsts) * 1e3:+.1f} ms"
+    )
+    other = Training(compute)
+    for block in other.blocks:
+        block.sleep_s *= 1e-6  # it tells numbers, not times
+    other.train(grown_at)
+    other.grow()
+    other.train(run.steps - grown_at)
+    other.pipe.close()
+    pairs_of = zip(run.blocks.parameters(), other.blocks.parameters(), strict=True)
+    equal = all(torch.equal(one, another) for one, another in pairs_of)
+    print(f"  weights after {run.steps} steps are those of a run without a change, to the bit: {equal}")
+
+
+def main() -> None:
+    """Both ways to ask."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--compute", action="store_true")
+    choices = parser.parse_args()
+    print(machine())
+    for measure in (False, True):
+        print("layers as stages tell of them" if not measure else "layers measured anew each time it is asked")
+        compare(choices.pairs, choices.steps, measure=measure, compute=choices.compute)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Record what the report in README shows: the demo's model on two ranks, by the plan that is found for it.
+
+    python docs/record.py
+
+Profiles the model, searches, trains some steps, and keeps docs/report/plan.json, with the costs of the profile, and the
+step of median length as docs/report/trace.json. `make gallery` draws them. Times are those of the machine it runs on.
+"""
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import median_low
+
+import torch
+
+import pipesched
+from pipesched.boundaries import Pins
+from pipesched.tuner import Search
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent / "examples"))
+
+import train_gpt  # noqa: E402
+
+ROWS, CONTEXT, RANKS, STEPS = 32, 64, 2, 25
+
+
+def main() -> None:
+    """Measure, search, train, keep."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    draw, text = random.Random(0), train_gpt.standard_library()
+    x, y = train_gpt.batch(text, ROWS, CONTEXT, draw)
+    model = train_gpt.gpt(width=256, context=CONTEXT)
+    profile = pipesched.profile(model, x[:4], loss_fn=train_gpt.next_byte_loss, target=y[:4], rows=(2, 4, 8))
+    overheads = pipesched.probe_overheads(devices=["cpu"] * RANKS)
+    profile = replace(profile, machine=replace(profile.machine, threads=overheads))
+    plan = Search(profile, Pins(list(profile.layers)), RANKS, ROWS, (4, 8, 16)).plan()
+    sample, ranks = x[: ROWS // plan.program.num_microbatches], ["cpu"] * RANKS
+    with pipesched.Pipeline(model, sample, loss_fn=train_gpt.next_byte_loss, devices=ranks, plan=plan) as pipe:
+        optimizer, traces = torch.optim.AdamW(pipe.parameters(), lr=1e-3), []
+        for _ in range(STEPS):
+            pipe.step(x, target=y)
+            optimizer.step()
+            optimizer.zero_grad()
+            traces.append(pipe.trace)
+            x, y = train_gpt.batch(text, ROWS, CONTEXT, draw)
+    spans = [trace.makespan_s for trace in traces[5:]]
+    report = pipesched.Report(plan, traces[5 + spans.index(median_low(spans))])
+    print(report)
+    (DOCS / "report").mkdir(exist_ok=True)
+    plan.save(DOCS / "report" / "plan.json")
+    report.measured.to_chrome(DOCS / "report" / "trace.json")
+
+
+if __name__ == "__main__":
+    main()

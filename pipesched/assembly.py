@@ -1,0 +1,222 @@
+"""Assembly: the parts of a model on a site, for one plan: what each of its stages runs, holds and updates."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pipesched.alternatives import Alternative
+from pipesched.body import Body
+from pipesched.boundaries import Cutter
+from pipesched.caller import Caller, intra_op
+from pipesched.captured import Cut
+from pipesched.compiled import Compiled
+from pipesched.contents import put_on
+from pipesched.ends import end_of
+from pipesched.executors.local import Work
+from pipesched.feed import Feed, Head
+from pipesched.graph import Members
+from pipesched.inheritance import Inheritance
+from pipesched.initial import Initial
+from pipesched.keeping import keep_by_layer, offloading
+from pipesched.layered import Layered
+from pipesched.norms import BatchNormMode, MiniBatchNorms
+from pipesched.owners import Owners
+from pipesched.partitioner import Partition
+from pipesched.planning import Programs
+from pipesched.program import Program
+from pipesched.replicas import Replicas
+from pipesched.sites import Site
+from pipesched.stage import Stage
+from pipesched.stage_module import Wrap, wrapped_bodies
+from pipesched.ties import Ties
+from pipesched.updates import optimizers_for
+from pipesched.versions import Uses
+
+__all__ = ["Assembly", "Division", "Whole"]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model, and what is asked of it whatever the plan, as ``Pipeline`` takes it.
+
+    layers: those of the model by name; ``wrap`` may replace some.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], Any] | None
+    layered: Layered
+    layers: dict[str, nn.Module]
+    initial: Initial
+    batch_norm: BatchNormMode
+    compiled: Callable[[torch.device], Compiled | None]
+    wrap: Wrap | None
+    optimizer: Callable[[list[Any]], Optimizer] | None
+
+
+@dataclass
+class Division:
+    """Which layers each stage has, who cut them, and what they cost and why, once that is known.
+
+    alternatives: what was weighed against it, where it was searched for.
+    """
+
+    cut: Cut
+    cutter: Cutter
+    partition: Partition | None
+    alternatives: tuple[Alternative, ...] = ()
+
+
+class Assembly:
+    """A model in stages on the ranks of a site. Layers are moved to the devices of their ranks, and filled.
+
+    stages: those of this process, by number. bodies: what the stages that hold weights of their own run. members: the
+    modules that the model holds. optimizers: given those of the assembly before; its own once it has taken over.
+
+    Raises GraphError, ModelTypeError, InputError and ScheduleError for what does not go together.
+    """
+
+    def __init__(
+        self,
+        whole: Whole,
+        site: Site,
+        programs: Programs,
+        division: Division,
+        optimizers: Mapping[int, Optimizer] | None = None,
+    ) -> None:
+        begin, self._filling_s = time.perf_counter(), 0.0
+        self.programs, self.division = programs, division
+        self._whole, self._site = whole, site
+        going = offloading(programs.checkpoint, self.cut)
+        program = programs.connect(whole.layered.edges(self.cut), going)
+        ranks = [program.placement[index] for index in range(program.num_weights)]
+        self.ties = Ties(whole.model, whole.layered.uses(self.cut, ranks), site)
+        self._replicas = Replicas(site, self.ties.own)
+        self.norms = MiniBatchNorms(whole.batch_norm, site)
+        self.norms.check(whole.model, program, streams=programs.streams)
+        layers = keep_by_layer(programs.checkpoint).items()
+        self._keep = {
+            call: word for layer, word in layers for call in whole.layered.calls_of(layer, again=word != "offload")
+        }
+        self.bodies = self._bodies()
+        self.owners = self._owners(self.bodies)
+        self.stages = self._stages()
+        self.members = Members(whole.model, whole.layered.layers)
+        #: How long it took to make, without what is done once: filling the model, making optimizers.
+        self.made_s = time.perf_counter() - begin - self._filling_s
+        self.optimizers: dict[int, Optimizer] = {}
+        self._inheritance: Inheritance | None = None
+        if whole.optimizer is not None:
+            tied, home = self.ties.parameters, self.owners.stage
+            self._inheritance = optimizers_for(whole.optimizer, self.stages, tied, home, optimizers or {})
+
+    def take_over(self) -> None:
+        """From now on its stages' optimizers update the parameters; those of the assembly before do no more."""
+        if self._inheritance is not None:
+            self.optimizers = self._inheritance.take()
+            for index, optimizer in self.optimizers.items():
+                self.stages[index].optimizer = optimizer
+
+    @property
+    def undriven(self) -> list[int]:
+        """The stages that have new optimizers, where a scheduler drives those that the others have kept."""
+        return [] if self._inheritance is None else self._inheritance.undriven
+
+    @property
+    def cut(self) -> Cut:
+        """The layers of each stage."""
+        return self.division.cut
+
+    @property
+    def program(self) -> Program:
+        """That of a full batch, as its author wrote it."""
+        return self.programs.plain(self.programs.num_microbatches)
+
+    def _bodies(self) -> Sequence[Body]:
+        whole, program, tied = self._whole, self.program, self.ties.parameters
+        devices = [self._site.devices[program.placement[index]] for index in range(program.num_weights)]
+        bodies = whole.layered.bodies(self.cut, devices, self.ties)
+        begin = time.perf_counter()
+        whole.initial.fill(self._owners(bodies), self._site)
+        self._filling_s = time.perf_counter() - begin
+        holds = self._site.holds
+        return wrapped_bodies(whole.wrap, whole.model, whole.layers, bodies, program, devices, holds, tied)
+
+    def _owners(self, bodies: Sequence[Body]) -> Owners:
+        homes = [(self.program.placement[part], body.layers) for part, body in enumerate(bodies)]
+        return Owners(self._whole.model, homes, end_of(self.program), self.ties.parameters)
+
+    def _stages(self) -> dict[int, Stage]:
+        program, site = self.program, self._site
+        stages: dict[int, Stage] = {}
+        for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
+            rank, last = program.placement[index], not program.graph.consumers[index]
+            device, body = site.devices[rank], self.bodies[part]
+            loss_fn = self._whole.loss_fn if last else None
+            if index != part:  # the stage of this number runs the same layers
+                replica = self._replicas.add(body.layers, loss_fn, device, (program.placement[part], rank))
+                if replica is not None:
+                    body, loss_fn = body.over(replica.layers, device), replica.loss_fn
+            modules = {**body.layers, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+            norms = self.norms.of_stage((index, part), (rank, program.placement[part]), modules)
+            if not site.holds(rank):
+                continue
+            if index == part:
+                for module in modules.values():
+                    put_on(module, device)
+            ties = self.ties.for_layers(body.layers, device)
+            head = Head(loss_fn) if last else None
+            compiled, keep = self._whole.compiled(device), self._keep
+            stages[index] = Stage(body, device, head, ties=ties, norms=norms, compiled=compiled, keep=keep)
+        return dict(sorted(stages.items()))
+
+    def put_back(self) -> None:
+        """Layers lie on the devices of its ranks again, where another assembly has not come about."""
+        for index, stage in reversed(self.stages.items()):
+            if index == self.program.weights[index]:
+                for module in stage.modules.values():
+                    put_on(module, stage.device)
+
+    # ---- a run ------------------------------------------------------------------------------------------------------
+
+    def work(
+        self,
+        program: Program,
+        feed: Feed,
+        stages: dict[int, Stage] | None = None,
+        uses: Mapping[int, Uses] | None = None,
+    ) -> Work:
+        """A run of a lowered program. stages: its own unless given. uses: the versions of weights that they use."""
+        own = self.stages if stages is None else stages
+
+        def begin(caller: Caller) -> None:
+            feed.autocast = caller.autocast
+            self.ties.refresh()
+            self._replicas.refresh()
+            for index, stage in own.items():
+                stage.begin(feed, (uses or {}).get(index))
+
+        def end(failed: bool) -> None:
+            for stage in own.values():
+                stage.end(failed)
+
+        return Work(program, own, begin, finish=end)
+
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Around a run that computes gradients: those of ties and copies go to the parameters. Collective."""
+        with ExitStack() as stack:
+            stack.enter_context(self.ties.delivering())
+            stack.enter_context(self._replicas.delivering())
+            yield
+
+    def update_late(self, intra_op_threads: int) -> None:
+        """The updates that have waited for the gradients of tied parameters."""
+        with intra_op(intra_op_threads):
+            for stage in self.stages.values():
+                stage.update_late()

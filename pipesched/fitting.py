@@ -1,0 +1,51 @@
+"""Fitting: a figure for sizes that were not measured: between the two nearest that were, or on one line through all."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+__all__ = ["figure_at"]
+
+_TINY = 1e-6  # relative to others: such a figure is no measured one
+_ENOUGH = 4  # sizes: of three, the line without the one between is that through its neighbours
+
+
+def figure_at(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
+    """What a figure is at a size, where it is ``values`` at ascending ``sizes``; never negative.
+
+    A measured one counts. For another, each size between others is left out in turn, and what predicts these better
+    serves: the line through the two nearest sizes, or the line with the least relative squares through all. One
+    measured size is taken in proportion.
+    """
+    if size in sizes:
+        return values[sizes.index(size)]
+    if len(sizes) == 1:
+        return values[0] * size / sizes[0]
+    return max(0.0, (_on_line if _is_line(sizes, values) else _nearest)(sizes, values, size))
+
+
+def _is_line(sizes: Sequence[int], values: Sequence[float]) -> bool:
+    if len(sizes) < _ENOUGH or min(values) <= _TINY * max(values):
+        return False
+    wrong = {_nearest: 0.0, _on_line: 0.0}
+    for at in range(1, len(sizes) - 1):
+        others = [*sizes[:at], *sizes[at + 1 :]], [*values[:at], *values[at + 1 :]]
+        for way in wrong:
+            wrong[way] += abs(way(*others, sizes[at]) / values[at] - 1)
+    return wrong[_on_line] < wrong[_nearest]
+
+
+def _nearest(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
+    at = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+    share = (size - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
+    return values[at - 1] + (values[at] - values[at - 1]) * share
+
+
+def _on_line(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
+    """Each value's error counts relative to it."""
+    weights = [(min(values) / value) ** 2 for value in values]
+    total = sum(weights)
+    middle = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
+    height = sum(w * y for w, y in zip(weights, values, strict=True)) / total
+    spread = sum(w * (x - middle) ** 2 for w, x in zip(weights, sizes, strict=True))
+    slope = sum(w * (x - middle) * (y - height) for w, x, y in zip(weights, sizes, values, strict=True)) / spread
+    return height + slope * (size - middle)

@@ -1,0 +1,153 @@
+"""Infeasible: no plan keeps the limits of memory: by how much, and what would help."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from pipesched import schedules
+from pipesched.candidates import Candidate
+from pipesched.errors import MemoryLimitError, PartitionError
+from pipesched.memory import rank_memory
+from pipesched.order import Schedule
+from pipesched.room import Room
+from pipesched.search import Search
+from pipesched.units import quote_bytes
+
+__all__ = ["infeasible", "least_limit", "no_cut"]
+
+_FINE = 1.01  # how near the smallest limit is found
+_MOST_TIMES = 16  # as many ranks
+_LOOKED_AT = 3  # schedules, where it is asked whether any plan keeps a limit
+
+
+def no_cut(search: Search) -> PartitionError:
+    """The error for a search whose layers cannot be cut as asked, whatever the memory."""
+    stages, ranks, layers = search.num_stages, search.num_ranks, len(search.pins.layers)
+    remedy = "use fewer ranks, or leave out pins"
+    if stages and stages > layers:
+        remedy = f"pass num_stages of at most {layers}, or leave it out"
+    elif stages and stages % ranks:
+        fit = [count for count in (stages - stages % ranks, stages + ranks - stages % ranks) if 0 < count <= layers]
+        remedy = " or ".join([f"pass num_stages={count}" for count in fit] + [remedy])
+    return PartitionError(
+        f"every stage holds at least one layer, and every rank as many stages; {layers} layers have no such cut "
+        f"into {f'{stages} stages' if stages else 'any number of stages'} on {ranks} ranks; {remedy}"
+    )
+
+
+def infeasible(search: Search, thrifty: list[Schedule]) -> MemoryLimitError:
+    """The error for a search without a plan. thrifty: its schedules by what they need, as `Room` has them."""
+    fits = _Fits({repr(search.checkpoint): thrifty})
+    limit = min(search.memory_limit_bytes or ())
+    least = least_limit(search, fits)
+    text = (
+        f"every rank holds its weights, gradients and activations; no plan for {search.num_ranks} ranks and a batch of "
+        f"{search.batch_size} rows fits in {quote_bytes(limit)} a rank: "
+    )
+    alone = _largest_layer(search)
+    if alone[1] > limit:
+        text += f"layer {alone[0]!r} alone needs {quote_bytes(alone[1])} for one micro-batch, on any rank; "
+    text += f"the least that does is {quote_bytes(least)}, {quote_bytes(least - limit)} more"
+    if search.checkpoint == "never" and fits(replace(search, checkpoint=None)):
+        text += ", or this limit with checkpoint='always'"
+    text += _on_the_host(search, fits)
+    more = _ranks(search, fits) if alone[1] <= limit else None
+    text += f"; allow that, use {more} ranks" if more else "; allow that"
+    return MemoryLimitError(f"{text}, or smaller micro-batches")
+
+
+def _on_the_host(search: Search, fits: "_Fits") -> str:
+    """What makes the limit enough where activations may wait on the host, if they may not and that is another memory;
+    however long their copies take.
+    """
+    machine = search.profile.machine
+    if machine.on_host or (search.may_offload and search.checkpoint is None):
+        return ""
+    known = replace(search.profile, machine=replace(machine, host_bytes_per_s=machine.host_bytes_per_s or 1.0))
+    if not fits(replace(search, profile=known, offload=True, checkpoint=None)):
+        return ""
+    text = ", or this limit with offload=True"
+    if search.checkpoint is not None:
+        text += " and without checkpoint="
+    return text if machine.host_bytes_per_s else f"{text} and a profile that knows host_bytes_per_s"
+
+
+def least_limit(search: Search, fits: "_Fits | None" = None) -> int:
+    """The smallest limit of all ranks with which there is a plan: of the thriftiest schedules, then of whatever has
+    room with less.
+    """
+    fits = fits or _Fits({})
+
+    def holds(limit: int, only: Candidate | None = None) -> bool:
+        return fits(replace(search, memory_limit_bytes=(limit,) * search.num_ranks), only)
+
+    low = high = asked = max(1, min(search.memory_limit_bytes or (1,)))
+    while not holds(high):
+        low, high = high, high * 2
+    high = _smallest(low, high, holds)
+    for candidate in fits.others(search):
+        less = int(high / _FINE)
+        if less > asked and holds(less, candidate):
+            high = _smallest(asked, less, lambda limit, own=candidate: holds(limit, own))  # type: ignore[misc]
+    return high
+
+
+def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The smallest that holds, where high does, and what is below low does not."""
+    while high > low * _FINE and high > low + 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _ranks(search: Search, fits: "_Fits") -> int | None:
+    """The fewest ranks, with the limit of the smallest, that have a plan; None where none is found."""
+    limit = min(search.memory_limit_bytes or (1,))
+    most = min(len(search.pins.layers), search.num_ranks * _MOST_TIMES)
+
+    def enough(count: int) -> bool:
+        asked = replace(search, num_ranks=count, memory_limit_bytes=(limit,) * count, num_stages=None)
+        return fits(asked)
+
+    if search.num_stages is not None or not enough(most):
+        return None
+    low, high = search.num_ranks, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _largest_layer(search: Search) -> tuple[str, int]:
+    """The layer that needs the most when it is alone on a rank with one micro-batch, and how much."""
+    layers = list(search.pins.layers)
+    rows = -(-search.batch_size // max(search.num_microbatches))
+    costs = search.profile.costs([[name] for name in layers], rows)
+    needs = rank_memory(schedules.get("1f1b").program(len(layers), 1), costs)
+    return max(zip(layers, (own.total_bytes for own in needs), strict=True), key=lambda each: each[1])
+
+
+class _Fits:
+    """Whether searches have plans. By which schedules that is seen is found once for each way of checkpointing."""
+
+    def __init__(self, thrifty: dict[str, list[Schedule]]) -> None:
+        self._thrifty = thrifty
+        self.spent = 0.0
+
+    def __call__(self, search: Search, only: Candidate | None = None) -> bool:
+        """only: whether this one has room."""
+        room, checkpoint = Room(search), repr(search.checkpoint)
+        if only is not None:
+            found = room.has_room(only)
+            self.spent += room.spent
+            return found
+        if checkpoint not in self._thrifty:
+            self._thrifty[checkpoint] = room.thrifty
+        return room.has_a_plan(self._thrifty[checkpoint][:_LOOKED_AT])
+
+    def others(self, search: Search) -> Iterator[Candidate]:
+        """Those that may need the least memory first, as far as there is time to ask."""
+        self.spent, room = 0.0, Room(search)
+        for candidate in room.by_thrift(room.candidates(), self._thrifty[repr(search.checkpoint)]):
+            if self.spent > room.in_need:
+                return
+            yield candidate

@@ -1,0 +1,139 @@
+"""Overheads: what ranks take beside the work of their stages, and what they take from each other; and a machine's."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesched.columns import Ints
+from pipesched.errors import ScheduleError
+from pipesched.links import Link, Links, check_number, check_times
+
+__all__ = ["Machine", "Overheads", "RanksAre"]
+
+Floats = NDArray[np.float64]
+
+#: What ranks are: threads of one process (``devices=``), or processes (``mesh=``).
+RanksAre = Literal["threads", "processes"]
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What a rank takes beside its stages' work; nothing unless given.
+
+    action_s: for each of its actions. waking_s: for one that waits all its time, as for a device, beyond that: it wakes
+    late, among others that do, to code that is no more in caches. send, receive: for each message that it sends, or
+    takes, of another rank, by the message's size: it does nothing else meanwhile. link: what then lies between two
+    ranks, where nothing else is known of it. crowding: by how many ranks of a host compute at once, 1, 2, ..., how many
+    times as long each of them takes: they share its memory and cores. Behind the last number they take turns, so that
+    it grows with the ranks. () where none hinders another.
+    """
+
+    action_s: float = 0
+    waking_s: float = 0
+    send: Link = field(default_factory=Link)
+    receive: Link = field(default_factory=Link)
+    link: Link = field(default_factory=Link)
+    crowding: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("action_s", "waking_s"):
+            check_number(getattr(self, name), f"the {name} of overheads")
+        object.__setattr__(self, "crowding", tuple(self.crowding))
+        check_times(self.crowding, "crowding of overheads by rank")
+        if self.crowding and (self.crowding[0] != 1 or list(self.crowding) != sorted(self.crowding)):
+            raise ScheduleError(
+                f"crowding says how many times as long ranks take where 1, 2, ... of them compute: it begins with 1 "
+                f"and does not fall; got {self.crowding}; divide by what one alone takes"
+            )
+
+    def slower(self, load: Floats) -> Floats:
+        """How many times as long an action takes while so many ranks of its host compute; parts of ranks count."""
+        if not self.crowding:
+            return np.ones_like(load)
+        most = len(self.crowding)
+        within: Floats = np.interp(load, np.arange(1, most + 1), np.array(self.crowding, float))
+        return within * np.maximum(load / most, 1)
+
+    def crowded(self, starts: Floats, ends: Floats, share: Floats, host: Ints) -> Floats:
+        """How many times as long as alone each action takes, where they run in these times.
+
+        share: the part of its time in which it computes; what remains it waits, and hinders nobody. host: where.
+        """
+        factor = np.ones(len(starts))
+        for one in np.unique(host):
+            own = np.flatnonzero((host == one) & (ends > starts))
+            times = np.concatenate([starts[own], ends[own]])
+            order = np.argsort(times, kind="stable")
+            load = np.cumsum(np.concatenate([share[own], -share[own]])[order])
+            moments = times[order]
+            slower, lengths = self.slower(load[:-1]) - 1, np.diff(moments)
+            for part in np.unique(share[own]):
+                same = own[share[own] == part]
+                done = np.concatenate([[0], np.cumsum(lengths / (1 + part * slower))])  # in seconds of one alone
+                spent = np.interp(ends[same], moments, done) - np.interp(starts[same], moments, done)
+                factor[same] = (ends[same] - starts[same]) / spent
+        return factor
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, as JSON takes them."""
+        return asdict(self) | {"crowding": list(self.crowding)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Overheads":
+        """The inverse of ``to_dict``. Raises ScheduleError for unknown names and bad numbers."""
+        try:
+            return cls(**{**values, **{name: Link(**values.get(name, {})) for name in ("send", "receive", "link")}})
+        except TypeError as error:
+            raise ScheduleError(f"overheads are what to_dict writes; {error}; write them by to_dict") from error
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What of a step's time belongs to the machine and not to the layers. name: of the device that was measured.
+
+    links: between its ranks where they are processes. threads, processes: what ranks take that are such.
+    host_bytes_per_s: at which the device copies to its host, and back, both at once; None where that is not known.
+    on_host: the device is the host's own processor: what it copies there gives no memory back.
+    """
+
+    name: str = ""
+    links: Links | None = None
+    threads: Overheads | None = None
+    processes: Overheads | None = None
+    host_bytes_per_s: float | None = None
+    on_host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.host_bytes_per_s is not None:
+            check_number(self.host_bytes_per_s, "host_bytes_per_s of a machine")
+            if not self.host_bytes_per_s:
+                raise ScheduleError(
+                    "host_bytes_per_s is how fast a machine's device copies to its host, above 0, or None where that "
+                    "is not known; got 0; pass such as 20e9"
+                )
+
+    def between(self, ranks_are: RanksAre) -> dict[str, Any]:
+        """What ``Costs`` take of it: links and overheads."""
+        if ranks_are == "threads":
+            return {"links": None, "overheads": self.threads}
+        return {"links": self.links, "overheads": self.processes}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON takes them."""
+        parts = {"links": self.links, "threads": self.threads, "processes": self.processes}
+        plain = {"name": self.name, "host_bytes_per_s": self.host_bytes_per_s, "on_host": self.on_host}
+        return plain | {name: part and part.to_dict() for name, part in parts.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Machine":
+        """The inverse of ``to_dict``. Raises ScheduleError, or TypeError for unknown names."""
+        makes: dict[str, Any] = {
+            "links": Links.from_dict,
+            "threads": Overheads.from_dict,
+            "processes": Overheads.from_dict,
+        }
+        parts = {name: make(values[name]) for name, make in makes.items() if values.get(name)}
+        return cls(**{**values, **parts})

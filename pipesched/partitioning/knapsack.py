@@ -1,0 +1,229 @@
+"""The least time of a rank's layers within its memory: for each layer one choice, exactly.
+
+A 0/1 knapsack with several choices an item (Kellerer, Pferschy and Pisinger 2004, chapter 11), by the states that no
+other equals in bytes and in time (Nemhauser and Ullmann 1969). Layers that are alike are one item many times, so what
+was found for some of them serves wherever as many of them stand. Of what layers need while they run only the largest
+counts: for each size that it may have the choices that need no more are combined.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from pipesched.columns import Ints
+from pipesched.partitioning.bisection import INFINITE
+from pipesched.partitioning.choices import Choice, with_copies
+
+__all__ = ["Knapsack"]
+
+_MOST_STATES = 20_000  # above it states that are nearly alike become one, and answers are no longer proved
+_MOST_WITH_COPIES = 2_000
+
+
+_Choices = Sequence[tuple[int, Choice]]  # of an item: the bytes it holds, and what for
+
+
+@dataclass(frozen=True)
+class _Front:
+    """Sums over some items, by bytes: ascending. copies: None where nothing is copied. parent, choice: the state of
+    all items but the last, and the last one's choice.
+    """
+
+    held: Ints
+    ticks: Ints
+    copies: Ints | None
+    parent: Ints
+    choice: Ints
+
+    def best(self, room: int, speed: Fraction, forward: int) -> tuple[int, int] | None:
+        """The least time within ``room`` bytes, and its state. forward: ticks of all first forwards."""
+        count = int(np.searchsorted(self.held, room, "right"))
+        if not count:
+            return None
+        if self.copies is None:
+            return _slowed(int(self.ticks[count - 1]), speed), count - 1
+        ticks = -(-self.ticks[:count] * speed.denominator // speed.numerator)
+        times = with_copies(_slowed(forward, speed), ticks, self.copies[:count])
+        at = count - 1 - int(times[::-1].argmin())  # of those as fast the one that gives up least
+        return int(times[at]), at
+
+
+_NOTHING = np.zeros(1, np.int64)
+_EMPTY = _Front(_NOTHING, _NOTHING, None, _NOTHING, _NOTHING)
+
+
+class Knapsack:
+    """Answers, and what was found on the way to them. exact: every answer so far is the best there is."""
+
+    def __init__(self, choices: Sequence[Sequence[Choice]]) -> None:
+        kinds: dict[tuple[Choice, ...], int] = {}
+        self._kind_of = [kinds.setdefault(tuple(of_layer), len(kinds)) for of_layer in choices]
+        self._kinds = list(kinds)
+        self._items: dict[tuple[int, int], int] = {}
+        self._choices: list[_Choices] = []
+        self._fronts: dict[tuple[tuple[int, ...], int], _Front] = {}
+        self._least: dict[tuple[tuple[int, ...], int, Fraction], int] = {}
+        self.exact = True
+
+    def item(self, layer: int, in_flight: int) -> int:
+        """A layer with so many micro-batches in flight: a number, the same for layers alike."""
+        kind = self._kind_of[layer]
+        if (kind, in_flight) not in self._items:
+            self._items[kind, in_flight] = len(self._items)
+            self._choices.append(_undominated_choices(self._kinds[kind], in_flight))
+        return self._items[kind, in_flight]
+
+    def least(self, items: Sequence[int], limit: int | None, speed: Fraction) -> int:
+        """The least ticks of the items together within ``limit`` bytes; INFINITE where they do not fit."""
+        limit = INFINITE if limit is None else limit
+        if self._fits_at_once(items, limit):
+            return _slowed(sum(self._choices[item][0][1].ticks for item in items), speed)
+        key = tuple(sorted(items)), limit, speed
+        if key not in self._least:
+            self._least[key] = min((ticks for ticks, _, _ in self._found(*key)), default=INFINITE)
+        return self._least[key]
+
+    def chosen(self, items: Sequence[int], limit: int | None, speed: Fraction) -> list[Choice]:
+        """The choices with which the items take no longer than that; of items alike the first give up more."""
+        limit = INFINITE if limit is None else limit
+        if self._fits_at_once(items, limit):
+            return [self._choices[item][0][1] for item in items]
+        key = tuple(sorted(items))
+        _, working, state = min(self._found(key, limit, speed))
+        taken: dict[int, list[Choice]] = {}
+        for count in range(len(key), 0, -1):
+            front, item = self._front(key[:count], working), key[count - 1]
+            taken.setdefault(item, []).append(self._choices[item][int(front.choice[state])][1])
+            state = int(front.parent[state])
+        for choices in taken.values():
+            choices.sort(key=lambda choice: choice.keep or "")
+        return [taken[item].pop() for item in items]
+
+    def _fits_at_once(self, items: Sequence[int], limit: int) -> bool:
+        """Whether the fastest choice of each item fits, and copies nothing."""
+        fastest = [self._choices[item][0] for item in items]
+        needed = sum(held for held, _ in fastest) + max(choice.working_bytes for _, choice in fastest)
+        return needed <= limit and not any(choice.copy_ticks for _, choice in fastest)
+
+    def least_bytes(self, items: Sequence[int]) -> int:
+        """The fewest bytes with which the items do, however long they then take."""
+        kinds = {item: self._choices[item] for item in items}
+        needed = []
+        for working in self._sizes(kinds.values()):
+            least = _smallest(kinds, working)
+            needed.append(working + sum(least[item] for item in items))
+        return min(needed)
+
+    def _found(self, key: tuple[int, ...], limit: int, speed: Fraction) -> Iterator[tuple[int, int, int]]:
+        """For each size that the largest working set may have: the least ticks, the size, the state."""
+        kinds = {item: self._choices[item] for item in key}
+        forward = sum(kinds[item][0][1].forward_ticks for item in key)
+        for working in self._sizes(kinds.values()):
+            least = _smallest(kinds, working)
+            if sum(map(least.__getitem__, key)) + working > limit:
+                continue
+            best = self._front(key, working).best(limit - working, speed, forward)
+            if best is not None:
+                yield best[0], working, best[1]
+
+    @staticmethod
+    def _sizes(kinds: Collection[_Choices]) -> list[int]:
+        """What the largest working set may be."""
+        sizes = {choice.working_bytes for choices in kinds for _, choice in choices}
+        floor = max(min(choice.working_bytes for _, choice in choices) for choices in kinds)
+        return sorted(size for size in sizes if size >= floor)
+
+    def _front(self, key: tuple[int, ...], working: int) -> _Front:
+        """The front of some items, with choices that need no more than ``working`` while they run."""
+        count = len(key)
+        while count and (key[:count], working) not in self._fronts:
+            count -= 1
+        front = self._fronts[key[:count], working] if count else _EMPTY
+        for at in range(count, len(key)):
+            front = self._with(front, self._choices[key[at]], working)
+            self._fronts[key[: at + 1], working] = front
+        return front
+
+    def _with(self, front: _Front, choices: _Choices, working: int) -> _Front:
+        """A front with one item more."""
+        rows = [(at, held, c) for at, (held, c) in enumerate(choices) if c.working_bytes <= working]
+        size = len(front.held)
+        held = np.concatenate([front.held + own for _, own, _ in rows])
+        ticks = np.concatenate([front.ticks + c.ticks for _, _, c in rows])
+        copies = None
+        if front.copies is not None or any(c.copy_ticks for _, _, c in rows):
+            before = np.zeros(size, np.int64) if front.copies is None else front.copies
+            copies = np.concatenate([before + c.copy_ticks for _, _, c in rows])
+        kept = _undominated(held, ticks) if copies is None else _undominated_with_copies(held, ticks, copies)
+        if len(kept) > (_MOST_STATES if copies is None else _MOST_WITH_COPIES):
+            kept, self.exact = _thinned(kept, held, ticks, copies), False
+        choice = np.array([at for at, _, _ in rows])[kept // size]
+        return _Front(held[kept], ticks[kept], None if copies is None else copies[kept], kept % size, choice)
+
+
+def _smallest(kinds: Mapping[int, _Choices], working: int) -> dict[int, int]:
+    """The fewest bytes that each item holds, with choices that need no more than ``working`` while they run."""
+    return {
+        item: min(held for held, choice in choices if choice.working_bytes <= working)
+        for item, choices in kinds.items()
+    }
+
+
+def _slowed(ticks: int, speed: Fraction) -> int:
+    return -(-ticks * speed.denominator // speed.numerator)
+
+
+def _undominated_choices(choices: Sequence[Choice], in_flight: int) -> list[tuple[int, Choice]]:
+    """The bytes of each, and the choice: the fastest first; none that another equals in everything."""
+    made: list[tuple[tuple[int, int, int, int], Choice]] = []
+    for choice in choices:
+        costs = (choice.ticks, choice.copy_ticks, choice.held_bytes(in_flight), choice.working_bytes)
+        if not any(all(a <= b for a, b in zip(other, costs, strict=True)) for other, _ in made):
+            made.append((costs, choice))
+    made.sort(key=lambda one: one[0])
+    return [(costs[2], choice) for costs, choice in made]
+
+
+def _undominated(held: Ints, ticks: Ints) -> Ints:
+    """The places of states of which no other has as few bytes and ticks, by bytes."""
+    order = np.lexsort((ticks, held))
+    sorted_ticks = ticks[order]
+    least = np.minimum.accumulate(sorted_ticks)
+    kept = np.ones(len(order), bool)
+    kept[1:] = sorted_ticks[1:] < least[:-1]
+    return order[kept]
+
+
+def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
+    """The same where copies count: by bytes, beside a staircase of the ticks and copies of those before."""
+    kept: list[int] = []
+    stair_ticks: list[int] = []
+    stair_copies: list[int] = []
+    order = np.lexsort((copies, ticks, held))
+    for place, own, copied in zip(order.tolist(), ticks[order].tolist(), copies[order].tolist(), strict=True):
+        at = bisect_right(stair_ticks, own)
+        if at and stair_copies[at - 1] <= copied:
+            continue
+        kept.append(place)
+        first = bisect_left(stair_ticks, own)
+        last = first
+        while last < len(stair_ticks) and stair_copies[last] >= copied:
+            last += 1
+        stair_ticks[first:last] = [own]
+        stair_copies[first:last] = [copied]
+    return np.array(kept)
+
+
+def _thinned(kept: Ints, held: Ints, ticks: Ints, copies: Ints | None) -> Ints:
+    """Of states that are nearly as fast the smallest."""
+    sizes = [ticks[kept]] if copies is None else [ticks[kept], copies[kept]]
+    steps = _MOST_STATES if copies is None else 40
+    buckets = np.zeros(len(kept), np.int64)
+    for values in sizes:
+        width = max(1, -(-int(values.max() - values.min() + 1) // steps))
+        buckets = buckets * steps + (values - values.min()) // width
+    _, first = np.unique(buckets, return_index=True)  # states ascend in bytes
+    return kept[np.sort(first)]

@@ -1,0 +1,398 @@
+"""Profiles: what a model's layers cost for one micro-batch, of several sizes, on one machine; kept in a file."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cached_property, reduce
+from itertools import groupby, pairwise
+from os import PathLike
+from typing import Any, get_args
+
+import networkx as nx
+
+from pipesched.checks import as_list, as_path, check_type, is_count, shown
+from pipesched.costs import Costs
+from pipesched.errors import PipeschedError, ScheduleError
+from pipesched.fitting import figure_at
+from pipesched.footprint import Footprint, dropping_bytes, of_loss, of_stage
+from pipesched.keeping import Checkpoint, Keep, keep_by_layer
+from pipesched.overheads import Machine, RanksAre
+from pipesched.profile_checks import check_graphs, check_model
+
+__all__ = ["TIMES", "LayerCosts", "Profile", "costs_of", "messages", "stage_costs", "treated"]
+
+#: Of stages given by the names of their layers.
+Stages = Sequence[Sequence[str]]
+
+#: The times of a layer that are measured.
+TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What one layer costs for one micro-batch: seconds, and bytes, as `pipesched.footprint` has them.
+
+    waiting_s: for how long of its forward and its whole backward it leaves the processor to others. spread: how far the
+    middle half of what these took lies apart, over what they took. Transients: the
+    most that a forward, or a backward, holds while it runs, beyond what is held before it and what it keeps. offloads:
+    1 where what it keeps waits on the host. loss_...: of the loss that was measured with the last layer, what it keeps,
+    of that what lies in the layer's output, and its transients.
+    """
+
+    forward_s: float
+    backward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    input_bytes: int
+    output_bytes: int
+    activation_bytes: int
+    weight_grad_bytes: int
+    parameter_bytes: int
+    waiting_s: float = 0
+    spread: float = 0
+    update_s: float = 0
+    optimizer_bytes: int = 0
+    update_transient_bytes: int = 0
+    kept_input_bytes: int = 0
+    kept_output_bytes: int = 0
+    dear_bytes: int = 0
+    dear_output_bytes: int = 0
+    left_input_bytes: int = 0
+    left_grad_bytes: int = 0
+    gradient_bytes: int = 0
+    deferred_gradient_bytes: int = 0
+    buffer_bytes: int = 0
+    forward_transient_bytes: int = 0
+    backward_transient_bytes: int = 0
+    first_backward_transient_bytes: int = 0
+    input_grad_transient_bytes: int = 0
+    weight_grad_transient_bytes: int = 0
+    offloads: int = 0
+    loss_kept_bytes: int = 0
+    loss_kept_input_bytes: int = 0
+    loss_forward_bytes: int = 0
+    loss_backward_bytes: int = 0
+
+    def __add__(self, other: "LayerCosts") -> "LayerCosts":
+        """Both, one after the other."""
+        sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
+        sums["spread"] = max(self.spread, other.spread)
+        sums["offloads"] = min(self.offloads, other.offloads)
+        return LayerCosts(**{**sums, **asdict(self.footprint + other.footprint)})
+
+    @property
+    def footprint(self) -> Footprint:
+        """What the layer needs in memory."""
+        return Footprint(**{item.name: getattr(self, item.name) for item in fields(Footprint)})
+
+    @property
+    def loss(self) -> Footprint:
+        """What a loss of its outputs needs."""
+        measured = self.loss_kept_bytes, self.loss_kept_input_bytes, self.loss_forward_bytes, self.loss_backward_bytes
+        return of_loss(self.output_bytes, *measured)
+
+    def recomputed(self) -> "LayerCosts":
+        """The same where its backward first runs its forward again, from its input and copies of its buffers, which are
+        all that is kept.
+        """
+        again, kept = self.activation_bytes - self.kept_input_bytes, self.input_bytes + self.buffer_bytes
+        return replace(
+            self,
+            backward_s=self.backward_s + self.forward_s,
+            input_grad_s=self.input_grad_s + self.forward_s,
+            activation_bytes=kept,
+            kept_input_bytes=self.input_bytes,
+            kept_output_bytes=0,
+            forward_transient_bytes=max(0, self.activation_bytes + self.forward_transient_bytes - kept),
+            backward_transient_bytes=again + self.backward_transient_bytes,
+            first_backward_transient_bytes=again + self.first_backward_transient_bytes,
+            input_grad_transient_bytes=again + self.input_grad_transient_bytes,
+            waiting_s=self.waiting_s and self.waiting_s * (1 + self.forward_s / (self.forward_s + self.backward_s)),
+        )
+
+    def treated(self, keep: Keep | None) -> "LayerCosts":
+        """The same where this becomes of what it saves."""
+        if keep == "recompute":
+            return self.recomputed()
+        if keep == "recompute-cheap":  # the time that this saves was not measured: no more than the whole
+            whole = self.recomputed()
+            kept = whole.activation_bytes + self.dear_bytes
+            return replace(
+                whole,
+                activation_bytes=kept,
+                kept_output_bytes=self.dear_output_bytes,
+                forward_transient_bytes=max(0, self.activation_bytes + self.forward_transient_bytes - kept),
+            )
+        return replace(self, offloads=1) if keep == "offload" else self
+
+
+def costs_of(graph: "nx.DiGraph[str]", layer: str) -> LayerCosts:
+    """What a layer of a measured graph costs."""
+    node = graph.nodes[layer]
+    known = [item.name for item in fields(LayerCosts) if item.name in node or item.default is MISSING]
+    return LayerCosts(**{name: node[name] for name in known})
+
+
+def stage_costs(
+    stages: Sequence[Sequence[LayerCosts]], chain: int | None = None, *, host_bytes_per_s: float | None = None
+) -> Costs:
+    """What stages of these layers cost. chain: how many are one behind the other, all unless given: the first of a
+    chain takes the model's inputs, the last one computes the loss. host_bytes_per_s: between a rank's device and its
+    host; copies take no time unless given.
+    """
+    count = chain or len(stages)
+    ends = [(not stage % count, stage % count == count - 1) for stage in range(len(stages))]
+    return _joined([_of_stage(layers, *own, host_bytes_per_s) for layers, own in zip(stages, ends, strict=True)])
+
+
+def _of_stage(
+    layers: Sequence[LayerCosts], begins: bool, ends: bool, host_bytes_per_s: float | None = None
+) -> dict[str, Any]:
+    """What one stage of these layers costs, by the names of `Costs`. begins: it takes the model's inputs; ends: it
+    computes a loss.
+    """
+    footprints = [layer.footprint for layer in layers]
+    if footprints and begins:
+        footprints[0] = footprints[0].of_batch()
+    if footprints and ends:
+        footprints.append(layers[-1].loss)
+    whole = of_stage(footprints)
+    row: dict[str, Any] = {name: getattr(whole, name) for name in _SIZES}
+    row["dropping_transient_bytes"] = dropping_bytes(footprints)
+    row.update((name, sum(getattr(layer, name) for layer in layers)) for name in _SUMS)
+    row["weight_bytes"] = sum(layer.parameter_bytes for layer in layers)
+    row["input_bytes"] = layers[0].input_bytes if layers else 0
+    row["output_bytes"] = layers[-1].output_bytes if layers else 0
+    row["kept_output_bytes"] = layers[-1].kept_output_bytes if layers else 0
+    row["offload_bytes"] = going = _going_bytes(layers)
+    row["offload_s"] = row["fetch_s"] = going / host_bytes_per_s if host_bytes_per_s else 0
+    return row
+
+
+def _joined(stages: Sequence[Mapping[str, Any]], **others: Any) -> Costs:
+    columns: dict[str, Any] = {name: tuple(row[name] for row in stages) for name in stages[0]}
+    return Costs(**columns, **others)
+
+
+def _going_bytes(layers: Sequence[LayerCosts]) -> int:
+    """What goes to the host and back: of layers one behind the other what lies neither in their inputs nor in their
+    outputs, which others may hold.
+    """
+    going = 0
+    for offloads, run in groupby(layers, lambda layer: layer.offloads):
+        if offloads:
+            whole = reduce(Footprint.__add__, [layer.footprint for layer in run])
+            going += max(0, whole.activation_bytes - whole.kept_input_bytes - whole.kept_output_bytes)
+    return going
+
+
+_TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s", "waiting_s", "update_s")
+_SUMS = (*_TIMES, "optimizer_bytes", "update_transient_bytes")
+_SIZES = [item.name for item in fields(Footprint) if not item.name.startswith(("kept_", "left_", "dear_"))]
+
+
+def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], int]:
+    """The bytes that each stage sends to each later one for a micro-batch; each tensor goes from user to user."""
+    home = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+    ways: dict[tuple[int, str], tuple[int, set[int]]] = {}  # (stage, tensor): its bytes, and the stages that use it
+    for one, other, edge in graph.edges(data=True):
+        if home[one] != home[other]:
+            for tensor, size in edge.get("tensors", {one: edge.get("bytes", 0)}).items():
+                ways.setdefault((home[one], tensor), (size, set()))[1].add(home[other])
+    sizes: dict[tuple[int, int], int] = {}
+    for (giver, _), (size, users) in ways.items():
+        for ends in pairwise([giver, *sorted(users)]):
+            sizes[ends] = sizes.get(ends, 0) + size
+    return sizes
+
+
+def treated(profile: Mapping[str, LayerCosts], checkpoint: Checkpoint) -> dict[str, LayerCosts]:
+    """What layers cost by name, where ``checkpoint`` says layer by layer what becomes of what they save."""
+    keep = keep_by_layer(checkpoint)
+    return {name: costs.treated(keep.get(name)) for name, costs in profile.items()}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured layers. graphs: by the rows of a micro-batch, each as `pipesched.graph_of` gives it; all have the same
+    layers and edges. model: a digest of what was measured, by which a profile is known again.
+    """
+
+    graphs: Mapping[int, "nx.DiGraph[str]"]
+    model: str = ""
+    machine: Machine = field(default_factory=Machine)
+    _known: dict[int, "nx.DiGraph[str]"] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_graphs(self.graphs, [item.name for item in fields(LayerCosts) if item.default is MISSING])
+
+    def check_model(self, graph: "nx.DiGraph[str]") -> None:
+        """Raise ScheduleError where the profile is of another model than these layers, not measured, are of."""
+        check_model(self.graph(min(self.graphs)), graph)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers, in the order of their calls."""
+        return tuple(next(iter(self.graphs.values())))
+
+    def graph(self, rows: int) -> "nx.DiGraph[str]":
+        """The layers with what they cost for a micro-batch of so many rows: measured, or as `pipesched.fitting` finds
+        each figure from the sizes that were.
+        """
+        if not is_count(rows):
+            raise ScheduleError(f"micro-batches have whole numbers of rows; got {shown(rows)}; pass such as 8")
+        if rows in self.graphs:
+            return self.graphs[rows]
+        if rows not in self._known:
+            self._known[rows] = _at(self.graphs, rows)
+        return self._known[rows]
+
+    def costs(
+        self, stages: Stages, rows: int, *, keep: Mapping[str, Keep] | None = None, ranks_are: RanksAre = "threads"
+    ) -> Costs:
+        """What stages of these layers cost for a micro-batch of so many rows, with what the machine adds.
+
+        stages: the names of each one's layers, every layer of the profile in exactly one. keep: what becomes of what
+        layers save, by layer; the others hold it. A weight that several layers of a stage use counts once there;
+        input_bytes and output_bytes are what crosses the stage's ends, a tensor that skips stages on its way from user
+        to user. ranks_are: by which the machine's overheads differ. Raises ScheduleError where layers are missing,
+        unknown, or doubled.
+        """
+        rule, remedy = "stages are a list of lists of layers", "pass such as [['0', '1'], ['2']]"
+        stages = [as_list(names, rule, remedy) for names in as_list(stages, rule, remedy)]
+        check_type({} if keep is None else keep, Mapping, "keep is {layer: word}", "pass such as {'0': 'recompute'}")
+        graph = self.graph(rows)
+        _check_layers(list(graph), stages, keep or {})
+        sent = messages(graph, stages)
+        own = [dict(self._stage(rows, tuple(names), keep or {}, names is stages[-1])) for names in stages]
+        for stage in range(1, len(stages)):
+            own[stage]["input_bytes"] = sum(size for (_, taker), size in sent.items() if taker == stage)
+            own[stage - 1]["output_bytes"] = sum(size for (giver, _), size in sent.items() if giver == stage - 1)
+        return _joined(own, **self.machine.between(ranks_are))
+
+    def _stage(self, rows: int, names: tuple[str, ...], keep: Mapping[str, Keep], ends: bool) -> Mapping[str, Any]:
+        """What one stage costs, by the names of `Costs`, found once: searches ask for the same over and over."""
+        key = rows, names, tuple((name, keep[name]) for name in names if name in keep), ends
+        known = self._stages.get(key)
+        if known is None:
+            graph = self.graph(rows)
+            layers = [costs_of(graph, name).treated(keep.get(name)) for name in names]
+            used = {name for layer in names for name in graph.nodes[layer]["parameters"]}
+            begins = names[:1] == (next(iter(graph)),)
+            known = _of_stage(layers, begins, ends, self.machine.host_bytes_per_s)
+            known["weight_bytes"] = sum(graph.graph["parameters"][name][1] for name in used)
+            self._stages[key] = known
+        return known
+
+    @cached_property
+    def _stages(self) -> dict[Any, dict[str, Any]]:
+        return {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON takes them."""
+        return {
+            "model": self.model,
+            "machine": self.machine.to_dict(),
+            "sizes": {str(rows): _plain(graph) for rows, graph in sorted(self.graphs.items())},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
+        """The inverse of ``to_dict``. Raises ScheduleError where something is missing or no number."""
+        try:
+            machine = Machine.from_dict(values["machine"])
+            graphs = {int(rows): _graph(graph) for rows, graph in values["sizes"].items()}
+            return cls(graphs, values["model"], machine)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ScheduleError(
+                f"a profile has model, machine and sizes; {error} is missing or wrong; measure it again"
+            ) from error
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the profile as JSON."""
+        as_path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Profile":
+        """Read a profile. Raises ScheduleError naming the file where it is none."""
+        try:
+            return cls.from_dict(json.loads(as_path(path).read_text()))
+        except OSError as error:
+            raise ScheduleError(
+                f"a profile is read from a file; {str(path)!r} cannot be ({error.strerror}); check the path"
+            ) from error
+        except (ValueError, PipeschedError) as error:
+            raise ScheduleError(f"{path}: {error}") from error
+
+
+def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) -> None:
+    """Raise ScheduleError where stages are not of these layers, or ``keep`` names others."""
+    listed = [name for names in stages for name in names]
+    for name in dict.fromkeys([*layers, *listed]):
+        if name in layers and listed.count(name) == 1:
+            continue
+        what = f"{listed.count(name)} times in the stages" if name in layers else "in a stage, but not in the profile"
+        raise ScheduleError(
+            f"stages hold every layer of the profile once; {name!r} is {what}, of {len(layers)} layers; "
+            f"list each once, or measure the model that is cut"
+        )
+    for name, how in keep.items():
+        if name not in layers or how not in get_args(Keep):
+            raise ScheduleError(
+                f"keep says what becomes of what layers of the profile save, {' or '.join(get_args(Keep))}; got "
+                f"{name!r}: {how!r}; use names of layers, and one of these words"
+            )
+
+
+def _plain(graph: "nx.DiGraph[str]") -> dict[str, Any]:
+    return {
+        "layers": {name: dict(node) for name, node in graph.nodes(data=True)},
+        "edges": [[one, other, dict(edge)] for one, other, edge in graph.edges(data=True)],
+        "parameters": {name: list(size) for name, size in graph.graph.get("parameters", {}).items()},
+    }
+
+
+def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
+    parameters = {name: tuple(size) for name, size in values["parameters"].items()}
+    graph: nx.DiGraph[str] = nx.DiGraph(parameters=parameters)
+    for name, node in values["layers"].items():
+        graph.add_node(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in node.items()})
+    graph.add_edges_from((one, other, edge) for one, other, edge in values["edges"])
+    return graph
+
+
+#: Whatever the rows.
+_FIXED = (
+    "parameter_bytes",
+    "num_parameters",
+    "gradient_bytes",
+    "deferred_gradient_bytes",
+    "buffer_bytes",
+    "optimizer_bytes",
+    "update_transient_bytes",
+    "update_s",
+)
+
+
+def _at(graphs: Mapping[int, "nx.DiGraph[str]"], rows: int) -> "nx.DiGraph[str]":
+    """The graph for micro-batches of so many rows, which were not measured."""
+    sizes = sorted(graphs)
+    found = graphs[sizes[0]].copy()
+    for name, node in found.nodes(data=True):
+        _put(node, [graphs[size].nodes[name] for size in sizes], sizes, rows)
+    for one, other, edge in found.edges(data=True):
+        edges = [graphs[size].edges[one, other] for size in sizes]
+        _put(edge, edges, sizes, rows)
+        if "tensors" in edge:
+            columns = zip(*(own["tensors"].values() for own in edges), strict=True)
+            values = [math.ceil(figure_at(sizes, column, rows)) for column in columns]
+            edge["tensors"] = dict(zip(edge["tensors"], values, strict=True))
+    return found
+
+
+def _put(own: dict[str, Any], measured: Sequence[Mapping[str, Any]], sizes: Sequence[int], rows: int) -> None:
+    for key, number in own.items():
+        if isinstance(number, int | float) and key not in _FIXED:
+            value = figure_at(sizes, [one[key] for one in measured], rows)
+            own[key] = math.ceil(value) if key.endswith("bytes") else value

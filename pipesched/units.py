@@ -1,0 +1,54 @@
+"""Units: numbers in few digits, with the unit that makes them short."""
+
+from typing import NamedTuple
+
+__all__ = ["Unit", "byte_unit", "quote_bytes", "quote_count", "quote_time", "time_unit"]
+
+
+class Unit(NamedTuple):
+    """A unit's name and how many of it make one second, one byte, or one of what is counted."""
+
+    name: str
+    per_one: float
+
+
+_TIMES = (Unit("s", 1), Unit("ms", 1e3), Unit("us", 1e6))
+_SIZES = (Unit("GiB", 2**-30), Unit("MiB", 2**-20), Unit("KiB", 2**-10), Unit("B", 1))
+
+
+def _largest(units: tuple[Unit, ...], value: float) -> Unit:
+    """The largest unit of which ``value`` is at least one; for 0 the unit without a prefix."""
+    plain = next(unit for unit in units if unit.per_one == 1)
+    return next((unit for unit in units if value * unit.per_one >= 1), units[-1] if value else plain)
+
+
+def time_unit(seconds: float) -> Unit:
+    """The unit for times up to ``seconds``: s, ms or us."""
+    return _largest(_TIMES, seconds)
+
+
+def byte_unit(size: float) -> Unit:
+    """The unit for sizes up to ``size`` bytes: B, KiB, MiB or GiB."""
+    return _largest(_SIZES, size)
+
+
+def quote_time(seconds: float) -> str:
+    """A time with its unit, in four digits: ``1.25 ms``."""
+    return _quoted(seconds, time_unit(seconds), 4)
+
+
+def quote_bytes(size: float, digits: int = 3) -> str:
+    """A size with its unit: ``1.5 MiB``."""
+    return _quoted(size, byte_unit(size), digits)
+
+
+def _quoted(value: float, unit: Unit, digits: int) -> str:
+    return f"{float(value) * unit.per_one:.{digits}g} {unit.name}"
+
+
+def quote_count(count: int) -> str:
+    """A number to three digits, of thousands, millions or billions."""
+    for unit, each in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= each:
+            return f"{count / each:.3g} {unit}"
+    return str(count)

@@ -1,0 +1,93 @@
+"""What the processes of test_mesh_tuning run: each function in all ranks of a group at once."""
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+import pipesched
+from pipesched import Pipeline, Plan, trial
+from pipesched.testing import reference_step
+
+X, Y = (torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+
+
+def model(count: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(8, 8), nn.Dropout(0.1))))
+
+
+def tuned(group: Any, own: nn.Module, **options: Any) -> Plan:
+    choices = {"batch_size": 8, "num_microbatches": 4, "loss_fn": functional.mse_loss, "target": Y, **options}
+    return pipesched.tune(own, X, mesh=DeviceMesh.from_group(group, "cpu"), **choices)
+
+
+def a_plan_is_confirmed_by_all(group: Any) -> dict[str, Any]:
+    trial._ROUNDS, own = 2, model()
+    before = copy.deepcopy(own.state_dict())
+    parameters, numbers = list(own.parameters()), torch.get_rng_state()
+    plan = tuned(group, own)
+    assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
+    assert all(one is other for one, other in zip(own.parameters(), parameters, strict=True))
+    assert all(parameter.grad is None for parameter in parameters)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    with Pipeline(
+        own, X, loss_fn=functional.mse_loss, mesh=DeviceMesh.from_group(group, "cpu"), plan=plan, seed=3
+    ) as it:
+        x, y = X.repeat(4, 1), Y.repeat(4, 1)
+        loss = it.step(x, target=y)
+        expected = reference_step(model(), x, target=y, loss_fn=functional.mse_loss, num_microbatches=4, seed=3)
+        assert torch.equal(loss, expected)
+    return plan.to_dict()
+
+
+def only_rank_0_measures(group: Any) -> tuple[int, dict[str, Any]]:
+    """And the others wait for it."""
+    from pipesched import tuning
+
+    real, calls = tuning.measure, []
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        calls.append(group.rank())
+        time.sleep(0.1)
+        return real(*args, **kwargs)
+
+    tuning.measure = measure
+    try:
+        plan = tuned(group, model(), confirm=0)
+    finally:
+        tuning.measure = real
+    return len(calls), plan.to_dict()
+
+
+def what_cannot_be_asked(group: Any) -> str:
+    try:
+        tuned(group, model(), num_stages=99)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def what_fails_on_one_rank(group: Any) -> str:
+    """While plans run."""
+
+    class Broken(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.breaks and torch.is_grad_enabled():
+                raise OSError("no layer today")
+            return super().forward(x)
+
+    own = model()
+    own.append(Broken(8, 8))
+    own[-1].breaks = False
+    profile = pipesched.profile(own, X, rows=[2])
+    own[-1].breaks = True
+    try:
+        tuned(group, own, profile=profile, schedule="1f1b")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,36 @@
+"""Profiles of layers in a row, made up from numbers."""
+
+import networkx as nx
+
+from pipesched.profiles import Profile
+
+
+def row(times, *, rows=1, fixed_s=0.0, split=1.0, parameter_bytes=1000, activation_bytes=100, output_bytes=10):
+    """Layers whose forward takes so long a row, and their backward twice that; I and W share it, times ``split``."""
+    graph = nx.DiGraph(parameters={})
+    for at, seconds in enumerate(times):
+        name, forward_s = f"layer{at}", seconds * rows + fixed_s
+        size = parameter_bytes[at] if isinstance(parameter_bytes, list) else parameter_bytes
+        graph.graph["parameters"][f"{name}.weight"] = (size // 4, size)
+        graph.add_node(
+            name,
+            forward_s=forward_s,
+            backward_s=2 * forward_s,
+            input_grad_s=forward_s * split,
+            weight_grad_s=forward_s * split,
+            input_bytes=output_bytes * rows,
+            output_bytes=output_bytes * rows,
+            activation_bytes=activation_bytes * rows,
+            weight_grad_bytes=2 * output_bytes * rows,
+            parameter_bytes=size,
+            num_parameters=size // 4,
+            parameters=(f"{name}.weight",),
+            buffers=(),
+        )
+        if at:
+            graph.add_edge(f"layer{at - 1}", name, bytes=output_bytes * rows, tensors={"out": output_bytes * rows})
+    return graph
+
+
+def profile(times, sizes=(1,), **layers):
+    return Profile({rows: row(times, rows=rows, **layers) for rows in sizes}, model="a row")

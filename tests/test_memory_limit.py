@@ -1,0 +1,67 @@
+"""What a search says fits is what the pipeline says that it needs: both are told by `pipesched.memory`."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from pipesched import Pipeline, profile, tune
+from pipesched.errors import MemoryLimitError
+
+OPTIMIZERS = [
+    None,
+    partial(torch.optim.SGD, lr=0.1),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    partial(torch.optim.Adam, lr=0.1),
+    partial(torch.optim.Adam, lr=0.1, foreach=True),
+]
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
+    widths=st.lists(st.sampled_from([4, 16, 40]), min_size=4, max_size=6),
+    rows=st.sampled_from([2, 30]),
+    share=st.floats(0.6, 1.2),
+    optimizer=st.sampled_from(OPTIMIZERS),
+)
+def test_a_plan_that_was_searched_under_a_limit_keeps_it(schedule, widths, rows, share, optimizer):
+    layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.Tanh())]
+    model, sample = nn.Sequential(*layers), torch.rand(rows, widths[0])
+    choices = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "optimizer": optimizer}
+    choices |= {"schedule": schedule, "devices": ["cpu"] * 2}
+    with Pipeline(model, sample, boundaries=[2], **choices) as pipe:
+        limit = int(share * max(own.total_bytes for own in pipe.predicted_memory))
+    try:
+        pipe = Pipeline(model, sample, memory_limit_bytes=limit, **choices)
+    except MemoryLimitError:
+        assume(False)
+    with pipe:
+        assert max(own.total_bytes for own in pipe.predicted_memory) <= limit
+
+
+def test_a_limit_of_processes_counts_the_receives_that_are_posted():
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+    known = profile(model, torch.rand(16, 32), rows=[16])
+
+    def least(**options):
+        plan = tune(known, num_ranks=2, batch_size=64, schedule="1f1b", num_microbatches=4, all_ranks=True, **options)
+        return plan.alternatives[0].peak_bytes
+
+    assert least(ranks_are="processes") - least() >= 2 * 16 * 32 * 4
+
+
+def test_a_limit_that_an_update_alone_exceeds_is_none():
+    model, sample = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.rand(2, 64)
+    adam = partial(torch.optim.Adam, lr=0.1, foreach=True)
+    choices = {"devices": ["cpu"] * 2, "num_microbatches": 2, "optimizer": adam, "schedule": "1f1b"}
+    with Pipeline(model, sample, boundaries=[2], **choices) as pipe:
+        memory = pipe.predicted_memory[0]
+    assert memory.transients > memory.parameters / 2  # the step of the optimizer is where the peak is
+    with pytest.raises(MemoryLimitError):
+        Pipeline(model, sample, memory_limit_bytes=memory.total_bytes - memory.transients // 2, **choices)

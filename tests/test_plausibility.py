@@ -1,0 +1,93 @@
+"""What cannot be true of a layer is measured again, and then named."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import pipesched
+from pipesched.plausibility import Measured, doubt, doubt_of_sum
+from pipesched.profiles import LayerCosts
+
+
+def layer_costs(forward_s, backward_s, **others):
+    return LayerCosts(forward_s, backward_s, backward_s / 2, backward_s / 2, 8, 8, 8, 8, 8, **others)
+
+
+@pytest.mark.parametrize(
+    ("costs", "each_s", "trains", "said"),
+    [
+        (layer_costs(1.0, 2.0), [2.9, 3.1], True, ""),
+        (layer_costs(1.0, 4.5), [], True, "4.5 times its forward"),
+        (layer_costs(1.0, 0.5), [], True, "0.5 times its forward"),
+        (layer_costs(1.0, 0.5), [], False, ""),
+        (layer_costs(1.0, 0.9, spread=0.2), [], True, ""),  # within what its own times lie apart
+        (layer_costs(0.001, 4.5, gradient_bytes=5 * 10**9), [], True, ""),  # an embedding: its gradient is large
+        (layer_costs(1.0, 2.0), [3.0, 3.1, 9.0], True, "layers of its kind 3e+03 to 9e+03 ms"),
+        (layer_costs(1e-3, 1.0), [], True, ""),  # among others that take 100 s
+    ],
+)
+def test_what_cannot_be_true_of_a_layer(costs, each_s, trains, said):
+    found = doubt(Measured(costs, each_s, trains), all_s=100.0 if costs.backward_s == 1.0 else 3.0)
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def test_layers_that_do_not_add_up_to_the_model():
+    layers = {"a": layer_costs(1.0, 2.0), "b": layer_costs(1.0, 2.0)}
+    assert not doubt_of_sum(layers, layer_costs(2.1, 3.9))
+    assert "forwards take 2e+03 ms, one after the other, and the model's 1e+03 ms, +100%" in doubt_of_sum(
+        layers, layer_costs(1.0, 4.0)
+    )
+    assert "backwards" in doubt_of_sum(layers, layer_costs(2.0, 6.0))
+    assert not doubt_of_sum({"a": layer_costs(1.0, 2.0, spread=0.8)}, layer_costs(1.5, 3.0))  # a machine without rest
+
+
+class SlowBackward(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        SlowBackward.calls += 1
+        time.sleep(0.002)
+        return grad * 2
+
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return SlowBackward.apply(self.inner(x))
+
+
+class Sleepy(nn.Module):
+    """Sleeps between its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        time.sleep(0.005)
+        return self.blocks[1](x)
+
+
+def test_a_layer_that_cannot_be_is_measured_again_and_named():
+    with pytest.warns(UserWarning, match="of layer '1' its backward takes .* times its forward.*; measure again"):
+        pipesched.profile(nn.Sequential(nn.Linear(4, 4), Slow()), torch.rand(2, 4), rows=[2])
+    twice, SlowBackward.calls = SlowBackward.calls, 0
+    pipesched.graph_of(nn.Sequential(nn.Linear(4, 4), Slow()), torch.rand(2, 4))  # without checks, and fewer rounds
+    assert twice > 2 * SlowBackward.calls > 0
+
+
+def test_what_a_model_does_besides_its_layers_is_told():
+    with pytest.warns(UserWarning, match="the layers' forwards take .*, one after the other, and the model's"):
+        pipesched.profile(Sleepy(), torch.rand(2, 4), rows=[2])

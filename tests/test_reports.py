@@ -1,0 +1,371 @@
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pipesched import Costs, Kind, Pipeline, Plan, Report, Trace, schedules, simulate
+from pipesched.alternatives import Alternative
+from pipesched.cli import main
+from pipesched.comparison import Pair, compared
+from pipesched.errors import InputError, ScheduleError
+from pipesched.viz import page
+
+GIB = 2**30
+TAKEN = Alternative("1f1b", "1f1b", 2, 1, 4, "never", 0.030, 0.1, 3 * GIB, 4 * GIB, 0.031)
+TOO_LARGE = Alternative("gpipe", "gpipe", 2, 1, 4, "never", 0.029, 0.1, 5 * GIB, 4 * GIB, note="1 GiB too large")
+EQUAL = Alternative("equal split", "1f1b", 2, 1, 4, "never", 0.045, 0.3, 3 * GIB, 4 * GIB, note="50% slower")
+ALONE = Alternative("one device", "gpipe", 1, 1, 4, "never", 0.09, 0.0, note="3 times as slow")
+
+
+def costs_of(program, seconds=0.001):
+    return Costs.uniform(
+        program.num_stages,
+        forward_s=seconds,
+        input_grad_s=seconds,
+        weight_grad_s=seconds,
+        activation_bytes=2**20,
+        weight_bytes=3 * 2**20,
+    )
+
+
+def plan_of(name="1f1b", num_ranks=2, num_microbatches=4, alternatives=()):
+    program = schedules.get(name).program(num_ranks, num_microbatches)
+    stages = tuple((f"layer {2 * stage}", f"layer {2 * stage + 1}") for stage in range(program.num_weights))
+    return Plan(stages, name, program, costs=costs_of(program), alternatives=alternatives)
+
+
+def slower(costs, factors):
+    """Each stage's times by its factor."""
+    names = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
+    return replace(
+        costs, **{name: [v * f for v, f in zip(getattr(costs, name), factors, strict=True)] for name in names}
+    )
+
+
+def measured_of(plan, *factors):
+    """The plan's program where stages take longer than was predicted; on another clock, as an executor records it."""
+    trace = simulate(plan.program, slower(plan.costs, factors))
+    moved = tuple(span._replace(start_s=span.start_s + 100, end_s=span.end_s + 100) for span in trace.spans)
+    return Trace(moved, trace.num_ranks, "measured")
+
+
+@given(st.data(), st.sampled_from(["1f1b", "zb-h1", "interleaved-1f1b"]))
+def test_a_comparison_finds_how_far_off_each_stage_is(data, name):
+    plan = plan_of(name, 3, 3)
+    factors = data.draw(
+        st.lists(st.floats(0.25, 4), min_size=plan.program.num_stages, max_size=plan.program.num_stages)
+    )
+    found = compared(plan.predicted(), measured_of(plan, *factors))
+    for own, factor in zip(found.stages, factors, strict=True):
+        assert own.rank == plan.program.placement[own.stage]
+        assert set(own.seconds) == ({Kind.F, Kind.I, Kind.W} if name == "zb-h1" else {Kind.F, Kind.B})
+        for pair in (*own.seconds.values(), own.work_s):
+            assert pair.off == pytest.approx(factor - 1, abs=1e-9)
+    far = max(abs(factor - 1) for factor in factors)
+    assert abs(found.worst.work_s.off) == pytest.approx(far)
+
+
+def test_a_comparison_in_a_line():
+    plan = plan_of()
+    found = compared(plan.predicted(), measured_of(plan, 1, 1.2))
+    assert str(found) == "predicted 15 ms, measured 17.4 ms (+16.0%), worst stage 1 (+20.0%)"
+    assert found.busy[0] == pytest.approx((12 / 15, 12 / 17.4))
+    assert found.bubble_ratio == pytest.approx((1 - 24 / 30, 1 - 26.4 / 34.8))
+
+
+def test_one_action_that_was_held_up_says_nothing_of_its_stage():
+    plan = plan_of()
+    spans = list(measured_of(plan, 1, 1).spans)
+    spans[-1] = spans[-1]._replace(end_s=spans[-1].end_s + 1)
+    found = compared(plan.predicted(), Trace(tuple(spans), 2))
+    assert found.step_s.off > 60
+    assert [own.work_s.off for own in found.stages] == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_steps_of_other_lengths_are_compared_action_by_action():
+    plan, other = plan_of(), plan_of(num_microbatches=3)
+    found = compared(plan.predicted(), measured_of(other, 1, 1.5))
+    assert found.step_s is None
+    assert str(found) == (
+        "predicted and measured are of different numbers of actions; worst stage 1 (+50.0%), action by action"
+    )
+    assert found.worst.work_s == pytest.approx((12e-3, 18e-3))
+    assert str(found) in Report(plan, measured_of(other, 1, 1.5)).lines
+
+
+def test_what_lies_between_actions_is_told_from_what_stages_took():
+    plan = plan_of()
+    late = simulate(plan.program, replace(slower(plan.costs, (1, 1.2)), transfer_s=1e-4))
+    lines = Report(plan, Trace(late.spans, 2)).lines
+    assert lines[1] == "of that +16.0% is what stages took, +1.3% what lies between their actions"
+
+
+def test_layers_that_run_again_are_counted():
+    plan = replace(plan_of(), checkpoint={"layer 2": "recompute", "layer 3": "recompute"})
+    (stages,) = (table for table in Report(plan).tables if table.title == "Stages")
+    assert [row[stages.columns.index("recomputed")].text for row in stages.rows] == ["", "2"]
+    assert "offloaded" not in stages.columns
+
+
+def test_memory_is_shown_by_what_it_is_for():
+    plan = plan_of(alternatives=(TAKEN,))
+    table = Report(replace(plan, costs=replace(plan.costs, gradient_bytes=(5, 2**30)))).tables[-1]
+    assert table.title == "Memory"
+    assert [cell.text for cell in table.rows[0]] == ["0", "3 MiB", "5 B", "2 MiB", "5 MiB", "3.995 GiB"]
+    assert table.columns == ("rank", "parameters", "gradients", "activations", "all", "margin")
+
+
+def test_what_was_not_predicted_is_new():
+    assert Pair(0, 1).off is None
+    found = compared(replace(plan_of(), costs=Costs.uniform(2, weight_grad_s=0)).predicted(), plan_of().predicted())
+    assert found.worst.work_s.off < 0
+
+
+@pytest.mark.parametrize("other", [plan_of("1f1b", 3).predicted(), Trace((), 2)])
+def test_traces_of_two_programs_are_not_compared(other):
+    with pytest.raises(InputError, match=r"two traces of one program; one is of 2 ranks, the other of \d"):
+        compared(plan_of().predicted(), other)
+
+
+def test_a_report_says_what_was_found():
+    plan = plan_of(alternatives=(TOO_LARGE, TAKEN, EQUAL, ALONE))
+    text = str(Report(plan, measured_of(plan, 1, 1.2)))
+    for line in (
+        "1f1b on 2 ranks: 2 stages, 4 micro-batches, checkpoint never",
+        "predicted 15 ms, measured 17.4 ms (+16.0%), worst stage 1 (+20.0%)",
+        "of that +16.0% is what stages took, +0.0% what lies between their actions",
+        "no schedule of these stages on these ranks takes less than 13 ms: the predicted step is 15.4% above that",
+        "50.0% faster than an equal split (45 ms), as predicted",
+        "    1     1  1 → 1.2 ms  +20.0%  2 → 2.4 ms  +20.0%  12 → 14.4 ms      +20.0%",
+        "    1     1       2  layer 2 .. layer 3  1 ms  2 ms    3 MiB  1 MiB   0 B",
+    ):
+        assert line in text.splitlines()
+    assert text.count("rank 0 | F0") == 2
+    weighed = Report(replace(plan, alternatives=plan.alternatives[:3])).tables[0]
+    assert weighed.note.startswith("All have ranks 2, chunks 1, m 4, checkpoint never. m: micro-batches. ")
+    assert dict(zip(weighed.columns, (cell.text for cell in weighed.rows[0]), strict=True)) == {
+        "plan": "gpipe",
+        "schedule": "",
+        "predicted": "29 ms",
+        "to equal split": "-35.6%",
+        "measured": "",
+        "bubble": "10.0%",
+        "memory": "5 GiB",
+        "margin": "-1 GiB",
+        "why not": "1 GiB too large",
+    }
+    assert [cell.tone for cell in weighed.rows[0]].count("bad") == 2
+    assert [row[2].text for row in Report(plan).tables[0].rows] == ["2", "2", "2", "1"]
+    assert plan.predicted().above_bound == pytest.approx(2 / 13)
+
+
+def test_a_report_of_a_plan_whose_layers_were_not_measured():
+    report = Report(replace(plan_of(), costs=None))
+    assert report.lines == ["what a step takes is not known: layers were not measured"]
+    assert [table.title for table in report.tables] == ["Stages"]
+    assert "layer 0 .. layer 1" in report.text()
+    assert "<svg" not in report.html()
+    report.figure()
+
+
+def test_a_report_without_a_measured_step_is_of_what_is_predicted():
+    report = Report(plan_of("zb-v", 3, 6))
+    assert report.lines[0].startswith("predicted 38 ms a step")
+    assert [label for label, _ in report.traces] == ["predicted"]
+    assert [table.title for table in report.tables] == ["Stages", "Ranks", "Memory"]
+    ranks = report.tables[1]
+    assert [row[1].text for row in ranks.rows] == ["0 5", "1 4", "2 3"]
+
+
+class Checker(HTMLParser):
+    """That every element ends, in its turn, and what the page would load."""
+
+    VOID = ("meta", "input", "img", "rect", "line")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.loads, self.titles = [], [], 0
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.loads += [value for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+        self.titles += tag == "title"
+        assert tag not in ("link", "iframe", "object", "embed", "base")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_a_page_is_whole_and_needs_nothing_else():
+    plan = plan_of("zb-v", alternatives=(replace(TAKEN, label="<script>alert(1)</script>"), EQUAL))
+    plan = replace(plan, stages=(("<b>", "&"), *plan.stages[1:]))
+    trace = measured_of(plan, *[1.1] * 4)
+    html = Report(plan, trace).html()
+    found = Checker(html)
+    assert found.loads == []
+    assert found.titles == 1 + 2 * sum(map(len, trace.by_rank))
+    assert not re.search(r"https?:|url\(|@import", html)
+    assert "<script>alert" not in html
+    assert "&lt;b&gt; .. &amp;" in html
+    assert html.isascii() or 'charset="utf-8"' in html
+    assert "3F0: stage 3, micro-batch 0, rank 0\n" in html
+
+
+def test_a_page_of_more_bars_than_a_browser_shows_has_them_as_a_picture(monkeypatch):
+    monkeypatch.setattr(page, "_MOST_BARS", 10)
+    html = Report(plan_of()).html()
+    (source,) = Checker(html).loads
+    assert source.startswith("data:image/png;base64,")
+    assert "<svg" not in html
+
+
+@pytest.mark.parametrize("half", ["seq1f1b", "chimera"])
+def test_every_kind_of_program_is_reported(half):
+    program = schedules.get(half).program(2, 4)
+    plan = Plan(tuple((f"layer {at}",) for at in range(program.num_weights)), half, program, costs=costs_of(program))
+    report = Report(plan, plan.predicted())
+    Checker(report.html())
+    assert report.text()
+    report.figure()
+
+
+def test_a_picture_shows_candidates_timelines_and_stages():
+    plan = plan_of(alternatives=(TAKEN, TOO_LARGE, EQUAL))
+    figure = Report(plan, measured_of(plan, 1, 1.2)).figure()
+    candidates, predicted, measured, work = figure.axes
+    assert [label.get_text() for label in candidates.get_yticklabels()] == ["1f1b", "gpipe", "equal split, 1f1b"]
+    assert [patch.get_width() for patch in candidates.patches] == [0.030, 0.029, 0.045]
+    assert [bool(patch.get_hatch()) for patch in candidates.patches] == [False, True, False]
+    assert predicted.get_xlim() == measured.get_xlim() == pytest.approx((0, 17.4))
+    assert [text.get_text() for text in work.texts] == ["+0.0%", "+20.0%"]
+    heights = [patch.get_height() for patch in work.patches]
+    assert heights == pytest.approx([4, 4, 8, 8, 4, 4.8, 8, 9.6])
+
+
+def test_a_report_is_saved_by_its_ending(tmp_path):
+    report = Report(plan_of(alternatives=(TAKEN,)))
+    for ending, begins in {"html": b"<!DOCTYPE html>", "png": b"\x89PNG", "svg": b"<?xml", "txt": b"1f1b on"}.items():
+        report.save(tmp_path / f"report.{ending}")
+        assert (tmp_path / f"report.{ending}").read_bytes().startswith(begins)
+    with pytest.raises(InputError, match=r"saved as .html, .txt, .json, .png, .svg, .pdf; got 'report.doc'; give it"):
+        report.save("report.doc")
+
+
+def test_both_timelines_lie_one_under_the_other_in_perfetto(tmp_path):
+    plan = plan_of()
+    Report(plan, measured_of(plan, 1, 1.2)).save(tmp_path / "both.json")
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert [named[pid] for pid in range(4)] == [
+        "rank 0, predicted",
+        "rank 0, measured",
+        "rank 1, predicted",
+        "rank 1, measured",
+    ]
+    ran = [(event["pid"], event["name"]) for event in events if event["ph"] == "X"]
+    assert sorted(ran) == sorted((2 * s.rank + side, str(s.action)) for s in plan.predicted().spans for side in (0, 1))
+
+
+def test_the_command_reads_plans_and_traces(tmp_path):
+    plan = plan_of(alternatives=(TAKEN, EQUAL))
+    trace = measured_of(plan, 1, 1.2)
+    plan.save(tmp_path / "plan.json")
+    trace.to_chrome(tmp_path / "trace.json")
+    again = Trace.load(tmp_path / "trace.json")
+    assert [span.action for span in again.spans] == [span.action for span in trace.spans]
+    assert again.makespan_s == pytest.approx(trace.makespan_s)
+    arguments = ["report", str(tmp_path / "plan.json"), str(tmp_path / "trace.json")]
+    shown = CliRunner().invoke(main, arguments)
+    assert shown.exit_code == 0
+    assert "predicted 15 ms, measured 17.4 ms (+16.0%), worst stage 1 (+20.0%)" in shown.output
+    ran = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "a.html"), "-o", str(tmp_path / "a.txt")])
+    assert ran.output.count("wrote") == 2
+    assert "worst stage 1" in (tmp_path / "a.html").read_text() + (tmp_path / "a.txt").read_text()
+    (tmp_path / "trace.json").write_text('{"traceEvents": [{"ph": "X"}]}')
+    wrong = CliRunner().invoke(main, arguments)
+    assert wrong.exit_code == 1
+    assert f"{tmp_path / 'trace.json'}: " in wrong.output
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", "{}", '{"num_ranks": 1, "spans": [[1]]}'])
+def test_a_file_that_is_no_trace_is_named(text, tmp_path):
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(ScheduleError, match=r"trace\.json: "):
+        Trace.load(tmp_path / "trace.json")
+
+
+def test_rich_shows_the_same_in_colour():
+    console = pytest.importorskip("rich.console").Console(width=150, force_terminal=True, record=True, file=sys.stderr)
+    plan = plan_of(alternatives=(TAKEN, TOO_LARGE, EQUAL))
+    console.print(Report(plan, measured_of(plan, 1, 1.2)))
+    styled = console.export_text(styles=True, clear=False)
+    plain = console.export_text()
+    for table in Report(plan, measured_of(plan, 1, 1.2)).tables:
+        assert table.title in plain
+        for row in table.rows:
+            assert all(cell.text in plain for cell in row)
+    assert "\x1b[31m-1 GiB" in styled
+
+
+def test_text_needs_no_rich(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert "Stages" in str(Report(plan_of()))
+    assert importlib.util.find_spec("pipesched.reports")
+
+
+def test_a_pipeline_reports_its_last_step():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    x = torch.ones(8, 4)
+    with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, num_microbatches=4) as pipe:
+        assert [label for label, _ in pipe.report().traces] == ["predicted"]
+        pipe.step(x, target=x)
+        report = pipe.report()
+    assert [label for label, _ in report.traces] == ["predicted", "measured"]
+    assert str(report.comparison) in str(report)
+    assert report.measured == pipe.trace
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-headless-shell", "google-chrome"])), None)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, or another name of it, on the path")
+def test_a_browser_sorts_and_stretches(tmp_path):
+    plan = plan_of(alternatives=(EQUAL, TOO_LARGE, TAKEN))
+    html = Report(plan, measured_of(plan, 1, 1.2)).html()
+    acts = """<script>
+      const hidden = () => [...document.querySelectorAll("[data-w]")].filter(t => t.style.display === "none").length;
+      const order = () => [...document.querySelector("table").tBodies[0].rows].map(r => r.cells[0].textContent).join();
+      const says = [hidden(), order()];
+      const head = [...document.querySelectorAll("th")].find(th => th.textContent === "predicted");
+      head.click(); says.push(order());
+      head.click(); says.push(order());
+      zoom.value = 5; zoom.dispatchEvent(new Event("input"));
+      says.push(lanes.every(lane => lane.scrollWidth > 4 * lane.clientWidth));
+      document.body.append("SAYS " + JSON.stringify(says));
+    </script></body>"""
+    (tmp_path / "page.html").write_text(html.replace("</body>", acts))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    command = [CHROMIUM, *flags, f"file://{tmp_path}/page.html"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    said = re.search(r"</script>SAYS (.*)", ran.stdout)
+    names = ["equal split,gpipe,1f1b", "gpipe,1f1b,equal split", "equal split,1f1b,gpipe"]
+    assert said, ran.stderr
+    assert said[1] == f'[0,"{names[0]}","{names[1]}","{names[2]}",true]'

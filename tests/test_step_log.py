@@ -1,0 +1,97 @@
+import re
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+from pipesched import Pipeline, StepLog
+from pipesched.errors import InputError
+from pipesched.step_log import StepFigures
+
+X = torch.ones(8, 4)
+
+
+class Writer:
+    def __init__(self):
+        self.scalars = defaultdict(dict)
+
+    def add_scalar(self, tag, scalar_value, global_step):
+        self.scalars[tag][global_step] = scalar_value
+
+
+def pipeline(**options):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    return Pipeline(
+        model, X[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, **{"num_microbatches": 4, **options}
+    )
+
+
+def test_a_line_says_what_a_step_took():
+    figures = StepFigures(7, 0.839, 0.182, (0.8, 0.836), loss=2.3125, predicted_s=0.812, whole_s=1.02)
+    assert str(figures) == (
+        "step 7: loss 2.312, 839 ms (+3.3% on 812 ms predicted), 1.02 s with all between, bubble 18.2%, busy 80% 84%"
+    )
+    assert str(StepFigures(0, 0.5, 0.0, (1.0,))) == "step 0: 500 ms, bubble 0.0%, busy 100%"
+
+
+def test_one_step_of_so_many_is_said_and_written():
+    lines, writer = [], Writer()
+    with pipeline() as pipe:
+        log = StepLog(pipe, writer, every=2, show=lines.append)
+        said, traces = [], []
+        for _ in range(5):
+            loss = pipe.step(X, target=X)
+            said.append(log(loss))
+            traces.append(pipe.trace)
+    assert [figures is None for figures in said] == [True, False, True, False, True]
+    assert lines == [str(said[1]), str(said[3])]
+    assert sorted(writer.scalars) == [
+        "pipesched/bubble_ratio",
+        "pipesched/busy/rank_0",
+        "pipesched/busy/rank_1",
+        "pipesched/loss",
+        "pipesched/predicted_s",
+        "pipesched/step_s",
+        "pipesched/whole_s",
+    ]
+    assert writer.scalars["pipesched/step_s"] == {1: traces[1].makespan_s, 3: traces[3].makespan_s}
+    assert list(writer.scalars["pipesched/whole_s"]) == [3]
+    assert writer.scalars["pipesched/whole_s"][3] > traces[3].makespan_s
+    assert writer.scalars["pipesched/bubble_ratio"][3] == traces[3].bubble_ratio
+    assert writer.scalars["pipesched/loss"][3] == float(loss)
+    busy = [writer.scalars[f"pipesched/busy/rank_{rank}"][3] for rank in (0, 1)]
+    assert 1 - sum(busy) / 2 == pytest.approx(traces[3].bubble_ratio)
+
+
+def test_nothing_is_said_before_the_first_step_and_numbers_are_the_users():
+    with pipeline() as pipe:
+        log = StepLog(pipe, show=None)
+        assert log() is None
+        pipe.step(X, target=X)
+        assert log(step=41).step == 41
+        assert log().step == 2
+
+
+def test_a_step_of_an_asynchronous_schedule_is_one_of_several_in_its_trace():
+    with pipeline(schedule="pipedream", optimizer=lambda params: torch.optim.SGD(params, lr=0.1)) as pipe:
+        for _ in range(4):
+            pipe.step(X, target=X)
+        pipe.flush()
+        figures = StepLog(pipe, show=None)(torch.zeros(()))
+        assert figures.step_s == pytest.approx(pipe.trace.makespan_s / 4)
+        assert figures.predicted_s is None
+
+
+def test_a_short_batch_is_a_step():
+    with pipeline() as pipe:
+        pipe.step(X[:1], target=X[:1])
+        figures = StepLog(pipe, show=None)()
+        assert figures.step_s == pipe.trace.makespan_s
+        assert figures.predicted_s is None
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5])
+def test_every_is_a_whole_number(every):
+    with pipeline() as pipe, pytest.raises(InputError, match=re.escape(f"at least 1; got {every}; pass 1 or more")):
+        StepLog(pipe, every=every)

@@ -1,0 +1,137 @@
+"""A sheet: what a report has to show, as one picture."""
+
+from collections.abc import Sequence
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipesched.comparison import Comparison
+from pipesched.trace import Trace
+from pipesched.units import quote_time, time_unit
+from pipesched.viz.colours import BUBBLE, HATCH, INK, colour, towards_white
+from pipesched.viz.headline import headline
+from pipesched.viz.legend import patches
+from pipesched.viz.timeline import DPI, draw_timeline, rows_inches
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Candidate", "plot_report"]
+
+_WIDTH = 12.0  # inches
+_LINE = 0.21  # inches of a line of text
+_LETTERS = 150  # a line
+_MOST = 12  # candidates
+_NAMED = 32  # stages beside whose bars there is room for words
+
+
+class Candidate(NamedTuple):
+    """A plan that was weighed. seconds: of a step, as predicted. note: beside its bar. taken, fits: whether it was, or
+    does.
+    """
+
+    label: str
+    seconds: float
+    note: str = ""
+    taken: bool = False
+    fits: bool = True
+
+
+def plot_report(
+    title: str,
+    lines: Sequence[str],
+    candidates: Sequence[Candidate],
+    traces: "Sequence[tuple[str, Trace]]",
+    comparison: Comparison | None = None,
+) -> "Figure":
+    """Draw the findings, the candidates as bars, the timelines on one scale, and the stages' work, both times.
+
+    What is not known is left out. Bars of candidates and timelines have time scales of their own.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    text = [part for line in lines for part in wrap(line, _LETTERS, subsequent_indent="    ")]
+    shown = candidates[:_MOST]
+    inches = [0.55 + 0.26 * len(shown)] if shown else []
+    inches += [0.45 + rows_inches(trace) for _, trace in traces]
+    inches += [2.2] if comparison else []
+    head = 0.5 + _LINE * len(text)
+    height = head + sum(inches) + 0.25 * len(inches) + 0.2
+    below_text = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - head / height))
+    figure = Figure(figsize=(_WIDTH, height), dpi=DPI, layout=below_text)
+    figure.text(0.012, 1 - 0.12 / height, title, fontsize=14, fontweight="bold", va="top", color=INK)
+    figure.text(0.012, 1 - 0.47 / height, "\n".join(text), fontsize=10, va="top", color=INK, linespacing=1.4)
+    if not inches:
+        return figure
+    rows = iter(figure.subplots(len(inches), squeeze=False, gridspec_kw={"height_ratios": inches})[:, 0])
+    if shown:
+        _candidates(next(rows), shown, len(candidates) - len(shown))
+    _timelines(rows, traces)
+    if comparison:
+        _work(next(rows), comparison)
+    return figure
+
+
+def _candidates(ax: "Axes", shown: Sequence[Candidate], left_out: int) -> None:
+    """A bar each, the plan itself in full colour, what does not fit hatched."""
+    longest = max(one.seconds for one in shown)
+    for at, one in enumerate(shown):
+        strong = _colour_of(one)
+        style: dict[str, Any] = {} if one.fits else {"hatch": "////", "edgecolor": HATCH, "linewidth": 0}
+        ax.barh(at, one.seconds, height=0.72, color=strong, **style)
+        words = quote_time(one.seconds) + (f"   {one.note}" if one.note else "")
+        ax.text(one.seconds + 0.006 * longest, at, words, va="center", fontsize=8, color=INK, clip_on=False)
+    ax.set_xlim(0, longest * 1.6)
+    ax.set_ylim(len(shown) - 0.4, -0.6)
+    ax.set_yticks(range(len(shown)), [one.label for one in shown], fontsize=8)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xticks([])
+    ax.spines[["top", "right", "bottom"]].set_visible(False)
+    more = f" ({left_out} more are not shown)" if left_out > 0 else ""
+    ax.set_title(f"what was weighed: a step, as predicted{more}", loc="left", fontsize=11)
+
+
+def _colour_of(one: Candidate) -> str:
+    """Strong for the plan that was taken."""
+    return "#0072b2" if one.taken else BUBBLE if not one.fits else towards_white("#0072b2", 0.6)
+
+
+def _timelines(rows: Any, traces: "Sequence[tuple[str, Trace]]") -> None:
+    if not traces:
+        return
+    until_s = max(trace.makespan_s for _, trace in traces)
+    unit, drawn = time_unit(until_s), []
+    for label, trace in traces:
+        ax = next(rows)
+        draw_timeline(ax, trace, unit, until_s)
+        ax.set_title(headline(trace, label), loc="left", fontsize=11)
+        drawn.append(ax)
+    drawn[-1].set_xlabel(f"time [{unit.name}]", loc="left")
+    entries = patches(*(trace for _, trace in traces))
+    place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2, "borderpad": 0.2}
+    drawn[-1].legend(handles=entries, ncols=len(entries), frameon=False, fontsize=9, handlelength=1.4, **place)
+
+
+def _work(ax: "Axes", comparison: Comparison) -> None:
+    """Each stage's work in a step, by kind: predicted in grey outline to the left, measured in colour to the right."""
+    unit = time_unit(max(max(own.work_s) for own in comparison.stages))
+    for at, own in enumerate(comparison.stages):
+        bottoms = [0.0, 0.0]
+        for kind, pair in own.seconds.items():
+            for side, seconds in enumerate(pair):
+                high = own.counts[kind] * seconds * unit.per_one
+                fill = towards_white(colour(kind), 0.55) if side == 0 else colour(kind)
+                ax.bar(at + (side - 0.5) * 0.4, high, 0.38, bottom=bottoms[side], color=fill)
+                bottoms[side] += high
+        if len(comparison.stages) <= _NAMED:
+            words = "" if own.work_s.off is None else f"{own.work_s.off:+.1%}"
+            weight = "bold" if own is comparison.worst else "normal"
+            style: dict[str, Any] = {"ha": "center", "fontsize": 8, "color": INK, "fontweight": weight}
+            ax.annotate(words, (at, max(bottoms)), xytext=(0, 4), textcoords="offset points", **style)
+    numbers = range(0, len(comparison.stages), 1 + (len(comparison.stages) - 1) // 16)
+    ax.set_xticks(numbers, [f"stage {comparison.stages[at].stage}" for at in numbers], fontsize=8)
+    ax.set_ylabel(f"[{unit.name}]")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.margins(y=0.15)
+    ax.set_title("each stage's work in a step: predicted (light), measured (full)", loc="left", fontsize=11)
