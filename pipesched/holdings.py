@@ -10,7 +10,7 @@ from pipesched.actions import KINDS, Action, Holding, Kind
 from pipesched.columns import Columns, Ints, Mask
 from pipesched.errors import ScheduleError
 
-__all__ = ["Held", "bytes_held", "pairs_held", "peak_in_flight", "rank_limits", "versions_held"]
+__all__ = ["Held", "bytes_held", "pairs_held", "peak_in_flight", "peaks_of_stages", "rank_limits", "versions_held"]
 
 _ENDS = tuple(kind for kind, row in KINDS.items() if Holding.WEIGHT_GRAD in row.gives)
 _TAKERS = {Holding.WEIGHT_GRAD: Kind.I, Holding.ACTIVATIONS: Kind.F, Holding.INPUT: Kind.F}
@@ -66,6 +66,13 @@ def pairs_held(columns: Columns) -> Held:
 def peak_in_flight(actions: Iterable[Action] | Columns) -> int:
     """The most (stage, micro-batch) pairs that one rank's order holds at once."""
     return pairs_held(actions if isinstance(actions, Columns) else Columns.of(actions)).peak
+
+
+def peaks_of_stages(columns: Columns) -> Ints:
+    """The most micro-batches that each stage holds at once. columns: the orders of all ranks, one after the other."""
+    by_stage = columns[np.argsort(columns.stage, kind="stable")]  # each stage holds nothing in the end
+    begins = np.searchsorted(by_stage.stage, np.arange(int(columns.stage.max(initial=-1)) + 1))
+    return np.maximum.reduceat(pairs_held(by_stage).during, begins)
 
 
 def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:

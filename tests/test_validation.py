@@ -9,7 +9,7 @@ from random_programs import fitting, programs, quick
 
 from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
-from pipesched.holdings import peak_in_flight
+from pipesched.holdings import peak_in_flight, peaks_of_stages
 from pipesched.lowering import add_updates
 
 SKIP = "microbatches 1\nedges 0-1 0-2 1-2\n"
@@ -253,6 +253,14 @@ def test_memory_limits_are_one_number_or_one_a_rank(limits):
 )
 def test_a_pair_is_in_flight_from_its_forward_or_recompute_to_its_backward_or_weight_gradient(order, peak):
     assert peak_in_flight(map(Action.parse, order.split())) == peak
+
+
+@quick
+@given(programs())
+def test_the_peak_of_each_stage_is_that_of_its_own_actions(program):
+    actions = [action for order in program.orders for action in order]
+    own = [[action for action in actions if action.stage == stage] for stage in range(program.num_stages)]
+    assert peaks_of_stages(program.columns).tolist() == [*map(peak_in_flight, own)]
 
 
 def test_exactness_is_demanded_only_on_request():

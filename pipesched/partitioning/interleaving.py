@@ -6,9 +6,9 @@ moved at random, always in the same way, and what follows is kept where it is be
 """
 
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -87,14 +87,17 @@ class _Descent:
 
     def __init__(self, problem: Problem, order: list[int], cuts: list[int]) -> None:
         self.order, self.cuts = order, cuts
-        self._slots, self._ranks = problem.line_up.slots, problem.line_up.ranks
+        self._slots, self._ranks = slots, _ = problem.line_up.slots, problem.line_up.ranks
         places = cuts_of(problem.blocks, order)
         toll = problem.toll(places)
         self._spans = problem.spans(order)
-        self._toll = np.broadcast_to(toll.ticks, len(places))
+        self._toll: list[int] = np.broadcast_to(toll.ticks, len(places)).tolist()
         self._blocking = toll.blocking
-        self._work = [(places.work * slot.speed.denominator, slot.speed.numerator) for slot in self._slots]
-        self._memory = [slot.memory(places) for slot in self._slots]
+        work = {each: (places.work * each).tolist() for each in {slot.speed.denominator for slot in slots}}
+        self._work = [(work[slot.speed.denominator], slot.speed.numerator) for slot in slots]
+        alike = {slot.in_flight: slot for slot in slots}
+        held = {count: slot.memory(places).tolist() for count, slot in alike.items()}
+        self._memory = [held[slot.in_flight] for slot in slots]
 
     def run(self) -> Key:
         """Move cuts until none moves; excess of memory, the busiest rank's ticks, and the sum of squares then."""
@@ -131,68 +134,89 @@ class _Descent:
 
     def _count(self) -> None:
         """What each rank computes, waits and holds with these cuts, and how long each link between ranks is busy."""
-        self._loads, self._held = [0] * len(self._ranks), [0.0] * len(self._ranks)
+        self._loads, self._held = [0] * len(self._ranks), [0] * len(self._ranks)
         self._busy = [0] * len(self._slots)
         for stage, slot in enumerate(self._slots):
             here, there = self.cuts[stage : stage + 2]
-            self._loads[slot.rank] += int(self._ticks(stage, here, there))
+            self._loads[slot.rank] += self._ticks(stage, here, there)
             self._held[slot.rank] += self._bytes(stage, here, there)
-            before = self._slots[stage - 1].rank
-            if stage and before != slot.rank:
-                toll = int(self._toll[here])
-                if self._blocking:
-                    self._loads[slot.rank] += toll
-                    self._loads[before] += toll
-                else:
-                    self._busy[stage] = toll
+            if stage:
+                self._pay(stage, 1)
 
-    def _ticks(self, stage: int, begin: Any, end: Any) -> Any:
+    def _ticks(self, stage: int, begin: int, end: int) -> int:
         work, per_tick = self._work[stage]
         return -((work[begin] - work[end]) // per_tick)
 
-    def _bytes(self, stage: int, begin: Any, end: Any) -> Any:
-        return self._memory[stage][end] - self._memory[stage][begin]
+    def _bytes(self, stage: int, begin: int, end: int) -> int:
+        memory = self._memory[stage]
+        return memory[end] - memory[begin]
+
+    def _pay(self, index: int, times: int) -> None:
+        """Count what crossing a cut costs those beside it, or with -1 no longer."""
+        one, other = self._slots[index - 1].rank, self._slots[index].rank
+        toll = times * self._toll[self.cuts[index]] if one != other else 0
+        if self._blocking:
+            self._loads[one] += toll
+            self._loads[other] += toll
+        else:
+            self._busy[index] += toll
 
     def _key(self) -> Key:
-        excess = sum(max(0, self._excess(rank, held)) for rank, held in enumerate(self._held))
-        return int(excess), max(*self._loads, *self._busy), float(sum(load**2 for load in self._loads))
+        excess = sum(self._excess(rank, held) for rank, held in enumerate(self._held))
+        return excess, max(*self._loads, *self._busy), float(sum(load**2 for load in self._loads))
 
-    def _excess(self, rank: int, held: Any) -> Any:
+    def _excess(self, rank: int, held: int) -> int:
         limit = self._ranks[rank].limit
-        return held - limit if limit else held * 0
+        return max(0, held - limit) if limit else 0
 
     def _move(self, index: int) -> bool:
         """Move a cut to its best place, of equal ones the first; whether one is better than where it is."""
         (low, high), here = self._spans[index], self.cuts[index]
+        first, last = max(low, self.cuts[index - 1] + 1), min(high, self.cuts[index + 1] - 1)
+        if first >= last:
+            return False
+        self._count_beside(index, -1)
+        others = max(*self._loads, *self._busy)
+        now = self._key_at(index, here, others)
+        places = self._as_good(index, now, first, last)
+        best = min((self._key_at(index, place, others), place) for place in places)
+        if best[0] < now:
+            self.cuts[index] = best[1]
+        self._count_beside(index, 1)
+        return best[0] < now
+
+    def _as_good(self, index: int, now: Key, first: int, last: int) -> range:
+        """The places of a cut, from the first to the last, where neither stage beside it alone is too much."""
+        excess, slowest, _ = now
+        if not excess:
+            (here, per_tick), (behind, per_tick_behind) = self._work[index - 1 : index + 1]
+            room, room_behind = (slowest - self._loads[slot.rank] for slot in self._slots[index - 1 : index + 1])
+            most = here[self.cuts[index - 1]] + room * per_tick
+            least = behind[self.cuts[index + 1]] - room_behind * per_tick_behind
+            first, last = bisect_left(behind, least, first, last), bisect_right(here, most, first, last + 1) - 1
+        return range(first, last + 1)
+
+    def _count_beside(self, index: int, times: int) -> None:
+        """Count the two stages beside a cut, or with -1 no longer."""
+        for stage in (index - 1, index):
+            rank, begin, end = self._slots[stage].rank, self.cuts[stage], self.cuts[stage + 1]
+            self._loads[rank] += times * self._ticks(stage, begin, end)
+            self._held[rank] += times * self._bytes(stage, begin, end)
+        self._pay(index, times)
+
+    def _key_at(self, index: int, place: int, others: int) -> Key:
+        """The key of the ranks beside a cut, which is at that place; the rest of them is counted."""
+        one, other = self._slots[index - 1].rank, self._slots[index].rank
         before, behind = self.cuts[index - 1], self.cuts[index + 1]
-        places = np.arange(max(low, before + 1), min(high, behind - 1) + 1)
-        if len(places) < 2:
-            return False
-        loads: dict[int, Any] = {}
-        held: dict[int, Any] = {}
-        for stage, new, now in (
-            (index - 1, (before, places), (before, here)),
-            (index, (places, behind), (here, behind)),
-        ):
-            rank = self._slots[stage].rank
-            loads[rank] = loads.get(rank, self._loads[rank]) + self._ticks(stage, *new) - self._ticks(stage, *now)
-            held[rank] = held.get(rank, self._held[rank]) + self._bytes(stage, *new) - self._bytes(stage, *now)
-        toll = self._toll[places] if len(loads) > 1 else np.zeros_like(places)
+        load = self._loads[one] + self._ticks(index - 1, before, place)
+        held = self._held[one] + self._bytes(index - 1, before, place)
+        more, more_held = self._ticks(index, place, behind), self._bytes(index, place, behind)
+        if one == other:
+            load, held = load + more, held + more_held
+            return self._excess(one, held), max(load, others), float(load) ** 2
+        more, more_held = self._loads[other] + more, self._held[other] + more_held
+        toll = self._toll[place]
         if self._blocking:
-            paid = self._toll[here] if len(loads) > 1 else 0
-            loads = {rank: load + toll - paid for rank, load in loads.items()}
-        others = [load for rank, load in enumerate(self._loads) if rank not in loads]
-        others += self._busy[:index] + self._busy[index + 1 :]
-        slowest = np.maximum.reduce([*loads.values(), *([] if self._blocking else [toll])]).clip(max(others, default=0))
-        excess = sum(self._excess(rank, more).clip(0) for rank, more in held.items())
-        squares = sum(load.astype(np.float64) ** 2 for load in loads.values())
-        best = int(np.lexsort((places, squares, slowest, excess))[0])
-        at = here - int(places[0])
-        if (excess[best], slowest[best], squares[best]) >= (excess[at], slowest[at], squares[at]):
-            return False
-        self.cuts[index] = int(places[best])
-        for rank in loads:
-            self._loads[rank], self._held[rank] = int(loads[rank][best]), held[rank][best]
-        if not self._blocking:
-            self._busy[index] = int(toll[best])
-        return True
+            load, more = load + toll, more + toll
+        excess = self._excess(one, held) + self._excess(other, more_held)
+        return excess, max(load, more, toll, others), float(load) ** 2 + float(more) ** 2
