@@ -343,6 +343,9 @@ class _Recorder(TorchFunctionMode):
             self._arguments = None
             by_the_way = sorted(self._by_the_way, key=str)
             result, call = self._new(name, "", taken, _changed(taken, versions), result)
+        except Exception as error:
+            error.add_note(f"while layer {name!r} ran with the given sample")
+            raise
         finally:
             self._inside, self._arguments = False, None
         if call.number and any(buffer._version != version for buffer, version in buffers):

@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,11 @@ def tune(  # noqa: PLR0913  # one parameter an option
 def _model(target: str) -> tuple[Any, Any]:
     """The model and the sample that a function of the user's makes."""
     place, _, name = target.rpartition(":")
+    if target.endswith((".py", ".py:")):
+        raise GraphError(
+            f"MODEL is file.py:function or module:function; {target!r} names no function; pass such as "
+            f"{target.removesuffix(':')}:make, where make() returns (model, sample)"
+        )
     try:
         function: Callable[[], Any] = getattr(_module(place), name)
     except (ImportError, OSError, AttributeError, ValueError) as error:
@@ -149,13 +155,24 @@ def _model(target: str) -> tuple[Any, Any]:
             f"MODEL is file.py:function or module:function, of tune also a saved profile; {target!r} is none that can "
             f"be imported: {error if place else 'it names no function'}; correct the path or the name"
         ) from error
-    made = function() if callable(function) else function
+    made = _called(function, target) if callable(function) else function
     if not isinstance(made, tuple) or len(made) != 2:
         raise GraphError(
             f"the function returns a pair of a model and a sample; {target} returned {type(made).__name__}; "
             f"return (model, sample)"
         )
     return made
+
+
+def _called(function: Callable[..., Any], target: str) -> Any:
+    try:
+        signature(function).bind()
+    except TypeError as error:
+        raise GraphError(
+            f"the function takes nothing and returns (model, sample); {target} takes {signature(function)} ({error}); "
+            f"give each argument a default"
+        ) from None
+    return function()
 
 
 def _module(place: str) -> Any:

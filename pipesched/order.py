@@ -260,8 +260,14 @@ class Schedule:
                     f"schedule {self.name!r} needs a whole number of {what}, at least 1; got {shown(count)}; pass 1 "
                     f"or more"
                 )
-        placement = self.placement(num_ranks, chunks_per_rank * self.num_chains)
         units = num_microbatches * steps * slices
+        if (pairs := num_ranks * chunks_per_rank * self.num_chains * units) > _MOST_PAIRS:
+            raise ScheduleError(
+                f"a program lists the actions of at most {_MOST_PAIRS:,} pairs of a stage and a micro-batch; "
+                f"{self.name!r} has {pairs:,} for "
+                f"{', '.join(f'{count:,} {what}' for what, count in counts.items() if count > 1)}; ask for fewer"
+            )
+        placement = self.placement(num_ranks, chunks_per_rank * self.num_chains)
         shape = Shape(num_ranks, units, chunks_per_rank, placement, self.num_chains, steps, slices)
         orders = self._written(shape, own)
         program = Program(
@@ -325,6 +331,7 @@ def _with_chains(program: Program, shape: Shape) -> Program:
 
 
 #: Options that say what a schedule is written for.
+_MOST_PAIRS = 10**8  # they take some ten gigabytes
 _OF_THE_SHAPE = ("chunks_per_rank", "slices_per_microbatch")
 
 

@@ -36,6 +36,7 @@ from pipesched.planned import Planned
 from pipesched.planning import Programs, Wishes
 from pipesched.profiles import LayerCosts, Profile
 from pipesched.program import Program
+from pipesched.sampled import Form, explained
 from pipesched.search import Offload, limits_of
 from pipesched.sites import InProcess, Inputs, OverMesh, site_for
 from pipesched.stage_module import Wrap
@@ -148,7 +149,11 @@ class Pipeline(Planned):
         wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, keeping, together)
         if (loss_fn, weight, loss_reduction, split_dims) == (None, None, "mean", 0):
             weight = counts(module, self._site.agreed(lambda: counted_labels(module, given)))
-        self._links, self._step = links, 0
+        self._links, self._step, self._form = (
+            links,
+            0,
+            Form.of(*given) if inputs == "all" or self._site.holds(0) else None,
+        )
         automatic = Automatic(
             model,
             module,
@@ -217,6 +222,7 @@ class Pipeline(Planned):
 
     # ---- running ----------------------------------------------------------------------------------------------
 
+    @explained
     def step(
         self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
     ) -> Any:
@@ -297,6 +303,7 @@ class Pipeline(Planned):
         """
         return self._stream.flush() if self._stream is not None and self._stream.open else None
 
+    @explained
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
     ) -> Any:
@@ -334,6 +341,7 @@ class Pipeline(Planned):
             )
         return self._site.executor
 
+    @explained
     def forward(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
         """The model's output for a mini-batch, on the last stage's device.
 

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
 from hashlib import blake2b
 from os import PathLike
 from typing import Any
 
 from pipesched import schedules
 from pipesched.alternatives import Alternative
-from pipesched.checks import as_path, shown
+from pipesched.checks import as_path, check_type, shown
 from pipesched.costs import Costs
 from pipesched.dependencies import StageGraph, chain
 from pipesched.errors import ScheduleError
@@ -161,6 +162,7 @@ class Plan:
         schedule makes another one than it did when the plan was saved. As ``program`` there may always be its lines. Of
         stages that were edited nothing else is known: what was measured, weighed and tied was that of others.
         """
+        _check_known("a plan", values, (*_KEYS, *_MORE))
         try:
             program = _read_program(values)
             costs = Costs.from_dict(values["costs"]) if values.get("costs") else None
@@ -222,7 +224,18 @@ def _as_name(layer: Any) -> str:
     return layer
 
 
+def _check_known(what: str, values: Any, known: Sequence[str]) -> None:
+    """Raise ArgumentError for what is no mapping, ScheduleError for an entry that nobody reads."""
+    check_type(values, Mapping, f"{what} has {', '.join(known)}", "save it again")
+    for name in values:
+        if name not in known:
+            near = get_close_matches(str(name), known, 1)
+            meant = f", nearest to {near[0]!r}" if near else ""
+            raise ScheduleError(f"{what} has {', '.join(known)}; got {shown(name)}{meant}; correct it or leave it out")
+
+
 _KEYS = ("schedule", "stages", "checkpoint", "program")
+_MORE = ("options", "num_ranks", "num_microbatches", "predicted", "ties", "alternatives", "partition", "costs")
 
 
 def _schedule(name: str, options: Mapping[str, Any], chunks: int) -> Schedule:
@@ -237,6 +250,7 @@ def _read_program(values: Mapping[str, Any]) -> Program:
     given = values["program"]
     if not isinstance(given, Mapping):
         return Program.parse("\n".join(given))
+    _check_known("a plan's program", given, ("edges", "digest"))
     name, num_ranks, num_microbatches = values["schedule"], values["num_ranks"], values["num_microbatches"]
     schedule = _schedule(name, values.get("options", {}), len(values["stages"]) // num_ranks)
     program = schedule.program(num_ranks, num_microbatches)

@@ -303,7 +303,9 @@ class Trace:
         """
         try:
             values = json.loads(as_path(path).read_text(encoding="utf-8"))
-            return cls.from_dict(_from_chrome(values) if "traceEvents" in values else values)
+            return cls.from_dict(
+                _from_chrome(values) if isinstance(values, dict) and "traceEvents" in values else values
+            )
         except (TypeError, ValueError, KeyError) as error:  # of all that is wrong with a file
             raise ScheduleError(f"{path}: {error}") from error
 

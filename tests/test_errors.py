@@ -317,7 +317,23 @@ def test_scripts_without_a_model_are_named(tmp_path, command, model):
     ran = CliRunner().invoke(main, [*command, model.format(folder=tmp_path, script=script)])
     assert ran.exit_code == 1
     assert isinstance(ran.exception, SystemExit)
-    assert "correct the path" in ran.stderr or "return (model, sample)" in ran.stderr
+    assert "correct the path" in ran.stderr or "(model, sample)" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("", "names no function; pass such as {script}:make, where make() returns (model, sample)"),
+        (":", "names no function; pass such as {script}:make"),
+        (":sized", "{script}:sized takes (size) (missing a required argument: 'size'); give each argument a default"),
+    ],
+)
+def test_scripts_without_a_function_that_takes_nothing_say_what_to_name(tmp_path, name, says):
+    script = tmp_path / "own_script.py"
+    script.write_text("def sized(size): ...\n")
+    ran = CliRunner().invoke(main, ["tune", f"{script}{name}", "--batch", "8"])
+    assert ran.exit_code == 1
+    assert says.format(script=script) in ran.stderr
 
 
 def test_the_endings_are_those_of_reports():

@@ -1,5 +1,7 @@
 """Every argument of Pipeline with values that it does not take, and what else goes wrong with models and steps."""
 
+import re
+
 import pytest
 import torch
 from test_pipeline_errors import ONES, build, linears, mse, refused
@@ -9,6 +11,7 @@ from wrong_values import refused as strange_refused
 
 from pipesched import Links, Pipeline, graph_of, profile
 from pipesched.errors import (
+    ArgumentError,
     DeviceCountError,
     GraphError,
     InputError,
@@ -347,3 +350,64 @@ def test_a_batch_that_is_not_dense():
         pytest.raises(InputError, match=r"has one of layout torch\.sparse_coo; pass it d"),
     ):
         pipe.step(ONES.to_sparse(), target=ONES)
+
+
+# ---- batches in another form than the sample's ----------------------------------------------------------------------
+
+
+class Keyed(nn.Module):
+    """Takes one argument, a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = linears()
+
+    def forward(self, batch):
+        return self.layers(batch["x"])
+
+
+class Named(Keyed):
+    """Takes keywords alone."""
+
+    def forward(self, *, x, mask=None):
+        return self.layers(x) if mask is None else self.layers(x) * mask
+
+
+@pytest.mark.parametrize("method", ["step", "evaluate", "forward"])
+@pytest.mark.parametrize(
+    ("model", "sample", "args", "kwargs", "own", "given", "why"),
+    [
+        (Keyed, ({"x": ONES},), (ONES,), {}, "{'x': tensor}", "tensor", "GraphError"),
+        (Keyed, ({"x": ONES},), ((ONES,),), {}, "{'x': tensor}", "(tensor,)", "TypeError: tuple indices"),
+        (Keyed, ({"x": ONES},), ({"y": ONES},), {}, "{'x': tensor}", "{'y': tensor}", "KeyError: 'x'"),
+        (Keyed, ({"x": ONES},), (), {"x": ONES}, "{'x': tensor}", "x=tensor", "TypeError: .* keyword argument 'x'"),
+        (Named, {"x": ONES}, (ONES,), {}, "x=tensor", "tensor", "TypeError: .* takes 1 positional argument"),
+        (Named, {"x": ONES, "mask": ONES}, (), {"x": ONES}, "mask=tensor, x=tensor", "x=tensor", "GraphError"),
+        (linears, ONES, ([ONES],), {}, "tensor", "[tensor]", "TypeError: linear"),
+    ],
+)
+def test_a_batch_in_another_form_than_the_samples(method, model, sample, args, kwargs, own, given, why):
+    forms = rf"{method}\({re.escape(own)}\); got {method}\({re.escape(given)}\)"
+    match = rf"in the form of the sample, {forms}, with which the model raises {why}.*; pass it so"
+    with Pipeline(model(), sample, loss_fn=mse, devices=["cpu"] * 2, boundaries=[2]) as pipe:
+        target = {} if method == "forward" else {"target": ONES}
+        with pytest.raises(ArgumentError, match=match) as caught:
+            getattr(pipe, method)(*args, **kwargs, **target)
+        assert isinstance(caught.value, TypeError)
+        assert "micro-batch 0), rank" in caught.value.__notes__[0]
+
+
+def test_a_batch_in_another_form_that_serves_is_none():
+    with Pipeline(Keyed(), ({"x": ONES},), loss_fn=mse, devices=["cpu"] * 2, boundaries=[2]) as pipe:
+        assert pipe.step({"x": ONES, "id": 3}, target=ONES).isfinite()
+
+
+def test_what_a_layer_raises_of_a_batch_in_the_samples_form_is_its_own():
+    with build(boundaries=[2]) as pipe, pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        pipe.step(torch.ones(4, 7), target=ONES)
+
+
+def test_a_sample_that_a_captured_models_layer_refuses_names_it():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        Pipeline(Keyed(), ({"x": torch.ones(2, 7)},), devices=["cpu"] * 2)
+    assert caught.value.__notes__ == ["while layer 'layers.0' ran with the given sample"]

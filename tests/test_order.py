@@ -76,6 +76,15 @@ def test_an_unknown_option_is_refused_with_the_known_ones(ask):
         ask(schedules.get("gpipe"), chunks_per_rank=2)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "num_microbatches", "says"),
+    [(4, 10**9, r"4,000,000,000 for 4 ranks, 1,000,000,000 micro-"), (10**9, 1, r"1,000,000,000 for 1,000,000,000 ra")],
+)
+def test_a_program_that_no_memory_holds_is_refused_before_it_is_made(num_ranks, num_microbatches, says):
+    with pytest.raises(ScheduleError, match=rf"at most 100,000,000 pairs of .*; '1f1b' has {says}.*; ask for fewer"):
+        schedules.get("1f1b").program(num_ranks, num_microbatches)
+
+
 @pytest.mark.parametrize("count", [0, -1, 2.0, "2", None])
 def test_counts_are_whole_numbers_from_1(count):
     with pytest.raises(ScheduleError, match=f"whole number of ranks, at least 1; got {count!r}"):

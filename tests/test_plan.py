@@ -243,7 +243,7 @@ def test_a_file_that_is_no_json_is_named(tmp_path, text):
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"text"'])
 def test_a_file_of_another_kind_of_json_is_named(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(ScheduleError, match=r"plan\.json: a plan has schedule, stages, checkpoint, program"):
+    with pytest.raises(ScheduleError, match=r"plan\.json: a plan has schedule, stages, .*; got .*; save it again"):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -264,6 +264,13 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         ("program", ["microbatches 1", "rank 0: 0F0 0Z0"], r"line 2: .*0Z0"),
         ("program", 3, r"is missing or wrong"),
         ("program", {"digest": 3}, r"the plan has 3: it is of another version"),
+        (
+            "program",
+            {"digset": ""},
+            r"a plan's program has edges, digest; got 'digset', nearest to 'digest'; correct it",
+        ),
+        ("chekpoint", "always", r"a plan has .*; got 'chekpoint', nearest to 'checkpoint'; correct it or leave it out"),
+        ("comment", "mine", r"a plan has .*; got 'comment'; correct it or leave it out"),
         ("program", {"edges": [[0, 9]]}, r"is missing or wrong"),
         ("num_ranks", 0, r"is missing or wrong"),
         ("num_microbatches", 4.5, r"whole number of micro-batches"),
