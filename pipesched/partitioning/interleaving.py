@@ -87,6 +87,7 @@ class _Descent:
 
     def __init__(self, problem: Problem, order: list[int], cuts: list[int]) -> None:
         self.order, self.cuts = order, cuts
+        self._seen: set[tuple[int, ...]] = set()  # from where it is known to which key cuts lead
         self._slots, self._ranks = slots, _ = problem.line_up.slots, problem.line_up.ranks
         places = cuts_of(problem.blocks, order)
         toll = problem.toll(places)
@@ -94,15 +95,18 @@ class _Descent:
         self._toll: list[int] = np.broadcast_to(toll.ticks, len(places)).tolist()
         self._blocking = toll.blocking
         work = {each: (places.work * each).tolist() for each in {slot.speed.denominator for slot in slots}}
-        self._work = [(work[slot.speed.denominator], slot.speed.numerator) for slot in slots]
+        self._work: list[tuple[list[int], int]] = [
+            (work[slot.speed.denominator], slot.speed.numerator) for slot in slots
+        ]
         alike = {slot.in_flight: slot for slot in slots}
         held = {count: slot.memory(places).tolist() for count, slot in alike.items()}
-        self._memory = [held[slot.in_flight] for slot in slots]
+        self._memory: list[list[int]] = [held[slot.in_flight] for slot in slots]
 
     def run(self) -> Key:
         """Move cuts until none moves; excess of memory, the busiest rank's ticks, and the sum of squares then."""
         self._count()
         for _ in range(_ROUNDS):
+            self._seen.add(tuple(self.cuts))
             moved = [self._move(index) for index in range(1, len(self._slots))]
             if not any(moved):
                 break
@@ -126,7 +130,7 @@ class _Descent:
             last = min(len(self._slots), first + generator.randint(2, 4))
             between = range(cuts[first - 1] + 1, cuts[last])
             self.cuts[first:last] = sorted(generator.sample(between, last - first))
-            if not self._keeps_pins() or self.run() >= key:
+            if tuple(self.cuts) in self._seen or not self._keeps_pins() or self.run() >= key:
                 self.key, self.cuts = key, cuts
 
     def _keeps_pins(self) -> bool:
