@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from pipesched import schedules
 from pipesched.candidates import Candidate
@@ -10,12 +11,14 @@ from pipesched.memory import rank_memory
 from pipesched.order import Schedule
 from pipesched.room import Room
 from pipesched.search import Search
+from pipesched.searched import Searched
 from pipesched.units import quote_bytes
 
-__all__ = ["infeasible", "least_limit", "no_cut"]
+__all__ = ["Fits", "infeasible", "leanest", "least_limit", "no_cut"]
 
 _FINE = 1.01  # how near the smallest limit is found
 _MOST_TIMES = 16  # as many ranks
+_A_PASS = 3  # times what is spent in need
 _LOOKED_AT = 3  # schedules, where it is asked whether any plan keeps a limit
 
 
@@ -34,11 +37,9 @@ def no_cut(search: Search) -> PartitionError:
     )
 
 
-def infeasible(search: Search, thrifty: list[Schedule]) -> MemoryLimitError:
-    """The error for a search without a plan. thrifty: its schedules by what they need, as `Room` has them."""
-    fits = _Fits({repr(search.checkpoint): thrifty})
+def infeasible(search: Search, least: int, fits: "Fits") -> MemoryLimitError:
+    """The error for a search without a plan. least: bytes of each rank with which there is one."""
     limit = min(search.memory_limit_bytes or ())
-    least = least_limit(search, fits)
     text = (
         f"every rank holds its weights, gradients and activations; no plan for {search.num_ranks} ranks and a batch of "
         f"{search.batch_size} rows fits in {quote_bytes(limit)} a rank: "
@@ -46,7 +47,7 @@ def infeasible(search: Search, thrifty: list[Schedule]) -> MemoryLimitError:
     alone = _largest_layer(search)
     if alone[1] > limit:
         text += f"layer {alone[0]!r} alone needs {quote_bytes(alone[1])} for one micro-batch, on any rank; "
-    text += f"the least that does is {quote_bytes(least)}, {quote_bytes(least - limit)} more"
+    text += f"the least that does is {least} bytes ({quote_bytes(least)}), {quote_bytes(least - limit)} more"
     if search.checkpoint == "never" and fits(replace(search, checkpoint=None)):
         text += ", or this limit with checkpoint='always'"
     text += _on_the_host(search, fits)
@@ -55,7 +56,7 @@ def infeasible(search: Search, thrifty: list[Schedule]) -> MemoryLimitError:
     return MemoryLimitError(f"{text}, or smaller micro-batches")
 
 
-def _on_the_host(search: Search, fits: "_Fits") -> str:
+def _on_the_host(search: Search, fits: "Fits") -> str:
     """What makes the limit enough where activations may wait on the host, if they may not and that is another memory;
     however long their copies take.
     """
@@ -71,42 +72,53 @@ def _on_the_host(search: Search, fits: "_Fits") -> str:
     return text if machine.host_bytes_per_s else f"{text} and a profile that knows host_bytes_per_s"
 
 
-def least_limit(search: Search, fits: "_Fits | None" = None) -> int:
-    """The smallest limit of all ranks with which there is a plan: of the thriftiest schedules, then of whatever has
-    room with less.
-    """
-    fits = fits or _Fits({})
+def least_limit(search: Search) -> int:
+    """The least limit of all ranks with which there is a plan."""
+    return max(leanest(search, Fits({})).peak_bytes)
 
-    def holds(limit: int, only: Candidate | None = None) -> bool:
+
+def leanest(search: Search, fits: "Fits") -> Searched:
+    """The plan that needs the least memory, whatever the limit: of the thriftiest schedules, then of whatever has room
+    with less, until nothing has, or there is no time to ask.
+    """
+
+    def within(limit: int, only: Candidate | None = None) -> Searched | None:
         return fits(replace(search, memory_limit_bytes=(limit,) * search.num_ranks), only)
 
-    low = high = asked = max(1, min(search.memory_limit_bytes or (1,)))
-    while not holds(high):
-        low, high = high, high * 2
-    high = _smallest(low, high, holds)
-    for candidate in fits.others(search):
-        less = int(high / _FINE)
-        if less > asked and holds(less, candidate):
-            high = _smallest(asked, less, lambda limit, own=candidate: holds(limit, own))  # type: ignore[misc]
-    return high
+    low = max(1, Room(search).least_bytes(min(search.num_microbatches)) // search.num_ranks)
+    high, found = low, None
+    while found is None:
+        high *= 2
+        found = within(high)
+    found = _leaner(found, low, within)
+    begun: Searched | None = None
+    while begun is not found:
+        begun = found
+        for candidate in fits.others(search):
+            if other := within(int(max(found.peak_bytes) / _FINE), candidate):
+                found = _leaner(other, low, partial(within, only=candidate))
+    return found
 
 
-def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The smallest that holds, where high does, and what is below low does not."""
-    while high > low * _FINE and high > low + 1:
+def _leaner(found: Searched, low: int, within: Callable[[int], Searched | None]) -> Searched:
+    """By bisection the one that needs the least. within: one that keeps a limit; none keeps low."""
+    while (high := max(found.peak_bytes)) > low * _FINE and high > low + 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+        if other := within(middle):
+            found = other
+        else:
+            low = middle
+    return found
 
 
-def _ranks(search: Search, fits: "_Fits") -> int | None:
+def _ranks(search: Search, fits: "Fits") -> int | None:
     """The fewest ranks, with the limit of the smallest, that have a plan; None where none is found."""
     limit = min(search.memory_limit_bytes or (1,))
     most = min(len(search.pins.layers), search.num_ranks * _MOST_TIMES)
 
     def enough(count: int) -> bool:
         asked = replace(search, num_ranks=count, memory_limit_bytes=(limit,) * count, num_stages=None)
-        return fits(asked)
+        return fits(asked) is not None
 
     if search.num_stages is not None or not enough(most):
         return None
@@ -126,28 +138,35 @@ def _largest_layer(search: Search) -> tuple[str, int]:
     return max(zip(layers, (own.total_bytes for own in needs), strict=True), key=lambda each: each[1])
 
 
-class _Fits:
-    """Whether searches have plans. By which schedules that is seen is found once for each way of checkpointing."""
+class Fits:
+    """Plans that keep the limits of searches. By which schedules that is seen is found once for each way of
+    checkpointing.
 
-    def __init__(self, thrifty: dict[str, list[Schedule]]) -> None:
-        self._thrifty = thrifty
+    thrifty: the schedules by what they need, as `Room` has them. spend: is told of the actions that could have been
+    simulated.
+    """
+
+    def __init__(self, thrifty: dict[str, list[Schedule]], spend: Callable[[float], object] = lambda _: None) -> None:
+        self._thrifty, self._spend = thrifty, spend
         self.spent = 0.0
 
-    def __call__(self, search: Search, only: Candidate | None = None) -> bool:
-        """only: whether this one has room."""
+    def __call__(self, search: Search, only: Candidate | None = None) -> Searched | None:
+        """only: of this one."""
         room, checkpoint = Room(search), repr(search.checkpoint)
         if only is not None:
-            found = room.has_room(only)
-            self.spent += room.spent
-            return found
-        if checkpoint not in self._thrifty:
-            self._thrifty[checkpoint] = room.thrifty
-        return room.has_a_plan(self._thrifty[checkpoint][:_LOOKED_AT])
+            found = room.plan_of(only)
+        else:
+            if checkpoint not in self._thrifty:
+                self._thrifty[checkpoint] = room.thrifty
+            found = room.any_plan(self._thrifty[checkpoint][:_LOOKED_AT])
+        self.spent += room.spent
+        self._spend(room.spent)
+        return found and Searched(*found, 0, search.memory_limit_bytes, search.posted)
 
     def others(self, search: Search) -> Iterator[Candidate]:
         """Those that may need the least memory first, as far as there is time to ask."""
         self.spent, room = 0.0, Room(search)
         for candidate in room.by_thrift(room.candidates(), self._thrifty[repr(search.checkpoint)]):
-            if self.spent > room.in_need:
+            if self.spent > _A_PASS * room.in_need:
                 return
             yield candidate

@@ -29,6 +29,8 @@ _A_FIT = 2  # actions that could be simulated while it is found what ranks need 
 _TRIES = 6  # at cuts under a limit of memory
 
 Choices = tuple[Literal["recompute", "offload"], ...]
+#: A candidate, and a cut of it that keeps the limits.
+Fitting = tuple[Candidate, Stages, Costs]
 
 
 class Room:
@@ -38,7 +40,6 @@ class Room:
         self._search, self._progress = search, progress
         self._left: float = search.effort
         self._cuts: dict[Any, tuple[Stages, Mapping[str, Keep], list[float]] | None] = {}
-        self._kept_bytes: int | None = None
 
     def candidates(self) -> Iterator[Candidate]:
         """All that may be asked about."""
@@ -69,21 +70,22 @@ class Room:
 
         return sorted(every, key=lambda each: (-each.num_ranks, -each.num_microbatches, place(each)))
 
-    def has_a_plan(self, looked_at: Sequence[Schedule] | None = None) -> bool:
-        """Whether anything fits, as far as these schedules, or all, show with most ranks and smallest micro-batches."""
+    def any_plan(self, looked_at: Sequence[Schedule] | None = None) -> Fitting | None:
+        """One that fits, as far as these schedules, or all, show with most ranks and smallest micro-batches."""
         search, free = self._search, self._search.memory_limit_bytes is None
         both = not free and search.checkpoint is None and search.may_offload
         for candidate in [each for each in self._largest() if looked_at is None or each.schedule in looked_at]:
             own = candidate.recomputing(search.checkpoint or LADDER[-1])
-            if self._cut(own, None) if free else next(self._squeezed(own), None):
-                return True
-            if both and next(self._squeezed(candidate, ("recompute", "offload")), None):
-                return True
-        return False
+            found = next(self._fitting(own) if free else self._squeezed(own), None)
+            if found is None and both:
+                found = next(self._squeezed(candidate, ("recompute", "offload")), None)
+            if found is not None:
+                return found
+        return None
 
-    def has_room(self, candidate: Candidate) -> bool:
-        """Whether this one has a cut that keeps the limits."""
-        return self._may_hold(candidate) and next(self._fitting(candidate), None) is not None
+    def plan_of(self, candidate: Candidate) -> Fitting | None:
+        """One of this candidate that keeps the limits."""
+        return next(self._fitting(candidate), None) if self._may_hold(candidate) else None
 
     def _largest(self) -> list[Candidate]:
         """Candidates of most ranks and the smallest micro-batches, the simplest first; such as search for an order only
@@ -96,12 +98,21 @@ class Room:
 
     def _may_hold(self, candidate: Candidate) -> bool:
         """Whether its ranks together may hold what layers keep all the time, each of them once."""
-        if (limits := self._search.memory_limit_bytes) is None:
-            return True
-        if self._kept_bytes is None:
-            whole = self._search.profile.costs([list(self._search.pins.layers)], min(self._search.profile.graphs))
-            self._kept_bytes = whole.weight_bytes[0] + whole.buffer_bytes[0] + whole.optimizer_bytes[0]
-        return self._kept_bytes <= sum(limits[: candidate.num_ranks])
+        limits = self._search.memory_limit_bytes
+        return limits is None or self.least_bytes(candidate.num_microbatches) <= sum(limits[: candidate.num_ranks])
+
+    def least_bytes(self, num_microbatches: int) -> int:
+        """What all ranks together need at least: what layers keep all the time, and with the backward of a second
+        micro-batch all gradients.
+        """
+        whole = self._whole
+        kept = whole.weight_bytes[0] + whole.buffer_bytes[0] + whole.optimizer_bytes[0]
+        return kept + (whole.gradient_bytes[0] if num_microbatches > 1 else 0)
+
+    @cached_property
+    def _whole(self) -> Costs:
+        """All layers as one stage."""
+        return self._search.profile.costs([list(self._search.pins.layers)], min(self._search.profile.graphs))
 
     @property
     def in_need(self) -> float:
@@ -131,7 +142,7 @@ class Room:
 
     # ---- where layers are cut ---------------------------------------------------------------------------------------
 
-    def _fitting(self, candidate: Candidate) -> Iterator[tuple[Candidate, Stages, Costs]]:
+    def _fitting(self, candidate: Candidate) -> Iterator[Fitting]:
         """The candidate's cuts that keep the limits: one where nothing is recomputed, or one for each mode."""
         asked, limits = self._search.checkpoint, self._search.memory_limit_bytes
         cut = self._cut(candidate.recomputing(LADDER[0] if asked is None else asked), None)
@@ -149,7 +160,7 @@ class Room:
             for mode in LADDER[1:]:
                 yield from self._squeezed(candidate.recomputing(mode))
 
-    def _kept_by_layer(self, candidate: Candidate) -> Iterator[tuple[Candidate, Stages, Costs]]:
+    def _kept_by_layer(self, candidate: Candidate) -> Iterator[Fitting]:
         """The cuts under the limits with what becomes of each layer's activations, chosen together: recomputed alone,
         and where some may wait on the host both.
         """
@@ -158,7 +169,7 @@ class Room:
         if not both or any(own.offloads for own, _, _ in both):
             yield from self._squeezed(candidate, ("recompute",))
 
-    def _squeezed(self, candidate: Candidate, choices: Choices = ()) -> Iterator[tuple[Candidate, Stages, Costs]]:
+    def _squeezed(self, candidate: Candidate, choices: Choices = ()) -> Iterator[Fitting]:
         """The cut under the limits, if there is one: where a rank needs more than its limit, the cut is asked for so
         much less than what it has counted; for half as much less where there is none. choices: what may be done with
         layers' activations, which is chosen with the cut.

@@ -23,8 +23,7 @@ from pipesched.alternatives import Alternative
 from pipesched.bounds import lower_bound
 from pipesched.candidates import LADDER, Candidate
 from pipesched.costs import Costs
-from pipesched.errors import PipeschedError
-from pipesched.infeasible import infeasible, no_cut
+from pipesched.infeasible import Fits, infeasible, leanest, no_cut
 from pipesched.links import Links
 from pipesched.placement import Placement
 from pipesched.plan import Plan, Tie
@@ -74,17 +73,23 @@ class Tuner(Room):
         if in_need := not self._found:
             self._thrifty_first(rest)
         if not self._found:
-            raise self._nothing()
+            self._found.append(self._leanest())
         fastest = self.best()[0].step_s
         for found in [found for found in self.best() if found.step_s <= _NEAR * fastest]:
             share = (for_cuts if in_need else self._left) / 2
             self._found.append(self._refined(found, until=self._left - share))
         return simplest(self._found)
 
-    def _nothing(self) -> PipeschedError:
-        limited = self._search.memory_limit_bytes is not None
-        is_cut = limited and Room(replace(self._search, memory_limit_bytes=None)).has_a_plan()
-        return infeasible(self._search, self.thrifty) if is_cut else no_cut(self._search)
+    def _leanest(self) -> Searched:
+        """What needs the least memory. Raises as ``find_plan`` where that is more than there is."""
+        search = self._search
+        if search.memory_limit_bytes is None or not Room(replace(search, memory_limit_bytes=None)).any_plan():
+            raise no_cut(search)
+        fits = Fits({repr(search.checkpoint): self.thrifty}, self._spend)
+        found = leanest(search, fits)
+        if any(replace(found, limit_bytes=search.memory_limit_bytes).excess_bytes):
+            raise infeasible(search, max(found.peak_bytes), fits)
+        return self.simulated(found.candidate, found.stages, found.costs)
 
     # ---- candidates, the most promising first -----------------------------------------------------------------------
 

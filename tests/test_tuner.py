@@ -231,6 +231,29 @@ def test_what_fits_with_a_large_effort_fits_with_a_small_one_and_the_least_limit
         assert find_plan(replace(asked, effort=SMALL)).alternatives[0].peak_bytes <= limit
 
 
+@settings(max_examples=6)
+@given(
+    times=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=4, max_size=6),
+    heavy=st.sampled_from([100, 1_000, 10_000]),
+    ranks=st.integers(2, 3),
+    schedule=st.sampled_from([None, "1f1b", "interleaved-1f1b"]),
+    checkpoint=st.sampled_from([None, "never", "always"]),
+)
+def test_the_least_limit_that_an_error_names_is_enough_and_the_same_whatever_the_limit(
+    times, heavy, ranks, schedule, checkpoint
+):
+    wished = None if schedule is None else schedules.get(schedule)
+    asked = search(times, ranks, (2, 8), {"activation_bytes": heavy}, schedule=wished, checkpoint=checkpoint)
+    asked = replace(asked, effort=SMALL)
+    with pytest.raises(MemoryLimitError) as caught:
+        find_plan(replace(asked, memory_limit_bytes=(100,) * ranks))
+    least = int(str(caught.value).split("the least that does is ")[1].split(" bytes")[0])
+    plan = find_plan(replace(asked, memory_limit_bytes=(least,) * ranks))
+    assert plan.alternatives[0].peak_bytes <= least
+    with pytest.raises(MemoryLimitError, match=f"the least that does is {least} bytes"):
+        find_plan(replace(asked, memory_limit_bytes=(int(least / 1.01),) * ranks))
+
+
 def test_fewer_layers_than_ranks_do_not_hide_that_memory_is_what_lacks():
     with pytest.raises(MemoryLimitError, match="the least that does is"):
         find_plan(search([1.0] * 3, 4, (4,), memory_limit_bytes=(500,) * 4))
