@@ -14,7 +14,7 @@ from pipesched.search import Search
 from pipesched.searched import Searched
 from pipesched.units import quote_bytes
 
-__all__ = ["Fits", "infeasible", "leanest", "least_limit", "no_cut"]
+__all__ = ["Fits", "infeasible", "leanest", "no_cut"]
 
 _FINE = 1.01  # how near the smallest limit is found
 _MOST_TIMES = 16  # as many ranks
@@ -70,11 +70,6 @@ def _on_the_host(search: Search, fits: "Fits") -> str:
     if search.checkpoint is not None:
         text += " and without checkpoint="
     return text if machine.host_bytes_per_s else f"{text} and a profile that knows host_bytes_per_s"
-
-
-def least_limit(search: Search) -> int:
-    """The least limit of all ranks with which there is a plan."""
-    return max(leanest(search, Fits({})).peak_bytes)
 
 
 def leanest(search: Search, fits: "Fits") -> Searched:
