@@ -181,7 +181,7 @@ def write_profiles(path: Path, processes: dict[int, Overheads]) -> None:
             found.setdefault(name, []).append(one)
     saved = {}
     for case in COMPUTING + SLEEPING:
-        one = sorted(found[case.model], key=lambda profile: layers_s(profile, case.rows))[PROFILES // 2]
+        one = sorted(found[case.model], key=lambda own: layers_s(own, case.rows))[PROFILES // 2]
         saved[case.key] = replace(one, machine=machines.get(case.ranks, Machine())).to_dict()
     path.write_text(json.dumps(saved))
 
@@ -293,13 +293,11 @@ def show(cases: Sequence[Case], path: Path, ranks_are: RanksAre, steps: int) -> 
         costs = costs_of(case, profiles, ranks_are)
         bare_s = simulate(case.program, replace(costs, overheads=None)).makespan_s
         said_s, took_s = simulate(case.program, costs).makespan_s, median(makespans)
-        errors.append(abs(said_s / took_s - 1))
+        found = [one_s / took_s - 1 for one_s in (said_s, bare_s)]
+        errors.append(abs(found[0]))
         shape = f"{case.model:13}{case.schedule:17}{case.ranks:6}{case.program.num_stages:7}{case.microbatches:4}"
-        times = f"{said_s * 1e3:11.1f}{took_s * 1e3:10.1f}{min(makespans) * 1e3:9.1f}{max(makespans) * 1e3:9.1f}"
-        print(
-            f"{ranks_are:10}{shape}{times}{said_s / took_s - 1:+10.1%}{bare_s / took_s - 1:+10.1%}{disturbed:6}",
-            flush=True,
-        )
+        times = "".join(f"{one_s * 1e3:10.1f}" for one_s in (said_s, took_s, min(makespans), max(makespans)))
+        print(f"{ranks_are:10}{shape}{times}{''.join(f'{error:+10.1%}' for error in found)}{disturbed:6}", flush=True)
     return errors
 
 
@@ -320,8 +318,8 @@ def main() -> None:
     if "profile" in args.only:
         overheads = {ranks: in_ranks(ranks, probed, ranks)[0] for ranks in (RANKS, *args.ranks)}
         elsewhere(write_profiles, args.file, overheads)
-    print(f"{'':10}{'':13}{'':17}{'ranks':>6}{'stages':>7}{'m':>4}{'predicted':>11}{'measured':>10}{'fastest':>9}"
-          f"{'slowest':>9}{'error':>10}{'bare':>10}{'again':>6}")  # fmt: skip
+    names = "predicted", "measured", "fastest", "slowest", "error", "bare"
+    print(f"{'':40}{'ranks':>6}{'stages':>7}{'m':>4}{''.join(f'{name:>10}' for name in names)}{'again':>6}")
     computing = [case for case in COMPUTING if case.model in args.models]
     asleep = [case for case in SLEEPING if case.ranks in args.ranks]
     run = partial(show, path=args.file, steps=args.steps)

@@ -276,13 +276,16 @@ def _ratios(new: LayerCosts, first: LayerCosts) -> dict[str, float]:
 
 
 def _scaled(graph: "nx.DiGraph[str]", factors: Mapping[str, Mapping[str, float]]) -> "nx.DiGraph[str]":
-    """The layers of a profile with other times; what they wait changes as forward and backward do."""
+    """The layers of a profile with other times; what they wait, and are hindered, changes as forward and
+    backward do.
+    """
     scaled = graph.copy()
     for name, node in scaled.nodes(data=True):
         first = costs_of(graph, name)
         new = _times(first, factors[name])
         took_s = first.forward_s + first.backward_s
         node.update({time: getattr(new, time) for time in TIMES})
-        if first.waiting_s and took_s:
-            node["waiting_s"] = first.waiting_s * (new.forward_s + new.backward_s) / took_s
+        for what in ("waiting_s", "crowded_s"):
+            if getattr(first, what) and took_s:
+                node[what] = getattr(first, what) * (new.forward_s + new.backward_s) / took_s
     return scaled

@@ -112,7 +112,7 @@ class Known:
         new = dict(self.layers)
         for name, costs in layers.items():
             times: dict[str, Any] = {time: getattr(costs, time) * fastest for time in TIMES}
-            new[name] = replace(costs, **times)
+            new[name] = replace(costs, **times, crowded_s=0.0)  # of what was measured it is a part
         slow = {device: self.slowness(device) / fastest for device in {*self.slow, *devices}}
         return replace(self, layers=new, slow={device: own for device, own in slow.items() if own != 1})
 

@@ -1,7 +1,7 @@
 """Overheads: what ranks take beside the work of their stages, and what they take from each other; and a machine's."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -56,6 +56,16 @@ class Overheads:
         most = len(self.crowding)
         within: Floats = np.interp(load, np.arange(1, most + 1), np.array(self.crowding, float))
         return within * np.maximum(load / most, 1)
+
+    def beside(self, crowding: float) -> "Overheads":
+        """The same for layers that are known to take so many times as long while another rank computes, and as much
+        longer for each further one: these were not measured.
+        """
+        if crowding == 1:
+            return self
+        counts = range(max(2, len(self.crowding)))
+        own = [*self.crowding, *[1.0] * len(counts)]
+        return replace(self, crowding=tuple(max(own[count], 1 + (crowding - 1) * count) for count in counts))
 
     def crowded(self, starts: Floats, ends: Floats, share: Floats, host: Ints) -> Floats:
         """How many times as long as alone each action takes, where they run in these times.
@@ -115,11 +125,11 @@ class Machine:
                     "is not known; got 0; pass such as 20e9"
                 )
 
-    def between(self, ranks_are: RanksAre) -> dict[str, Any]:
-        """What ``Costs`` take of it: links and overheads."""
-        if ranks_are == "threads":
-            return {"links": None, "overheads": self.threads}
-        return {"links": self.links, "overheads": self.processes}
+    def between(self, ranks_are: RanksAre, crowding: float = 1.0) -> dict[str, Any]:
+        """What ``Costs`` take of it: links and overheads. crowding: as for `Overheads.beside`."""
+        threads = ranks_are == "threads"
+        overheads = self.threads if threads else self.processes
+        return {"links": None if threads else self.links, "overheads": overheads and overheads.beside(crowding)}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON takes them."""

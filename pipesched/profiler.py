@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipesched.caller import Caller, intra_op
 from pipesched.contents import lacks_contents, stand_in
+from pipesched.crowding import crowd
 from pipesched.feed import Feed
 from pipesched.lap import Lap, Subject
 from pipesched.payload import Payload, pytree
@@ -34,11 +35,13 @@ Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 class Effort:
     """How well is measured: rounds, of which no further one begins once so many seconds are spent on the layers that
     are measured together. checks: what cannot be true is measured again, and if it still cannot, a warning names it.
+    crowds: it is also measured how much longer layers take beside others.
     """
 
     rounds: int = 3
     enough_s: float = 0.5
     checks: bool = False
+    crowds: bool = False
 
 
 #: Enough to cut a model by.
@@ -92,7 +95,7 @@ def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) 
     def run() -> dict[str, LayerCosts]:
         generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with intra_op(threads), caller.held(), _training(layers), generators, outside_kept():
-            return _Survey(device, caller, effort).of(calls)
+            return _Survey(device, caller, threads, effort).of(calls)
 
     with ThreadPoolExecutor(1, "pipesched-profiler") as pool:
         return pool.submit(run).result()
@@ -109,6 +112,7 @@ class _Kind:
     sizes: dict[str, int]
     output: Payload | None
     subjects: list[Subject] = field(default_factory=list)
+    crowding: list[float] = field(default_factory=list)
 
     def costs(self) -> LayerCosts:
         """The medians."""
@@ -127,6 +131,7 @@ class _Kind:
             **medians,
             **self.sizes,
             waiting_s=waiting_s if waiting_s > _WAITS * sum(wholes) else 0.0,
+            crowded_s=sum(wholes) * max(0.0, median(self.crowding or [1.0]) - 1),
             spread=spread / sum(wholes) if any(wholes) else 0.0,
         )
 
@@ -173,8 +178,8 @@ class Between(nn.Module):
 class _Survey:
     """Measures the calls of a model."""
 
-    def __init__(self, device: torch.device, caller: Caller, effort: Effort) -> None:
-        self._device, self._caller, self._effort = device, caller, effort
+    def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
+        self._device, self._caller, self._threads, self._effort = device, caller, threads, effort
         self._kinds: dict[Any, _Kind] = {}
         self._laps: list[Sequence[Subject]] = []
 
@@ -204,7 +209,16 @@ class _Survey:
             self._time(together)
         if self._effort.checks:
             self._check(kinds)
+        if self._effort.crowds and self._device.type == "cpu":
+            self._crowd(kinds)
         return {name: self._kinds[kind].costs() for name, kind in kinds.items()}
+
+    def _crowd(self, kinds: Mapping[str, Any]) -> None:
+        for lap in self._laps:
+            effort = self._effort
+            ratios = crowd(lap, self._device, self._caller, self._threads, effort.rounds, effort.enough_s)
+            for subject in lap:
+                self._kinds[kinds[subject.name]].crowding += ratios
 
     def _check(self, kinds: Mapping[str, Any]) -> None:
         for lap in self._laps:

@@ -33,7 +33,8 @@ TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 class LayerCosts:
     """What one layer costs for one micro-batch: seconds, and bytes, as `pipesched.footprint` has them.
 
-    waiting_s: for how long of its forward and its whole backward it leaves the processor to others. spread: how far the
+    waiting_s: for how long of its forward and its whole backward it leaves the processor to others. crowded_s: how much
+    longer these take where another rank computes beside. spread: how far the
     middle half of what these took lies apart, over what they took. Transients: the
     most that a forward, or a backward, holds while it runs, beyond what is held before it and what it keeps. offloads:
     1 where what it keeps waits on the host. loss_...: of the loss that was measured with the last layer, what it keeps,
@@ -50,6 +51,7 @@ class LayerCosts:
     weight_grad_bytes: int
     parameter_bytes: int
     waiting_s: float = 0
+    crowded_s: float = 0
     spread: float = 0
     update_s: float = 0
     optimizer_bytes: int = 0
@@ -269,7 +271,7 @@ class Profile:
         for stage in range(1, len(stages)):
             own[stage]["input_bytes"] = sum(size for (_, taker), size in sent.items() if taker == stage)
             own[stage - 1]["output_bytes"] = sum(size for (giver, _), size in sent.items() if giver == stage - 1)
-        return _joined(own, **self.machine.between(ranks_are))
+        return _joined(own, **self.machine.between(ranks_are, self._crowding(rows)))
 
     def _stage(self, rows: int, names: tuple[str, ...], keep: Mapping[str, Keep], ends: bool) -> Mapping[str, Any]:
         """What one stage costs, by the names of `Costs`, found once: searches ask for the same over and over."""
@@ -284,6 +286,12 @@ class Profile:
             known["weight_bytes"] = sum(graph.graph["parameters"][name][1] for name in used)
             self._stages[key] = known
         return known
+
+    def _crowding(self, rows: int) -> float:
+        """How many times as long layers take beside another rank that computes."""
+        nodes = self.graph(rows).nodes.values()
+        took_s = sum(node["forward_s"] + node["backward_s"] for node in nodes)
+        return 1 + sum(node.get("crowded_s", 0.0) for node in nodes) / took_s if took_s else 1.0
 
     @cached_property
     def _stages(self) -> dict[Any, dict[str, Any]]:

@@ -34,8 +34,10 @@ __all__ = ["as_loss", "profile", "put_updates"]
 _FACTORS = (0.25, 0.5, 1, 2)  # of the sample's rows, that are measured unless sizes are given
 _PASSES = 3  # over all sizes: a machine that others slow down does so for seconds, and then a pass lies between two
 _EFFORT = Effort(rounds=5, enough_s=2.0)
+_CROWDED = replace(_EFFORT, crowds=True)
 _LARGEST_BYTES = 1 << 31  # of parameters, of a model that is also measured in one piece
 _ROWS = "rows is a list of sizes of micro-batches"
+_MEDIANS = (*TIMES, "waiting_s", "crowded_s")
 _FEWEST = 2  # code may treat a single row apart: that is not what is measured
 
 
@@ -81,7 +83,7 @@ def profile(
     passes: dict[int, list[dict[str, LayerCosts]]] = {count: [] for count in sizes}
     for number in range(_PASSES):
         for count, own_passes in passes.items():
-            effort = replace(_EFFORT, checks=number == _PASSES - 1)
+            effort = replace(_CROWDED, checks=number == _PASSES - 1)
             own_passes.append(known[count].measure(where, threads, effort))
             if count == has and effort.checks:
                 _check_sum(own_passes[-1], chain, batches[count], where, threads)
@@ -145,7 +147,7 @@ def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts
     """The medians of what was measured several times."""
     found = {}
     for name, first in passes[0].items():
-        times = {what: median(getattr(costs[name], what) for costs in passes) for what in (*TIMES, "waiting_s")}
+        times = {what: median(getattr(costs[name], what) for costs in passes) for what in _MEDIANS}
         least, most = (pick(costs[name].forward_s + costs[name].backward_s for costs in passes) for pick in (min, max))
         took_s = times["forward_s"] + times["backward_s"]
         spread = max(median(costs[name].spread for costs in passes), (most - least) / took_s if took_s else 0.0)

@@ -206,11 +206,12 @@ def test_a_layer_without_times_keeps_none():
     assert plan.predicted().makespan_s == pytest.approx(plan.alternatives[0].measured_s)
 
 
-def test_what_layers_wait_is_scaled():
+def test_what_layers_wait_and_are_hindered_is_scaled():
     known = profile([1.0] * 4)
     for _, node in known.graphs[1].nodes(data=True):
-        node["waiting_s"] = 1.5
+        node["waiting_s"], node["crowded_s"] = 1.5, 0.3
     tuner = Tuner(search(known))
     found = tuner.search()
     new = corrected(known, [(found, [Machine(profile([2.0] * 4)).step(tuner.plan(found))])], 8)
     assert costs_of(new.graph(1), "layer0").waiting_s == pytest.approx(3.0)
+    assert costs_of(new.graph(1), "layer0").crowded_s == pytest.approx(0.6)

@@ -132,8 +132,8 @@ def test_costs_take_overheads_alone():
 # ---- what a profile knows of its machine ---------------------------------------------------------------------------
 
 
-def profile(machine):
-    layer = {item.name: 4 for item in fields(LayerCosts)} | {"waiting_s": 2, "parameters": ()}
+def profile(machine, crowded_s=0):
+    layer = {item.name: 4 for item in fields(LayerCosts)} | {"waiting_s": 2, "crowded_s": crowded_s, "parameters": ()}
     graph = nx.DiGraph([("a", "b", {"bytes": 8})], parameters={})
     graph.add_nodes_from([("a", layer), ("b", layer)])
     return Profile({2: graph}, machine=machine)
@@ -150,6 +150,21 @@ def test_costs_of_a_profile_have_what_its_machine_adds():
     recomputed = own.costs([["a", "b"]], 2, keep={"a": "recompute"})
     assert recomputed.shares == (0.75,)
     assert profile(Machine()).costs([["a", "b"]], 2).overheads is None
+
+
+def test_layers_that_hinder_each_other_more_than_others_do_add_to_what_their_machine_says():
+    machine = Machine("cpu", threads=Overheads(1), processes=Overheads(2, crowding=(1, 1.1, 1.4)))
+    own = profile(machine, crowded_s=2)  # of the 8 s that a layer takes
+    threads, processes = (own.costs([["a"], ["b"]], 2, ranks_are=what) for what in ("threads", "processes"))
+    assert threads.overheads == Overheads(1, crowding=(1, 1.25))
+    assert processes.overheads == Overheads(2, crowding=(1, 1.25, 1.5))
+    assert profile(Machine(), crowded_s=2).costs([["a", "b"]], 2).overheads is None
+
+
+def test_what_ranks_are_known_to_hinder_each_other_is_never_less():
+    known = Overheads(crowding=(1, 1.3, 1.4))
+    assert known.beside(1.1).crowding == (1, 1.3, 1.4)
+    assert known.beside(1.25).crowding == (1, 1.3, 1.5)
 
 
 def test_measured_actions_have_their_crowd_in_them():

@@ -1,0 +1,75 @@
+"""How much longer layers take beside others."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from pipesched import crowding
+from pipesched.caller import Caller
+from pipesched.crowding import crowd
+from pipesched.lap import Subject
+from pipesched.payload import Payload
+from pipesched.profiler import QUICK, measure_layers
+
+CPU = torch.device("cpu")
+
+
+def subjects(*layers):
+    return [Subject(str(at), layer, Payload.of(((torch.ones(2, 4),), {}))) for at, layer in enumerate(layers)]
+
+
+def crowded(*layers, enough_s=60.0):
+    return crowd(subjects(*layers), CPU, Caller.here(["cpu"], grad=True), 1, 3, enough_s)
+
+
+def test_layers_and_their_copies_run_alone_in_turn_and_then_at_once(monkeypatch):
+    ran, both, lock = [], threading.Barrier(2), threading.Lock()
+
+    def timed(lap, device):
+        with lock:
+            ran.append(lap)
+            alone = len(ran) <= 2 or (len(ran) - 3) % 4 < 2
+        if not alone:
+            both.wait(30)  # the other one is here, too
+        return 2.0 if alone else 3.0
+
+    monkeypatch.setattr(crowding, "_round", timed)
+    layer = nn.Linear(4, 4)
+    assert crowded(layer) == [1.5] * 3
+    assert [lap is ran[0] for lap in ran[:4]] == [True, False] * 2
+    own, twin = (lap.subjects[0].layer for lap in ran[:2])
+    assert own is layer
+    assert twin is not layer
+    assert torch.equal(twin.weight, layer.weight)
+
+
+def test_the_first_round_counts_however_long_it_takes():
+    (ratio,) = crowded(nn.Linear(4, 4), enough_s=0.0)
+    assert ratio > 0
+
+
+class Locked(nn.Module):
+    """Cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def forward(self, x):
+        return x * 2
+
+
+def test_of_layers_that_cannot_be_copied_nothing_is_known():
+    assert crowded(nn.Linear(4, 4), Locked()) == []
+
+
+@pytest.mark.parametrize(("ratios", "crowded_s"), [([1.2, 1.5, 1.25], 0.25), ([0.9], 0), ([], 0)])
+def test_the_median_counts_and_nothing_below_none(monkeypatch, ratios, crowded_s):
+    monkeypatch.setattr("pipesched.profiler.crowd", lambda *_: ratios)
+    layers = {str(at): nn.Linear(4, 4) for at in range(2)}
+    effort = replace(QUICK, crowds=True)
+    for costs in measure_layers(layers, ((torch.ones(2, 4),), {}), CPU, 1, effort).values():
+        assert costs.crowded_s == pytest.approx(crowded_s * (costs.forward_s + costs.backward_s))
