@@ -255,6 +255,14 @@ class Cutter:
                 why = f"{why}; {_against(found, best, 'another order of the layers')}"
         return self._explained(graph, found, why)
 
+    @cached_property
+    def in_flight(self) -> list[int]:
+        """The micro-batches that each stage holds at once, as the program runs; with its twin, where it has one."""
+        held = [0] * self.program.num_weights
+        for part, peak in zip(self.program.weights, peaks_of_stages(self.program.columns).tolist(), strict=True):
+            held[part] += peak
+        return held
+
     # ---- what the partitioner is asked ------------------------------------------------------------------------------
 
     @property
@@ -281,7 +289,7 @@ class Cutter:
             bandwidth_bytes_per_s=None if link is None else link[1],
             latency_s=0 if link is None else link[0],
             memory_limit_bytes=self.memory_limit_bytes,
-            in_flight=self._in_flight if self.checkpoint == "never" else [1] * len(self._ranks),
+            in_flight=self.in_flight if self.checkpoint == "never" else [1] * len(self._ranks),
             weight_copies=_COPIES,
             speeds=self._speeds(named),
             starts=starts,
@@ -307,14 +315,6 @@ class Cutter:
         slowest = max((link.byte_s for link in both), default=0)
         return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
 
-    @cached_property
-    def _in_flight(self) -> list[int]:
-        """The micro-batches that each stage holds at once, as the program runs; with its twin, where it has one."""
-        held = [0] * self.program.num_weights
-        for part, peak in zip(self.program.weights, peaks_of_stages(self.program.columns).tolist(), strict=True):
-            held[part] += peak
-        return held
-
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
         """(Seconds of a step as far as the cut decides them, bytes of tied weights)."""
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
@@ -331,7 +331,7 @@ class Cutter:
 
     def _explained(self, graph: "nx.DiGraph[str]", found: Partition, reason: str) -> Partition:
         """The partition with its ranks' own numbers, each parameter once a stage, and what checkpoints spare."""
-        held = self._in_flight
+        held = self.in_flight
         summaries = []
         for names, rank, count, own in zip(found.stages, self._ranks, held, found.summaries, strict=True):
             used = {name for layer in names for name in graph.nodes[layer]["parameters"]}

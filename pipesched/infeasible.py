@@ -1,8 +1,9 @@
 """Infeasible: no plan keeps the limits of memory: by how much, and what would help."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 from pipesched import schedules
 from pipesched.candidates import Candidate
@@ -86,12 +87,13 @@ def leanest(search: Search, fits: "Fits") -> Searched:
         high *= 2
         found = within(high)
     found = _leaner(found, low, within)
-    begun: Searched | None = None
-    while begun is not found:
-        begun = found
-        for candidate in fits.others(search):
-            if other := within(int(max(found.peak_bytes) / _FINE), candidate):
-                found = _leaner(other, low, partial(within, only=candidate))
+    every, failed = fits.others(search), 0
+    for candidate in cycle(every):
+        if failed == len(every) or not fits.has_time(search):
+            break
+        failed += 1
+        if other := within(int(max(found.peak_bytes) / _FINE), candidate):
+            found, failed = _leaner(other, low, partial(within, only=candidate)), 0
     return found
 
 
@@ -158,10 +160,11 @@ class Fits:
         self._spend(room.spent)
         return found and Searched(*found, 0, search.memory_limit_bytes, search.posted)
 
-    def others(self, search: Search) -> Iterator[Candidate]:
-        """Those that may need the least memory first, as far as there is time to ask."""
+    def others(self, search: Search) -> list[Candidate]:
+        """Those that may need the least memory first, to be asked as far as there is time from now on."""
         self.spent, room = 0.0, Room(search)
-        for candidate in room.by_thrift(room.candidates(), self._thrifty[repr(search.checkpoint)]):
-            if self.spent > _A_PASS * room.in_need:
-                return
-            yield candidate
+        return room.by_thrift(room.candidates(), self._thrifty[repr(search.checkpoint)])
+
+    def has_time(self, search: Search) -> bool:
+        """Whether there is time to ask more."""
+        return self.spent <= _A_PASS * Room(search).in_need

@@ -210,8 +210,9 @@ class Room:
         together with the cut.
         """
         key: Any = (candidate.placement, self._rows(candidate.num_microbatches))
-        if limits is not None:
-            key = (*key, limits, candidate.schedule.name, candidate.num_microbatches, candidate.checkpoint, choices)
+        if limits is not None:  # then schedules that hold as much are alike
+            again, held = candidate.checkpoint in LADDER[1:], self._cutter(candidate, candidate.program).in_flight
+            key = (*key, limits, choices, tuple(held), candidate.num_microbatches, again or candidate.checkpoint)
         if key not in self._cuts:
             self._spend(AT_LEAST + _A_CUT * (len(self._search.pins.layers) + candidate.num_stages))
             # Without limits a cut asks for the placement alone, and not how many micro-batches are held.
