@@ -4,9 +4,9 @@ against.
 Best first: a candidate waits in line at a time that it cannot beat, at first that of its work alone, then, cut into
 stages, the bound of these stages (`pipesched.bounds`); whoever comes to the front again is simulated. The search ends
 where no bound is below the best step. Where nothing fits in memory, those that need the least are asked next, whatever
-the effort (`pipesched.room`), and last what needs the least of all (`pipesched.infeasible`). Then the cuts of those that are near the best are moved wherever that shortens the
-simulated step. How much is searched is counted in actions and not in seconds, so that a profile always gives the same
-plan.
+the effort (`pipesched.room`), and last what needs the least of all (`pipesched.infeasible`). Then the cuts of those
+that are near the best are moved wherever that shortens the simulated step. How much is searched is counted in actions
+and not in seconds, so that a profile always gives the same plan.
 """
 
 import heapq
