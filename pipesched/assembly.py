@@ -34,6 +34,7 @@ from pipesched.replicas import Replicas
 from pipesched.sites import Site
 from pipesched.stage import Stage
 from pipesched.stage_module import Wrap, wrapped_bodies
+from pipesched.stage_sizing import StageSizes
 from pipesched.ties import Ties
 from pipesched.updates import optimizers_for
 from pipesched.versions import Uses
@@ -76,7 +77,8 @@ class Assembly:
     """A model in stages on the ranks of a site. Layers are moved to the devices of their ranks, and filled.
 
     stages: those of this process, by number. bodies: what the stages that hold weights of their own run. members: the
-    modules that the model holds. optimizers: given those of the assembly before; its own once it has taken over.
+    modules that the model holds. keep: what becomes of what calls save. sizes: what the stages need in memory, where
+    they were run for it. optimizers: given those of the assembly before; its own once it has taken over.
 
     Raises GraphError, ModelTypeError, InputError and ScheduleError for what does not go together.
     """
@@ -100,9 +102,10 @@ class Assembly:
         self.norms = MiniBatchNorms(whole.batch_norm, site)
         self.norms.check(whole.model, program, streams=programs.streams)
         layers = keep_by_layer(programs.checkpoint).items()
-        self._keep = {
+        self.keep = {
             call: word for layer, word in layers for call in whole.layered.calls_of(layer, again=word != "offload")
         }
+        self.sizes: Sequence[StageSizes] | None = None
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
         self.stages = self._stages()
@@ -171,7 +174,7 @@ class Assembly:
                     put_on(module, device)
             ties = self.ties.for_layers(body.layers, device)
             head = Head(loss_fn) if last else None
-            compiled, keep = self._whole.compiled(device), self._keep
+            compiled, keep = self._whole.compiled(device), self.keep
             stages[index] = Stage(body, device, head, ties=ties, norms=norms, compiled=compiled, keep=keep)
         return dict(sorted(stages.items()))
 

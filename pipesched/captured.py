@@ -41,13 +41,14 @@ Cut = tuple[tuple[str, ...], ...]
 class Captured:
     """A model, seen once in each of its modes. sample: (args, kwargs).
 
-    layers: what may begin a stage, by name, in the order of calls: a layer's second call is ``name#2``.
+    layers: what may begin a stage, by name, in the order of calls: a layer's second call is ``name#2``. sample: as
+    given, of two rows at least.
     """
 
     def __init__(self, model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         self.model = model
         self.modules = find_layers(model)
-        args, kwargs = _two_rows(sample)
+        self.sample = args, kwargs = _two_rows(sample)
         own = self._recorded(model.training, args, kwargs)
         if not own.layer_calls:
             self.modules = as_whole(model)
@@ -184,6 +185,11 @@ class Captured:
             begin = names[bisect_right(starts, index_of[name]) - 1]
             costs[begin] = costs[begin] + own if begin in costs else own
         return costs
+
+    def output(self) -> Any:
+        """What it gave; of several tensors nothing is known but these."""
+        results = self.captures[self.model.training].results
+        return results[0].detach() if len(results) == 1 else None
 
     def _begins(self, capture: Capture) -> dict[str, int]:
         """The first call of each layer, with the code before it that belongs to it."""

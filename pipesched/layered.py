@@ -1,13 +1,14 @@
 """Layered: a model as layers in a row, whatever its code: what is measured and cut, and what its stages run."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any, Protocol
 
 import networkx as nx
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesched.arguments import as_call, as_device
@@ -18,11 +19,12 @@ from pipesched.checks import shown
 from pipesched.errors import InputError, ModelTypeError
 from pipesched.flow import flow_of, row_of, with_costs
 from pipesched.graph import check_hooks, is_compiled, is_in_a_row, layers_of
+from pipesched.payload import pytree
 from pipesched.profiler import QUICK, Effort, measure_layers
 from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.ties import Ties, Use
-from pipesched.untouched import untouched
+from pipesched.untouched import unchanged, untouched
 
 __all__ = ["Layered", "graph_of", "as_model", "layered", "stages_of"]
 
@@ -47,6 +49,9 @@ class Layered(Protocol):
 
     def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
         """What each layer costs."""
+
+    def output(self) -> Any:
+        """What it gives for the sample; of a model with contents."""
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         """The layers as a graph, with what was measured of them, or nothing; see ``graph_of``."""
@@ -172,6 +177,17 @@ class InARow:
 
     def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
         return measure_layers(self.layers, self._sample, device, intra_op_threads, effort)
+
+    def output(self) -> Any:
+        """Layers may lie on several devices."""
+        args, kwargs = self._sample
+        with untouched(self._model, self._model.training), torch.no_grad():
+            for layer in self.layers.values():
+                device = next((own.device for own in (*layer.parameters(), *layer.buffers())), None)
+                there = partial(Tensor.to, device=device)
+                args, kwargs = unchanged(pytree.tree_map_only(Tensor, there, (args, kwargs)))
+                args, kwargs = (layer(*args, **kwargs),), {}
+        return args[0]
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         if costs:

@@ -15,7 +15,7 @@ from pipesched.holdings import bytes_held
 from pipesched.lowering import lower
 from pipesched.program import Program
 
-__all__ = ["AHEAD", "RankMemory", "rank_memory"]
+__all__ = ["AHEAD", "Message", "RankMemory", "rank_memory"]
 
 #: Receives between processes that are posted before they are needed, on each channel.
 AHEAD = 4
@@ -51,12 +51,26 @@ class RankMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def rank_memory(program: Program, costs: Costs, *, posted: int = 0) -> tuple[RankMemory, ...]:
+class Message(NamedTuple):
+    """What one stage gives to another for a micro-batch, in bytes: where it arrives; where it was made, of views all
+    that they lie in, and the part of that which lies in the giver's activations; the gradients that come back.
+    """
+
+    arriving: int
+    made: int
+    kept: int
+    back: int
+
+
+def rank_memory(
+    program: Program, costs: Costs, *, posted: int = 0, messages: Mapping[tuple[int, int], Message] | None = None
+) -> tuple[RankMemory, ...]:
     """An upper bound of what each rank holds at once while the program runs; the parts are those of that moment.
 
     program: as it runs: with recomputation (R) where it is checkpointed, and updates where a step ends with them. What
     is counted of the batch is what lies on the ranks' devices; targets are not. posted: receives of each channel that
-    have their memory ahead of their turn, as between processes.
+    have their memory ahead of their turn, as between processes. messages: by (giver, taker), where stages give
+    different ones different things; their outputs, to each, unless given.
     Raises ScheduleError for costs of another number of stages.
     """
     if costs.num_stages != program.num_stages:
@@ -66,7 +80,7 @@ def rank_memory(program: Program, costs: Costs, *, posted: int = 0) -> tuple[Ran
         )
     if program.index.has(*OTHER_END):
         program = replace(program, orders=program.orders.where(~program.columns.are(*OTHER_END)))
-    held = _held(program, costs, posted)
+    held = _held(program, costs, _Sizes.of(program, costs, messages), posted)
     total = sum(held.values(), np.zeros(len(program.columns), np.int64))
     ends = pairwise(program.orders.offsets.tolist())
     rows = [start + int(np.argmax(total[start:stop])) if stop > start else None for start, stop in ends]
@@ -109,7 +123,30 @@ class _Around(NamedTuple):
         return np.maximum(self.before, self.after)
 
 
-def _held(program: Program, costs: Costs, posted: int) -> dict[str, Ints]:
+class _Sizes(NamedTuple):
+    """Those of messages, as `Message` has them, by giver and taker."""
+
+    arriving: Ints
+    made: Ints
+    kept: Ints
+    back: Ints
+
+    @classmethod
+    def of(cls, program: Program, costs: Costs, messages: Mapping[tuple[int, int], Message] | None) -> "_Sizes":
+        """Given ones, or the outputs of stages."""
+        stages = range(costs.num_stages)
+        own = [
+            Message(size, size, min(kept, size), size)
+            for size, kept in zip(costs.output_bytes, costs.kept_output_bytes, strict=True)
+        ]
+        known = messages or {(one, two): own[one] for two in stages for one in program.graph.producers[two]}
+        found = np.zeros((4, costs.num_stages, costs.num_stages), np.int64)
+        for ends, message in known.items():
+            found[(slice(None), *ends)] = message
+        return cls(*found)
+
+
+def _held(program: Program, costs: Costs, messages: _Sizes, posted: int) -> dict[str, Ints]:
     """What is held while each action runs, at most, by what it is for."""
     columns = program.columns
     sizes: dict[str, Ints] = {name: np.asarray(values, np.int64) for name, values in _sizes(costs).items()}
@@ -124,7 +161,7 @@ def _held(program: Program, costs: Costs, posted: int) -> dict[str, Ints]:
         "activations": activations.either + _met(program, sizes["buffer_bytes"]).either,
         "weight_grads": _holding(program, costs, Holding.WEIGHT_GRAD).before,
         "stashed": _holding(program, costs, Holding.WEIGHTS).either,
-        "messages": _waiting(program, costs, posted),
+        "messages": _waiting(program, messages, posted),
         "transients": _transients(columns, sizes, gradients),
     }
 
@@ -209,16 +246,15 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     return found
 
 
-def _waiting(program: Program, costs: Costs, posted: int) -> Ints:
+def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
     """Outputs and gradients that wait for who takes them, on the rank that made them, and where they came early; and
     the memory of receives that are posted.
     """
     change = np.zeros(len(program.columns) + 1, np.int64)
-    output_bytes = np.asarray(costs.output_bytes, np.int64)
-    received = _Received.of(program, output_bytes)
+    received = _Received.of(program, sizes)
     early = (received.place, received.taker, received.size)
     for start, stop, size in (
-        *_waits(program, output_bytes, _kept_outputs(program, costs)),
+        *_waits(program, sizes),
         early,
         *received.ahead(posted),
     ):
@@ -238,7 +274,7 @@ class _Received(NamedTuple):
     channel: Ints
 
     @classmethod
-    def of(cls, program: Program, output_bytes: Ints) -> "_Received":
+    def of(cls, program: Program, sizes: _Sizes) -> "_Received":
         """Those of a program without transfers, once it is lowered."""
         columns = lower(program).columns
         at = np.flatnonzero(columns.are(Kind.RECV_F, Kind.RECV_B))
@@ -249,7 +285,8 @@ class _Received(NamedTuple):
             kind: program.index.rows(kind, received.stage, received.microbatch) for kind in (Kind.F, Kind.B, Kind.I)
         }
         taker = np.where(forward, rows[Kind.F], np.maximum(rows[Kind.B], rows[Kind.I]))
-        size = output_bytes[np.where(forward, received.peer, received.stage)]
+        own, peer = received.stage, received.peer
+        size = np.where(forward, sizes.arriving[peer, own], sizes.back[own, peer])
         rank_of = np.asarray(program.placement)
         ends = rank_of[received.peer] * program.num_ranks + rank_of[received.stage]
         return cls(place, taker, size, ends * 2 + forward)
@@ -264,16 +301,7 @@ class _Received(NamedTuple):
             yield place[:1], last, np.array([count * _HEADER_BYTES])  # which stay with what they head
 
 
-def _kept_outputs(program: Program, costs: Costs) -> Ints:
-    """By action, what an output that waits has in common with the activations, which are held for longer."""
-    columns = program.columns
-    kept = np.minimum(costs.kept_output_bytes, costs.output_bytes)[columns.stage]
-    again = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
-    backs = np.isin(columns.pair, columns.pair[columns.are(Kind.B, Kind.I)])
-    return np.where(columns.are(Kind.F) & backs & ~again, kept, 0)
-
-
-def _waits(program: Program, output_bytes: Ints, kept: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
+def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]:
     """(row from which on a value waits, row before which it is gone, its bytes): of values that pass between stages.
 
     On its own rank a value is gone with the action that takes it. On another one it is known to be taken once something
@@ -284,18 +312,22 @@ def _waits(program: Program, output_bytes: Ints, kept: Ints) -> Iterator[tuple[I
     passing = columns.stage[row] != columns.stage[needed]
     row, needed = row[passing], needed[passing]
     forward = columns.are(Kind.F)[needed]
-    size = output_bytes[np.where(forward, columns.stage[needed], columns.stage[row])] - kept[needed]
+    again = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
+    backs = np.isin(columns.pair, columns.pair[columns.are(Kind.B, Kind.I)])
+    holds = (columns.are(Kind.F) & backs & ~again)[needed]  # activations, for longer than the output waits
+    one, two = columns.stage[needed], columns.stage[row]
+    size = np.where(forward, sizes.made[one, two] - np.where(holds, sizes.kept[one, two], 0), sizes.back[two, one])
     giver, taker = rank_of[needed], rank_of[row]
     here = giver == taker
     yield needed[here] + 1, row[here], size[here]
     channel = giver * program.num_ranks + taker
     back = taker * program.num_ranks + giver
-    for one in np.unique(channel[~here]).tolist():
-        own, replies = channel == one, back == one
+    for way in np.unique(channel[~here]).tolist():
+        own, replies = channel == way, back == way
         made, came = needed[replies], row[replies]
         order = np.argsort(made)
         made, came = made[order], np.minimum.accumulate(came[order][::-1])[::-1]
-        end = program.orders.offsets[one // program.num_ranks + 1]
+        end = program.orders.offsets[way // program.num_ranks + 1]
         at = np.searchsorted(made, row[own])
         gone = np.append(came, end)[at]
         yield needed[own] + 1, np.maximum(gone, needed[own] + 1), size[own]

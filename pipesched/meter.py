@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from pipesched.checks import check_type
+from pipesched.errors import ExecutionError
 from pipesched.executors.streams import Lane, Message
 from pipesched.ledger import Books, Ledger, books_of
 from pipesched.payload import Payload
@@ -18,7 +19,8 @@ __all__ = ["MemoryMeter"]
 
 
 class MemoryMeter:
-    """Counts the memory of a pipeline's ranks that run in this process, from now on; make it before the first step.
+    """Counts the memory of a pipeline's ranks that run in this process, from now on; make it before the first step. A
+    context manager, behind which it counts no more.
 
     On the host: every storage that an operation of a rank has made, and those of its stages' parameters, buffers,
     gradients and optimizers, as long as they live; not the batch, nor what kernels use within themselves. What comes
@@ -28,23 +30,23 @@ class MemoryMeter:
 
     def __init__(self, pipe: Pipeline) -> None:
         check_type(pipe, Pipeline, "pipe is a Pipeline", "pass the one whose memory is to be counted")
-        self._pipe, self._books = pipe, dict[int, Books]()
-        site = pipe._site
-        if isinstance(site, InProcess):
-            executor = site.executor
-            for rank, lane in enumerate(executor.lanes):
-                self._books[rank] = books_of(site.devices[rank])
-                executor.lanes[rank] = _Metered(lane, self._books[rank], copies=True)
-            executor._kept.clear()
-        else:
-            assert isinstance(site, OverMesh)
-            own = site.executor
-            self._books[own.rank] = books_of(own.device)
-            own._lane = _Metered(own._lane, self._books[own.rank], copies=False)
+        self._pipe, self._site = pipe, pipe._site
+        self._books, self._put_back = dict[int, Books](), list[Callable[[], None]]()
         self.mark()
 
+    def __enter__(self) -> "MemoryMeter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Count no more; what was counted can still be read."""
+        while self._put_back:
+            self._put_back.pop()()
+
     def mark(self) -> None:
-        """Begin anew: what is there now is the most so far."""
+        """Begin anew, also after ``replan``: what is there now is the most so far."""
+        if self._site is not self._pipe._site or not self._books:
+            self.__exit__()
+            self._attach()
         program = self._pipe._now.program
         for index, stage in self._pipe._now.stages.items():
             books = self._books[program.placement[index]]
@@ -53,9 +55,40 @@ class MemoryMeter:
         for books in self._books.values():
             books.mark()
 
+    def _attach(self) -> None:
+        """New books, for the ranks that there are now."""
+        self._books.clear()
+        self._site = site = self._pipe._site
+        if isinstance(site, InProcess):
+            executor = site.executor
+            lanes = list(executor.lanes)
+            for rank, lane in enumerate(lanes):
+                self._books[rank] = books_of(site.devices[rank])
+                executor.lanes[rank] = _Metered(lane, self._books[rank], copies=True)
+
+            def put_back() -> None:
+                executor.lanes[:] = lanes
+                executor._kept.clear()
+
+            executor._kept.clear()
+            self._put_back.append(put_back)
+        else:
+            assert isinstance(site, OverMesh)
+            own, lane = site.executor, site.executor._lane
+            self._books[own.rank] = books_of(own.device)
+            own._lane = _Metered(lane, self._books[own.rank], copies=False)
+            self._put_back.append(lambda: setattr(own, "_lane", lane))
+
     @property
     def peak_bytes(self) -> dict[int, int]:
-        """The most that each rank has held at once since the last mark, by rank."""
+        """The most that each rank has held at once since the last mark, by rank. Raises ExecutionError after a
+        ``replan``, whose ranks are others.
+        """
+        if self._site is not self._pipe._site:
+            raise ExecutionError(
+                f"a meter counts the ranks that there were at its last mark; these {len(self._books)} are gone since "
+                f"replan(); call mark() after it"
+            )
         return {rank: books.peak for rank, books in self._books.items()}
 
 

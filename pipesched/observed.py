@@ -1,7 +1,7 @@
 """Observed: what a pipeline shows of itself: what was decided, traces, predictions, and the profile behind them."""
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -11,17 +11,19 @@ import networkx as nx
 import torch
 from torch import nn
 
-from pipesched.assembly import Assembly, Division
+from pipesched.assembly import Assembly, Division, Whole
 from pipesched.boundaries import Cutter, Pins
 from pipesched.bounds import program_bound
-from pipesched.captured import Cut
+from pipesched.captured import Captured, Cut
 from pipesched.comparison import measured_costs
+from pipesched.contents import lacks_contents
 from pipesched.correction import slowed
 from pipesched.costs import Costs
 from pipesched.executors.local import Timeline
 from pipesched.keeping import Checkpoint, checkpoint_in_words, offloading
 from pipesched.layered import Layered
 from pipesched.links import Links
+from pipesched.losses import with_supposed_loss
 from pipesched.memory import AHEAD, RankMemory, rank_memory
 from pipesched.offloads import host_bytes_per_s
 from pipesched.overheads import Overheads
@@ -31,6 +33,7 @@ from pipesched.profiles import LayerCosts, stage_costs, treated
 from pipesched.reports import Report
 from pipesched.simulator import simulate
 from pipesched.sites import InProcess, OverMesh, Site
+from pipesched.stage_sizing import StageSizes, costs_with, messages_of, stage_sizes
 from pipesched.stream import Stream
 from pipesched.tied import tied_bytes
 from pipesched.trace import Spans, Trace
@@ -46,6 +49,7 @@ class Observed(Wrapped):
     _layers: dict[str, nn.Module]
     _layered: Layered
     _threads: int
+    _whole: Whole
     _site: Site
     _now: Assembly
     _stream: Stream | None
@@ -175,16 +179,32 @@ class Observed(Wrapped):
         steps as show how it goes on.
         """
         posted = 0 if isinstance(self._site, InProcess) else AHEAD
-        costs = self._with_upkeep(self._profiled_costs())
-        return rank_memory(self._now.programs.timed(self.num_microbatches), costs, posted=posted)
+        program, costs = self._now.program, self._with_upkeep(self._profiled_costs())
+        messages, stages = None, self._stage_sizes()
+        if stages:
+            loss = None if self.loss_fn is None else self._profiled()[self._now.cut[-1][-1]].loss
+            costs, messages = costs_with(costs, program, stages, loss), messages_of(program, stages)
+        timed = self._now.programs.timed(self.num_microbatches)
+        return rank_memory(timed, costs, posted=posted, messages=messages)
+
+    def _stage_sizes(self) -> Sequence[StageSizes]:
+        """What the stages of a captured model need, each run in one piece; none where that cannot be."""
+        layered, now, whole = self._layered, self._now, self._whole
+        if not isinstance(layered, Captured) or whole.wrap is not None or lacks_contents(layered.model):
+            return ()
+        if now.sizes is None:
+            self._settle()
+            devices = [self._site.devices[now.program.placement[part]] for part in range(now.program.num_weights)]
+            now.sizes = stage_sizes(layered, now.cut, devices, self._site, now.keep, own_loss=whole.loss_fn is None)
+        return now.sizes
 
     def _with_upkeep(self, costs: Costs) -> Costs:
         """With what the stages' optimizers hold and need, on all ranks as those of this one."""
         known = next(iter(self._now.optimizers.values()), None)
         if known is None:
             return costs
-        cut, weights = self._now.cut, self._now.program.weights
-        stages = [[p for name in cut[part] for p in self._layers[name].parameters()] for part in weights]
+        layers = [body.layers.values() for body in self._now.bodies]
+        stages = [[p for layer in layers[part] for p in layer.parameters()] for part in self._now.program.weights]
         found = [upkeep_of(another(known), list(dict.fromkeys(parameters))) for parameters in stages]
         return replace(
             costs,
@@ -268,6 +288,10 @@ class Observed(Wrapped):
         if self._profile is None:
             self._settle()  # the layers are called from this thread
             self._profile = self._layered.measure(self._site.devices[0], self._threads)
+            if self.loss_fn is not None and not lacks_contents(self.model):
+                (last, costs), where = self._profile.popitem(), self._site.devices[0]
+                costs = with_supposed_loss(costs, self.loss_fn, self._layered.output(), where, self._threads)
+                self._profile[last] = costs
         return self._profile
 
     def __repr__(self) -> str:

@@ -20,10 +20,10 @@ from pipesched.contents import lacks_contents
 from pipesched.errors import InputError
 from pipesched.fingerprint import code_of, device_name, fingerprint, form_of
 from pipesched.layered import as_model, layered
+from pipesched.losses import loss_costs, with_loss_bytes
 from pipesched.offloads import host_bytes_per_s
 from pipesched.optimizer_costs import Update, measure_updates
 from pipesched.overheads import Machine
-from pipesched.payload import pytree
 from pipesched.plausibility import doubt_of_sum
 from pipesched.profiler import Between, Effort, measure_calls
 from pipesched.profiles import TIMES, LayerCosts, Profile
@@ -119,28 +119,9 @@ def _with_loss(
     args, kwargs = batch.inputs[0]
     with untouched(model, model.training), torch.no_grad():
         output = model(*unchanged(args), **unchanged(kwargs))
-    alone = _OfTarget(loss, batch.targets[0], device)
-    own = measure_calls({"loss_fn": (alone, ((output,), {}))}, {"loss_fn"}, device, threads, _EFFORT)["loss_fn"]
-    return replace(
-        costs,
-        **{what: getattr(costs, what) + getattr(own, what) for what in TIMES},
-        loss_kept_bytes=own.activation_bytes,
-        loss_kept_input_bytes=own.kept_input_bytes,
-        loss_forward_bytes=own.forward_transient_bytes,
-        loss_backward_bytes=own.backward_transient_bytes,
-    )
-
-
-class _OfTarget(nn.Module):
-    """A loss of outputs alone: its target lies in the batch, and is nothing that a layer keeps."""
-
-    def __init__(self, loss: nn.Module, target: Any, device: torch.device) -> None:
-        super().__init__()
-        self._loss = loss
-        self._target = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), target)
-
-    def forward(self, output: Any) -> Any:
-        return self._loss(output, self._target)
+    own = loss_costs(loss, output, batch.targets[0], device, threads, _EFFORT)
+    times = {what: getattr(costs, what) + getattr(own, what) for what in TIMES}
+    return with_loss_bytes(replace(costs, **times), own)
 
 
 def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts]:

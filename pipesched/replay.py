@@ -116,7 +116,9 @@ class Replay(TorchFunctionMode):
             raise self._error
         if self._aliases:
             output = Pattern(output).build(self._instead.get(id(one), one) for one in tensors_in(output))
-        return self._made, self._looks, output
+        found = self._made, self._looks, output
+        self._made, self._given, self._instead, self._aliases, self._present = {}, {}, {}, [], {}  # others' to free
+        return found
 
     def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's inputs; those that earlier stages have changed, as they were received."""

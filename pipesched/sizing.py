@@ -13,40 +13,58 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipesched.again import is_dear
 from pipesched.footprint import Footprint
 from pipesched.ledger import Books, books_of
+from pipesched.memory import Message
 from pipesched.pattern import tensors_in
-from pipesched.payload import Gradients, Payload, memory_of
+from pipesched.payload import Apart, Gradients, Payload, memory_of
 from pipesched.stage import Stage
 
-__all__ = ["Layer", "footprint_of"]
+__all__ = ["Layer", "Sizes", "footprint_of", "sizes_of"]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that is a stage of its own, and has learnt to split its backward.
+    """A layer that is a stage of its own, or a whole stage, and has learnt to split its backward.
 
-    run: (input, whether weight gradients are left to W) -> output. release: drops what a pass has kept of inputs and
-    of their gradients. weights: what is trained.
+    run: (input, whether weight gradients are left to W) -> output, or Apart one for each taker. release: drops what a
+    pass has kept of inputs and of their gradients. weights: what is trained.
     """
 
     stage: Stage
-    run: Callable[[Payload, bool], Payload]
+    run: Callable[[Payload, bool], Payload | Apart]
     release: Callable[[], None]
     weights: Sequence[Tensor]
     buffer_bytes: int
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What a stage needs. gives: what goes to each taker; its gradients are the taker's to tell. backs: the gradients
+    for each giver.
+    """
+
+    footprint: Footprint
+    gives: tuple[Message, ...]
+    backs: tuple[int, ...]
+
+
 def footprint_of(layer: Layer, arrived: Payload) -> Footprint:
     """Run the layer forward and backward, whole and split, with copies of what arrived. Its gradients are dropped."""
+    return sizes_of(layer, arrived).footprint
+
+
+def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
+    """As ``footprint_of``, with what passes between it and others."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None
     with books.watching():
         first, whole = (_Pass(layer, arrived, books, split=False) for _ in range(2))  # the first makes gradients
         split = _Pass(layer, arrived, books, split=True)
-    for weight in layer.weights:
+    trained = [weight for weight in layer.weights if weight.grad is not None]
+    for weight in trained:
         weight.grad = None
     kept = max(whole.kept, split.kept)
-    return Footprint(
+    footprint = Footprint(
         input_bytes=sum(tensor.nbytes for tensor in arrived.tensors),
         output_bytes=whole.output_bytes,
         activation_bytes=kept,
@@ -57,7 +75,7 @@ def footprint_of(layer: Layer, arrived: Payload) -> Footprint:
         weight_grad_bytes=split.left,
         left_input_bytes=split.left_input,
         left_grad_bytes=split.left_grad,
-        gradient_bytes=sum(weight.nbytes for weight in layer.weights),
+        gradient_bytes=sum(weight.nbytes for weight in trained),
         deferred_gradient_bytes=split.deferred,
         buffer_bytes=layer.buffer_bytes,
         forward_transient_bytes=max(0, whole.forward - kept),
@@ -66,6 +84,7 @@ def footprint_of(layer: Layer, arrived: Payload) -> Footprint:
         input_grad_transient_bytes=split.backward,
         weight_grad_transient_bytes=split.delivery,
     )
+    return Sizes(footprint, tuple(whole.gives), tuple(whole.backs))
 
 
 class _Notes:
@@ -105,27 +124,31 @@ class _Pass:
         with _Dear() as dear:
             output = layer.run(given, split)
         self.forward = books.peak - begin
-        self.output_bytes = sum(tensor.nbytes for tensor in output.tensors)
-        made = _memories(output.tensors)
+        outputs: list[Payload] = list(output) if isinstance(output, Apart) else [output]
+        del output
+        self.output_bytes = sum(tensor.nbytes for one in outputs for tensor in one.tensors)
+        made = _memories(tensor for one in outputs for tensor in one.tensors)
         self.dear = sum(size for _, size in dear.results)
         self.dear_output = sum(dict(result for result in dear.results if result[0] in made).values())
-        outputs = sum(size for memory, size in made.items() if memory not in own)
         before = books.bytes
-        grads: Gradients = tuple([torch.ones_like(tensor) for tensor in output.wanted])
+        grads: list[Gradients] = [tuple([torch.ones_like(tensor) for tensor in one.wanted]) for one in outputs]
         came = books.bytes - before
-        del output
-        self.kept_output = max(0, outputs - self._dropped(before + came))
+        self.gives = [self._given(outputs) for _ in grads]
+        new = sum(size for memory, size in made.items() if memory not in own)
+        self.kept_output = max(0, new - self._dropped(before + came))
         held = books.bytes
         del given
         layer.release()
         self.kept_input = inputs - self._dropped(held)
         self.kept_output += min(self.kept_input, sum(size for memory, size in made.items() if memory in own))
+        self.gives = [one._replace(kept=min(one.kept, self.kept_output)) for one in self.gives]
         base = books.bytes - came
         self.kept = base - begin
         books.mark()
         act = layer.stage.input_grad if split else layer.stage.backward
-        back = act(0, grads)
+        back = act(0, *grads)
         self.backward = books.peak - base
+        self.backs = [sum(_memories(grad for grad in one if grad is not None).values()) for one in back]
         del grads, back
         layer.release()
         self.left = self.left_input = self.left_grad = self.delivery = self.deferred = 0
@@ -141,6 +164,13 @@ class _Pass:
             books.mark()
             layer.stage.weight_grad(0)
             self.delivery = books.peak - left
+
+    def _given(self, outputs: list[Payload]) -> Message:
+        """What goes to the first taker that is left, which then lets go of it."""
+        before, one = self._books.bytes, outputs.pop(0)
+        arriving, made = sum(tensor.nbytes for tensor in one.tensors), _memories(one.tensors)
+        del one
+        return Message(arriving, sum(made.values()), sum(made.values()) - self._dropped(before), 0)
 
     def _dropped(self, before: int) -> int:
         return before - self._books.bytes

@@ -131,6 +131,10 @@ class Ties:
             _follow(leaf, parameter, device)
         return given
 
+    def leaves(self, rank: int) -> list[Tensor]:
+        """Those of the uses on a rank."""
+        return [leaf for tie in self._all.values() for place, leaf in tie.leaves.items() if tie.ranks[place] == rank]
+
     def own(self, parameter: nn.Parameter, rank: int) -> Tensor:
         """What takes a parameter's gradients on a rank: of a tied one the leaf of a use there, if there is one."""
         tie = self._all.get(parameter)

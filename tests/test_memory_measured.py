@@ -11,7 +11,9 @@ from torch.nn import functional
 
 import pipesched
 from pipesched import Pipeline, schedules
+from pipesched.errors import ExecutionError
 from pipesched.ledger import Ledger
+from pipesched.meter import _Metered
 from pipesched.testing import MemoryMeter
 from pipesched.upkeep import upkeep_of
 
@@ -120,6 +122,44 @@ def test_a_loss_that_was_profiled_needs_what_it_was_seen_to_need(schedule, loss_
     targets = torch.arange(ROWS) % CLASSES
     profile = pipesched.profile(model, sample, loss_fn=loss_fn, target=targets, rows=[ROWS])
     check(compare(wide, schedule, loss_fn=loss_fn, profile=profile))
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        functional.mse_loss,
+        functional.l1_loss,
+        nn.SmoothL1Loss(),
+        functional.binary_cross_entropy_with_logits,
+        lambda output, target: (output - target).abs().exp().mean(),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_loss_that_was_not_profiled_is_asked_with_a_target_that_it_takes(schedule, loss_fn):
+    torch.manual_seed(0)
+    model, sample = wide()
+    choices = {"schedule": schedule, "devices": ["cpu"] * 2, "num_microbatches": 4, "boundaries": [4], "seed": 1}
+    with Pipeline(model, sample, loss_fn=loss_fn, **choices) as pipe, MemoryMeter(pipe) as meter:
+        for _ in range(2):
+            meter.mark()
+            pipe.step(torch.cat([sample] * 4), target=torch.rand(4 * ROWS, 20 * CLASSES))
+            model.zero_grad()
+        predicted = pipe.predicted_memory
+        check([(size + predicted[rank].batch, predicted[rank]) for rank, size in meter.peak_bytes.items()])
+
+
+def test_a_loss_that_takes_no_target_of_ours_counts_as_cross_entropy():
+    def odd(output, target):
+        return functional.cross_entropy(output, target["words"])
+
+    check(compare(wide, "gpipe", loss_fn=lambda output, target: odd(output, {"words": target.view(-1, 1)[:, 0]})))
+    model, sample = wide()
+    with Pipeline(model, sample, loss_fn=odd, devices=["cpu"] * 2, boundaries=[4], num_microbatches=4) as pipe:
+        unknown = pipe.predicted_memory
+    with Pipeline(
+        model, sample, loss_fn=functional.cross_entropy, devices=["cpu"] * 2, boundaries=[4], num_microbatches=4
+    ) as pipe:
+        assert unknown[1].total_bytes >= pipe.predicted_memory[1].total_bytes
 
 
 def over_a_mesh(group, schedule):
@@ -241,3 +281,34 @@ def test_a_meter_finds_the_tensors_that_a_layer_keeps():
     few, many = peak(0), peak(1000)
     assert many[0] - few[0] == 1000 * FLOAT_BYTES
     assert many[1] == few[1]
+
+
+def test_a_meter_goes_on_with_another_plan_once_it_is_marked():
+    torch.manual_seed(0)
+    model, sample = gpt()
+    choices = {"loss_fn": functional.cross_entropy, "devices": ["cpu"] * 2, "num_microbatches": 4, "seed": 1}
+    with Pipeline(gpt()[0], sample, schedule="interleaved-1f1b", **choices) as other:
+        plan = other.plan
+    batch, targets = torch.cat([sample] * 4), torch.arange(4 * ROWS) % CLASSES
+    with Pipeline(model, sample, schedule="gpipe", **choices) as pipe, MemoryMeter(pipe) as meter:
+        pipe.step(batch, target=targets)
+        pipe.replan(plan)
+        with pytest.raises(ExecutionError, match=r"these 2 are gone since replan\(\); call mark\(\) after it"):
+            _ = meter.peak_bytes
+        for _ in range(2):
+            meter.mark()
+            pipe.step(batch, target=targets)
+            model.zero_grad()
+        predicted = pipe.predicted_memory
+        check([(size + predicted[rank].batch, predicted[rank]) for rank, size in meter.peak_bytes.items()])
+
+
+def test_behind_its_context_a_meter_counts_no_more():
+    model, sample = mlp()
+    with Pipeline(model, sample, devices=["cpu"] * 2, num_microbatches=1) as pipe:
+        with MemoryMeter(pipe) as meter:
+            pipe(sample)
+        before, lanes = meter.peak_bytes, pipe._site.executor.lanes
+        pipe(torch.cat([sample] * 8))
+        assert meter.peak_bytes == before
+        assert not any(isinstance(lane, _Metered) for lane in lanes)
