@@ -121,6 +121,10 @@ class _Kind:
             for what in TIMES:
                 seconds[what] += subject.seconds[what]
         medians: dict[str, Any] = {what: median(took_s or [0.0]) for what, took_s in seconds.items()}
+        split_s = medians["input_grad_s"] + medians["weight_grad_s"]
+        if 0 < split_s < medians["backward_s"]:  # two parts do at least the work of the whole: the rest is noise
+            for part in ("input_grad_s", "weight_grad_s"):
+                medians[part] *= medians["backward_s"] / split_s
         wholes = [medians["forward_s"], medians["backward_s"]]
         spread = _spread(seconds["forward_s"]) * wholes[0] + _spread(seconds["backward_s"]) * wholes[1]
         waiting_s = sum(

@@ -1,6 +1,7 @@
 """What layers cost: sizes to the byte, and times in their order. No test depends on how long anything takes."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 import pipesched
 from pipesched import Costs
 from pipesched.errors import InputError
-from pipesched.profiler import measure_layers
+from pipesched.profiler import _BYTES, _Kind, measure_layers
 from pipesched.profiles import LayerCosts, costs_of, stage_costs
 
 CPU = torch.device("cpu")
@@ -136,6 +137,23 @@ class Activated(nn.Module):
 
     def forward(self, x):
         return self.blocks[1](torch.tanh(self.blocks[0](x))).exp()
+
+
+@pytest.mark.parametrize(
+    ("input_grad_s", "weight_grad_s", "both"), [(1, 2, (2, 4)), (3, 4, (3, 4)), (0, 3, (0, 6)), (0, 0, (0, 0))]
+)
+def test_two_parts_of_a_backward_take_no_less_than_the_whole(input_grad_s, weight_grad_s, both):
+    """What is below is noise, and is raised in proportion."""
+    seconds = {
+        "forward_s": [2],
+        "backward_s": [5, 6, 7],
+        "input_grad_s": [input_grad_s],
+        "weight_grad_s": [weight_grad_s],
+    }
+    subject = SimpleNamespace(seconds=seconds, waited={"forward_s": [], "backward_s": []})
+    costs = _Kind(dict.fromkeys(_BYTES, 0), None, [subject]).costs()
+    assert (costs.input_grad_s, costs.weight_grad_s) == both
+    assert costs.backward_s == 6
 
 
 def test_functions_between_layers_count_with_the_layer_before_them():
