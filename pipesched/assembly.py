@@ -112,6 +112,8 @@ class Assembly:
         self.members = Members(whole.model, whole.layered.layers)
         #: How long it took to make, without what is done once: filling the model, making optimizers.
         self.made_s = time.perf_counter() - begin - self._filling_s
+        #: Of a micro-batch, with which ranks were found to stay within their memory, beyond those that were planned.
+        self.most_rows = 0
         self.optimizers: dict[int, Optimizer] = {}
         self._inheritance: Inheritance | None = None
         if whole.optimizer is not None:

@@ -83,9 +83,9 @@ class Automatic:
 
     def plan(
         self, wishes: Wishes, profiled: Callable[[], Mapping[str, LayerCosts]]
-    ) -> tuple[Plan, dict[str, LayerCosts], Overheads | None]:
-        """The plan, what layers cost for its micro-batches, and what ranks take beside. profiled: measures layers with
-        the sample.
+    ) -> tuple[Plan, dict[str, LayerCosts], Overheads | None, int]:
+        """The plan, what layers cost for its micro-batches, what ranks take beside, and the rows of a micro-batch.
+        profiled: measures layers with the sample.
 
         Raises as `pipesched.tune`.
         """
@@ -115,8 +115,9 @@ class Automatic:
             effort=_EFFORT,
         )
         plan = find_plan(search)
-        graph = known.graph(-(-size // plan.program.num_microbatches))
-        return plan, {name: costs_of(graph, name) for name in graph}, known.machine.between(self.ranks_are)["overheads"]
+        rows = -(-size // plan.program.num_microbatches)
+        graph, beside = known.graph(rows), known.machine.between(self.ranks_are)["overheads"]
+        return plan, {name: costs_of(graph, name) for name in graph}, beside, rows
 
     def _rows(self) -> int:
         return Splitter(1, fixed=False, split_dims=self.split_dims).batch(*as_call(self.sample)).rows[0]

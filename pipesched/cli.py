@@ -17,7 +17,7 @@ from pipesched.options import FILE, INPUT, MICROBATCHES, RANKS, read_links, writ
 from pipesched.program import Program
 from pipesched.simulator import simulate
 from pipesched.trace import Trace
-from pipesched.units import quote_time
+from pipesched.units import counted, quote_time
 from pipesched.validation import validate
 from pipesched.viz.text import text_timeline
 
@@ -219,7 +219,8 @@ def check(file: str, max_in_flight: int | None, exact: bool) -> None:
     program = _read(file, max_in_flight=max_in_flight, exact=exact)
     peaks = tuple(peak_in_flight(program.orders.rank(rank)) for rank in range(program.num_ranks))
     click.echo(
-        f"OK: {program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} micro-batches, "
+        f"OK: {counted(program.num_ranks, 'rank')}, {counted(program.num_stages, 'stage')}, "
+        f"{counted(program.num_microbatches, 'micro-batch')}, "
         f"{'exact' if program.exact else 'not exact'}, peak in flight a rank: {_numbers(peaks)}"
     )
 

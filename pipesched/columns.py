@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pipesched.actions import KINDS, Action, Kind, Lane
 from pipesched.errors import ScheduleError
+from pipesched.units import counted
 
 __all__ = ["CODES", "NUM_KINDS", "Columns", "Ints", "Mask", "Orders"]
 
@@ -199,7 +200,7 @@ class Orders(Sequence[tuple[Action, ...]]):
         return hash((self.offsets.tobytes(), self.columns))
 
     def __repr__(self) -> str:
-        return f"Orders({len(self)} ranks, {len(self.columns)} actions)"
+        return f"Orders({counted(len(self), 'rank')}, {counted(len(self.columns), 'action')})"
 
 
 def _fits(number: Any) -> bool:

@@ -13,7 +13,7 @@ from pipesched.order import Schedule
 from pipesched.room import Room
 from pipesched.search import Search
 from pipesched.searched import Searched
-from pipesched.units import quote_bytes
+from pipesched.units import counted, quote_bytes
 
 __all__ = ["Fits", "infeasible", "leanest", "no_cut"]
 
@@ -33,8 +33,9 @@ def no_cut(search: Search) -> PartitionError:
         fit = [count for count in (stages - stages % ranks, stages + ranks - stages % ranks) if 0 < count <= layers]
         remedy = " or ".join([f"pass num_stages={count}" for count in fit] + [remedy])
     return PartitionError(
-        f"every stage holds at least one layer, and every rank as many stages; {layers} layers have no such cut "
-        f"into {f'{stages} stages' if stages else 'any number of stages'} on {ranks} ranks; {remedy}"
+        f"every stage holds at least one layer, and every rank as many stages; {counted(layers, 'layer')} have no "
+        f"such cut into {counted(stages, 'stage') if stages else 'any number of stages'} on {counted(ranks, 'rank')}; "
+        f"{remedy}"
     )
 
 
@@ -42,8 +43,8 @@ def infeasible(search: Search, least: int, fits: "Fits") -> MemoryLimitError:
     """The error for a search without a plan. least: bytes of each rank with which there is one."""
     limit = min(search.memory_limit_bytes or ())
     text = (
-        f"every rank holds its weights, gradients and activations; no plan for {search.num_ranks} ranks and a batch of "
-        f"{search.batch_size} rows fits in {quote_bytes(limit)} a rank: "
+        f"every rank holds its weights, gradients and activations; no plan for {counted(search.num_ranks, 'rank')} "
+        f"and a batch of {counted(search.batch_size, 'row')} fits in {quote_bytes(limit)} a rank: "
     )
     alone = _largest_layer(search)
     if alone[1] > limit:

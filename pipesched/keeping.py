@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from pipesched.errors import ScheduleError
+from pipesched.units import counted
 
 __all__ = [
     "Checkpoint",
@@ -72,4 +73,4 @@ def checkpoint_in_words(checkpoint: Checkpoint) -> str:
     if not isinstance(checkpoint, Mapping):
         return checkpoint
     counts = Counter(checkpoint.values())
-    return ", ".join(f"{word} {counts[word]} layers" for word in get_args(Keep) if counts[word]) or "never"
+    return ", ".join(f"{word} {counted(counts[word], 'layer')}" for word in get_args(Keep) if counts[word]) or "never"

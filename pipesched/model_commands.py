@@ -24,6 +24,7 @@ from pipesched.options import (
     write,
 )
 from pipesched.trace import Trace
+from pipesched.units import counted
 
 __all__ = ["graph", "report", "tune"]
 
@@ -135,7 +136,9 @@ def tune(  # noqa: PLR0913  # one parameter an option
         links=None if links is None else read_links(links),
         progress=sys.stderr.isatty(),
     )
-    _print(Report(plan), width)
+    used = plan.program.num_ranks
+    unused = [f"{counted(ranks - used, 'rank')} of {ranks} not used, as the plan has {used}"] if used < ranks else []
+    _print(Report(plan, notes=unused), width)
     if output:
         write(plan.save, output)
 

@@ -1,7 +1,7 @@
 """Observed: what a pipeline shows of itself: what was decided, traces, predictions, and the profile behind them."""
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from pipesched.comparison import measured_costs
 from pipesched.contents import lacks_contents
 from pipesched.correction import slowed
 from pipesched.costs import Costs
+from pipesched.errors import MemoryLimitError
 from pipesched.executors.local import Timeline
 from pipesched.keeping import Checkpoint, checkpoint_in_words, offloading
 from pipesched.layered import Layered
@@ -29,7 +30,7 @@ from pipesched.offloads import host_bytes_per_s
 from pipesched.overheads import Overheads
 from pipesched.plan import Plan, Tie
 from pipesched.planning import Programs
-from pipesched.profiles import LayerCosts, stage_costs, treated
+from pipesched.profiles import LayerCosts, Profile, costs_of, stage_costs, treated
 from pipesched.reports import Report
 from pipesched.simulator import simulate
 from pipesched.sites import InProcess, OverMesh, Site
@@ -37,6 +38,7 @@ from pipesched.stage_sizing import StageSizes, costs_with, messages_of, stage_si
 from pipesched.stream import Stream
 from pipesched.tied import tied_bytes
 from pipesched.trace import Spans, Trace
+from pipesched.units import counted, quote_bytes
 from pipesched.upkeep import another, upkeep_of
 from pipesched.wrapped import Wrapped
 
@@ -57,6 +59,8 @@ class Observed(Wrapped):
     _profile: dict[str, LayerCosts] | None
     _slow: dict[Hashable, float]
     _links: Links | None
+    _limits: tuple[int, ...] | None
+    _planned_rows: int
     _overheads: Overheads | None
 
     def _settle(self) -> None:
@@ -178,14 +182,13 @@ class Observed(Wrapped):
         """What each rank holds at once in a step, at most, by what it is for. Of an asynchronous schedule: in so many
         steps as show how it goes on.
         """
-        posted = 0 if isinstance(self._site, InProcess) else AHEAD
         program, costs = self._now.program, self._with_upkeep(self._profiled_costs())
         messages, stages = None, self._stage_sizes()
         if stages:
             loss = None if self.loss_fn is None else self._profiled()[self._now.cut[-1][-1]].loss
             costs, messages = costs_with(costs, program, stages, loss), messages_of(program, stages)
         timed = self._now.programs.timed(self.num_microbatches)
-        return rank_memory(timed, costs, posted=posted, messages=messages)
+        return rank_memory(timed, costs, posted=self._posted, messages=messages)
 
     def _stage_sizes(self) -> Sequence[StageSizes]:
         """What the stages of a captured model need, each run in one piece; none where that cannot be."""
@@ -197,6 +200,34 @@ class Observed(Wrapped):
             devices = [self._site.devices[now.program.placement[part]] for part in range(now.program.num_weights)]
             now.sizes = stage_sizes(layered, now.cut, devices, self._site, now.keep, own_loss=whole.loss_fn is None)
         return now.sizes
+
+    @property
+    def _posted(self) -> int:
+        return 0 if isinstance(self._site, InProcess) else AHEAD
+
+    def _check_room(self, rows: Sequence[int]) -> None:
+        """Raise MemoryLimitError for micro-batches of more rows than were planned for, with which a rank would hold
+        more than its limit. What was measured is taken in proportion to rows.
+        """
+        limits = self._limits
+        if limits is None or max(rows) <= max(self._planned_rows, self._now.most_rows):
+            return
+        known = Profile({self._planned_rows: self._layered.graph(self._profiled())}).graph(max(rows))
+        larger = {name: costs_of(known, name) for name in known}
+        costs = self._with_upkeep(self._predicted_costs(self._now.programs, self._now.cut, larger))
+        needs = rank_memory(self._now.programs.timed(len(rows)), costs, posted=self._posted)
+        worst = max(range(len(needs)), key=lambda rank: needs[rank].total_bytes - limits[rank])
+        need, limit = needs[worst].total_bytes, limits[worst]
+        if need > limit:
+            most = self._planned_rows * self.num_microbatches
+            raise MemoryLimitError(
+                f"memory_limit_bytes holds for the batch that was planned, of {most} rows in {self.num_microbatches} "
+                f"micro-batches of {self._planned_rows}; this step has {sum(rows)} rows in {len(rows)}, of up to "
+                f"{max(rows)}, with which rank {worst} needs {quote_bytes(need)}, {quote_bytes(need - limit)} more "
+                f"than its {quote_bytes(limit)}; pass at most {most} rows, or make the pipeline with "
+                f"batch_size={sum(rows)}"
+            )
+        self._now.most_rows = max(rows)
 
     def _with_upkeep(self, costs: Costs) -> Costs:
         """With what the stages' optimizers hold and need, on all ranks as those of this one."""
@@ -233,7 +264,25 @@ class Observed(Wrapped):
 
         ``print`` shows it, ``save("report.html")`` writes a page, other endings a picture or text.
         """
-        return Report(self.plan, self.gather_trace(), self.predicted)
+        return Report(self.plan, self.gather_trace(), self.predicted, (*self._came_about(), *self._unused))
+
+    def _came_about(self) -> Iterator[str]:
+        """How the prediction and the measured step came about."""
+        if self._runs and not self._now.programs.streams:
+            first, earlier = "the first step, which also allocates memory and warms up", len(self._earlier)
+            taken = f"actions took in {counted(earlier, 'earlier step') if len(self._runs) > 2 else first}"
+            yield f"predicted from what {taken if earlier else 'layers took when they were measured'}"
+            if len(self._runs) == 1:
+                yield f"measured is {first}; run more before you compare"
+
+    @property
+    def _unused(self) -> list[str]:
+        """Devices that the plan leaves out."""
+        every, used = self._site.all_devices, len(self._site.devices)
+        if used == len(every):
+            return []
+        names = ", ".join(map(str, every[used:]))
+        return [f"{counted(len(every) - used, 'device')} of {len(every)} not used, as the plan has {used}: {names}"]
 
     def _bounded(self, trace: Trace) -> Trace:
         program = self._now.programs.plain(trace.num_microbatches)
@@ -252,11 +301,17 @@ class Observed(Wrapped):
         what ranks take beside: of what was measured of ranks it is a part.
         """
         profiled = self._expected_costs() if self._profile is not None else None
-        if not isinstance(self._site, InProcess):  # this rank has not seen what the others took
-            return profiled
-        earlier = [self._trace_of([run], ()) for run in list(self._runs)[:-1]]
+        earlier = [self._trace_of([run], ()) for run in self._earlier]
         sizes = profiled and replace(profiled, overheads=None)
         return measured_costs(earlier, len(self._now.stages), sizes) if earlier else profiled
+
+    @property
+    def _earlier(self) -> list[Timeline]:
+        """The steps before the last one whose times serve a prediction: without the first, which warms up, where there
+        are others. Under a mesh none: this rank has not seen what the others took.
+        """
+        earlier = list(self._runs)[:-1] if isinstance(self._site, InProcess) else []
+        return earlier[1:] if len(earlier) > 1 else earlier
 
     def _expected_costs(self) -> Costs:
         return replace(self._profiled_costs(), overheads=self._overheads)
@@ -264,9 +319,12 @@ class Observed(Wrapped):
     def _profiled_costs(self) -> Costs:
         return self._predicted_costs(self._now.programs, self._now.cut)
 
-    def _predicted_costs(self, programs: Programs, cut: Cut) -> Costs:
-        """What stages of these layers cost, by layer times, on devices of which some are known to be slow."""
-        profile, program = self._treated(programs), programs.plain(programs.num_microbatches)
+    def _predicted_costs(self, programs: Programs, cut: Cut, layers: Mapping[str, LayerCosts] | None = None) -> Costs:
+        """What stages of these layers cost, by layer times, on devices of which some are known to be slow. layers: what
+        they cost, as measured unless given.
+        """
+        profile = treated(self._profiled() if layers is None else layers, programs.checkpoint)
+        program = programs.plain(programs.num_microbatches)
         stages = [[profile[name] for name in cut[part]] for part in program.weights]
         going = offloading(programs.checkpoint, cut)
         costs = stage_costs(stages, len(cut), host_bytes_per_s=self._host_bytes_per_s if going else None)
@@ -302,6 +360,7 @@ class Observed(Wrapped):
             for index, stage in self._now.stages.items()
         )
         return (
-            f"Pipeline({program.name}, {program.num_ranks} ranks, {program.num_stages} stages, "
-            f"{self.num_microbatches} micro-batches, checkpoint={checkpoint_in_words(self.checkpoint)!r})\n{stages}"
+            f"Pipeline({program.name}, {counted(program.num_ranks, 'rank')}, {counted(program.num_stages, 'stage')}, "
+            f"{counted(self.num_microbatches, 'micro-batch')}, checkpoint={checkpoint_in_words(self.checkpoint)!r})"
+            + "".join(f"\n{line}" for line in (stages, *(f"  {line}" for line in self._unused)))
         )

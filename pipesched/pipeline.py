@@ -144,7 +144,7 @@ class Pipeline(Planned):
         self._layers = dict(self._layered.layers)
         super().__init__(module, loss_fn)
         self._profile: dict[str, LayerCosts] | None = None
-        self._slow, self._kinds, self._overheads = {}, None, None
+        self._slow, self._kinds, self._overheads, self._planned_rows = {}, None, None, 0
         keeping = None if checkpoint is None else as_checkpoint(checkpoint, self._layers)
         wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, keeping, together)
         if (loss_fn, weight, loss_reduction, split_dims) == (None, None, "mean", 0):
@@ -175,7 +175,9 @@ class Pipeline(Planned):
         asked = Pins(list(self._layers), boundaries, together)
         self._asked = asked if not asked.complete else Pins(asked.layers, None, together)
         if automatic.chooses(wishes, plan):
-            plan, self._profile, self._overheads = self._site.agreed(lambda: automatic.plan(wishes, self._profiled))
+            plan, self._profile, self._overheads, self._planned_rows = self._site.agreed(
+                lambda: automatic.plan(wishes, self._profiled)
+            )
             wishes = Wishes()
         if plan is not None:
             wishes = wishes.pinned(plan, list(self._layers))
@@ -253,6 +255,7 @@ class Pipeline(Planned):
             return Call("step", batch, weighting, return_outputs, gather)
 
         call = self._called("step", (args, kwargs, target), make)
+        self._check_room(call.batch.rows)
         if self._now.programs.streams:
             return self._enqueue(call)
         feed = call.feed(self._seed, self._step)

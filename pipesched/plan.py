@@ -22,7 +22,7 @@ from pipesched.partitioning.answer import Partition, span
 from pipesched.program import Program
 from pipesched.simulator import simulate
 from pipesched.trace import Trace
-from pipesched.units import quote_bytes, quote_time
+from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.validation import validate
 
 __all__ = ["Plan", "Tie"]
@@ -112,8 +112,7 @@ class Plan:
     def explain(self) -> str:
         """What each stage has and costs, the bottleneck and why it cannot be better, ties, and the predicted step."""
         program, predicted = self.program, self.predicted()
-        shape = f"{program.num_ranks} ranks, {program.num_microbatches} micro-batches"
-        lines = [f"{self.schedule} on {shape}, checkpoint {checkpoint_in_words(self.checkpoint)!r}"]
+        lines = [f"{self.schedule} on {self._shape}, checkpoint {checkpoint_in_words(self.checkpoint)!r}"]
         if self.partition is not None:
             lines.append(self.partition.explain())
         else:
@@ -125,6 +124,17 @@ class Plan:
             step, bubble = quote_time(predicted.makespan_s), predicted.bubble_ratio
             lines.append(f"predicted: {step} a step, bubble {bubble:.1%}")
         return "\n".join(lines)
+
+    @property
+    def _shape(self) -> str:
+        return f"{counted(self.program.num_ranks, 'rank')}, {counted(self.program.num_microbatches, 'micro-batch')}"
+
+    def __repr__(self) -> str:
+        """What it is and its size; ``explain`` says more."""
+        layers, stages = sum(map(len, self.stages)), counted(len(self.stages), "stage")
+        cut = f"{counted(layers, 'layer')} in {stages} on {self._shape}"
+        taken = next((f", {quote_time(own.step_s)} a step" for own in self.alternatives if not own.note), "")
+        return f"Plan({self.schedule}: {cut}, checkpoint {checkpoint_in_words(self.checkpoint)!r}{taken})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON takes them. ``predicted`` is for the reader: it is computed anew on load."""

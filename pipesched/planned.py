@@ -51,7 +51,6 @@ class Planned(Observed):
     _whole: Whole
     _splitter: Splitter
     _asked: Pins
-    _limits: tuple[int, ...] | None
     _kinds: dict[str, Hashable] | None
 
     def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:

@@ -19,6 +19,7 @@ from pipesched.footprint import Footprint, dropping_bytes, of_loss, of_stage
 from pipesched.keeping import Checkpoint, Keep, keep_by_layer
 from pipesched.overheads import Machine, RanksAre
 from pipesched.profile_checks import check_graphs, check_model
+from pipesched.units import counted, quote_time
 
 __all__ = ["TIMES", "LayerCosts", "Profile", "costs_of", "messages", "stage_costs", "treated"]
 
@@ -228,6 +229,15 @@ class Profile:
 
     def __post_init__(self) -> None:
         check_graphs(self.graphs, [item.name for item in fields(LayerCosts) if item.default is MISSING])
+
+    def __repr__(self) -> str:
+        """What it is of, and how long the layers take together for the largest micro-batches."""
+        rows = max(self.graphs)
+        layers = [costs_of(self.graphs[rows], name) for name in self.layers]
+        both = sum(own.forward_s for own in layers), sum(own.backward_s for own in layers)
+        took = f"{quote_time(both[0])} forward, {quote_time(both[1])} backward for {rows}"
+        sizes = ", ".join(map(str, sorted(self.graphs)))
+        return f"Profile({counted(len(self.layers), 'layer')}, micro-batches of {sizes} rows; {took})"
 
     def check_model(self, graph: "nx.DiGraph[str]") -> None:
         """Raise ScheduleError where the profile is of another model than these layers, not measured, are of."""

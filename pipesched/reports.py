@@ -1,7 +1,7 @@
 """Reports: a plan, what was weighed against it, what was expected of it and what came of it, for people to read."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -16,7 +16,7 @@ from pipesched.keeping import Keep, checkpoint_in_words, keep_by_layer
 from pipesched.partitioning.answer import span
 from pipesched.plan import Plan
 from pipesched.trace import Trace, check_trace, chrome_json
-from pipesched.units import quote_bytes, quote_count, quote_time, time_unit
+from pipesched.units import counted, quote_bytes, quote_count, quote_time, time_unit
 from pipesched.viz.page import html_page
 from pipesched.viz.sheet import Candidate, plot_report
 from pipesched.viz.tables import Cell, Table, rich_table, text_table
@@ -29,12 +29,18 @@ if TYPE_CHECKING:
 __all__ = ["Report"]
 
 _NOTABLE = 0.05  # a prediction that is farther off is marked
+_OTHERWISE = 0.001  # two predictions that differ by more are not the same
 _PICTURES = (".png", ".svg", ".pdf")
 _TREATED: dict[Keep, str] = {"recompute": "recomputed", "offload": "offloaded"}
 _TIMED = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OFFLOAD, Kind.FETCH)
 _BASELINES = {"equal split": "an equal split", "one device": "one device"}
 _SHAPE = ("ranks", "chunks", "m", "checkpoint")  # columns that are left out where all rows have the same
-_WEIGHED = "m: micro-batches. memory: of the largest rank. margin: to what a rank may hold."
+_WEIGHED = {
+    "m": "m: micro-batches.",
+    "predicted": "predicted: by the search.",
+    "memory": "memory: of the largest rank.",
+    "margin": "margin: to what a rank may hold.",
+}
 _STAGES = "Times and sizes are of one micro-batch. kept: activations for the backward. sent: the stage's output."
 _RANKS = "busy: share of the step. in flight: the most (stage, micro-batch) pairs at once."
 _MEMORY = "The most that each rank needs at once, as predicted."
@@ -46,12 +52,14 @@ class Report:
     """A plan explained: the candidates that were weighed, its stages, the bound, and predicted beside measured time.
 
     predicted: what was expected of a step; the plan's own prediction unless given. measured: a step that ran, of all
-    ranks. ``str`` and ``print`` give text, ``rich.print`` colours; ``save`` writes a picture or a page.
+    ranks. notes: what is to be known of these two, and of the devices, a sentence each. ``str`` and ``print`` give
+    text, ``rich.print`` colours; ``save`` writes a picture or a page.
     """
 
     plan: Plan
     measured: Trace | None = None
     predicted: Trace | None = None
+    notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_type(self.plan, Plan, "plan is a Plan", "pass such as pipe.plan, or Plan.load(path)")
@@ -81,14 +89,23 @@ class Report:
         """What runs, in a few words."""
         program = self.plan.program
         return (
-            f"{self.plan.schedule} on {program.num_ranks} ranks: {program.num_stages} stages, "
-            f"{program.num_microbatches} micro-batches, checkpoint {checkpoint_in_words(self.plan.checkpoint)}"
+            f"{self.plan.schedule} on {counted(program.num_ranks, 'rank')}: {counted(program.num_stages, 'stage')}, "
+            f"{counted(program.num_microbatches, 'micro-batch')}, "
+            f"checkpoint {checkpoint_in_words(self.plan.checkpoint)}"
         )
 
     @property
     def lines(self) -> list[str]:
         """The findings, a sentence each, the most important ones first."""
-        said = (*self._step(), *self._confirmed(), *self._bound(), *self._gains(), *self._cut())
+        said = (
+            *self._step(),
+            *self.notes,
+            *self._searched(),
+            *self._confirmed(),
+            *self._bound(),
+            *self._gains(),
+            *self._cut(),
+        )
         return [*said, *map(str, self.plan.ties)]
 
     def _step(self) -> Iterator[str]:
@@ -101,6 +118,17 @@ class Report:
             yield f"predicted {quote_time(self.predicted.makespan_s)} a step, bubble {self.predicted.bubble_ratio:.1%}"
         else:
             yield "what a step takes is not known: layers were not measured"
+
+    def _searched(self) -> Iterator[str]:
+        """What the search expected, where what is shown as predicted is something else."""
+        taken = self._taken
+        if taken is not None and self.predicted is not None:
+            off = self.predicted.makespan_s / taken.step_s - 1 if taken.step_s else 0
+            if abs(off) > _OTHERWISE:
+                yield (
+                    f"the search had predicted {quote_time(taken.step_s)} a step; what was weighed, and the cut, "
+                    f"are as it saw them"
+                )
 
     def _causes(self, comparison: Comparison) -> Iterator[str]:
         """What of the difference comes from stages that took other times: the plan, simulated with these."""
@@ -146,7 +174,7 @@ class Report:
             baseline = self._best(label)
             if baseline is None or baseline is taken or taken is None:
                 continue
-            own_s, other_s, how = taken.step_s, baseline.step_s, "predicted"
+            own_s, other_s, how = taken.step_s, baseline.step_s, "the search predicted"
             if taken.measured_s and baseline.measured_s:
                 own_s, other_s, how = taken.measured_s, baseline.measured_s, "measured"
             if own_s:
@@ -182,7 +210,8 @@ class Report:
         rows = [{name: cell for name, cell in row.items() if name not in alike} for row in rows]
         note = f"All have {', '.join(map(' '.join, alike.items()))}. " if alike else ""
         words = ("plan", "schedule", "checkpoint", "why not")
-        return Table.of("What was weighed", rows, words, note + _WEIGHED, ("predicted",))
+        note += " ".join(said for name, said in _WEIGHED.items() if name == "m" or any(name in row for row in rows))
+        return Table.of("What was weighed", rows, words, note, ("predicted",))
 
     def _stages(self) -> Table:
         program, costs = self.plan.program, self.plan.costs
@@ -383,4 +412,6 @@ def _faster(ratio: float, name: str) -> str:
     """A ratio of two times as people say it: ``12 % faster than this``, ``3.4 times as fast as that``."""
     if ratio >= 2:
         return f"{ratio:.1f} times as fast as {name}"
+    if abs(ratio - 1) < _OTHERWISE / 2:
+        return f"as fast as {name}"
     return f"{abs(ratio - 1):.1%} {'faster' if ratio >= 1 else 'slower'} than {name}"

@@ -18,6 +18,7 @@ from pipesched.costs import Costs, check_costs
 from pipesched.errors import ScheduleError
 from pipesched.holdings import Held, bytes_held, pairs_held, versions_held
 from pipesched.links import check_number
+from pipesched.units import counted, quote_time
 
 __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 
@@ -130,6 +131,12 @@ class Trace:
             check_costs(self.costs)
         if self.bound_s is not None:
             check_number(self.bound_s, "the bound_s of a trace")
+
+    def __repr__(self) -> str:
+        """What it is and its main figures; ``spans`` has every action."""
+        shape = f"{counted(len(self.spans), 'span')} on {counted(self.num_ranks, 'rank')}"
+        figures = f"makespan {quote_time(self.makespan_s)}, bubble {self.bubble_ratio:.1%}"
+        return f"Trace({self.name or 'no name'}: {shape}, {figures})"
 
     @cached_property
     def _rows(self) -> tuple[Spans, ...]:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-__all__ = ["Unit", "byte_unit", "quote_bytes", "quote_count", "quote_time", "time_unit"]
+__all__ = ["Unit", "byte_unit", "counted", "quote_bytes", "quote_count", "quote_time", "time_unit"]
 
 
 class Unit(NamedTuple):
@@ -43,7 +43,14 @@ def quote_bytes(size: float, digits: int = 3) -> str:
 
 
 def _quoted(value: float, unit: Unit, digits: int) -> str:
-    return f"{float(value) * unit.per_one:.{digits}g} {unit.name}"
+    number = float(value) * unit.per_one
+    return f"{number:.0f} {unit.name}" if number >= 10**digits - 0.5 else f"{number:.{digits}g} {unit.name}"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: ``1 rank``, ``2 micro-batches``."""
+    many = "" if count == 1 else "es" if what.endswith("ch") else "s"
+    return f"{count} {what}{many}"
 
 
 def quote_count(count: int) -> str:

@@ -65,3 +65,25 @@ def test_a_limit_that_an_update_alone_exceeds_is_none():
     assert memory.transients > memory.parameters / 2  # the step of the optimizer is where the peak is
     with pytest.raises(MemoryLimitError):
         Pipeline(model, sample, memory_limit_bytes=memory.total_bytes - memory.transients // 2, **choices)
+
+
+@pytest.mark.parametrize("devices", [2, 1])
+def test_a_larger_batch_than_was_planned_for_does_not_break_the_limit_silently(devices):
+    model, x = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), torch.rand(128, 32)
+    choices = {"loss_fn": functional.mse_loss, "devices": ["cpu"] * devices, "num_microbatches": 4}
+    with Pipeline(model, x[:8], memory_limit_bytes=10**9, schedule="1f1b", **choices) as pipe:
+        limit = max(own.total_bytes for own in pipe.predicted_memory)
+    with Pipeline(model, x[:8], memory_limit_bytes=limit, schedule="1f1b", **choices) as pipe:
+        pipe.step(x[:32], target=x[:32])
+        pipe.step(x[:31], target=x[:31])
+        before = [parameter.grad.clone() for parameter in pipe.parameters()]
+        match = (
+            r"memory_limit_bytes holds for the batch that was planned, of 32 rows in 4 micro-batches of 8; this step "
+            r"has 128 rows in 4, of up to 32, with which rank \d needs .*, .* more than its .*; pass at most 32 rows, "
+            r"or make the pipeline with batch_size=128"
+        )
+        with pytest.raises(MemoryLimitError, match=match):
+            pipe.step(x, target=x)
+        assert all(map(torch.equal, before, (parameter.grad for parameter in pipe.parameters())))
+    with Pipeline(model, x[:8], memory_limit_bytes=10 * limit, schedule="1f1b", **choices) as pipe:
+        assert pipe.step(x, target=x).isfinite()

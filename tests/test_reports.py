@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import pipesched
 from pipesched import Costs, Kind, Pipeline, Plan, Report, Trace, schedules, simulate
 from pipesched.alternatives import Alternative
 from pipesched.cli import main
-from pipesched.comparison import Pair, compared
+from pipesched.comparison import Pair, compared, measured_costs
 from pipesched.errors import InputError, ScheduleError
 from pipesched.viz import page
 
@@ -146,7 +147,7 @@ def test_a_report_says_what_was_found():
         "predicted 15 ms, measured 17.4 ms (+16.0%), worst stage 1 (+20.0%)",
         "of that +16.0% is what stages took, +0.0% what lies between their actions",
         "no schedule of these stages on these ranks takes less than 13 ms: the predicted step is 15.4% above that",
-        "50.0% faster than an equal split (45 ms), as predicted",
+        "50.0% faster than an equal split (45 ms), as the search predicted",
         "    1     1  1 → 1.2 ms  +20.0%  2 → 2.4 ms  +20.0%  12 → 14.4 ms      +20.0%",
         "    1     1       2  layer 2 .. layer 3  1 ms  2 ms    3 MiB  1 MiB   0 B",
     ):
@@ -341,6 +342,73 @@ def test_a_pipeline_reports_its_last_step():
     assert [label for label, _ in report.traces] == ["predicted", "measured"]
     assert str(report.comparison) in str(report)
     assert report.measured == pipe.trace
+
+
+def test_a_pipeline_says_what_its_prediction_and_its_measured_step_come_from():
+    """The first step also warms up: it is marked, and predicts nothing where there are others."""
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.ones(8, 4)
+    cold = "the first step, which also allocates memory and warms up"
+    says = [
+        ["predicted from what layers took when they were measured", f"measured is {cold}; run more before you compare"],
+        [f"predicted from what actions took in {cold}"],
+        ["predicted from what actions took in 1 earlier step"],
+        ["predicted from what actions took in 2 earlier steps"],
+    ]
+    with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
+        assert pipe.report().notes == ()
+        for said in says:
+            pipe.step(x, target=x)
+            assert list(pipe.report().notes) == said
+        assert (
+            pipe.plan.costs.forward_s
+            == measured_costs([pipe._trace_of([run], ()) for run in list(pipe._runs)[1:-1]], 2).forward_s
+        )
+        pipe.replan(pipe.plan)
+        assert pipe.report().notes == ()
+
+
+def test_devices_that_a_plan_leaves_out_are_named():
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.ones(8, 4)
+    with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
+        plan = pipe.plan
+    with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 3, plan=plan) as pipe:
+        said = "1 device of 3 not used, as the plan has 2: cpu"
+        assert said in pipe.report().lines
+        assert repr(pipe).endswith(said)
+
+
+def test_what_the_search_had_predicted_is_told_from_what_is_predicted_now():
+    plan = plan_of(alternatives=(TAKEN,))
+    said = "the search had predicted 30 ms a step; what was weighed, and the cut, are as it saw them"
+    assert said in Report(plan).lines
+    same = replace(plan, alternatives=(replace(TAKEN, step_s=plan.predicted().makespan_s),))
+    assert not any("the search had predicted" in line for line in Report(same).lines)
+
+
+def test_a_plan_that_is_as_fast_as_a_baseline_is_said_to_be_so():
+    report = Report(plan_of(alternatives=(TAKEN, replace(EQUAL, step_s=TAKEN.step_s))))
+    assert "as fast as an equal split (30 ms), as the search predicted" in report.lines
+
+
+def test_the_command_says_which_ranks_are_left_out(tmp_path):
+    known = pipesched.profile(nn.Linear(4, 4), torch.ones(2, 4))
+    known.save(tmp_path / "profile.json")
+    ran = CliRunner().invoke(main, ["tune", str(tmp_path / "profile.json"), "--ranks", "3", "--batch", "4"])
+    assert "2 ranks of 3 not used, as the plan has 1" in ran.stdout
+    assert repr(known).startswith("Profile(1 layer, micro-batches of ")
+    assert "\n" not in repr(known)
+
+
+def test_what_is_not_in_a_table_has_no_footnote():
+    note = Report(plan_of(alternatives=(replace(TAKEN, limit_bytes=None), ALONE))).tables[0].note
+    assert "memory: of the largest rank." in note
+    assert "margin" not in note
+
+
+def test_what_is_large_is_shown_in_a_line():
+    plan = plan_of(alternatives=(TAKEN,))
+    assert repr(plan).startswith("Plan(1f1b: 4 layers in 2 stages on 2 ranks, 4 micro-batches, checkpoint 'never', ")
+    assert repr(plan.predicted()) == "Trace(1f1b: 16 spans on 2 ranks, makespan 15 ms, bubble 20.0%)"
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-headless-shell", "google-chrome"])), None)

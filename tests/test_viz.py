@@ -13,7 +13,7 @@ from pipesched import Action, Costs, Kind, Span, Trace, schedules, simulate, viz
 from pipesched.actions import Lane
 from pipesched.errors import PipeschedError
 from pipesched.lowering import add_recompute
-from pipesched.units import quote_bytes, quote_time
+from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.viz.bars import gaps
 from pipesched.viz.colours import colour
 from pipesched.viz.headline import headline
@@ -416,6 +416,12 @@ def test_a_text_column_shows_what_runs_at_its_middle():
 def test_units():
     times = [quote_time(value) for value in (0, 90, 1, 0.999, 0.0015, 2.5e-6, 3e-9)]
     assert times == ["0 s", "90 s", "1 s", "999 ms", "1.5 ms", "2.5 us", "0.003 us"]
+    assert [quote_bytes(value) for value in (999, 1000, 1023 * 2**10)] == ["999 B", "1000 B", "1023 KiB"]
+    assert [counted(*one) for one in ((1, "rank"), (0, "rank"), (2, "micro-batch"))] == [
+        "1 rank",
+        "0 ranks",
+        "2 micro-batches",
+    ]
     assert [quote_bytes(value, 4) for value in (0, 7, 1536, 5 * 2**20, 3 * 2**29)] == [
         "0 B",
         "7 B",

@@ -89,7 +89,7 @@ def _candidates(ax: "Axes", shown: Sequence[Candidate], left_out: int) -> None:
     ax.set_xticks([])
     ax.spines[["top", "right", "bottom"]].set_visible(False)
     more = f" ({left_out} more are not shown)" if left_out > 0 else ""
-    ax.set_title(f"what was weighed: a step, as predicted{more}", loc="left", fontsize=11)
+    ax.set_title(f"what was weighed: a step, as the search predicted{more}", loc="left", fontsize=11)
 
 
 def _colour_of(one: Candidate) -> str:
@@ -106,8 +106,8 @@ def _timelines(rows: Any, traces: "Sequence[tuple[str, Trace]]") -> None:
         ax = next(rows)
         draw_timeline(ax, trace, unit, until_s)
         ax.set_title(headline(trace, label), loc="left", fontsize=11)
+        ax.set_xlabel(f"time [{unit.name}]", loc="left")
         drawn.append(ax)
-    drawn[-1].set_xlabel(f"time [{unit.name}]", loc="left")
     entries = patches(*(trace for _, trace in traces))
     place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2, "borderpad": 0.2}
     drawn[-1].legend(handles=entries, ncols=len(entries), frameon=False, fontsize=9, handlelength=1.4, **place)
