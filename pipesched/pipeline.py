@@ -233,10 +233,12 @@ class Pipeline(Planned):
         args, kwargs: the model's inputs, a whole mini-batch. target: goes to loss_fn, split as the inputs are.
         Returns the loss of the mini-batch, a 0-d tensor, detached; with return_outputs also the outputs, in the
         mini-batch's order: under a mesh on the last stage's rank, with gather on all. Raises InputError for a batch
-        that cannot be split, and what a layer raises, with a note that says in which stage, micro-batch and rank; the
-        pipeline is usable afterwards (zero the gradients; with optimizer= they are cleared, and some stages may have
-        been updated). Under a mesh the loss of another rank waits for its value once it is looked at, and a rank that
-        fails ends the pipeline.
+        that cannot be split (ArgumentError for one in another form than the sample's, with which the model does not
+        run), MemoryLimitError for micro-batches of more rows than were planned for, with which a rank would need more
+        than memory_limit_bytes, and what a layer raises, with a note that says in which stage, micro-batch and rank;
+        the pipeline is usable afterwards (zero the gradients; with optimizer= they are cleared, and some stages may
+        have been updated). Under a mesh the loss of another rank waits for its value once it is looked at, and a rank
+        that fails ends the pipeline.
 
         Asynchronous schedules enqueue the step and return the loss of the one before, which has then run up to this
         one on all ranks (the first step waits for its own); under a mesh each process runs its part of the step. The
