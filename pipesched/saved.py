@@ -31,7 +31,7 @@ class Saved:
     counted: tuple[Any, float | None] | None  # where a loss is asked for: its target and its factor
     deferred: bool = field(default=False, init=False)  # F left weight gradients to W
     staying: frozenset[int] = field(default=frozenset(), init=False)  # addresses of what others hold
-    input_grads: Sequence[Tensor | None] = field(default=(), init=False)
+    input_grads: list[Tensor | None] = field(default_factory=list, init=False)
     edges: Sequence[GradientEdge] = field(default=(), init=False)
     products: Sequence[Product] = field(default=(), init=False)
     grads: Sequence[tuple[Tensor, Tensor]] = field(default=(), init=False)  # of the version's tensors, from I to W

@@ -423,7 +423,8 @@ class Stage:
                 self.weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
 
     def _sent_back(self, microbatch: int, saved: Saved) -> Apart:
-        grads, saved.input_grads = tuple(saved.input_grads), ()
+        grads = tuple(saved.input_grads)
+        saved.input_grads.clear()  # the graph holds the list, and somebody may hold the graph for longer
         if not saved.wanted:
             if grads:
                 self._feed.input_grads[microbatch] = grads

@@ -1,5 +1,6 @@
 """The split backward: I then W equals B to the bit, for any module, without running anything twice."""
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -286,6 +287,22 @@ def test_frozen_weights_have_no_weight_gradient_work() -> None:
         stage.weight_grad(microbatch)
         assert sent is not None
     assert set(gradients(layer)) == {"1.weight", "1.bias"}
+
+
+@pytest.mark.usefixtures("every_product_deferred")
+@pytest.mark.parametrize("split", [True, False])
+def test_a_gradient_that_was_sent_back_is_the_takers_even_where_somebody_holds_the_graph(split: bool) -> None:
+    layer, graphs = nn.Linear(6, 6), []
+    layer.register_forward_hook(lambda _, given, output: graphs.append(output.grad_fn))
+    stage = Stage({"layer": layer}, CPU)
+    stage.begin(Feed(0, 0, []))
+    for microbatch in range(2):
+        output = stage.forward(microbatch, Payload.of(torch.ones(2, 6, requires_grad=True)), split=split)
+        ((sent,),) = (stage.input_grad if split else stage.backward)(microbatch, ones(output))
+        gone = weakref.ref(sent)
+        del sent
+        assert len(graphs) == microbatch + 1
+        assert gone() is None
 
 
 @pytest.mark.usefixtures("every_product_deferred")
