@@ -82,7 +82,7 @@ def alone(tmp_path_factory):
 
 
 def check_demo(folder, printed, num_ranks, alone):
-    assert printed.count(f"Pipeline(1f1b, {num_ranks} ranks") == 1
+    assert printed.count(f"Pipeline(1f1b, {num_ranks} rank{'s' * (num_ranks > 1)},") == 1
     assert printed.count("loss before") == 1
     assert (folder / "runs" / "demo" / "report.png").read_bytes().startswith(b"\x89PNG")
     weights = torch.load(folder / "weights.pt")

@@ -51,8 +51,8 @@ X, Y = torch.randn(2, 4), torch.randn(2, 4)
 
 @pytest.mark.usefixtures("few_rounds")
 def test_a_profile_that_lies_is_found_out_by_running() -> None:
-    """The last layer sleeps fifty times as long as is told: all but it belong on the other rank."""
-    model = sleepers(0.001, 0.001, 0.001, 0.05)
+    """The last layer sleeps five times as long as is told: all but it belong on the other rank."""
+    model = sleepers(0.01, 0.01, 0.01, 0.05)
     lie = told(model, X, [0.01, 0.01, 0.01, 0.01])
     choices: Any = {"devices": ["cpu"] * 2, "batch_size": 8, "num_microbatches": 4, "schedule": "1f1b"}
     misled = pipesched.tune(lie, **choices)
