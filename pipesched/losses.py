@@ -9,17 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.payload import pytree
-from pipesched.profiler import QUICK, Between, Effort, measure_calls
+from pipesched.profiler import QUICK, Effort, measure_calls
 from pipesched.profiles import LayerCosts
 
 __all__ = ["loss_costs", "with_loss_bytes", "with_supposed_loss"]
 
 
 def loss_costs(
-    loss: nn.Module, output: Any, target: Any, device: torch.device, threads: int, effort: Effort = QUICK
+    loss_fn: Callable[[Any, Any], Any],
+    output: Any,
+    target: Any,
+    device: torch.device,
+    threads: int,
+    effort: Effort = QUICK,
 ) -> LayerCosts:
     """What a loss of such an output costs."""
-    call: tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = _OfTarget(loss, target, device), ((output,), {})
+    call: tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = _OfTarget(loss_fn, target, device), ((output,), {})
     return measure_calls({"loss_fn": call}, {"loss_fn"}, device, threads, effort)["loss_fn"]
 
 
@@ -40,13 +45,12 @@ def with_supposed_loss(
     """As ``with_loss_bytes``, where no target is known: with one class a row, or what is like the output, whichever the
     loss takes; of both that with which it needs less. Unchanged where it takes neither.
     """
-    loss = loss_fn if isinstance(loss_fn, nn.Module) else Between(loss_fn)
     found = []
     for target in _supposed(output):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # as of shapes that only broadcasting makes equal
-                found.append(loss_costs(loss, output, target, device, threads))
+                found.append(loss_costs(loss_fn, output, target, device, threads))
         except Exception:  # whatever a loss says of a target that is none of its own
             continue
     taken = [with_loss_bytes(costs, own) for own in found if own.backward_transient_bytes]
@@ -63,10 +67,10 @@ def _supposed(output: Any) -> Iterator[Tensor]:
 class _OfTarget(nn.Module):
     """A loss of outputs alone: its target lies in the batch, and is nothing that a layer keeps."""
 
-    def __init__(self, loss: nn.Module, target: Any, device: torch.device) -> None:
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], target: Any, device: torch.device) -> None:
         super().__init__()
-        self._loss = loss
+        self._loss_fn = loss_fn
         self._target = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), target)
 
     def forward(self, output: Any) -> Any:
-        return self._loss(output, self._target)
+        return self._loss_fn(output, self._target)

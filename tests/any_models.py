@@ -46,10 +46,11 @@ class Residual(nn.Module):
 class UNet(nn.Module):
     """Long skips, used last to first."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: int = 4, channels: int = 4) -> None:
         super().__init__()
-        self.down = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
-        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(4))
+        widths = inputs, channels, channels, channels
+        self.down = nn.ModuleList(nn.Conv2d(before, channels, 3, padding=1) for before in widths)
+        self.up = nn.ModuleList(nn.Conv2d(2 * channels, channels, 3, padding=1) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         kept = []

@@ -1,5 +1,6 @@
 """Models with a forward of their own, large enough that their memory is that of their tensors."""
 
+import any_models
 import torch
 from models import TransformerBlock
 from torch import nn
@@ -43,23 +44,15 @@ class Opened(nn.Module):
         return self.head(x)
 
 
-class UNet(nn.Module):
+class UNet(any_models.UNet):
     """Long skips, over stages that do not use them."""
 
     def __init__(self):
-        super().__init__()
-        self.down = nn.ModuleList(nn.Conv2d(before, 8, 3, padding=1) for before in (3, 8, 8, 8))
-        self.up = nn.ModuleList(nn.Conv2d(16, 8, 3, padding=1) for _ in range(4))
+        super().__init__(3, 8)
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x):
-        kept = []
-        for layer in self.down:
-            x = torch.relu(layer(x))
-            kept.append(x)
-        for layer in self.up:
-            x = layer(torch.cat([x, kept.pop()], 1))
-        return self.head(x.mean((2, 3)))
+        return self.head(super().forward(x))
 
 
 def repeated():
