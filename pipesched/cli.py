@@ -136,7 +136,7 @@ def list_() -> None:
     width = max(map(len, schedules.names()))
     for name in schedules.names():
         schedule = schedules.get(name)
-        chunks = f"{schedule.chunks_per_rank} chunk{'s' * (schedule.chunks_per_rank > 1)}".ljust(9)
+        chunks = counted(schedule.chunks_per_rank, "chunk").ljust(9)
         click.echo(f"{name.ljust(width)}  {chunks} {next(iter(schedule.description.splitlines()), '')}".rstrip())
 
 

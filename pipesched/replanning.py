@@ -12,7 +12,7 @@ from pipesched.actions import Kind, Lane
 from pipesched.errors import InputError
 from pipesched.plan import Plan
 from pipesched.trace import Trace
-from pipesched.units import quote_bytes, quote_time
+from pipesched.units import counted, quote_bytes, quote_time
 
 __all__ = ["Replanned", "certain", "check_steps_left", "layers_moved", "strayed", "verdict"]
 
@@ -52,7 +52,7 @@ class Replanned:
         return 0.0 if self.before_s is None or self.after_s is None else self.before_s - self.after_s
 
     def __str__(self) -> str:
-        layers = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}, {quote_bytes(self.moved_bytes)}"
+        layers = f"{counted(len(self.layers), 'layer')}, {quote_bytes(self.moved_bytes)}"
         parts = [f"kept: {self.kept}" if self.kept else f"moved: {layers}"]
         if self.before_s and self.after_s is not None:
             share = -self.saving_s / self.before_s
