@@ -1,6 +1,6 @@
 """The plan that schedule="auto" picks, against what a sweep over all plans finds by running them.
 
-    python benchmarks/choice.py [--steps 15] [--models N ...]
+    python benchmarks/choice.py [--steps 31] [--models N ...]
 
 Two ranks, threads of one process, and 8 micro-batches of 4 rows, for three models of few layers that really compute: an
 even one, one with a heavy last layer (a large vocabulary) and one with a heavy first layer; and for three of the same
@@ -9,7 +9,7 @@ profile is measured in a process of its own, saved, and the plan searched from i
 schedule, with every cut into two stages, and for schedules with chunks every cut into four whose busiest rank has at
 most 1.3 times the least work: each two steps, the faster counts. Then the plan, the three that the sweep puts first,
 and the equal split with GPipe and with 1F1B, are run in turn: medians, and the plan's steps over the others' with 95 %
-intervals, pair by pair.
+intervals, pair by pair. All processes keep the memory that they have freed, as for prediction.py.
 """
 
 import argparse
@@ -17,13 +17,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from measure import machine, ratio
+from measure import elsewhere, keep_freed_memory, machine, ratio
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -150,11 +149,10 @@ def cuts(work: Sequence[float], placement: Sequence[int], layers: int) -> Iterat
     yield from every
 
 
-def compare(name: str, steps: int) -> None:
+def compare(name: str, path: Path, steps: int) -> None:
     """Print how the plan does."""
-    with TemporaryDirectory() as folder, get_context("spawn").Pool(1) as pool:
-        pool.apply(measured, (name, Path(folder) / "profile.json"))
-        profile = Profile.load(Path(folder) / "profile.json")
+    torch.set_num_threads(1)
+    profile = Profile.load(path)
     options: dict[str, Any] = {"num_ranks": RANKS, "batch_size": COUNT * ROWS, "num_microbatches": COUNT}
     plan: Plan = pipesched.tune(profile, **options)
     for other in plan.alternatives:
@@ -186,14 +184,17 @@ def compare(name: str, steps: int) -> None:
 def main() -> None:
     """Print a block a model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=31)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    keep_freed_memory()
     print(machine(), f"{os.cpu_count()} cores; {len(schedules.names())} schedules")
     for name in args.models:
-        print(name)
-        compare(name, args.steps)
+        print(name, flush=True)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "profile.json"
+            elsewhere(measured, name, path)
+            elsewhere(compare, name, path, args.steps)
 
 
 if __name__ == "__main__":

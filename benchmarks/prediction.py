@@ -1,6 +1,6 @@
 """What a saved profile says of a step, and what the step takes.
 
-    python benchmarks/prediction.py [--file FILE] [--steps 15] [--only profile threads processes sleeping]
+    python benchmarks/prediction.py [--file FILE] [--steps 21] [--only profile threads processes sleeping]
 
 "profile", in a process of its own, measures the layers of three models (a GPT, residual convolutions, a wide
 perceptron) and of one that sleeps, and what ranks take beside their stages' work, as threads and as processes; each
@@ -9,31 +9,28 @@ others, in processes of their own, read FILE, predict, and run: 24 cases of 2 ra
 schedules, 2 or 4 stages, 4 or 8 micro-batches), with a thread a rank and with a process a rank; and 8 and 16 ranks
 whose stages sleep. Nothing of a step that was run enters its prediction.
 
-Cases run in turn, a step of each. A step counts where the ranks' threads waited no more than 10 % of it for a core that
-other work had (as Linux tells it; not for sleeping ranks, which are more than the cores): those that do not are run
-again, and counted. Printed: the predicted makespan, the median of the measured ones on the ranks' common clock with
-fastest and slowest, the error, and what the error would be with the layers' times alone. Last the medians of the
-errors' sizes, and the worst.
+Cases run in turn, a third of their steps at a time. A step counts where the ranks' threads waited no more than 10 % of
+it for a core that other work had (as Linux tells it; not for sleeping ranks, which are more than the cores): those that
+do not are run again, and counted. Printed: the predicted makespan, the median of the measured ones on the ranks' common
+clock with fastest and slowest, the error, and what the error would be with the layers' times alone. Last the medians of
+the errors' sizes, and the worst.
 
-Unless told not to (--trim), all processes keep the memory that they have freed (MALLOC_TRIM_THRESHOLD_ and
-MALLOC_MMAP_THRESHOLD_ of glibc): page faults of memory that is given back and taken again are 2 to 15 % of a step here,
-more in one run of the same program than in another.
+Unless told not to (--trim), all processes keep the memory that they have freed: page faults of memory that is given
+back and taken again are 2 to 15 % of a step here, more in one run of the same program than in another.
 """
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from measure import in_ranks, machine
+from measure import elsewhere, in_ranks, keep_freed_memory, machine
 from sleeping import ROWS as SLEEPING_ROWS
 from sleeping import SECONDS, WIDTH, wake_in_time
 from torch import Tensor, nn
@@ -51,7 +48,7 @@ from waiting import Waiting
 
 ROWS, RANKS, DISTURBED = 32, 2, 0.1
 PROFILES = 3
-KEPT = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
+TURNS = 3
 
 
 class Tokens(nn.Module):
@@ -162,8 +159,8 @@ def probed(rank: int, ranks: int) -> Overheads:
     return pipesched.probe_overheads(mesh=init_device_mesh("cpu", (ranks,)))
 
 
-def write_profiles(path: Path, processes: dict[int, Overheads]) -> None:
-    """The profiles of all models, with the machine's overheads for so many ranks."""
+def write_profiles(path: Path, models: Sequence[str], processes: dict[int, Overheads]) -> None:
+    """The profiles of these models, with the machine's overheads for so many ranks."""
     torch.set_num_threads(1)
     wake_in_time()
     machines = {}
@@ -173,14 +170,14 @@ def write_profiles(path: Path, processes: dict[int, Overheads]) -> None:
             print(f"overheads of {ranks} {name}: {json.dumps(both.to_dict()[name])}", flush=True)
     found: dict[str, list[Profile]] = {}
     for _ in range(PROFILES):
-        for name in (*MODELS, "sleeping"):
+        for name in models:
             cases = [case for case in COMPUTING + SLEEPING if case.model == name]
             model, x, y = cases[0].parts
             rows = sorted({case.rows for case in cases})
             one = pipesched.profile(model, x[: rows[-1]], loss_fn=functional.mse_loss, target=y[: rows[-1]], rows=rows)
             found.setdefault(name, []).append(one)
     saved = {}
-    for case in COMPUTING + SLEEPING:
+    for case in (case for case in COMPUTING + SLEEPING if case.model in found):
         one = sorted(found[case.model], key=lambda own: layers_s(own, case.rows))[PROFILES // 2]
         saved[case.key] = replace(one, machine=machines.get(case.ranks, Machine())).to_dict()
     path.write_text(json.dumps(saved))
@@ -224,6 +221,7 @@ class Running:
             **where,
         )
         self.ranks_are = ranks_are
+        self.sleeps = case.model == "sleeping"
 
     def step(self) -> tuple[Any, float]:
         """The step's trace, and which part of it threads waited for cores."""
@@ -245,38 +243,40 @@ class Measured(NamedTuple):
 
 
 def run_all(rank: int, cases: Sequence[Case], path: Path, ranks_are: RanksAre, steps: int) -> list[Measured]:
-    """In each rank: all cases in turn, until each has so many steps that count, or has been run twice as often."""
+    """In each rank: all cases, in turns of some steps each; one pipeline at a time, since each one's process groups
+    have threads that wake up all the time.
+    """
     torch.set_num_threads(1)
     wake_in_time()
     profiles = read_profiles(path)
-    running = [Running(case, profiles, ranks_are) for case in cases]
     found = [Measured([], 0) for _ in cases]
-    for one in running * 2:
-        one.step()
-    for number in range(2 * steps):
-        for at, one in enumerate(running):
-            own = found[at]
-            if len(own.makespans_s) >= steps:
-                continue
-            trace, lost = one.step()
-            if lost < DISTURBED or cases[at].model == "sleeping" or len(own.makespans_s) + 2 * steps - number <= steps:
-                own.makespans_s.append(trace.makespan_s)
-            else:
-                found[at] = own._replace(disturbed=own.disturbed + 1)
-    for one in running:
-        one.pipe.close()
+    for turn in range(TURNS):
+        for at, case in enumerate(cases):
+            one = Running(case, profiles, ranks_are)
+            found[at] = taken(one, found[at], steps * (turn + 1) // TURNS)
+            one.pipe.close()
     return found
+
+
+def taken(one: Running, before: Measured, steps: int) -> Measured:
+    """With more steps that count, until there are so many, or twice as many as are wanted have been run."""
+    for _ in range(2):
+        one.step()
+    makespans_s, disturbed = list(before.makespans_s), before.disturbed
+    left = 2 * (steps - len(makespans_s))
+    while len(makespans_s) < steps:
+        trace, lost = one.step()
+        left -= 1
+        if lost < DISTURBED or one.sleeps or left < steps - len(makespans_s):
+            makespans_s.append(trace.makespan_s)
+        else:
+            disturbed += 1
+    return Measured(makespans_s, disturbed)
 
 
 def read_profiles(path: Path) -> dict[str, Profile]:
     """What was saved."""
     return {name: Profile.from_dict(values) for name, values in json.loads(path.read_text()).items()}
-
-
-def elsewhere(job: Callable[..., Any], *args: Any) -> Any:
-    """Run in a process of its own."""
-    with get_context("spawn").Pool(1) as pool:
-        return pool.apply(job, args)
 
 
 def show(cases: Sequence[Case], path: Path, ranks_are: RanksAre, steps: int) -> list[float]:
@@ -305,19 +305,19 @@ def main() -> None:
     """Print one line a case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", type=Path, default=Path("profiles.json"))
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=21)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help="that compute")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16], help="that sleep")
     parts = ["profile", "threads", "processes", "sleeping"]
     parser.add_argument("--only", nargs="+", default=parts, choices=parts)
     parser.add_argument("--trim", action="store_true", help="freed memory as it comes")
     args = parser.parse_args()
     if not args.trim:
-        os.environ.update(KEPT)  # all that is measured runs in processes that are made from here
+        keep_freed_memory()  # all that is measured runs in processes that are made from here
     print(machine())
     if "profile" in args.only:
         overheads = {ranks: in_ranks(ranks, probed, ranks)[0] for ranks in (RANKS, *args.ranks)}
-        elsewhere(write_profiles, args.file, overheads)
+        elsewhere(write_profiles, args.file, [*args.models, "sleeping"], overheads)
     names = "predicted", "measured", "fastest", "slowest", "error", "bare"
     print(f"{'':40}{'ranks':>6}{'stages':>7}{'m':>4}{''.join(f'{name:>10}' for name in names)}{'again':>6}")
     computing = [case for case in COMPUTING if case.model in args.models]

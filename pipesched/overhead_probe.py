@@ -3,13 +3,17 @@
 The programs run as all programs do, by the executor and the stages of every step. A stage's layer times its own work,
 so what else its actions take is known; what lies between the actions of a rank, with and without messages, and between
 those of two ranks, follows from which of them waits for the other: the work of two neighbours is 1 to 2, or 2 to 1.
+
+Ranks that wait, as for devices, run a whole pipeline: each goes on when it and its neighbour are done, so that what one
+of them comes late by now and then adds up, more than it would in any rank alone. What it takes longer than simulated
+is what waking up costs.
 """
 
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -24,6 +28,7 @@ from pipesched.actions import Action, Kind
 from pipesched.batch import Batch
 from pipesched.caller import Caller
 from pipesched.checks import is_count, shown
+from pipesched.costs import Costs
 from pipesched.dependencies import chain
 from pipesched.errors import DeviceCountError, InputError
 from pipesched.executors.local import Work
@@ -32,16 +37,18 @@ from pipesched.links import Link
 from pipesched.lowering import lower
 from pipesched.overheads import Overheads
 from pipesched.program import Program
+from pipesched.simulator import simulate
 from pipesched.sites import OverMesh, Site, site_for
 from pipesched.stage import Stage
 from pipesched.trace import Trace
 
 __all__ = ["Ran", "find_overheads", "probe_overheads", "waited_s"]
 
-_MICROBATCHES = 6
+_MICROBATCHES, _MICROBATCHES_ASLEEP = 6, 16
 _DISTURBED, _TRIES = 0.02, 5  # a run is made again where other work had so much of it; so often
 _ROWS, _WIDTH, _PRODUCTS = 128, 512, 4  # of the work: some 3 ms, with as much computed for a byte as layers do
 _AGAIN = 4  # as often ranks work side by side: how they slow each other is a few percent
+_AGAIN_ASLEEP = 2  # as often all wait: how late they wake changes from run to run
 _SLEEP_S = 0.01  # a part of work that waits
 _SHORT, _LONG, _ROW_BYTES = 16, 512, 1024  # messages, in rows
 _KINDS = Kind.F, Kind.B
@@ -105,14 +112,14 @@ class Run(Protocol):
         """
 
 
-def _chains(over: Sequence[tuple[int, ...]], num_ranks: int) -> Program:
+def _chains(over: Sequence[tuple[int, ...]], num_ranks: int, num_microbatches: int = _MICROBATCHES) -> Program:
     """Chains of stages over these ranks, side by side: all forwards, then all backwards."""
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     placement = tuple(rank for ranks in over for rank in ranks)
     for stage, rank in enumerate(placement):
-        orders[rank] += [Action(stage, kind, mb) for kind in (Kind.F, Kind.B) for mb in range(_MICROBATCHES)]
+        orders[rank] += [Action(stage, kind, mb) for kind in (Kind.F, Kind.B) for mb in range(num_microbatches)]
     graph = chain(len(placement), len(over))
-    return Program(orders, placement, _MICROBATCHES, graph=graph, name="overhead probe")  # type: ignore[arg-type]
+    return Program(orders, placement, num_microbatches, graph=graph, name="overhead probe")  # type: ignore[arg-type]
 
 
 def probe_overheads(
@@ -210,7 +217,9 @@ def _of_stage(program: Program, stage: int) -> list[Action]:
 def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) -> Overheads:
     """The overheads of so many ranks on so many cores, as the programs that ``run`` runs show them."""
     most = max(2, min(num_ranks, num_cores)) if num_ranks > 1 else 1  # of ranks that all compute
-    seen, asleep = _Seen(), _Seen()
+    seen = _Seen()
+    everybody = _chains([tuple(range(num_ranks))], num_ranks, _MICROBATCHES_ASLEEP)
+    asleep: list[tuple[Ran, Ran]] = []
     for _ in range(rounds):
         for count in [*range(1, most + 1)] * _AGAIN:
             seen.side_by_side(run(_chains([(rank,) for rank in range(count)], num_ranks), [1] * count, _SHORT), count)
@@ -218,13 +227,29 @@ def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) ->
         for rows in (_SHORT, _LONG) if pairs else ():
             seen.first_waits(run(_chains(pairs, num_ranks), [1, 2] * len(pairs), rows), pairs, rows)
             seen.second_waits(run(_chains(pairs, num_ranks), [2, 1] * len(pairs), rows), pairs, rows)
-        asleep.side_by_side(run(_chains([(0,)], num_ranks), [1], _SHORT, waits=True), 1)
-        if pairs := _pairs(num_ranks):  # all ranks: what waits needs no core
-            everybody = [(rank,) for rank in range(num_ranks)]
-            asleep.side_by_side(run(_chains(everybody, num_ranks), [1] * num_ranks, _SHORT, waits=True), num_ranks)
-            asleep.chained(run(_chains(pairs, num_ranks), [1, 2] * len(pairs), _SHORT, waits=True), Kind.B)
-            asleep.chained(run(_chains(pairs, num_ranks), [2, 1] * len(pairs), _SHORT, waits=True), Kind.F)
-    return seen.overheads(asleep)
+        for _ in range(_AGAIN_ASLEEP):  # of all ranks: what waits needs no core
+            alone = run(_chains([(0,)], num_ranks), [1], _SHORT, waits=True)
+            asleep.append((alone, run(everybody, [1] * num_ranks, _SHORT, waits=True)))
+    awake = seen.overheads()
+    return replace(awake, waking_s=max(0.0, median(_waking_s(one, everybody, all_, awake) for one, all_ in asleep)))
+
+
+def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float:
+    """What each action takes longer where all ranks wait than it does awake, along the longest way through the program.
+
+    alone: one rank, whose work takes what it does in a profile.
+    """
+    p, work_s = program.num_stages, median(alone.work_s.values())
+    costs = Costs(
+        (work_s,) * p,
+        (work_s,) * p,
+        (0,) * p,
+        output_bytes=(_SHORT * _ROW_BYTES,) * p,
+        waiting_s=(2 * work_s,) * p,
+        overheads=awake,
+    )
+    actions = len(_KINDS) * (p + program.num_microbatches - 1)
+    return float(ran.trace.makespan_s - simulate(program, costs).makespan_s) / actions
 
 
 def _pairs(num_ranks: int) -> list[tuple[int, int]]:
@@ -259,22 +284,18 @@ class _Seen:
         self._note("receive", Kind.B, rows, _per_action(ran, [first for first, _ in pairs], Kind.B))
         self._note("chained", Kind.F, rows, _chained(ran, Kind.F))
 
-    def chained(self, ran: Ran, kind: Kind) -> None:
-        """Of which the second waits for the first."""
-        self._note("chained", kind, _SHORT, _chained(ran, kind))
-
     def _note(self, what: str, kind: Kind, rows: int, seconds: list[float]) -> None:
         self._lost.setdefault((what, kind, rows), []).extend(seconds)
 
-    def overheads(self, asleep: "_Seen") -> Overheads:
-        """The medians, and what follows from them. asleep: the same of ranks that wait."""
+    def overheads(self) -> Overheads:
+        """The medians, and what follows from them."""
         action_s = self._seconds("action", 0)
         crowding = [1.0]
         for count in sorted(self._work)[1:]:
             ratios = [some_s / one_s for some_s, one_s in zip(self._work[count], self._work[1], strict=True)]
             crowding.append(max(crowding[-1], median(ratios)))
         if len(crowding) == 1:
-            return Overheads(action_s, max(0.0, asleep._seconds("action", 0) - action_s))
+            return Overheads(action_s)
         sends: list[float] = []
         receives: list[float] = []
         links: list[float] = []
@@ -282,9 +303,7 @@ class _Seen:
             sends.append(self._seconds("send", rows) - action_s)
             receives.append(self._seconds("receive", rows) - action_s)
             links.append(self._seconds("chained", rows) - 2 * action_s - sends[-1] - receives[-1])
-        late_s = median(asleep._work[max(asleep._work)]) - median(asleep._work[1])
-        waking_s = max(0.0, (asleep._seconds("chained", _SHORT) - self._seconds("chained", _SHORT)) / 2 + late_s)
-        return Overheads(action_s, waking_s, _line(sends), _line(receives), _line(links), tuple(crowding))
+        return Overheads(action_s, 0, _line(sends), _line(receives), _line(links), tuple(crowding))
 
     def _seconds(self, what: str, rows: int) -> float:
         return sum(median(self._lost[what, kind, rows]) for kind in _KINDS) / len(_KINDS)

@@ -28,7 +28,7 @@ def crowded(*layers, enough_s=60.0):
 def test_layers_and_their_copies_run_alone_in_turn_and_then_at_once(monkeypatch):
     ran, both, lock = [], threading.Barrier(2), threading.Lock()
 
-    def timed(lap, device):
+    def timed(lap):
         with lock:
             ran.append(lap)
             alone = len(ran) <= 2 or (len(ran) - 3) % 4 < 2
@@ -44,6 +44,34 @@ def test_layers_and_their_copies_run_alone_in_turn_and_then_at_once(monkeypatch)
     assert own is layer
     assert twin is not layer
     assert torch.equal(twin.weight, layer.weight)
+
+
+def test_what_is_done_between_layers_does_not_count(monkeypatch):
+    took_s = {"forward_s": 1.0, "backward_s": 2.0, "input_grad_s": 4.0, "weight_grad_s": 8.0}
+    rounds = []
+
+    class Told(crowding.Lap):
+        def round(self, **options):
+            self.note("forward_s", "backward_s")
+
+        def weight_round(self, *, apart):
+            assert apart
+            self.note("forward_s", "input_grad_s", "weight_grad_s")
+
+        def note(self, *names):
+            for name in names:
+                for subject in self._all:  # those between which the layers lie, too
+                    subject.seconds.setdefault(name, []).append(took_s[name])
+
+        def clear(self):
+            rounds.append(self)
+            super().clear()
+
+    monkeypatch.setattr(crowding, "Lap", Told)
+    lap = Told(subjects(nn.Linear(4, 4), nn.GELU()), CPU, Caller.here(["cpu"], grad=True))
+    assert [crowding._round(lap) for _ in range(2)] == [2 * 16.0] * 2  # of two layers; each round is its own
+    assert crowded(nn.Linear(4, 4)) == [1.0] * 3
+    assert len(rounds) == 2 + 2 + 3 * 4
 
 
 def test_the_first_round_counts_however_long_it_takes():
