@@ -24,11 +24,11 @@ class Overheads:
     """What a rank takes beside its stages' work; nothing unless given.
 
     action_s: for each of its actions. waking_s: for one that waits all its time, as for a device, beyond that: it wakes
-    late, among others that do, to code that is no more in caches. send, receive: for each message that it sends, or
-    takes, of another rank, by the message's size: it does nothing else meanwhile. link: what then lies between two
-    ranks, where nothing else is known of it. crowding: by how many ranks of a host compute at once, 1, 2, ..., how many
-    times as long each of them takes: they share its memory and cores. Behind the last number they take turns, so that
-    it grows with the ranks. () where none hinders another.
+    late, among others that do, to code that is no more in caches; not for W, which goes on without a message. send,
+    receive: for each message that it sends, or takes, of another rank, by the message's size: it does nothing else
+    meanwhile. link: what then lies between two ranks, where nothing else is known of it. crowding: by how many ranks of
+    a host compute at once, 1, 2, ..., how many times as long each of them takes: they share its memory and cores.
+    Behind the last number they take turns, so that it grows with the ranks. () where none hinders another.
     """
 
     action_s: float = 0

@@ -119,8 +119,8 @@ def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "
     spent = np.zeros(2 * program.num_stages * program.num_microbatches)
     for end, rows in ((overheads.receive, program.requirements.row[messages.at]), (overheads.send, messages.send)):
         np.add.at(spent, value[rows], end.latency_s + messages.size.astype(float) * end.byte_s)
-    own = columns.are(Kind.F, Kind.B, Kind.I) * spent[value] + overheads.action_s
-    own += overheads.waking_s * (1 - np.array(costs.shares, float))[columns.stage]
+    waking = overheads.waking_s * (1 - np.array(costs.shares, float))[columns.stage]
+    own = columns.are(Kind.F, Kind.B, Kind.I) * (spent[value] + waking) + overheads.action_s  # W waits for no message
     return np.where(columns.compute, own, 0).astype(object)
 
 

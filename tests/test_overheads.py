@@ -89,6 +89,12 @@ def test_who_waits_wakes_late():
     assert ends(aside(2), costs) == {"0F0": 7, "1F0": 5.5}
 
 
+def test_weight_gradients_go_on_without_waking():
+    orders = [[Action(0, kind, 0) for kind in (Kind.F, Kind.I, Kind.W)]]
+    costs = Costs((4,), (4,), (4,), waiting_s=(12,), overheads=Overheads(1, waking_s=2))
+    assert [span.end_s for span in simulate(Program(orders, (0,), 1), costs).spans] == [7, 14, 19]
+
+
 def test_hosts_are_crowded_each_by_itself():
     apart = Costs.uniform(2, links=Links(hosts=(0, 1)), overheads=Overheads(crowding=(1, 2)))
     assert ends(aside(2), apart) == {"0F0": 1, "1F0": 1}
