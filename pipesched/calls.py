@@ -16,10 +16,10 @@ from pipesched.body import Body
 from pipesched.errors import InputError
 from pipesched.executors.messages import look
 from pipesched.feed import Feed
-from pipesched.payload import closed, gather, pytree, trainable_leaves
+from pipesched.payload import gather, pytree, trainable_leaves
 from pipesched.program import Program
 
-__all__ = ["Call", "dealt", "received"]
+__all__ = ["SENT_TYPES", "Call", "dealt", "received"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Call:
         if not feed.outputs:
             return None
         outputs = [feed.outputs[microbatch].value for microbatch in range(len(self))]
-        return closed(gather(outputs, self.batch.rows, self.batch.output_dim))
+        return gather(outputs, self.batch.rows, self.batch.output_dim)
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,10 @@ class _Unsent:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+#: What a message of a call holds, beside the batch.
+SENT_TYPES = _Opening, _Unsent
 
 
 def dealt(call: Call, program: Program, bodies: Sequence[Body]) -> tuple[Call, list[Any]]:

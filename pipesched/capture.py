@@ -24,7 +24,7 @@ from pipesched.containers import Shells
 from pipesched.contents import Beside, apart, call_beside, lacks_contents
 from pipesched.errors import GraphError
 from pipesched.pattern import Pattern, named_leaves, positional, tensors_in
-from pipesched.payload import pytree
+from pipesched.payload import form_of, pytree
 from pipesched.randomness import draws, outside_state
 from pipesched.ties import Place
 from pipesched.untouched import unchanged
@@ -104,6 +104,7 @@ class Capture:
     layer's call, for measuring. outside: the layers that drew random numbers outside torch; "": the code between did.
     layer's call, for measuring. hidden: calls of which the second takes what the first made and did not return.
     changed: attributes of containers, and to what the forward has set them. results: the output's tensors.
+    output_form: ``form_of`` the output.
     told: for a call of a layer, its attributes that were set before. functions: of each call of one, for measuring.
     """
 
@@ -119,6 +120,7 @@ class Capture:
     results: list[Tensor] = field(default_factory=list)
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
     functions: dict[int, FunctionCall] = field(default_factory=dict)
+    output_form: Any = None
 
     @cached_property
     def layer_calls(self) -> list[Call]:
@@ -239,6 +241,7 @@ class _Recorder(TorchFunctionMode):
         capture = Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples, frozenset(self._outside))
         capture.told, capture.functions = self._told, self._functions
         capture.hidden, capture.changed, capture.results = self._ways, self._shells.changed(), list(tensors_in(output))
+        capture.output_form = form_of(output)
         return capture
 
     def _note_outside(self, layer: str) -> None:

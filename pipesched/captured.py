@@ -3,7 +3,7 @@
 import copy
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -25,11 +25,11 @@ from pipesched.profiler import QUICK, Between, Effort, measure_calls
 from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.randomness import KeyedRandom
-from pipesched.replay import Look, Replay, StandIns
+from pipesched.replay import NUMBERS, Look, Replay, StandIns
 from pipesched.ties import Ties, Use
 from pipesched.untouched import no_graph, untouched
 
-__all__ = ["Captured", "Cut", "Replayed"]
+__all__ = ["Captured", "Cut", "Looks", "Replayed"]
 
 
 _BETWEEN = "(between layers)"
@@ -186,6 +186,15 @@ class Captured:
             costs[begin] = costs[begin] + own if begin in costs else own
         return costs
 
+    def passed(self) -> Generator[tuple[str, Any]]:
+        """Nothing: between its stages pass single tensors, and numbers."""
+        yield from ()
+
+    @property
+    def output_form(self) -> Any:
+        """Of its output."""
+        return self.captures[self.model.training].output_form
+
     def output(self) -> Any:
         """What it gave; of several tensors nothing is known but these."""
         results = self.captures[self.model.training].results
@@ -311,7 +320,7 @@ class Replayed:
         looks: Mapping[Value, Look] = {}
         for giver, (values, seen) in zip(self._givers, arrived, strict=True):
             received.update(zip(self._part.receives.get(giver, ()), values, strict=True))
-            looks = seen.values if seen is not None else looks
+            looks = dict(seen.values) if seen is not None else looks
 
         def call_own(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if name not in self._outside:
@@ -324,17 +333,38 @@ class Replayed:
         made, looks, output = self._replay.run(args, kwargs, received, looks, present, call_own, random)
         if self._last:
             return output
+        seen = Looks.of(looks)
         return Apart(
-            ([made[value] for value in self._part.gives.get(taker, ())], _Looks(looks) if taker == self._next else None)
+            (
+                [made[value] for value in self._part.gives.get(taker, ())],
+                seen if taker == self._next else None,
+            )
             for taker in self._takers
         )
 
 
-class _Looks:
-    """What values look like that were not sent; one leaf of what is."""
+class Looks:
+    """What values look like that were not sent; one leaf of what is. Never changed; equal ones are alike in types.
 
-    def __init__(self, values: Mapping[Value, Look]) -> None:
-        self.values = dict(values)
+    values: (value, its look) each.
+    """
+
+    __slots__ = ("_key", "values")
+
+    def __init__(self, *values: tuple[Value, Look]) -> None:
+        self.values = values
+        self._key = tuple([(value, repr(look) if value[1] == NUMBERS else look) for value, look in values])  # 1 == True
+
+    @classmethod
+    def of(cls, values: Mapping[Value, Look]) -> "Looks":
+        """Those by value."""
+        return cls(*values.items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Looks) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
 
 class _Loose(nn.Module):

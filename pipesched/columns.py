@@ -155,6 +155,15 @@ class Orders(Sequence[tuple[Action, ...]]):
         """The orders whose columns are given rank by rank."""
         return cls(Columns.joined_up(ranks), _offsets(map(len, ranks)))
 
+    def parts(self) -> tuple[Ints | Mask, ...]:
+        """All that it holds, as arrays."""
+        return self.offsets, *self.columns._all()
+
+    @classmethod
+    def of_parts(cls, offsets: Ints, *columns: Any) -> "Orders":
+        """The inverse of ``parts``."""
+        return cls(Columns(*columns), offsets)
+
     def rank(self, rank: int) -> Columns:
         """One rank's order as columns."""
         return self.columns[int(self.offsets[rank]) : int(self.offsets[rank + 1])]

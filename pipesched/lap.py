@@ -23,7 +23,7 @@ from pipesched.backward import Deferral, edge_of, enter
 from pipesched.caller import Caller
 from pipesched.contents import lacks_contents, stand_in
 from pipesched.interception import Intercept
-from pipesched.payload import Payload, opened, trainable_leaves
+from pipesched.payload import Payload, trainable_leaves
 from pipesched.products import Product, weight_grad
 from pipesched.randomness import InBackward, Key, KeyedRandom
 from pipesched.untouched import unchanged
@@ -166,7 +166,7 @@ class Lap(nn.Module):
                 clock.note(subject, "forward_s", begin)
             if subject is self.subjects[-1]:
                 run.output = output  # the others are free as far as no backward needs them
-            leaves = trainable_leaves(opened(output))
+            leaves = trainable_leaves(output)
             run.turns.append(_Turn(subject, clock, leaves))
             if leaves:
                 run.roots.append(_Begin.apply(run.turns[-1], *leaves))  # type: ignore[no-untyped-call]

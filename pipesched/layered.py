@@ -1,6 +1,6 @@
 """Layered: a model as layers in a row, whatever its code: what is measured and cut, and what its stages run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from itertools import pairwise
@@ -26,7 +26,11 @@ from pipesched.program import Program
 from pipesched.ties import Ties, Use
 from pipesched.untouched import unchanged, untouched
 
-__all__ = ["Layered", "graph_of", "as_model", "layered", "stages_of"]
+__all__ = ["LayerError", "Layered", "graph_of", "as_model", "layered", "stages_of"]
+
+
+class LayerError(Exception):
+    """A layer raised: a step says it better."""
 
 
 class Layered(Protocol):
@@ -49,6 +53,18 @@ class Layered(Protocol):
 
     def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
         """What each layer costs."""
+
+    sample: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def passed(self) -> Generator[tuple[str, Any]]:
+        """What layers give that stages pass on as it is, with the sample: (name, value).
+
+        Runs those layers. Raises LayerError for what one of them raises.
+        """
+
+    @property
+    def output_form(self) -> Any:
+        """Of the model's output, where that is known before it has run: ``form_of``."""
 
     def output(self) -> Any:
         """What it gives for the sample; of a model with contents."""
@@ -162,7 +178,7 @@ class InARow:
 
     def __init__(self, model: nn.Sequential, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         self.layers = layers_of(model)
-        self._model, self._sample = model, sample
+        self._model, self.sample = model, sample
 
     def check(self, program: Program) -> None:
         """Nothing: its stages can do everything."""
@@ -176,24 +192,39 @@ class InARow:
         return [(layer, 0)]
 
     def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
-        return measure_layers(self.layers, self._sample, device, intra_op_threads, effort)
+        return measure_layers(self.layers, self.sample, device, intra_op_threads, effort)
 
-    def output(self) -> Any:
+    output_form = None
+
+    def passed(self) -> Generator[tuple[str, Any]]:
         """Layers may lie on several devices."""
-        args, kwargs = self._sample
+        args, kwargs = self.sample
         with untouched(self._model, self._model.training), torch.no_grad():
-            for layer in self.layers.values():
+            for name, layer in self.layers.items():
                 device = next((own.device for own in (*layer.parameters(), *layer.buffers())), None)
                 there = partial(Tensor.to, device=device)
                 args, kwargs = unchanged(pytree.tree_map_only(Tensor, there, (args, kwargs)))
-                args, kwargs = (layer(*args, **kwargs),), {}
-        return args[0]
+                try:
+                    args, kwargs = (layer(*args, **kwargs),), {}
+                except Exception as error:
+                    raise LayerError(name) from error
+                yield name, args[0]
+
+    def output(self) -> Any:
+        """The last layer's."""
+        output = None
+        try:
+            for _, given in self.passed():
+                output = given
+        except LayerError as error:
+            raise (error.__cause__ or error) from None
+        return output
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         if costs:
             return with_costs(row_of(self._model, self.layers, costs), costs)
         with untouched(self._model, self._model.training), torch.no_grad():
-            capture = record(self._model, self.layers, *self._sample)
+            capture = record(self._model, self.layers, *self.sample)
         return flow_of(self._model, capture, {call.layer: call.index for call in capture.layer_calls})
 
     def edges(self, cut: Cut) -> list[tuple[int, int]]:

@@ -79,6 +79,7 @@ class Observed(Wrapped):
 
         cutter = Cutter(pins, program, graph, programs.checkpoint, self._links, speeds=speeds)
         cut, found = self._site.agreed(cutter.cut)
+        self._site.learn(self._layered, cut)
         return (
             Division(cut, cutter, found) if plan is None else Division(cut, cutter, plan.partition, plan.alternatives)
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipesched.batch import Batch
 from pipesched.errors import ExecutionError
 from pipesched.feed import Feed
-from pipesched.payload import Gradients, Payload, closed, gather, row_dim
+from pipesched.payload import Gradients, Payload, gather, row_dim
 
 __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
@@ -67,11 +67,11 @@ def attach(opened: OpenPass) -> Any:
         whole, places=outputs[0].places, needs_grad=outputs[0].needs_grad, leaves=_firsts(whole, outputs[0])
     )
     if not any(whole.needs_grad):
-        return closed(whole.value)
+        return whole.value
     inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
     anchor = torch.empty(0, requires_grad=True)
     results = _Through.apply(opened, whole.wanted, anchor, *inputs)  # type: ignore[no-untyped-call]
-    return closed(whole.with_wanted(results))
+    return whole.with_wanted(results)
 
 
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.payload import pytree
+from pipesched.payload import is_record, pytree
 
 __all__ = ["Pattern", "named_leaves", "numbers_in", "positional", "tensors_in"]
 
@@ -71,14 +71,10 @@ def _part(leaf: Any) -> Any:
         return _Place()
     if isinstance(leaf, _NUMBERS):
         return _Number()
-    if _is_record(leaf):
+    if is_record(leaf):
         parts = {item.name: Pattern(getattr(leaf, item.name)) for item in dataclasses.fields(leaf)}
         return _Record(type(leaf), parts)
     return leaf
-
-
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -95,7 +91,7 @@ def _leaves_in(value: Any, kinds: Any) -> Iterator[Any]:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, kinds):
             yield leaf
-        elif _is_record(leaf):
+        elif is_record(leaf):
             for item in dataclasses.fields(leaf):
                 yield from _leaves_in(getattr(leaf, item.name), kinds)
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -18,10 +19,12 @@ from pipesched.errors import InputError
 __all__ = [
     "Apart",
     "Gradients",
+    "Opened",
     "Payload",
-    "closed",
     "flatten",
+    "form_of",
     "gather",
+    "is_record",
     "memory_of",
     "opened",
     "pytree",
@@ -165,6 +168,8 @@ _ARGUMENT = _call_spec(1, ())
 
 def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
     flat, spec = flatten(value)
+    if any(not isinstance(leaf, Tensor) and is_record(leaf) for leaf in flat):
+        flat, spec = flatten(opened(value))
     if len(flat) == 1:
         return flat, (0,), spec
     leaves: list[Any] = []
@@ -176,39 +181,46 @@ def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
     return leaves, tuple(index[id(leaf)] for leaf in flat), spec
 
 
-class _Opened:
-    """A dataclass that pytrees do not know, as one that they do."""
+class Opened:
+    """A dataclass that pytrees do not know, as a node of its fields. Put together again, it is the dataclass."""
 
     def __init__(self, values: Iterable[Any], kind: type) -> None:
         self.values, self.kind = list(values), kind
 
+    @staticmethod
+    def closed(values: Iterable[Any], kind: Any) -> Any:
+        """An object of a dataclass with these values of its fields. None of its own code runs."""
+        made: Any = object.__new__(kind)
+        for item, value in zip(dataclasses.fields(kind), values, strict=True):
+            object.__setattr__(made, item.name, value)
+        return made
 
-pytree.register_pytree_node(_Opened, lambda one: (one.values, one.kind), _Opened)
+
+pytree.register_pytree_node(Opened, lambda one: (one.values, one.kind), Opened.closed)
+
+_NO_RECORDS = Enum, dict, list, tuple, set, frozenset, str, bytes, int, float  # their own contents are no fields
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value is an object of a dataclass that holds nothing but its fields."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, *_NO_RECORDS))
 
 
 def opened(value: Any) -> Any:
     """A value whose dataclasses are open to pytrees."""
 
     def open_one(leaf: Any) -> Any:
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        if not is_record(leaf):
             return leaf
-        return _Opened([opened(getattr(leaf, item.name)) for item in dataclasses.fields(leaf)], type(leaf))
+        return Opened([opened(getattr(leaf, item.name)) for item in dataclasses.fields(leaf)], type(leaf))
 
     return pytree.tree_map(open_one, value)
 
 
-def closed(value: Any) -> Any:
-    """The inverse of ``opened``."""
-
-    def close_one(leaf: Any) -> Any:
-        if not isinstance(leaf, _Opened):
-            return leaf
-        made: Any = object.__new__(leaf.kind)
-        for item, own in zip(dataclasses.fields(leaf.kind), leaf.values, strict=True):
-            object.__setattr__(made, item.name, closed(own))
-        return made
-
-    return pytree.tree_map(close_one, value, is_leaf=lambda leaf: isinstance(leaf, _Opened))
+def form_of(value: Any) -> tuple[pytree.TreeSpec, list[type]]:
+    """A value without its leaves: its containers, and of which types its enums are."""
+    leaves, spec = pytree.tree_flatten(opened(value))
+    return spec, [type(leaf) for leaf in leaves if isinstance(leaf, Enum)]
 
 
 def trainable_leaves(value: Any) -> list[Tensor]:
@@ -273,7 +285,7 @@ def gather(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
     rows: of each value. A tensor that has not so many along ``dim`` is concatenated along dim 0. Of other leaves the
     first micro-batch's is taken.
     """
-    trees = [pytree.tree_flatten(value) for value in values]
+    trees = [pytree.tree_flatten(opened(value)) for value in values]
     merged = [_merge(column, rows, dim) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
     return pytree.tree_unflatten(merged, trees[0][1])
 

@@ -23,14 +23,14 @@ from pipesched.payload import pytree
 from pipesched.randomness import KeyedRandom
 from pipesched.ties import Place, with_stand_ins
 
-__all__ = ["Look", "Replay", "StandIns"]
+__all__ = ["NUMBERS", "Look", "Replay", "StandIns"]
 
 #: What calls take in the place of parameters.
 StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
 #: Type and shape of a value.
 Look = tuple[Any, ...]
 
-_NUMBERS = "numbers"  # in a value's place of a call: the look is those that it gave beside tensors
+NUMBERS = "numbers"  # in a value's place of a call: the look is those that it gave beside tensors
 
 _DEVICE = "torch.Tensor.device.__get__"
 
@@ -209,7 +209,7 @@ class Replay(TorchFunctionMode):
             if not pattern.is_like(call.pattern):
                 raise self._other_form(call)
             if pattern.numbers != call.pattern.numbers:
-                self._looks[call.index, _NUMBERS] = pattern.numbers
+                self._looks[call.index, NUMBERS] = pattern.numbers
         if call.changes:
             taken = list(tensors_in((args, kwargs)))
             given += [taken[position] for position, place in call.changes.items() if place >= len(given)]
@@ -240,7 +240,7 @@ class Replay(TorchFunctionMode):
                 if call.arguments[position] is None:  # a buffer, say, of the stage that changes it
                     self._instead[id(taken[position])] = places[place]
                 places[place] = taken[position]
-        return call.pattern.build(iter(places), self._looks.get((call.index, _NUMBERS)))
+        return call.pattern.build(iter(places), self._looks.get((call.index, NUMBERS)))
 
     def _place(self, value: Value) -> Any:
         if value in self._given:

@@ -1,7 +1,7 @@
 """Site: where a pipeline's ranks run: all in this process, or one here and the others in processes of their own."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pickle import dumps
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
 
 import torch
@@ -9,24 +9,37 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.actions import Action
+from pipesched.alternatives import Alternative
 from pipesched.arguments import as_devices, as_timeout
 from pipesched.batch import Batch
 from pipesched.caller import Caller
-from pipesched.calls import Call, received
+from pipesched.calls import SENT_TYPES, Call, received
+from pipesched.captured import Cut, Looks
 from pipesched.checks import check_type
-from pipesched.errors import DeviceCountError, ExecutionError, InputError
+from pipesched.columns import Columns, Orders
+from pipesched.costs import Costs
+from pipesched.dependencies import StageGraph
+from pipesched.errors import DeviceCountError, ExecutionError, GraphError, InputError
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.executors.messages import look
 from pipesched.executors.parts import RankTimeline
+from pipesched.layered import Layered, LayerError
+from pipesched.overheads import Overheads
+from pipesched.partitioning.answer import Partition, StageSummary
 from pipesched.payload import Payload
 from pipesched.pending import pending
+from pipesched.plan import Plan, Tie
+from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.trace import Span
 
 __all__ = ["Executor", "InProcess", "Inputs", "OverMesh", "Parts", "Site", "site_for"]
 
 T = TypeVar("T")
+
+#: What ranks decide together is made of these, and of built-in types.
+_DECIDED = (Plan, Tie, Program, Columns, StageGraph, Costs, LayerCosts, Alternative, Partition, StageSummary, Overheads)
 
 #: Rank 0's own call, and each rank's part of it as a message.
 Deal = Callable[[Call], tuple[Call, list[Any]]]
@@ -93,6 +106,9 @@ class Site(Protocol):
     def check(self, program: Program, decided: Any) -> None:
         """Raise ExecutionError where ranks decided differently."""
 
+    def learn(self, model: Layered, cut: Cut) -> None:
+        """Know the types of what other ranks will send. Raises GraphError for what cannot be sent, naming its layer."""
+
     def fail(self, what: str, error: Exception) -> NoReturn:
         """Raise an error of this process here, and in the other processes as one of this one."""
 
@@ -154,6 +170,9 @@ class InProcess:
     def check(self, program: Program, decided: Any) -> None:
         return
 
+    def learn(self, model: Layered, cut: Cut) -> None:
+        return
+
     def fail(self, what: str, error: Exception) -> NoReturn:
         raise error
 
@@ -196,6 +215,9 @@ class OverMesh:
         self.executor = DistributedExecutor(
             mesh.get_group(), device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s
         )
+        self.executor.encoding.know(*_DECIDED, *SENT_TYPES)
+        self.executor.encoding.know_own(Orders, Orders.parts, Orders.of_parts)
+        self.executor.encoding.know_own(Looks, lambda looks: looks.values, Looks, immutable=True)
 
     @property
     def rank(self) -> int:
@@ -226,7 +248,27 @@ class OverMesh:
         return made
 
     def check(self, program: Program, decided: Any) -> None:
-        self.executor.agree("plan", dumps((str(program), self._inputs, decided)))
+        self.executor.agree("plan", repr((str(program), self._inputs, decided)).encode())
+
+    def learn(self, model: Layered, cut: Cut) -> None:
+        ends = {names[-1] for names in cut[:-1]}
+        with closing(model.passed()) as passed, suppress(LayerError):
+            for name, value in passed:
+                with self._refusing(name in ends, f"what layer {name!r} gives goes from stage to stage"):
+                    self.executor.learn(value)
+        with self._refusing(self._inputs == "first", "with inputs='first' rank 0 sends what the sample shows"):
+            self.executor.learn(model.sample)
+        with self._refusing(False, ""):  # an output goes to other ranks only where that is asked for
+            self.executor.learn(model.output_form)
+
+    @staticmethod
+    @contextmanager
+    def _refusing(strict: bool, what: str) -> Iterator[None]:
+        try:
+            yield
+        except ExecutionError as error:
+            if strict:
+                raise GraphError(f"{what}; {error}") from None
 
     def fail(self, what: str, error: Exception) -> NoReturn:
         self.executor.fail(what, error)

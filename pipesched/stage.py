@@ -22,7 +22,7 @@ from pipesched.keeping import Keep
 from pipesched.norms import Norms
 from pipesched.offloads import Offloads, addresses
 from pipesched.pattern import tensors_in
-from pipesched.payload import Apart, Gradients, Payload, memory_of, opened, pytree, used_here
+from pipesched.payload import Apart, Gradients, Payload, memory_of, pytree, used_here
 from pipesched.products import Product, weight_grad
 from pipesched.randomness import InBackward, KeyedRandom
 from pipesched.saved import Saved, buffers_of, dropping, roots_of
@@ -329,9 +329,9 @@ class Stage:
             if self.head is None:
                 return output
             if self._feed.keep_outputs:
-                self._feed.outputs.setdefault(saved.microbatch, Payload.of(opened(output)))
+                self._feed.outputs.setdefault(saved.microbatch, Payload.of(output))
             if saved.counted is None:
-                return opened(output)
+                return output
             target, factor = saved.counted
             if mode.passes(self.head.loss_fn):
                 loss = self.head.loss(output, target, _NOTHING)

@@ -40,6 +40,7 @@ from torch import Tensor, distributed
 from pipesched.actions import Kind
 from pipesched.errors import ExecutionError
 from pipesched.executors.book import Book
+from pipesched.executors.encoding import Encoding
 from pipesched.executors.forms import Form, Packed, describe
 from pipesched.executors.ports import ShortPort, lost
 from pipesched.executors.wire import Ends
@@ -261,8 +262,8 @@ class _Sent(NamedTuple):
 class DeviceOutgoing:
     """The sending end of a channel. port: for headers."""
 
-    def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int) -> None:
-        self.book = Book()
+    def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
+        self.book, self._encoding = Book(), encoding
         self._links, self._channel, self._write = links, channel, port.sender(channel.taker, tag)
         self._position = 0
         self._sent: deque[_Sent] = deque()
@@ -278,11 +279,11 @@ class DeviceOutgoing:
 
     def send(self, value: Any) -> None:
         """Send the next value, without waiting."""
-        description, leaves = describe(value)
+        description, leaves = describe(value, self._encoding)
         form = self.book.form(self._position)
         written = b""
         if form is None or form.description != description:
-            form = Form(description)
+            form = Form(description, self._encoding)
             written = form.written()
             self.book.note(self._position, form)
         if form.nbytes:
@@ -317,8 +318,8 @@ class DeviceOutgoing:
 class DeviceIncoming:
     """The receiving end of a channel. port: for headers."""
 
-    def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int) -> None:
-        self.book = Book()
+    def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
+        self.book, self._encoding = Book(), encoding
         self.taken = 0
         self._links, self._channel, self._reader = links, channel, port.reader(channel.giver, tag)
 
@@ -339,7 +340,7 @@ class DeviceIncoming:
         (form_bytes,) = _LENGTH.unpack(self._read(_LENGTH.size))
         form = self.book.form(self.taken)
         if form_bytes or form is None:
-            form = Form.read(bytes(self._read(form_bytes)))
+            form = Form.read(bytes(self._read(form_bytes)), self._encoding)
             self.book.note(self.taken, form)
         self.taken += 1
         if form.nbytes:
@@ -357,13 +358,13 @@ class DeviceIncoming:
         return memory
 
 
-def ends_over(links: Links, port: ShortPort, rank: int) -> Ends:
+def ends_over(links: Links, port: ShortPort, rank: int, encoding: Encoding) -> Ends:
     """How a wire makes its channels with another rank: (the rank, the tag of headers, backward or not)."""
 
     def ends(peer: int, tag: int, backward: bool) -> tuple[DeviceOutgoing, DeviceIncoming]:
         return (
-            DeviceOutgoing(links, Channel(rank, peer, backward), port, tag),
-            DeviceIncoming(links, Channel(peer, rank, backward), port, tag),
+            DeviceOutgoing(links, Channel(rank, peer, backward), port, tag, encoding),
+            DeviceIncoming(links, Channel(peer, rank, backward), port, tag, encoding),
         )
 
     return ends

@@ -26,8 +26,9 @@ from typing import Any, NoReturn
 from weakref import finalize
 
 import torch
+from torch import Tensor
 
-from pipesched.actions import Action
+from pipesched.actions import Action, Kind, Lane
 from pipesched.caller import Caller, intra_op
 from pipesched.errors import ExecutionError
 from pipesched.executors.alarm import Alarm
@@ -36,6 +37,8 @@ from pipesched.executors.clock import clock_offset
 from pipesched.executors.connections import Connections
 from pipesched.executors.courier import Courier
 from pipesched.executors.device_wire import channels_of, ends_over
+from pipesched.executors.encoding import Encoding
+from pipesched.executors.forms import Form, describe
 from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.executors.local import Work
 from pipesched.executors.messages import ChannelEnds, OrderMessages, digest_of
@@ -95,12 +98,19 @@ class DistributedExecutor:
         connections = Connections(group, self.device, timeout_s)
         self._links = links = connections.links
         self._courier = Courier(self.device)
-        ends = None if links is None else ends_over(links, connections.sockets, self.rank)
-        self._wire: Wire | None = Wire(Ports(connections.sockets, connections.port), _IDENTITY, ends)
+        #: Of what is no tensor: it reads types by name that it knows.
+        self.encoding = Encoding((Action, Kind, Lane, Span))
+        ends = None if links is None else ends_over(links, connections.sockets, self.rank, self.encoding)
+        self._wire: Wire | None = Wire(Ports(connections.sockets, connections.port), _IDENTITY, ends, self.encoding)
         self._end_connections = finalize(self, connections.close)
         self._alarm = Alarm(connections.store, self.rank, self.num_ranks, connections.hang_up)
         with self._one_at_a_time("making a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
+
+    def learn(self, value: Any) -> None:
+        """Know the types in a value that ranks may send. Raises ExecutionError for one that does not travel."""
+        with self.encoding.learning():
+            Form(describe(Payload.of(value), self.encoding)[0], self.encoding).written()
 
     @property
     def closed(self) -> bool:
@@ -259,20 +269,33 @@ class DistributedExecutor:
             )
 
     def exchange(self, value: Any) -> list[Any]:
-        """What every rank passed, in ranks' order. Anything that pickles."""
+        """What every rank passed, in ranks' order: pytrees of tensors and plain values. It arrives on this device."""
         with self._one_at_a_time("an exchange"):
             return self._exchanged(value)
 
     def _exchanged(self, value: Any) -> list[Any]:
         wire, others = self._open_wire(), range(1, self.num_ranks)
         if self.rank:
-            wire.tell(0, COLLECT, value)
-            values: list[Any] = wire.ask(0, COLLECT)()
+            wire.tell(0, COLLECT, Payload.of(value))
+            values: list[Any] = self._moved(wire.ask(0, COLLECT)())
             return values
-        values = [value, *(take() for take in [wire.ask(rank, COLLECT) for rank in others])]
+        values = [value, *(self._moved(take()) for take in [wire.ask(rank, COLLECT) for rank in others])]
+        given = Payload.of(values)
         for rank in others:
-            wire.tell(rank, COLLECT, values)
+            wire.tell(rank, COLLECT, given)
         return values
+
+    def _moved(self, arrived: Payload) -> Any:
+        """A value whose tensors are this device's, in memory of their own; those that were one still are."""
+        own: dict[Any, Tensor] = {}
+
+        def moved(tensor: Tensor) -> Tensor:
+            key = tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
+            if key not in own:
+                own[key] = tensor.to(self.device, copy=True)
+            return own[key]
+
+        return arrived.map_tensors(moved).value
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Give values to other ranks, and take what those in ``sources`` give to this one: pytrees of tensors.

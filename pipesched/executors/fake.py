@@ -7,7 +7,7 @@ work that is missing or done twice, a value that is not the one needed.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipesched.actions import Action, Kind
 from pipesched.costs import Costs
@@ -59,14 +59,6 @@ class _HostClock(VirtualClock):
         time.sleep(max(0, moment_s - self.now()))
 
 
-class _Value(NamedTuple):
-    """What a fake stage gives: enough to see whether the right one came."""
-
-    kind: Kind
-    stage: int
-    microbatch: int
-
-
 class FakeStage:
     """A stage that computes nothing, takes the time its costs say, and checks what it is asked to do.
 
@@ -87,8 +79,8 @@ class FakeStage:
         self._gradients: list[int] = []
         self.updates: list[list[int]] = []  # the micro-batches that each was of
 
-    def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> _Value:
-        """F."""
+    def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Action:
+        """F. What it gives is the action: enough to see whether the right one came."""
         if self._versions and self._versions[microbatch] > len(self.updates):
             raise ExecutionError(
                 f"micro-batch {microbatch} uses version {self._versions[microbatch]} of stage {self.index}, "
@@ -97,7 +89,7 @@ class FakeStage:
         self._run(Kind.F, microbatch, after=())
         self._check(arrived, Kind.F, microbatch)
         self._num_producers = len(arrived)
-        return _Value(Kind.F, self.index, microbatch)
+        return Action(self.index, Kind.F, microbatch)
 
     def recompute(self, microbatch: int, *, split: bool) -> None:
         """R."""
@@ -109,14 +101,14 @@ class FakeStage:
         self._run(Kind.B, microbatch, after=(Kind.F,))
         self._gradients.append(microbatch)
         self._check(grads, Kind.B, microbatch)
-        return Apart([_Value(Kind.B, self.index, microbatch)] * self._num_producers)
+        return Apart([Action(self.index, Kind.B, microbatch)] * self._num_producers)
 
     def input_grad(self, microbatch: int, *grads: Any) -> Apart:
         """I."""
         self._wait_for_copy(microbatch)
         self._run(Kind.I, microbatch, after=(Kind.F,))
         self._check(grads, Kind.B, microbatch)
-        return Apart([_Value(Kind.B, self.index, microbatch)] * self._num_producers)
+        return Apart([Action(self.index, Kind.B, microbatch)] * self._num_producers)
 
     def weight_grad(self, microbatch: int) -> None:
         """W."""

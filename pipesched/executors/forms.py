@@ -1,14 +1,12 @@
 """Forms: what a value on a wire looks like, apart from the bytes of its tensors.
 
-A value is a Payload (forward), Gradients (backward), or anything that pickles. Its form is small, compares fast, and
+A value is a Payload (forward), Gradients (backward), a tensor, or a plain value. Its form is small, compares fast, and
 says how the tensors' bytes are laid into one message, and how the value is put together again on the other side:
 with the strides it had, since results depend on them, and sharing memory where its tensors did.
 """
 
-import io
-import pickle
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,14 +14,15 @@ import torch
 from torch import Tensor
 
 from pipesched.errors import ExecutionError
-from pipesched.payload import Payload, pytree
+from pipesched.executors.encoding import Encoding
+from pipesched.payload import Payload
 
 __all__ = ["Form", "Packed", "describe"]
 
 _ALIGNMENT = 64  # bytes; as torch's own allocator: kernels may add in another order at another alignment
 _STORAGE_ALIGNMENT = 16  # bytes; the largest element
 _LONG = 1 << 14  # bytes; shorter ones are copied sooner than looked at
-_GRADIENTS, _PICKLED = "gradients", "pickled"
+_GRADIENTS, _SINGLE = "gradients", "single"
 
 _Sizes = tuple[int, ...]
 #: What a form is compared by: (skeleton, leaves, plain values, shared memory).
@@ -58,8 +57,10 @@ class _Restored(NamedTuple):
     gapped: bool = False
 
 
-def describe(value: Any) -> tuple[Description, tuple[Any, ...]]:
-    """What a value looks like, and its leaves. Raises ExecutionError for tensors that are not plain and strided."""
+def describe(value: Any, encoding: Encoding) -> tuple[Description, tuple[Any, ...]]:
+    """What a value looks like, and its leaves. Raises ExecutionError for tensors that are not plain and strided, and
+    for values of types that do not travel.
+    """
     skeleton, leaves = _taken_apart(value)
     looks: list[Any] = []
     plain: list[Any] = []
@@ -72,9 +73,9 @@ def describe(value: Any) -> tuple[Description, tuple[Any, ...]]:
         else:
             looks.append(None)
             plain.append(leaf)
-    pickled = pickle.dumps(plain) if any(leaf is not None for leaf in plain) else None
+    encoded = encoding.written(plain) if any(leaf is not None for leaf in plain) else None
     shared = _shared(leaves) if num_tensors > 1 else None
-    return (skeleton, tuple(looks), pickled, shared), leaves
+    return (skeleton, tuple(looks), encoded, shared), leaves
 
 
 def _taken_apart(value: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -82,7 +83,7 @@ def _taken_apart(value: Any) -> tuple[Any, tuple[Any, ...]]:
         return (value.spec, value.places, value.needs_grad), tuple(map(_arrived, value.leaves))
     if type(value) is tuple and all(leaf is None or isinstance(leaf, Tensor) for leaf in value):
         return _GRADIENTS, tuple(map(_arrived, value))
-    return _PICKLED, (value,)
+    return _SINGLE, (value,)
 
 
 def _arrived(leaf: Any) -> Any:
@@ -121,22 +122,12 @@ def _memory(leaf: Any) -> int:
     return leaf.untyped_storage().data_ptr()
 
 
-class _Pickler(pickle.Pickler):
-    """Writes a leaf's spec as a call: what torch itself writes gives a FutureWarning when it is read."""
-
-    def reducer_override(self, thing: Any) -> Any:
-        return (_leaf_spec, ()) if isinstance(thing, pytree.TreeSpec) and thing.is_leaf() else NotImplemented
-
-
-def _leaf_spec() -> pytree.TreeSpec:
-    return pytree.tree_flatten(0)[1]
-
-
 @dataclass(frozen=True)
 class Form:
-    """The form of a value: written once, known to both sides from then on."""
+    """The form of a value: written once, known to both sides from then on. encoding: of its plain values."""
 
     description: Description
+    encoding: Encoding = field(repr=False, compare=False)
 
     @cached_property
     def _layout(self) -> tuple[list[_Piece], list[_Restored | None], int]:
@@ -149,14 +140,23 @@ class Form:
 
     def written(self) -> bytes:
         """The form as bytes."""
-        file = io.BytesIO()
-        _Pickler(file).dump(self.description)
-        return file.getvalue()
+        return self.encoding.written(self.description)
 
     @classmethod
-    def read(cls, written: bytes) -> "Form":
-        """The inverse of ``written``."""
-        return cls(pickle.loads(written))
+    def read(cls, written: bytes, encoding: Encoding) -> "Form":
+        """The inverse of ``written``. Raises ExecutionError for bytes that are no form."""
+        form = cls(encoding.read(written), encoding)
+        try:
+            skeleton, looks, _, _ = form.description
+            counts = form._layout[2] >= 0 and (isinstance(skeleton, str) or len(skeleton[2]) == len(looks))
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError):
+            counts = False
+        if not counts:
+            raise ExecutionError(
+                f"a message is announced by its form; these {len(written)} bytes hold something else; run the same "
+                f"versions and the same model on every rank"
+            )
+        return form
 
     @cached_property
     def nbytes(self) -> int:
@@ -193,7 +193,7 @@ class Form:
     @cached_property
     def _plain(self) -> tuple[Any, Any] | None:
         skeleton, looks, _, _ = self.description
-        if len(looks) != 1 or looks[0] is None or skeleton == _PICKLED:
+        if len(looks) != 1 or looks[0] is None or skeleton == _SINGLE:
             return None
         dtype, shape, stride = looks[0]
         try:
@@ -229,18 +229,30 @@ class Form:
         pieces, restored, _ = self._layout
         storage = message.untyped_storage()
         memory = [storage[start + piece.offset : start + piece.offset + piece.nbytes] for piece in pieces]
-        skeleton, _, pickled, _ = self.description
-        plain = iter(pickle.loads(pickled)) if pickled is not None else None
+        skeleton = self.description[0]
+        plain = iter(self._plain_leaves())
         leaves = tuple(
-            (None if plain is None else next(plain))
-            if one is None
-            else _tensor(one, pieces[one.piece], memory[one.piece], message.device)
+            next(plain) if one is None else _tensor(one, pieces[one.piece], memory[one.piece], message.device)
             for one in restored
         )
         if isinstance(skeleton, str):
             return leaves if skeleton == _GRADIENTS else leaves[0]
         spec, places, needs_grad = skeleton
         return Payload(leaves, places, spec, needs_grad)
+
+    def _plain_leaves(self) -> list[Any]:
+        """The leaves that are no tensors: the same objects each time only where they never change."""
+        if self._immutable_leaves is not None:
+            return self._immutable_leaves
+        encoded = self.description[2]
+        leaves: list[Any] = self.encoding.read(encoded)
+        return leaves
+
+    @cached_property
+    def _immutable_leaves(self) -> list[Any] | None:
+        _, looks, encoded, _ = self.description
+        leaves = [None] * looks.count(None) if encoded is None else self.encoding.read(encoded)
+        return leaves if all(map(self.encoding.is_immutable, leaves)) else None
 
 
 def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) -> Tensor:

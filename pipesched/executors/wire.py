@@ -29,6 +29,7 @@ from torch import Tensor
 
 from pipesched.errors import ExecutionError
 from pipesched.executors.book import DIGEST_BYTES, Book, digest
+from pipesched.executors.encoding import Encoding
 from pipesched.executors.forms import Form, Packed, describe
 from pipesched.executors.ports import Ports, Work, awaited, lost
 from pipesched.memory import AHEAD
@@ -36,7 +37,8 @@ from pipesched.memory import AHEAD
 __all__ = ["COLLECT", "SHARE", "Ends", "Incoming", "Messages", "Outgoing", "Wire"]
 
 _HEADER = 64  # bytes
-_FIELDS = Struct("<4q")  # bytes of a pickled form that follows, bytes of its data, messages taken: forward, backward
+_MOST_BYTES = 1 << 44  # of a message: no machine has as much memory
+_FIELDS = Struct("<4q")  # bytes of a form that follows, bytes of its data, messages taken: forward, backward
 
 
 class Counts(NamedTuple):
@@ -63,9 +65,17 @@ class _Sent(NamedTuple):
 class Outgoing:
     """The sending end of a channel. way: 0 forward, 1 backward; the channels with a rank share their counts."""
 
-    def __init__(self, ports: Ports, peer: int, tag: int, counts: Counts | None = None, way: int = 0) -> None:
+    def __init__(
+        self,
+        ports: Ports,
+        peer: int,
+        tag: int,
+        counts: Counts | None = None,
+        way: int = 0,
+        encoding: Encoding | None = None,
+    ) -> None:
         self.book = Book()
-        self._ports, self._peer, self._tag = ports, peer, tag
+        self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding or Encoding()
         self._counts, self._way = counts or Counts.none(), way
         self._position = 0
         self._sent: deque[_Sent] = deque()
@@ -98,9 +108,9 @@ class Outgoing:
             self._retire(self._counts.there[self._way])
 
     def _send_described(self, form: Form | None, value: Any) -> None:
-        description, leaves = describe(value)
+        description, leaves = describe(value, self._encoding)
         if form is None or form.description != description:
-            self._send_unforeseen(Form(description), leaves, form.nbytes if form else 0)
+            self._send_unforeseen(Form(description, self._encoding), leaves, form.nbytes if form else 0)
         elif form.nbytes < self._ports.limit and (data := form.in_place(leaves)) is not None:
             _FIELDS.pack_into(self._header, 0, 0, 0, *self._counts.here)
             self._send_short((self._header, data.numpy()), _HEADER + form.nbytes)
@@ -178,10 +188,18 @@ class Incoming:
     there: who waits for a message is late already.
     """
 
-    def __init__(self, ports: Ports, peer: int, tag: int, counts: Counts | None = None, way: int = 0) -> None:
+    def __init__(
+        self,
+        ports: Ports,
+        peer: int,
+        tag: int,
+        counts: Counts | None = None,
+        way: int = 0,
+        encoding: Encoding | None = None,
+    ) -> None:
         self.book = Book()
         self.taken = 0
-        self._ports, self._peer, self._tag = ports, peer, tag
+        self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding or Encoding()
         self._counts, self._way = counts or Counts.none(), way
         self._posted: deque[_Posted] = deque()
         self._next = 0
@@ -235,11 +253,18 @@ class Incoming:
         return form.restore(memory, start) if value is None else value
 
     def _receive_unforeseen(self, form_bytes: int, data_bytes: int) -> tuple[Form, Tensor]:
-        written, data = (torch.empty(size, dtype=torch.uint8) for size in (form_bytes, data_bytes))
-        for memory in (written, data):
-            if len(memory):
-                self._ports.receive(memory, self._peer, self._tag + 1)
-        return Form.read(written.numpy().tobytes()), data
+        form = Form.read(self._receive_aside(form_bytes).numpy().tobytes(), self._encoding)
+        if form.nbytes != data_bytes:
+            raise lost(self._peer, RuntimeError(f"{data_bytes} bytes are announced for a form of {form.nbytes}"))
+        return form, self._receive_aside(data_bytes)
+
+    def _receive_aside(self, nbytes: int) -> Tensor:
+        if not 0 <= nbytes <= _MOST_BYTES:
+            raise lost(self._peer, RuntimeError(f"a message of {nbytes} bytes is announced"))
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self._ports.receive(memory, self._peer, self._tag + 1)
+        return memory
 
     def _started(self, memory: Tensor) -> Work:
         try:
@@ -260,11 +285,11 @@ _FORWARD, _BACKWARD, _OPENING, SHARE, COLLECT = 0, 2, 4, 6, 8  # tags; the odd o
 class _Neighbour:
     """A rank with which there are channels, forward and backward, out and in."""
 
-    def __init__(self, ports: Ports, peer: int, ends: Ends | None) -> None:
+    def __init__(self, ports: Ports, peer: int, ends: Ends | None, encoding: Encoding) -> None:
         self._port, self.peer = ports.short, peer
         counts = Counts.none()
         made: list[tuple[Any, Any]] = [
-            (Outgoing(ports, peer, tag, counts, way), Incoming(ports, peer, tag, counts, way))
+            (Outgoing(ports, peer, tag, counts, way, encoding), Incoming(ports, peer, tag, counts, way, encoding))
             if ends is None
             else ends(peer, tag, tag == _BACKWARD)
             for way, tag in enumerate((_FORWARD, _BACKWARD))
@@ -322,11 +347,15 @@ Messages = Mapping[int, Mapping[tuple[bool, bool], Sequence[Hashable]]]
 class Wire:
     """All channels of one rank; made when first used. names: what the parts of an identity are, for errors.
 
-    ends: makes those of runs; without it they go through the ports, as values beside runs always do.
+    ends: makes those of runs; without it they go through the ports, as values beside runs always do. encoding: of
+    plain values.
     """
 
-    def __init__(self, ports: Ports, names: Sequence[str], ends: Ends | None = None) -> None:
+    def __init__(
+        self, ports: Ports, names: Sequence[str], ends: Ends | None = None, encoding: Encoding | None = None
+    ) -> None:
         self._ports, self._names, self._ends = ports, names, ends
+        self._encoding = encoding or Encoding()
         self._neighbours: dict[int, _Neighbour] = {}
         self._single: dict[tuple[bool, int, int], Outgoing | Incoming] = {}
 
@@ -334,7 +363,7 @@ class Wire:
         """Begin a run with these messages. identity: a digest for each name."""
         for peer, channels in keys.items():
             if peer not in self._neighbours:
-                self._neighbours[peer] = _Neighbour(self._ports, peer, self._ends)
+                self._neighbours[peer] = _Neighbour(self._ports, peer, self._ends, self._encoding)
             self._neighbours[peer].open(channels, identity)
 
     def extend(self, keys: Messages) -> None:
@@ -361,7 +390,7 @@ class Wire:
 
     def tell(self, peer: int, tag: int, value: Any) -> None:
         """Send one value outside of runs, or beside them, without waiting."""
-        channel = self._single.setdefault((True, peer, tag), Outgoing(self._ports, peer, tag))
+        channel = self._single.setdefault((True, peer, tag), Outgoing(self._ports, peer, tag, encoding=self._encoding))
         assert isinstance(channel, Outgoing)
         channel.open(_ONE)
         channel.send(value)
@@ -373,7 +402,7 @@ class Wire:
 
     def ask(self, peer: int, tag: int) -> Callable[[], Any]:
         """Post the receive of such a value; what is returned waits for it."""
-        channel = self._single.setdefault((False, peer, tag), Incoming(self._ports, peer, tag))
+        channel = self._single.setdefault((False, peer, tag), Incoming(self._ports, peer, tag, encoding=self._encoding))
         assert isinstance(channel, Incoming)
         channel.open(_ONE)
         channel.post()
