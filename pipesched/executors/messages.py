@@ -24,7 +24,9 @@ _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 def look(value: Any) -> Hashable:
     """What a micro-batch looks like: of its tensors shapes and types, of what else it holds the types' names."""
     leaves = flatten(value)[0]
-    return tuple((leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__qualname__ for leaf in leaves)
+    return tuple(
+        (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__qualname__ for leaf in leaves
+    )
 
 
 class OrderMessages:

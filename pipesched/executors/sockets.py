@@ -10,8 +10,13 @@ are better off with gloo, which moves them while the rank computes.
 Ranks of one machine are connected through its memory (Unix sockets), in half the time that its network takes. The less
 code there is in a message's way the better: what has not run for some ms has left the processor's caches, and takes 30
 times as long as in a loop.
+
+A connection counts once it has greeted with a proof that it knows the receiver's word, which is in the store. Nobody
+waits for a single one to greet: connections that are silent, slow or of another user take nothing but a place among a
+bounded number, and the oldest gives way.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -19,8 +24,11 @@ import selectors
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
 from queue import SimpleQueue
 from struct import Struct
 from typing import Any, NamedTuple
@@ -29,8 +37,12 @@ from pipesched.executors.alarm import Store
 
 __all__ = ["SocketPort", "own_host"]
 
-_GREETING = Struct("<qq16s")  # the sender's rank, the tag, the receiver's word
+_GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that it knows the receiver's word
 _BACKLOG = 1024
+_MOST_GREETING = 64  # connections that have not greeted: a rank's own greets at once, and a stranger's gives way
+_TRY_S = 0.25  # to connect, before a thread goes on trying; where nobody floods a rank it takes no time
+_GLANCE_S = 0.1  # to wait for greetings, before looking whether another thread has heard the one that is awaited
+_CREDENTIALS = Struct("@iII")  # a process, its user, its group: struct ucred
 _ROOM = 4 << 20  # bytes that a connection through memory holds: several short messages
 _TIME = Struct("@ll")  # seconds, microseconds: struct timeval
 _IFREQ, _NAME_BYTES = Struct("@16s4x4s16x"), 15  # an interface's name, its IPv4 address: struct ifreq
@@ -82,8 +94,9 @@ class _Pending(NamedTuple):
 class _Sender:
     """The sending end of a connection, which is made by the first send."""
 
-    def __init__(self, connect: Callable[[], socket.socket], timeout_s: float) -> None:
+    def __init__(self, connect: Callable[[float], socket.socket], timeout_s: float) -> None:
         self.connection: socket.socket | None = None
+        self._ended = False
         self._connect = connect
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -94,10 +107,13 @@ class _Sender:
     def send(self, parts: Sequence[Any], nbytes: int) -> _Pending | None:
         """As ``SocketPort.sender`` says."""
         try:
-            if self.connection is None:
-                self.connection = self._connect()
-            sent = 0 if self._behind else self.connection.sendmsg(parts, (), socket.MSG_DONTWAIT)
-        except BlockingIOError:
+            if self._behind:
+                sent = 0
+            else:
+                if self.connection is None:
+                    self.connection = self._connect(_TRY_S)
+                sent = self.connection.sendmsg(parts, (), socket.MSG_DONTWAIT)
+        except (BlockingIOError, TimeoutError):
             sent = 0
         except OSError as error:
             raise RuntimeError(str(error)) from None
@@ -116,16 +132,27 @@ class _Sender:
 
     def _write(self) -> None:
         """In a thread: until the connection ends."""
-        assert self.connection is not None
         with suppress(OSError):
+            if self.connection is None:
+                self.connection = self._connect_patiently()
             while (pending := self._queue.get()).rest:
                 self.connection.sendall(pending.rest)
                 with self._lock:
                     self._behind -= 1
                 pending.written.set()
 
+    def _connect_patiently(self) -> socket.socket:
+        end_s = time.monotonic() + self._timeout_s
+        while not self._ended:
+            with suppress(TimeoutError):
+                return self._connect(max(_TRY_S, min(1.0, end_s - time.monotonic())))
+            if time.monotonic() > end_s:
+                break
+        raise TimeoutError
+
     def hang_up(self) -> None:
         """End the connection at once."""
+        self._ended = True
         if self.connection is not None:
             with suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -181,9 +208,12 @@ class SocketPort:
         self._listeners = [socket.create_server((host, 0), family=family, backlog=_BACKLOG)]
         if sys.platform == "linux":
             self._listeners.append(_listener(self._name))
-        self._knocking = selectors.DefaultSelector()
+        self._selector = selectors.DefaultSelector()
+        self._greeting: dict[socket.socket, bytearray] = {}  # what each has said so far; the oldest first
+        self._lock = threading.Lock()  # a thread may wait for a shared value while another one runs a step
         for listener in self._listeners:
-            self._knocking.register(listener, selectors.EVENT_READ, listener.accept)
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, partial(self._let_in, listener))
         self._senders: dict[tuple[int, int], _Sender] = {}
         self._accepted: dict[tuple[int, int], socket.socket] = {}
         address = host, self._listeners[0].getsockname()[1], self._name, self._word.hex()
@@ -192,52 +222,99 @@ class SocketPort:
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], _Pending | None]:
         """What sends buffers, so many bytes in all, without waiting. They may change at once; None: all is written."""
         if (to, tag) not in self._senders:
-            self._senders[to, tag] = _Sender(lambda: self._connect(to, tag), self._timeout_s)
+            self._senders[to, tag] = _Sender(partial(self._connect, to, tag), self._timeout_s)
         return self._senders[to, tag].send
 
     def reader(self, from_: int, tag: int, /) -> Callable[[memoryview], None]:
         """What waits for the next bytes that were sent, as many as a buffer takes, and fills it."""
         return _Reader(lambda: self._accept(from_, tag)).read
 
-    def _connect(self, to: int, tag: int) -> socket.socket:
+    def _connect(self, to: int, tag: int, limit_s: float) -> socket.socket:
         host, port, name, word = json.loads(self._store.get(f"address/{to}"))
-        connection = _connected(name) or socket.create_connection((host, port), self._timeout_s)
+        connection = _connected(name) or socket.create_connection((host, port), limit_s)
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(_GREETING.pack(self._rank, tag, bytes.fromhex(word)))
+        connection.sendall(_GREETING.pack(self._rank, tag, _proof(bytes.fromhex(word), self._rank, tag)))
         return connection
 
     def _accept(self, from_: int, tag: int) -> socket.socket:
-        """The connection from this rank, once it is there."""
+        """The connection from this rank, once it has greeted; meanwhile all others may greet, too."""
+        end_s = time.monotonic() + self._timeout_s
         while (from_, tag) not in self._accepted:
-            knocking = self._knocking.select(self._timeout_s)
-            if not knocking:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
                 raise RuntimeError("Timed out")
-            try:
-                connection, _ = knocking[0][0].data()
-            except OSError as error:
-                raise RuntimeError(str(error)) from None
-            self._admit(connection)
+            ready = self._selector.select(min(left_s, _GLANCE_S))
+            with self._lock:
+                for key, _ in ready:
+                    try:
+                        key.data()
+                    except OSError as error:
+                        raise RuntimeError(str(error)) from None
         return self._accepted[from_, tag]
 
-    def _admit(self, connection: socket.socket) -> None:
-        patience = _TIME.pack(int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
-        greeting = bytearray(_GREETING.size)
-        with suppress(RuntimeError):
-            _read(connection, memoryview(greeting))
-        rank, tag, word = _GREETING.unpack(greeting)
-        if secrets.compare_digest(word, self._word):
+    def _let_in(self, listener: socket.socket) -> None:
+        """Take the next connection, and hear what it has said by now."""
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # another thread has it, or it has left
+            return
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._greeting:
+                raise
+            self._turn_away(next(iter(self._greeting)))  # its descriptor is for the next one
+            return
+        if connection.family == socket.AF_UNIX and not _is_own_user(connection):
+            connection.close()
+            return
+        if len(self._greeting) >= _MOST_GREETING:
+            self._turn_away(next(iter(self._greeting)))
+        connection.setblocking(False)
+        self._greeting[connection] = bytearray()
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, connection))
+        self._hear(connection)
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Read what there is of a greeting, and let in who has said all of it."""
+        said = self._greeting.get(connection)
+        if said is None:  # another thread has heard it
+            return
+        try:
+            more = connection.recv(_GREETING.size - len(said))
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        said += more
+        if more and len(said) < _GREETING.size:
+            return
+        if more and self._is_rank(said):
+            rank, tag, _ = _GREETING.unpack(said)
+            self._selector.unregister(connection)
+            del self._greeting[connection]
+            connection.setblocking(True)
+            patience = _TIME.pack(int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
             self._accepted[rank, tag] = connection
         else:
-            connection.close()
+            self._turn_away(connection)
+
+    def _is_rank(self, greeting: bytearray) -> bool:
+        """Whether a rank of the pipeline said this, and for the first time: a greeting may have been overheard."""
+        rank, tag, proof = _GREETING.unpack(greeting)
+        return secrets.compare_digest(proof, _proof(self._word, rank, tag)) and (rank, tag) not in self._accepted
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._greeting[connection]
+        connection.close()
 
     def hang_up(self) -> None:
         """End every wait of this rank, and of those that wait for it."""
         for sender in list(self._senders.values()):  # another thread may add one
             sender.hang_up()
-        for end in [*self._listeners, *self._accepted.values()]:
+        for end in [*self._listeners, *list(self._greeting), *list(self._accepted.values())]:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
@@ -245,9 +322,20 @@ class SocketPort:
         """Close all connections; what was sent still arrives."""
         for sender in self._senders.values():
             sender.close()
-        self._knocking.close()
-        for end in [*self._listeners, *self._accepted.values()]:
+        self._selector.close()
+        for end in [*self._listeners, *self._greeting, *self._accepted.values()]:
             end.close()
+
+
+def _proof(word: bytes, rank: int, tag: int) -> bytes:
+    """What shows that a rank knows a word, without the word."""
+    return blake2b(b"%d %d" % (rank, tag), key=word, digest_size=16).digest()
+
+
+def _is_own_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a connection through memory is of this one's user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
 
 def _listener(name: str) -> socket.socket:
@@ -258,18 +346,19 @@ def _listener(name: str) -> socket.socket:
 
 
 def _connected(name: str) -> socket.socket | None:
-    """A connection through memory to who listens at this name. None where nobody does, or where the system allows it
-    less room than a connection through the network has, which would often leave a thread to write the rest.
+    """A connection through memory to who listens at this name. None where nobody does, or another user, or where more
+    connections wait there than the system lets; and where the system allows it less room than a connection through the
+    network has, which would often leave a thread to write the rest.
     """
     if sys.platform != "linux":
         return None
     connection = socket.socket(socket.AF_UNIX)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
-    try:
+    connection.setblocking(False)
+    with suppress(OSError):
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= _ROOM:
             connection.connect(name)
-            return connection
-    except OSError:
-        pass
+            if _is_own_user(connection):
+                return connection
     connection.close()
     return None
