@@ -25,12 +25,13 @@ from queue import SimpleQueue
 from struct import Struct
 from typing import Any, NamedTuple
 
-from pipesched.executors.alarm import Store
+from pipesched.executors.stores import Store, awaited_value
 
 __all__ = ["SocketPort", "own_host"]
 
 _GREETING = Struct("<qq16s")  # the sender's rank, the tag, the receiver's word
 _BACKLOG = 1024
+_PATIENCE_S = 5  # for the other end to take what is on its way as a connection is closed
 _ROOM = 4 << 20  # bytes that a connection through memory holds: several short messages
 _TIME = Struct("@ll")  # seconds, microseconds: struct timeval
 _IFREQ, _NAME_BYTES = Struct("@16s4x4s16x"), 15  # an interface's name, its IPv4 address: struct ifreq
@@ -92,13 +93,17 @@ class _Sender:
         self._writer: threading.Thread | None = None
 
     def send(self, parts: Sequence[Any], nbytes: int) -> _Pending | None:
-        """As ``SocketPort.sender`` says."""
+        """As ``SocketPort.sender`` says. What the other end does not live to receive is lost without an error: a rank
+        fails where it waits for one that is gone, and may otherwise end its work.
+        """
         try:
             if self.connection is None:
                 self.connection = self._connect()
             sent = 0 if self._behind else self.connection.sendmsg(parts, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
             sent = 0
+        except (BrokenPipeError, ConnectionResetError):
+            return None
         except OSError as error:
             raise RuntimeError(str(error)) from None
         return None if sent == nbytes else self._leave(memoryview(b"".join(parts))[sent:])
@@ -115,14 +120,14 @@ class _Sender:
         return pending
 
     def _write(self) -> None:
-        """In a thread: until the connection ends."""
+        """In a thread: until there is nothing to write."""
         assert self.connection is not None
-        with suppress(OSError):
-            while (pending := self._queue.get()).rest:
+        while (pending := self._queue.get()).rest:
+            with suppress(OSError):
                 self.connection.sendall(pending.rest)
-                with self._lock:
-                    self._behind -= 1
-                pending.written.set()
+            with self._lock:
+                self._behind -= 1
+            pending.written.set()
 
     def hang_up(self) -> None:
         """End the connection at once."""
@@ -134,8 +139,8 @@ class _Sender:
         """Close the connection; what is written still arrives."""
         if self._writer is not None:
             self._queue.put(_Pending(memoryview(b""), threading.Event(), 0))
-            if self._behind:
-                self.hang_up()
+            self._writer.join(_PATIENCE_S)
+            self.hang_up()
             self._writer.join()
         if self.connection is not None:
             self.connection.close()
@@ -200,7 +205,7 @@ class SocketPort:
         return _Reader(lambda: self._accept(from_, tag)).read
 
     def _connect(self, to: int, tag: int) -> socket.socket:
-        host, port, name, word = json.loads(self._store.get(f"address/{to}"))
+        host, port, name, word = json.loads(awaited_value(self._store, f"address/{to}", self._timeout_s))
         connection = _connected(name) or socket.create_connection((host, port), self._timeout_s)
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
@@ -242,7 +247,7 @@ class SocketPort:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close all connections; what was sent still arrives."""
+        """Close all connections; what was sent still arrives, where the other end takes it soon."""
         for sender in self._senders.values():
             sender.close()
         self._knocking.close()
