@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from pipesched.errors import ExecutionError
 from pipesched.executors.device_wire import Links, links_for
+from pipesched.executors.ports import ConnectionLostError
 from pipesched.executors.sockets import SocketPort, own_host
+from pipesched.executors.stores import asked
 
 __all__ = ["Connections"]
 
@@ -19,25 +20,28 @@ _HANG_UP = 21  # a tag
 class Connections:
     """A rank's sockets and gloo port, and the links of its device where that is none of the host's own.
 
-    group: only its store is used. Making one is collective. Raises ExecutionError where not all ranks come.
+    group: only its store is used. Making one is collective. Raises ConnectionLostError where ranks do not connect.
     """
 
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
-        self.store = _own_store(group.get_group_store(), self.rank)
+        self.store = asked(lambda: _own_store(group.get_group_store(), self.rank), timeout_s)
+        self.host = own_host(self.store)
+        self._device, self._timeout_s = device, timeout_s
+
+    def connect(self) -> None:
+        """Make them, once all ranks are known to have come."""
+        limit = timedelta(seconds=self._timeout_s)
         try:
-            self.port: Any = distributed.ProcessGroupGloo(
-                self.store, self.rank, self.num_ranks, timedelta(seconds=timeout_s)
+            self.port: Any = asked(
+                lambda: distributed.ProcessGroupGloo(self.store, self.rank, self.num_ranks, limit), self._timeout_s + 1
             )
         except RuntimeError as error:
-            raise ExecutionError(
-                f"all {self.num_ranks} ranks make their pipeline together; rank {self.rank} waited {timeout_s:g} s; "
-                f"make it on every rank, or raise the timeout ({error})"
-            ) from None
-        maker = links_for(device, timeout_s)
+            raise ConnectionLostError(f"ranks were not connected within {self._timeout_s:g} s ({error})") from None
+        maker = links_for(self._device, self._timeout_s)
         self.links = None if maker is None else Links(maker, self.store, self.rank)
-        self.sockets = SocketPort(self.store, self.rank, own_host(self.store), timeout_s)
+        self.sockets = SocketPort(self.store, self.rank, self.host, self._timeout_s)
 
     def hang_up(self) -> None:
         """End every wait of this rank. In gloo, a receive that times out closes all connections."""

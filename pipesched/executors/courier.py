@@ -1,7 +1,7 @@
 """Courier: what a device has still to compute goes to the other hosts once it is there, and no step waits for it."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from pipesched.errors import ExecutionError
 from pipesched.payload import pytree
 
 __all__ = ["Courier"]
+
+_PATIENCE_S = 2  # for what is on its way when the courier ends
 
 
 class _Parcel(NamedTuple):
@@ -35,17 +37,18 @@ class Courier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._parcels: SimpleQueue[_Parcel | threading.Event | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self.end = finalize(self, self._parcels.put, None)
+        self._threads: list[threading.Thread] = []  # one, once it is needed
+        self.end = finalize(self, _end, self._parcels, self._threads)
 
     def give(self, value: Any, send: Callable[[Any], None]) -> None:
         """Call ``send`` with a value once its tensors are there: as they are when the current stream comes to here."""
         if self._device.type == "cpu":
             send(value)
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=_carry, args=(self._parcels,), name="pipesched courier", daemon=True)
-            self._thread.start()
+        if not self._threads:
+            thread = threading.Thread(target=_carry, args=(self._parcels,), name="pipesched courier", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         host = pytree.tree_map_only(Tensor, _on_host, value)
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
@@ -53,10 +56,18 @@ class Courier:
 
     def drain(self) -> None:
         """Wait until all that was given has left."""
-        if self._thread is not None and self.end.alive:
+        if self._threads and self.end.alive:
             left = threading.Event()
             self._parcels.put(left)
             left.wait()
+
+
+def _end(parcels: "SimpleQueue[_Parcel | threading.Event | None]", threads: Sequence[threading.Thread]) -> None:
+    """End the thread, and wait for it: Python aborts the process if it exits while the thread waits for the device."""
+    parcels.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_PATIENCE_S)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from torch import Tensor
 from pipesched.actions import Action, Kind, Lane
 from pipesched.caller import Caller, intra_op
 from pipesched.errors import ExecutionError
+from pipesched.executors.activity import of_collective
 from pipesched.executors.alarm import Alarm
 from pipesched.executors.book import digest
 from pipesched.executors.clock import clock_offset
@@ -95,15 +96,20 @@ class DistributedExecutor:
         self._steps = 0
         self._shared: Shared | None = None
         self._fault: str | None = None
-        connections = Connections(group, self.device, timeout_s)
-        self._links = links = connections.links
+        self._wire: Wire | None = None
         self._courier = Courier(self.device)
         #: Of what is no tensor: it reads types by name that it knows.
         self.encoding = Encoding((Action, Kind, Lane, Span))
-        ends = None if links is None else ends_over(links, connections.sockets, self.rank, self.encoding)
-        self._wire: Wire | None = Wire(Ports(connections.sockets, connections.port), _IDENTITY, ends, self.encoding)
-        self._end_connections = finalize(self, connections.close)
-        self._alarm = Alarm(connections.store, self.rank, self.num_ranks, connections.hang_up)
+        connections = Connections(group, self.device, timeout_s)
+        self._alarm = Alarm(connections.store, group, connections.host, timeout_s)
+        self._activity = self._alarm.activity
+        with self._stopping_all("making a pipeline"):
+            connections.connect()
+            self._end_connections = finalize(self, connections.close)
+            self._alarm.on_fault(connections.hang_up)
+            self._links = links = connections.links
+            ends = None if links is None else ends_over(links, connections.sockets, self.rank, self.encoding)
+            self._wire = Wire(Ports(connections.sockets, connections.port), _IDENTITY, ends, self.encoding)
         with self._one_at_a_time("making a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
 
@@ -147,7 +153,7 @@ class DistributedExecutor:
         start_s = time.perf_counter()
         self._lane.begin(start_s)
         try:
-            return self._went_through(self._rank_of(work, messages), order, caller, start_s)
+            return self._went_through(self._rank_of(work, messages), order, caller, start_s, program)
         finally:
             self._lane.end()
 
@@ -177,7 +183,7 @@ class DistributedExecutor:
         with self._one_at_a_time("a step"):
             run.failed = True
             self._open_wire().extend(OrderMessages(run.work.program, order).repeated(run.work.period))
-            timeline = self._went_through(run.rank, order, run.caller, run.began_s)
+            timeline = self._went_through(run.rank, order, run.caller, run.began_s, run.work.program)
             run.failed = False
             return timeline
 
@@ -194,9 +200,12 @@ class DistributedExecutor:
                 f"the step has returned"
             )
 
-    def _went_through(self, rank: Rank, order: tuple[Action, ...], caller: Caller, start_s: float) -> RankTimeline:
+    def _went_through(
+        self, rank: Rank, order: tuple[Action, ...], caller: Caller, start_s: float, program: Program
+    ) -> RankTimeline:
         self._lane.follow()
         stamps = Stamps.room_for(order)
+        self._activity.run(stamps, program.placement)
         with intra_op(self._threads), caller.held(), self._lane.entered():
             if self._links is not None:
                 self._links.begin()
@@ -240,6 +249,7 @@ class DistributedExecutor:
                 self._known.clear()
             own = digest_of(program)
             self._compare("program", own)
+            self._alarm.look_around()
             if self._links is not None:
                 self._links.connect(channels_of(program))
             known = self._known[id(program)] = program, own
@@ -370,10 +380,12 @@ class DistributedExecutor:
             raise ExecutionError(
                 "one step at a time; this one was called while another is under way; call it after that one returns"
             )
+        self._activity.begin(what)
         try:
             with self._stopping_all(what):
                 yield
         finally:
+            self._activity.end()
             self._busy.release()
 
     @contextmanager
@@ -384,29 +396,30 @@ class DistributedExecutor:
         except _DifferentError as error:
             raise ExecutionError(*error.args) from None  # in every rank alike: nothing is broken
         except BaseException as error:
-            others = isinstance(error, _Stopped | ConnectionLostError)
+            others, collective = isinstance(error, _Stopped | ConnectionLostError), of_collective(error)
             place = "".join(f", {note}" for note in getattr(error, "__notes__", []))
-            first = self._alarm.ring(f"{error if others else _said(error)}{place or f', in {what}'}")
-            self._fault = f"rank {first.rank} failed: {first.text}"
+            text = f"{error if others else _said(error)}{place or f', in {what}'}"
+            first = self._alarm.ring(text, own=not (others or collective))
+            self._fault = str(first)
             self._drop()
-            if not others:
+            if not others and (not collective or first.who == self._alarm.name):
                 raise
             raise ExecutionError(
-                f"a rank that fails stops all; {self._fault}; rank {self.rank} of {self.num_ranks} stopped{place}; "
+                f"a rank that fails stops all; {first}; rank {self.rank} of {self.num_ranks} stopped{place}; "
                 f"mend the cause and make a new pipeline"
-            ) from None
+            ) from (error if collective else None)
 
     def leave(self, why: str) -> None:
         """End the pipeline in all ranks, unless it has ended."""
         if not self.closed:
-            self._fault = f"rank {self.rank} failed: {self._alarm.ring(why).text}"
+            self._fault = str(self._alarm.ring(why, own=True))
             self._drop()
 
     def _drop(self) -> None:
         wire, self._wire, self._shared = self._wire, None, None
         self._messages.clear()
+        self._alarm.end()
         if wire is not None:
-            self._alarm.end()
             self._end_connections()
             self._courier.end()
 
@@ -418,7 +431,7 @@ class DistributedExecutor:
             )
         try:
             with suppress(ConnectionLostError):
-                if self._wire is not None and not self._alarm.rung:
+                if self._wire is not None and not self._alarm.bell.rung:
                     if self._shared is not None:
                         self._shared()
                     self._courier.drain()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 
@@ -26,6 +26,7 @@ __all__ = ["LocalExecutor", "Part", "Run", "Timeline", "Work"]
 
 _STOP = Message("stop")
 _REMEMBERED = 64  # programs
+_PATIENCE_S = 60  # for the action that a thread is in when its pipeline is dropped, or the process exits
 _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
 
 
@@ -247,7 +248,8 @@ class LocalExecutor:
         self._busy = threading.Lock()
         self._jobs: _Jobs = [SimpleQueue() for _ in devices]
         self._threads = _start_threads(self._jobs, intra_op_threads)
-        self._finalizer = finalize(self, _end_threads, self._jobs)
+        self._under_way: list[ref[Run]] = []  # the run that the threads may be in
+        self._finalizer = finalize(self, _abandon, self._jobs, self._threads, self._under_way)
         self._last: Run | None = None
         self._kept: dict[int, Crew] = {}
 
@@ -301,6 +303,7 @@ class LocalExecutor:
                 self._last.wait()  # an impatient interrupt may have left ranks behind
             work.prepare(caller)
             run = self._last = Run(work, crew or Crew(work, self.lanes), self._jobs, caller)
+            self._under_way[:] = [ref(run)]
             start_s = time.perf_counter()
             for lane in self.lanes:
                 lane.begin(start_s)
@@ -339,7 +342,8 @@ class LocalExecutor:
                 "a pipeline is closed from outside its steps; close was called by a layer or a hook that a rank runs; "
                 "call it after the step has returned"
             )
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            _end_threads(self._jobs)
         for thread in self._threads:
             thread.join()
 
@@ -380,5 +384,20 @@ def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int
 
 
 def _end_threads(jobs: _Jobs) -> None:
+    """Let the threads end, once they have run what they were given."""
     for queue in jobs:
         queue.put(None)
+
+
+def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Sequence[ref[Run]]") -> None:
+    """Stop what is under way, end the threads and wait for them.
+
+    Python aborts the process if it exits while a thread returns from an operation of torch.
+    """
+    for run in (one() for one in under_way):
+        if run is not None and not run.finished:
+            run.stop(ExecutionError("a step runs while its pipeline lives; the process exits; end the step before"))
+    _end_threads(jobs)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_PATIENCE_S)

@@ -33,7 +33,7 @@ from queue import SimpleQueue
 from struct import Struct
 from typing import Any, NamedTuple
 
-from pipesched.executors.alarm import Store
+from pipesched.executors.stores import Store, awaited_value
 
 __all__ = ["SocketPort", "own_host"]
 
@@ -43,6 +43,7 @@ _MOST_GREETING = 64  # connections that have not greeted: a rank's own greets at
 _TRY_S = 0.25  # to connect, before a thread goes on trying; where nobody floods a rank it takes no time
 _GLANCE_S = 0.1  # to wait for greetings, before looking whether another thread has heard the one that is awaited
 _CREDENTIALS = Struct("@iII")  # a process, its user, its group: struct ucred
+_PATIENCE_S = 5  # for the other end to take what is on its way as a connection is closed
 _ROOM = 4 << 20  # bytes that a connection through memory holds: several short messages
 _TIME = Struct("@ll")  # seconds, microseconds: struct timeval
 _IFREQ, _NAME_BYTES = Struct("@16s4x4s16x"), 15  # an interface's name, its IPv4 address: struct ifreq
@@ -105,7 +106,9 @@ class _Sender:
         self._writer: threading.Thread | None = None
 
     def send(self, parts: Sequence[Any], nbytes: int) -> _Pending | None:
-        """As ``SocketPort.sender`` says."""
+        """As ``SocketPort.sender`` says. What the other end does not live to receive is lost without an error: a rank
+        fails where it waits for one that is gone, and may otherwise end its work.
+        """
         try:
             if self._behind:
                 sent = 0
@@ -115,6 +118,8 @@ class _Sender:
                 sent = self.connection.sendmsg(parts, (), socket.MSG_DONTWAIT)
         except (BlockingIOError, TimeoutError):
             sent = 0
+        except (BrokenPipeError, ConnectionResetError):
+            return None
         except OSError as error:
             raise RuntimeError(str(error)) from None
         return None if sent == nbytes else self._leave(memoryview(b"".join(parts))[sent:])
@@ -131,15 +136,18 @@ class _Sender:
         return pending
 
     def _write(self) -> None:
-        """In a thread: until the connection ends."""
-        with suppress(OSError):
+        """In a thread: until there is nothing to write, or no connection comes."""
+        with suppress(OSError, RuntimeError):
             if self.connection is None:
                 self.connection = self._connect_patiently()
-            while (pending := self._queue.get()).rest:
+        if self.connection is None:
+            return
+        while (pending := self._queue.get()).rest:
+            with suppress(OSError):
                 self.connection.sendall(pending.rest)
-                with self._lock:
-                    self._behind -= 1
-                pending.written.set()
+            with self._lock:
+                self._behind -= 1
+            pending.written.set()
 
     def _connect_patiently(self) -> socket.socket:
         end_s = time.monotonic() + self._timeout_s
@@ -161,8 +169,8 @@ class _Sender:
         """Close the connection; what is written still arrives."""
         if self._writer is not None:
             self._queue.put(_Pending(memoryview(b""), threading.Event(), 0))
-            if self._behind:
-                self.hang_up()
+            self._writer.join(_PATIENCE_S)
+            self.hang_up()
             self._writer.join()
         if self.connection is not None:
             self.connection.close()
@@ -230,7 +238,7 @@ class SocketPort:
         return _Reader(lambda: self._accept(from_, tag)).read
 
     def _connect(self, to: int, tag: int, limit_s: float) -> socket.socket:
-        host, port, name, word = json.loads(self._store.get(f"address/{to}"))
+        host, port, name, word = json.loads(awaited_value(self._store, f"address/{to}", self._timeout_s))
         connection = _connected(name) or socket.create_connection((host, port), limit_s)
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
@@ -319,7 +327,7 @@ class SocketPort:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close all connections; what was sent still arrives."""
+        """Close all connections; what was sent still arrives, where the other end takes it soon."""
         for sender in self._senders.values():
             sender.close()
         self._selector.close()

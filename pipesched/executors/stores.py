@@ -1,0 +1,83 @@
+"""Stores: what is asked of a torch.distributed store, which never answers where its process has been stopped."""
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+__all__ = ["Store", "asked", "awaited_value", "missing"]
+
+T = TypeVar("T")
+_PATIENCE_S = 2.0  # beyond the time that the store itself is to wait
+
+
+class Store(Protocol):
+    """What is used of a torch.distributed store."""
+
+    def set(self, key: str, value: str, /) -> Any:
+        """Write."""
+
+    def get(self, key: str, /) -> Any:
+        """Read, once it is there."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number. Returns the sum."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether these keys are there."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Return once they are. Raises RuntimeError."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a key."""
+
+
+def asked(ask: Callable[[], T], limit_s: float) -> T:
+    """Call ``ask``, which asks a store. Raises RuntimeError where no answer comes within the limit.
+
+    It is called in a thread of its own. A thread without an answer is left behind: torch has no way to end its wait.
+    """
+    answers: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put((ask(), None))
+        except BaseException as error:  # raised again in the caller's thread
+            answers.put((None, error))
+
+    threading.Thread(target=answer, name="pipesched store", daemon=True).start()
+    try:
+        value, error = answers.get(timeout=limit_s)
+    except Empty:
+        raise RuntimeError(
+            f"Timed out: the store of the process group did not answer within {limit_s:g} s; the process that hosts it "
+            f"(rank 0, unless torchrun or you host it) is stopped or cannot be reached"
+        ) from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # what ask returned
+
+
+def awaited_value(store: Store, key: str, timeout_s: float) -> Any:
+    """A key's value, once it is there. Raises RuntimeError where it does not come in time."""
+
+    def ask() -> Any:
+        store.wait([key], timedelta(seconds=timeout_s))
+        return store.get(key)
+
+    return asked(ask, timeout_s + _PATIENCE_S)
+
+
+def missing(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
+    """The positions of the keys that are not there within the timeout. Raises RuntimeError as ``asked``."""
+
+    def ask() -> list[int]:
+        try:
+            store.wait(list(keys), timedelta(seconds=timeout_s))
+        except RuntimeError:
+            return [position for position, key in enumerate(keys) if not store.check([key])]
+        return []
+
+    return asked(ask, timeout_s + _PATIENCE_S)

@@ -1,0 +1,58 @@
+"""A script that ends while its pipelines are open: ``python jobs_exits.py PLACE SCHEDULE END``, one process a rank.
+
+PLACE: "threads", or "mesh" with torchrun's environment. END: how the script ends. It prints "ran" as its last line.
+"""
+
+import sys
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from pipesched import Pipeline
+
+PIPELINES = 4  # that are open over one mesh
+ENDS = {"end of the script": 0, "destroy_process_group": 0, "close": 0, "exception": 1, "sys.exit(3)": 3}
+OWN_ERROR = "ValueError: of the script's own"
+
+
+def main() -> None:
+    place, schedule, end = sys.argv[1:]
+    torch.set_num_threads(1)
+    choices = {"devices": ["cpu"] * 3}
+    if place == "mesh":
+        distributed.init_process_group("gloo")
+        choices = {"mesh": init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("pp",))["pp"]}
+    if schedule == "pipedream":
+        choices["optimizer"] = lambda params: torch.optim.SGD(params, lr=0.01)
+    x = torch.randn(24, 64)
+    pipes = [
+        Pipeline(
+            nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))),
+            x[:2],
+            loss_fn=nn.functional.mse_loss,
+            schedule=schedule,
+            boundaries=[1, 2] if place == "threads" or distributed.get_world_size() == 3 else [1],
+            num_microbatches=12,
+            seed=0,
+            **choices,
+        )
+        for _ in range(PIPELINES if place == "mesh" else 1)
+    ]
+    for _ in range(3):
+        for pipe in pipes:
+            pipe.step(x, target=x)
+    print("ran", flush=True)
+    if end == "close":
+        for pipe in pipes:
+            pipe.close()
+    elif end == "exception":
+        raise ValueError("of the script's own")
+    elif end == "sys.exit(3)":
+        sys.exit(3)
+    if end in ("close", "destroy_process_group") and place == "mesh":
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
