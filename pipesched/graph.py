@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from pipesched.errors import GraphError
+from pipesched.stale import StaleHook
 
 __all__ = [
     "Members",
@@ -72,7 +73,8 @@ def is_compiled(module: nn.Module) -> bool:
 def hooks_of(module: nn.Module) -> list[Any]:
     """What the user has registered on a module's forward and backward."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [hook for name in names for hook in getattr(module, name).values()]
+    hooks = [hook for name in names for hook in getattr(module, name).values()]
+    return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), StaleHook)]
 
 
 def _flatten(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

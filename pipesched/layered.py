@@ -23,6 +23,7 @@ from pipesched.payload import pytree
 from pipesched.profiler import QUICK, Effort, measure_layers
 from pipesched.profiles import LayerCosts
 from pipesched.program import Program
+from pipesched.stale import check_not_stale
 from pipesched.ties import Ties, Use
 from pipesched.untouched import unchanged, untouched
 
@@ -114,6 +115,7 @@ def layered(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) ->
             f"the model is an nn.Module, or a list of them; got {shown(model)}; pass the module itself"
         )
     _check_is_open(model)
+    check_not_stale(model)
     check_hooks(model)
     if isinstance(model, nn.Sequential) and is_in_a_row(model):
         return InARow(model, sample)

@@ -54,7 +54,7 @@ class Observed(Wrapped):
     _whole: Whole
     _site: Site
     _now: Assembly
-    _stream: Stream | None
+    _stream: Stream | None = None
     _runs: deque[Timeline]
     _profile: dict[str, LayerCosts] | None
     _slow: dict[Hashable, float]
@@ -199,7 +199,8 @@ class Observed(Wrapped):
         if now.sizes is None:
             self._settle()
             devices = [self._site.devices[now.program.placement[part]] for part in range(now.program.num_weights)]
-            now.sizes = stage_sizes(layered, now.cut, devices, self._site, now.keep, own_loss=whole.loss_fn is None)
+            with self._guard.lifted():
+                now.sizes = stage_sizes(layered, now.cut, devices, self._site, now.keep, own_loss=whole.loss_fn is None)
         return now.sizes
 
     @property
@@ -346,11 +347,12 @@ class Observed(Wrapped):
     def _profiled(self) -> dict[str, LayerCosts]:
         if self._profile is None:
             self._settle()  # the layers are called from this thread
-            self._profile = self._layered.measure(self._site.devices[0], self._threads)
-            if self.loss_fn is not None and not lacks_contents(self.model):
-                (last, costs), where = self._profile.popitem(), self._site.devices[0]
-                costs = with_supposed_loss(costs, self.loss_fn, self._layered.output(), where, self._threads)
-                self._profile[last] = costs
+            with self._guard.lifted():
+                self._profile = self._layered.measure(self._site.devices[0], self._threads)
+                if self.loss_fn is not None and not lacks_contents(self.model):
+                    (last, costs), where = self._profile.popitem(), self._site.devices[0]
+                    costs = with_supposed_loss(costs, self.loss_fn, self._layered.output(), where, self._threads)
+                    self._profile[last] = costs
         return self._profile
 
     def __repr__(self) -> str:

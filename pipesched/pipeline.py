@@ -22,6 +22,7 @@ from pipesched.ends import bring_ends, end_of
 from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline
 from pipesched.feed import Feed
+from pipesched.gathered import Gathered
 from pipesched.initial import Init, Initial, built, check_model
 from pipesched.keeping import Checkpoint, as_checkpoint
 from pipesched.labels import counted_labels, counts
@@ -32,7 +33,6 @@ from pipesched.norms import BatchNormMode
 from pipesched.open_pass import OpenPass, attach, deliver_input_grads
 from pipesched.order import Schedule
 from pipesched.plan import Plan
-from pipesched.planned import Planned
 from pipesched.planning import Programs, Wishes
 from pipesched.profiles import LayerCosts, Profile
 from pipesched.program import Program
@@ -48,7 +48,7 @@ _LOSS, _WRAP = ("output", "target"), ("stage_module", "stage")  # what is called
 _REMEMBERED = 6  # steps whose times serve the next prediction
 
 
-class Pipeline(Planned):
+class Pipeline(Gathered):
     """A model cut into stages that train together.
 
     model: any module; each stage runs the model's own forward with the calls of other stages left out, an nn.Sequential
@@ -63,7 +63,9 @@ class Pipeline(Planned):
     devices: one a rank of this process; a device may repeat. mesh: instead, a one-dimensional DeviceMesh, with one rank
     a process, such as ``mesh["pp"]``: every process makes the pipeline with the same model and arguments, keeps its own
     stages, and calls the same methods with the same batch; with inputs="first" rank 0 alone passes one, and the others
-    call ``step()``, ``evaluate()`` and ``forward()`` with nothing, and get what rank 0 asks for. timeout: how long a
+    call ``step()``, ``evaluate()`` and ``forward()`` with nothing, and get what rank 0 asks for. Each rank then trains
+    its own stages' weights in its model. ``gather_model()`` brings all weights into the model; until then calling,
+    copying or saving the model raises ExecutionError, also after ``close``. timeout: how long a
     rank waits for another one there, 60 s unless given. schedule: a name, a Schedule or a Program, such as
     ``load_program(path)`` reads from a file; "chimera" and "dualpipe" hold the layers twice. "auto": the plan with the
     shortest predicted step, as `pipesched.tune` finds it from measured layers, which may use fewer devices; what else
@@ -129,7 +131,6 @@ class Pipeline(Planned):
         offload: Offload = "auto",
         init: Init | None = None,
     ) -> None:
-        self._stream: Stream | None = None
         chain = as_model(model)
         check_model(chain)
         loss_fn, wrap = as_function(loss_fn, "loss_fn", _LOSS), as_function(wrap, "wrap", _WRAP)
@@ -209,6 +210,7 @@ class Pipeline(Planned):
         )
         self._now = Assembly(self._whole, self._site, programs, division)
         self._now.take_over()
+        self._place()
         self._site.start()
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
 
@@ -273,6 +275,7 @@ class Pipeline(Planned):
     def _called(self, method: str, given: tuple[Any, ...], make: Callable[[], Call]) -> Call:
         args, kwargs, target = given
         self._now.members.check()
+        self._guard.check(changes=method == "step" or self.training)
 
         def deal(call: Call) -> tuple[Call, list[Any]]:
             return dealt(call, self._now.programs.plain(len(call)), self._now.bodies)
@@ -398,23 +401,14 @@ class Pipeline(Planned):
     # ---- its life ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Flush, and end the ranks' threads. The model stays as it is. Dropping the pipeline does not flush."""
+        """Flush, and end the ranks' threads. Dropping the pipeline does not flush.
+
+        The model stays as it is: over a mesh without the weights that other ranks have trained, see ``gather_model``.
+        """
         try:
             self.flush()
         finally:
             self._site.close()
-
-    def _is_own(self, name: str) -> bool:
-        """Whether a parameter or buffer of this name lies in this process: under a mesh those of its stages do."""
-        return isinstance(self._site, InProcess) or self._site.holds(self._now.owners.rank(name))
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's state, on every rank. Collective under a mesh."""
-        if not isinstance(self._site, OverMesh):
-            return self.state_dict()
-        merged = {name: value for own in self._site.executor.exchange(self.state_dict()) for name, value in own.items()}
-        names = [*self._all_state(), *merged]  # the model's order; then what wrap has added on other ranks
-        return {name: merged[name] for name in names if name in merged}
 
     def _settle(self) -> None:
         self.flush()

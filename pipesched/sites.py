@@ -6,6 +6,7 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.actions import Action
@@ -212,12 +213,18 @@ class OverMesh:
             device = torch.device("cuda", torch.cuda.current_device())
         self.devices = self.all_devices = [device] * mesh.size()
         self._inputs = inputs
-        self.executor = DistributedExecutor(
-            mesh.get_group(), device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s
-        )
-        self.executor.encoding.know(*_DECIDED, *SENT_TYPES)
-        self.executor.encoding.know_own(Orders, Orders.parts, Orders.of_parts)
-        self.executor.encoding.know_own(Looks, lambda looks: looks.values, Looks, immutable=True)
+        group = mesh.get_group()
+        self.group = tuple(get_process_group_ranks(group))
+
+        def connect() -> DistributedExecutor:
+            executor = DistributedExecutor(group, device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s)
+            executor.encoding.know(*_DECIDED, *SENT_TYPES)
+            executor.encoding.know_own(Orders, Orders.parts, Orders.of_parts)
+            executor.encoding.know_own(Looks, lambda looks: looks.values, Looks, immutable=True)
+            return executor
+
+        self._connect = connect
+        self.executor = connect()
 
     @property
     def rank(self) -> int:
@@ -337,6 +344,18 @@ class OverMesh:
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return self.executor.trade(what, given, sources) if given or sources else {}
+
+    @contextmanager
+    def connected(self) -> Iterator[DistributedExecutor]:
+        """The executor; once it has ended, another one for as long as this is entered. Collective."""
+        if not self.executor.closed:
+            yield self.executor
+            return
+        executor = self._connect()
+        try:
+            yield executor
+        finally:
+            executor.close()
 
     def gather(self, timelines: Iterable[Timeline]) -> list[Span]:
         """The spans of all ranks on one clock."""

@@ -19,6 +19,7 @@ from pipesched.payload import pytree
 from pipesched.pipeline import Pipeline
 from pipesched.plan import Plan
 from pipesched.sites import InProcess, Site
+from pipesched.stale import release_model
 from pipesched.trace import Trace
 from pipesched.untouched import untouched
 
@@ -75,6 +76,7 @@ class Trial:
     def _steps(self, pipe: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Iterator[Trace]:
         for step in range(1 + _STEPS):
             pipe.step(*args, target=target, **kwargs)
+            release_model(pipe.model)  # nothing updates weights here, and other plans run on them next
             trace = pipe.gather_trace()
             if step and trace is not None:
                 yield trace

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.errors import GraphError
+from pipesched.stale import StaleGuard
 
 __all__ = ["Wrapped"]
 
@@ -19,6 +20,7 @@ class Wrapped:
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
         self.model = model
         self.loss_fn = loss_fn
+        self._guard = StaleGuard(self._roots())
         if isinstance(loss_fn, nn.Module) and any(name.startswith(_LOSS_PREFIX) for name in model.state_dict()):
             raise GraphError(
                 "the loss module's parameters are named loss_fn.*; the model has a layer of that name; rename the layer"
@@ -33,6 +35,9 @@ class Wrapped:
 
     def _modules(self) -> dict[str, nn.Module]:
         """The modules by the prefix of their parameters' names."""
+        return self._roots()
+
+    def _roots(self) -> dict[str, nn.Module]:
         loss = {_LOSS_PREFIX: self.loss_fn} if isinstance(self.loss_fn, nn.Module) else {}
         return {"": self.model, **loss}
 
@@ -63,11 +68,13 @@ class Wrapped:
         return {name: value for name, value in self._all_state().items() if self._is_own(name)}
 
     def _all_state(self) -> dict[str, Any]:
-        return {
-            prefix + name: value
-            for prefix, module in self._modules().items()
-            for name, value in module.state_dict().items()
-        }
+        modules = self._modules()
+        with self._guard.lifted():
+            return {
+                prefix + name: value
+                for prefix, module in modules.items()
+                for name, value in module.state_dict().items()
+            }
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load what ``state_dict`` of this pipeline or of the bare model gave. Raises RuntimeError as torch does.
@@ -75,13 +82,18 @@ class Wrapped:
         Under a mesh a rank's own state suffices, and of the whole model's it uses that.
         """
         known = self._all_state()
+        whole = all(name in state and not _is_empty(value) for name, value in known.items() if not self._is_own(name))
         state = {name: value for name, value in state.items() if name in known or self._is_own(name)}
         others = {name: value for name, value in known.items() if not self._is_own(name)}
-        empty = {name: value for name, value in others.items() if isinstance(value, Tensor) and value.is_meta}
+        empty = {name: value for name, value in others.items() if _is_empty(value)}
         state = {**others, **state, **empty}
         modules = self._modules()
         loss = {name: value for name, value in state.items() if len(modules) > 1 and name.startswith(_LOSS_PREFIX)}
-        self.model.load_state_dict({name: value for name, value in state.items() if name not in loss}, strict)
+        self._guard.check(changes=not whole)
+        with self._guard.lifted():
+            self.model.load_state_dict({name: value for name, value in state.items() if name not in loss}, strict)
+        if whole:
+            self._guard.release()
         if loss and _LOSS_PREFIX in modules:
             bare = {name.removeprefix(_LOSS_PREFIX): value for name, value in loss.items()}
             modules[_LOSS_PREFIX].load_state_dict(bare, strict)
@@ -142,6 +154,9 @@ class Wrapped:
         """Raises TypeError: devices belong to the plan."""
         return self.to(device)
 
+    def __bool__(self) -> bool:
+        return True  # also where the model has no length
+
     def __len__(self) -> int:
         return len(self._sequential())
 
@@ -155,6 +170,10 @@ class Wrapped:
         if not isinstance(self.model, nn.Sequential):
             raise TypeError(f"only an nn.Sequential has a length and indices; the model is {type(self.model).__name__}")
         return self.model
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _tensors_in(module: nn.Module, own: set[int]) -> list[str]:

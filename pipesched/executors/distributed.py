@@ -123,6 +123,11 @@ class DistributedExecutor:
         """Whether it runs no more."""
         return self._wire is None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a run, or another call, is under way."""
+        return self._busy.locked()
+
     # ---- running --------------------------------------------------------------------------------------------------
 
     def run(self, work: Work, *, grad: bool, looks: Sequence[Hashable] = ()) -> RankTimeline:
