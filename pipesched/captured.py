@@ -1,6 +1,7 @@
 """Captured: a model of any code as layers in the order of their calls, and the bodies of its stages."""
 
 import copy
+import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence, Set
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.body import Body, CallLayer
-from pipesched.capture import Call, Capture, FunctionCall, Value, record
-from pipesched.containers import Twin, as_whole, find_layers, set_attributes
+from pipesched.capture import Call, Capture, FunctionCall, Value
+from pipesched.containers import Twin, as_whole, find_layers
 from pipesched.contents import lacks_contents
 from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
@@ -25,9 +26,9 @@ from pipesched.profiler import QUICK, Between, Effort, measure_calls
 from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.randomness import KeyedRandom
+from pipesched.recording import Recording, recorded
 from pipesched.replay import NUMBERS, Look, Replay, StandIns
 from pipesched.ties import Ties, Use
-from pipesched.untouched import no_graph, untouched
 
 __all__ = ["Captured", "Cut", "Looks", "Replayed"]
 
@@ -42,26 +43,34 @@ class Captured:
     """A model, seen once in each of its modes. sample: (args, kwargs).
 
     layers: what may begin a stage, by name, in the order of calls: a layer's second call is ``name#2``. sample: as
-    given, of two rows at least.
+    given, of two rows at least. written: the names of weights that forwards write to.
     """
 
     def __init__(self, model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         self.model = model
         self.modules = find_layers(model)
-        self.sample = args, kwargs = _two_rows(sample)
-        own = self._recorded(model.training, args, kwargs)
+        self.sample = _two_rows(sample)
+        self.recordings: dict[bool, Recording] = {}
+        own = self._recorded(model.training)
         if not own.layer_calls:
             self.modules = as_whole(model)
-            own = self._recorded(model.training, args, kwargs)
+            own = self._recorded(model.training)
         self.captures = {model.training: own}
         self.missing: Exception | None = None  # why the model does not run in its other mode
         try:
-            other = self._recorded(not model.training, args, kwargs)
+            other = self._recorded(not model.training)
         except Exception as error:  # as of a detector that takes targets only where it trains
             self.missing = error
         else:
             if [_unit(call) for call in own.layer_calls] == [_unit(call) for call in other.layer_calls]:
                 self.captures[not model.training] = other
+        self.written = list(dict.fromkeys(name for one in self.recordings.values() for name in one.written))
+        if self.written:
+            warnings.warn(
+                f"making a pipeline leaves the weights as they are; forwards of {type(model).__name__} write to "
+                f"{len(self.written)} of them, such as {self.written[0]!r}; they were put back",
+                stacklevel=2,
+            )
         self.calls = {_unit(call): call for call in own.layer_calls}
         self.layers = {
             name: self.modules[call.layer]
@@ -70,35 +79,10 @@ class Captured:
         }
         self.parts = lru_cache(maxsize=1)(self._parts)
 
-    def _recorded(self, mode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
-        """One forward. Where it sets attributes of containers, also the next one that finds them, to see what that
-        changes: stages start each micro-batch with the attributes as they are now.
-        """
-
-        def seen(found: Mapping[tuple[nn.Module, str], Any]) -> Capture:
-            with untouched(self.model, mode), no_graph(self.model) if mode else torch.no_grad():
-                set_attributes(found)
-                return record(self.model, self.modules, args, kwargs)
-
-        first = seen({})
-        if not first.changed:
-            return first
-        try:
-            second = seen(first.changed)
-        except Exception:  # layers have changed, too
-            second = None
-        if second is not None and _same_way(first, second):
-            _check_kept(first, second)
-            return first
-        with untouched(self.model, mode, attributes=False), torch.no_grad():
-            self.model(*args, **kwargs)  # it makes what all others use, such as masks
-        third = seen({})
-        if third.changed:
-            fourth = seen(third.changed)
-            if not _same_way(third, fourth):
-                raise _carried(third)
-            _check_kept(third, fourth)
-        return third
+    def _recorded(self, mode: bool) -> Capture:
+        args, kwargs = self.sample
+        self.recordings[mode] = recorded(self.model, self.modules, mode, args, kwargs)
+        return self.recordings[mode].capture
 
     def check(self, program: Program) -> None:
         """Raise ScheduleError for what stages of captured models cannot do, so far."""
@@ -300,6 +284,7 @@ class Replayed:
                 f"when training is {mode}; make a pipeline in that mode"
             ) from self._missing
         self._replay, self._part, self._outside = self._replays[mode], self._parts[mode], self._draw_outside[mode]
+        self._captured.recordings[mode].set_up()
         self._replay.refresh()
         for twin in self._twins.values():
             twin.refresh()
@@ -396,31 +381,6 @@ def _tensors(layers: Iterable[nn.Module]) -> list[Tensor]:
 
 def _unit(call: Call) -> str:
     return f"{call.layer}#{call.number + 1}" if call.number else call.layer
-
-
-def _same_way(one: Capture, other: Capture) -> bool:
-    return [(str(call), call.takes) for call in one.calls] == [(str(call), call.takes) for call in other.calls]
-
-
-def _check_kept(first: Capture, second: Capture) -> None:
-    """Raise GraphError where the second forward gives something else for what the first has left in attributes."""
-    buffers = [(value, module._buffers.get(name, value)) for (module, name), value in first.changed.items()]
-    for one, other in (*buffers, *zip(first.results, second.results, strict=True)):
-        if one is not other and not (isinstance(one, Tensor) and isinstance(other, Tensor) and _alike(one, other)):
-            raise _carried(first)
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and (one.is_meta or torch.equal(one.nan_to_num(), other.nan_to_num()))
-
-
-def _carried(capture: Capture) -> GraphError:
-    module, name = next(iter(capture.changed))
-    return GraphError(
-        f"code between layers carries nothing from one forward to the next; {type(module).__name__} sets its attribute "
-        f"{name!r}, and its next forward gives something else; let a layer keep it, a module that the forward calls, "
-        f"or a buffer that is changed in place"
-    )
 
 
 def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:

@@ -59,7 +59,8 @@ def put_on(module: nn.Module, device: torch.device) -> None:
     for tensor in _tensors_of(module):
         if tensor.is_meta:
             give_contents(tensor, torch.zeros_like(tensor, device=device, requires_grad=False))
-    module.to(device)
+    if any(tensor.device != device for tensor in _tensors_of(module)):  # `to` makes some modules anew, as RNNs
+        module.to(device)
 
 
 def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool = False) -> Tensor:

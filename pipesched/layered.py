@@ -25,7 +25,7 @@ from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.stale import check_not_stale
 from pipesched.ties import Ties, Use
-from pipesched.untouched import unchanged, untouched
+from pipesched.untouched import names_of, set_aside, unchanged, untouched
 
 __all__ = ["LayerError", "Layered", "graph_of", "as_model", "layered", "stages_of"]
 
@@ -40,6 +40,10 @@ class Layered(Protocol):
     @property
     def layers(self) -> Mapping[str, nn.Module]:
         """Those with which a stage may begin, by name, in the order in which they run."""
+
+    @property
+    def written(self) -> Sequence[str]:
+        """The names of weights that forwards write to."""
 
     def check(self, program: Program) -> None:
         """Raise ScheduleError for what its stages cannot do."""
@@ -170,9 +174,13 @@ def graph_of(model: nn.Module, sample: Any, *, measured: bool = True, device: An
     ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and ``activation_bytes`` (held from forward to backward).
     `pipesched.partition` cuts such a graph. The model is left as it was. Raises GraphError, ModelTypeError.
     """
-    where = as_device(device)
-    known = layered(as_model(model), as_call(sample))
-    return known.graph(known.measure(where, 1) if measured else {})
+    where, whole = as_device(device), as_model(model)
+    known = layered(whole, as_call(sample))
+    if not measured:
+        return known.graph({})
+    with set_aside(whole):
+        costs = known.measure(where, 1)
+    return known.graph(costs)
 
 
 class InARow:
@@ -198,10 +206,16 @@ class InARow:
 
     output_form = None
 
+    @property
+    def written(self) -> Sequence[str]:
+        """Found by a forward."""
+        self.output()
+        return names_of(self._model, self._written)
+
     def passed(self) -> Generator[tuple[str, Any]]:
         """Layers may lie on several devices."""
         args, kwargs = self.sample
-        with untouched(self._model, self._model.training), torch.no_grad():
+        with untouched(self._model, self._model.training) as self._written, torch.no_grad():
             for name, layer in self.layers.items():
                 device = next((own.device for own in (*layer.parameters(), *layer.buffers())), None)
                 there = partial(Tensor.to, device=device)

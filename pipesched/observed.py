@@ -39,6 +39,7 @@ from pipesched.stream import Stream
 from pipesched.tied import tied_bytes
 from pipesched.trace import Spans, Trace
 from pipesched.units import counted, quote_bytes
+from pipesched.untouched import set_aside
 from pipesched.upkeep import another, upkeep_of
 from pipesched.wrapped import Wrapped
 
@@ -199,7 +200,7 @@ class Observed(Wrapped):
         if now.sizes is None:
             self._settle()
             devices = [self._site.devices[now.program.placement[part]] for part in range(now.program.num_weights)]
-            with self._guard.lifted():
+            with self._guard.lifted(), set_aside(self.model):
                 now.sizes = stage_sizes(layered, now.cut, devices, self._site, now.keep, own_loss=whole.loss_fn is None)
         return now.sizes
 
@@ -347,12 +348,13 @@ class Observed(Wrapped):
     def _profiled(self) -> dict[str, LayerCosts]:
         if self._profile is None:
             self._settle()  # the layers are called from this thread
-            with self._guard.lifted():
-                self._profile = self._layered.measure(self._site.devices[0], self._threads)
+            with self._guard.lifted(), set_aside(self.model, self.loss_fn):
+                profile = self._layered.measure(self._site.devices[0], self._threads)
                 if self.loss_fn is not None and not lacks_contents(self.model):
-                    (last, costs), where = self._profile.popitem(), self._site.devices[0]
+                    (last, costs), where = profile.popitem(), self._site.devices[0]
                     costs = with_supposed_loss(costs, self.loss_fn, self._layered.output(), where, self._threads)
-                    self._profile[last] = costs
+                    profile[last] = costs
+            self._profile = profile
         return self._profile
 
     def __repr__(self) -> str:

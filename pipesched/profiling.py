@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from os import PathLike
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ from pipesched.overheads import Machine
 from pipesched.plausibility import doubt_of_sum
 from pipesched.profiler import Between, Effort, measure_calls
 from pipesched.profiles import TIMES, LayerCosts, Profile
-from pipesched.untouched import unchanged, untouched
+from pipesched.untouched import set_aside, unchanged, untouched
 
 __all__ = ["as_loss", "profile", "put_updates"]
 
@@ -81,9 +82,9 @@ def profile(
     batches = {count: splitter.resized(args, kwargs, target, count) for count in sizes}
     known = {count: layered(chain, batch.inputs[0]) for count, batch in batches.items()}
     passes: dict[int, list[dict[str, LayerCosts]]] = {count: [] for count in sizes}
-    for number in range(_PASSES):
-        for count, own_passes in passes.items():
-            effort = replace(_CROWDED, checks=number == _PASSES - 1)
+    for number, (count, own_passes) in product(range(_PASSES), passes.items()):
+        effort = replace(_CROWDED, checks=number == _PASSES - 1)
+        with set_aside(chain, loss):
             own_passes.append(known[count].measure(where, threads, effort))
             if count == has and effort.checks:
                 _check_sum(own_passes[-1], chain, batches[count], where, threads)

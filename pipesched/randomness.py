@@ -86,9 +86,12 @@ def outside_state() -> Hashable:
 
 
 @contextmanager
-def outside_kept(seed: int | None = None) -> Iterator[None]:
-    """Within, the generators outside torch are this thread's, seeded if asked for; then they are what they were."""
-    with _OUTSIDE:
+def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[None]:
+    """Within, the generators outside torch are this thread's, seeded if asked for; then they are what they were.
+
+    alone: other threads that draw by key wait meanwhile.
+    """
+    with _OUTSIDE if alone else nullcontext():
         states = random.getstate(), np.random.get_state()
         try:
             if seed is not None:

@@ -269,8 +269,8 @@ class Replay(TorchFunctionMode):
         due = self._calls[self._position] if self._position < len(self._calls) else "its end"
         self._error = GraphError(
             f"a forward takes the way that it took with the sample; call {self._position} was {due} then and is "
-            f"{name} now; the model's code depends on the batch here: make the pipeline with such a sample, or move "
-            f"that code into a layer"
+            f"{name} now; the model's code depends on the batch here, or on an attribute that has been set since: make "
+            f"the pipeline with such a sample, and of the model as it is now, or move that code into a layer"
         )
         return self._error
 

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,15 @@ from pipesched.arguments import as_call
 from pipesched.batch import SplitDims, Splitter
 from pipesched.contents import is_expanded
 from pipesched.feed import loss_entry
-from pipesched.layered import as_model
+from pipesched.layered import as_model, layered
 from pipesched.payload import pytree
 from pipesched.pipeline import Pipeline
 from pipesched.plan import Plan
+from pipesched.randomness import outside_kept
 from pipesched.sites import InProcess, Site
 from pipesched.stale import release_model
 from pipesched.trace import Trace
-from pipesched.untouched import untouched
+from pipesched.untouched import set_aside
 
 __all__ = ["Trial", "on_stand_ins"]
 
@@ -95,10 +96,12 @@ class Trial:
     def _turns(self, plans: Sequence[Plan]) -> Iterator[Callable[[int], Pipeline]]:
         """Gives the pipeline that runs a plan, by its number: one that goes from plan to plan, as far as one can."""
         model, loss_fn = as_model(self.model), self.loss_fn or _own_loss
+        written = layered(model, as_call(self.sample)).written
         with ExitStack() as stack:
-            for module in (model, loss_fn):
-                if isinstance(module, nn.Module):
-                    stack.enter_context(on_stand_ins(module))
+            stack.enter_context(set_aside(loss_fn))
+            stack.enter_context(on_stand_ins(model, written))
+            if isinstance(loss_fn, nn.Module):
+                stack.enter_context(on_stand_ins(loss_fn))
             own: dict[str, Any] = {"loss_fn": loss_fn, "split_dims": self.split_dims, **self.where}
             kept = plans[:1] if isinstance(self.site, InProcess) else plans
             pipes = [stack.enter_context(Pipeline(model, self.sample, plan=plan, **own)) for plan in kept]
@@ -113,32 +116,31 @@ class Trial:
 
 
 @contextmanager
-def on_stand_ins(model: nn.Module) -> Iterator[None]:
+def on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
     """Train the model without a trace: its parameters stand aside for others around the same numbers, with gradients of
-    their own and no hooks, its buffers for copies; afterwards all is as it was.
+    their own and no hooks, its buffers for copies; afterwards all is as it was. written: the names of parameters that
+    forwards write to, and that stand aside for copies, too.
     """
+    copied = {id(model.get_parameter(name)) for name in written}
     others: dict[int, Tensor] = {}  # what is tied stays tied
-    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with untouched(model, model.training):
+    with torch.random.fork_rng(), outside_kept(alone=False), set_aside(model):
         for module in model.modules():
             own = [
                 *module.named_parameters(recurse=False, remove_duplicate=False),
                 *module.named_buffers(recurse=False, remove_duplicate=False),
             ]
             for name, tensor in own:
-                setattr(module, name, others.setdefault(id(tensor), _stand_in(tensor)))
-        for parameter, _ in grads:
-            parameter.grad = None  # code may hold it elsewhere than in a module
-        try:
-            yield
-        finally:
-            for parameter, grad in grads:
-                parameter.grad = grad
+                setattr(module, name, others.setdefault(id(tensor), _stand_in(tensor, id(tensor) in copied)))
+        yield
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
-    shared = isinstance(tensor, nn.Parameter) or is_expanded(tensor)
-    return copy.copy(tensor) if shared else tensor.clone()
+def _stand_in(tensor: Tensor, copied: bool) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return copy.copy(tensor) if is_expanded(tensor) else tensor.clone()
+    made = copy.copy(tensor)
+    if copied:
+        made.data = tensor.data.clone()
+    return made
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,62 +1,284 @@
-"""Untouched: runs that leave modules as they were: attributes, modes, buffers."""
+"""Untouched: runs that leave a model as it was: its tensors, gradients, hooks, modes, attributes and random numbers."""
 
 import copy
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+# As in ledger.py: public modes do not see operations on ``.data``, nor those inside torch's own functions.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from pipesched.contents import is_expanded
-from pipesched.payload import pytree
+from pipesched.payload import memory_of, pytree
 from pipesched.randomness import outside_kept
 
-__all__ = ["attributes_kept", "no_graph", "unchanged", "untouched"]
+__all__ = ["attributes_kept", "names_of", "no_graph", "set_aside", "unchanged", "untouched"]
 
 _GROWING = (list, dict, set, deque)  # and what is derived from them, such as a module's own table of buffers
 
 
+def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
+    """The modules, containers, tensors and generators that these hold, each object once, in no particular order.
+
+    Modules hold their attributes, containers their items, functions their closures, their defaults and the globals that
+    they name, methods and partials what they are made of. Other objects are not looked into.
+    """
+    kinds = (*_HOLDERS, *_FUNCTIONS) if functions else _HOLDERS
+    found: dict[int, Any] = {}
+    left = list(roots)
+    while left:
+        one = left.pop()
+        if isinstance(one, kinds) and id(one) not in found:
+            found[id(one)] = one
+            left += _parts(one)
+    return list(found.values())
+
+
+_FUNCTIONS = types.FunctionType, types.MethodType, partial
+_HOLDERS = (nn.Module, tuple, Tensor, torch.Generator, *_GROWING)
+
+
+def _parts(one: Any) -> Iterable[Any]:
+    if isinstance(one, nn.Module):  # a scripted one has its own tables
+        scripted = [*one.parameters(False), *one.buffers(False), *one.children()]
+        return [*one.__dict__.values(), *scripted]
+    if isinstance(one, dict):
+        return one.values()
+    if isinstance(one, list | tuple | set | deque):
+        return [part for part in one if isinstance(part, (*_HOLDERS, *_FUNCTIONS))]
+    if isinstance(one, types.MethodType):
+        return [one.__self__]
+    if isinstance(one, partial):
+        return [one.func, one.args, one.keywords]
+    return _parts_of_function(one) if isinstance(one, types.FunctionType) else ()
+
+
+def _parts_of_function(function: types.FunctionType) -> list[Any]:
+    if (function.__module__ or "").partition(".")[0] == "torch":
+        return []
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    parts: list[Any] = [part for part in named if isinstance(part, nn.Module | Tensor)]
+    parts += [function.__defaults__, function.__kwdefaults__]
+    for cell in function.__closure__ or ():
+        try:
+            parts.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    return parts
+
+
 @contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Afterwards each attribute is the object that it was, and lists, dicts and sets hold what they held."""
-    before = [(module.__dict__, dict(module.__dict__)) for module in modules]
-    values = {id(value): value for _, attributes in before for value in attributes.values()}
-    contents = [(value, copy.copy(value)) for value in values.values() if isinstance(value, _GROWING)]
+    """Afterwards each attribute is the object that it was, lists, dicts and sets hold what they held, objects in
+    attributes, such as configurations, have the attributes that they had, and generators draw what they would have.
+    """
+    held = _held_by(modules)
+    tables: list[Any] = [one.__dict__ for one in held if isinstance(one, nn.Module)]
+    parts = {id(part): part for table in tables for part in table.values() if _is_record(part)}
+    tables += [*map(vars, parts.values()), *(one for one in held if isinstance(one, _GROWING))]
+    contents = [_content(table) for table in tables]
+    states = [(generator, generator.get_state()) for generator in held if isinstance(generator, torch.Generator)]
     try:
         yield
     finally:
-        for own, attributes in before:
-            _restore(own, attributes)
-        for value, content in contents:
-            _restore(value, content)
+        for table, content in zip(tables, contents, strict=True):
+            _restore(table, content)
+        for generator, state in states:
+            generator.set_state(state)
 
 
-def _restore(value: Any, content: Any) -> None:
-    value.clear()
-    (value.extend if hasattr(value, "extend") else value.update)(content)
+def _is_record(value: Any) -> bool:
+    """Whether an object is of a class of the user's, or of a library's, with attributes in a table."""
+    inner = isinstance(value, (*_HOLDERS, *_FUNCTIONS, type, types.ModuleType))
+    return not inner and hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] != "torch"
+
+
+def _content(table: Any) -> Any:
+    return dict(table) if isinstance(table, dict) else set(table) if isinstance(table, set) else list(table)
+
+
+def _restore(table: Any, content: Any) -> None:
+    now = _content(table)
+    parts = [(*one.keys(), *one.values()) if isinstance(one, dict) else tuple(one) for one in (now, content)]
+    alike = now == content if isinstance(now, set) else len(now) == len(content) and all(map(is_, *parts))
+    if not alike:
+        table.clear()
+        (table.extend if isinstance(content, list) else table.update)(content)
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------
+
+
+def _memory(tensor: Tensor) -> int:
+    """As ``memory_of``; 0 also for what has no memory of its own: wrappers, and what is not initialised."""
+    try:
+        return memory_of(tensor)
+    except (RuntimeError, ValueError):
+        return 0
+
+
+class _Copies:
+    """Takes copies of tensors before they are written to, by whatever operation of this thread."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.taken: dict[int, Tensor] = {}
+        self._at: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            self._at.setdefault(_memory(tensor), []).append(tensor)
+        self._at.pop(0, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for position, name in _written(func):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, Tensor):
+                    own = self._at.pop(_memory(tensor), ())
+                    self.taken |= {id(other): other.detach().clone() for other in own}
+        return func(*args, **kwargs)
+
+
+class _CopiesOfWritten(_Copies, TorchDispatchMode):
+    """Its method is of another class for the reason that ledger.py gives."""
+
+    supports_higher_order_operators = True
+
+
+@lru_cache(maxsize=4096)
+def _written(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments an operator writes to: their positions and names."""
+    schema = getattr(operator, "_schema", None)  # operators of higher order have none
+    arguments = schema.arguments if schema is not None and schema.is_mutable else ()
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 @contextmanager
-def untouched(model: nn.Module, mode: bool, *, attributes: bool = True) -> Iterator[None]:
-    """Run the model in a mode, and leave it as it was: attributes, unless they are to change, modes, buffers, random
-    numbers.
+def _bits_kept(tensors: Iterable[Tensor], *, copied: bool) -> Iterator[list[Tensor]]:
+    """Afterwards tensors have the bits that they had. Gives a list, in which then those are that had not.
+
+    copied: all are copied now, whichever thread writes to them, by whatever means; otherwise only those to which an
+    operation of this thread is about to write.
     """
-    modules = list(model.modules())
-    modes = [(module, module.training) for module in modules]
-    buffers = [(buffer, copy.deepcopy(buffer)) for buffer in model.buffers() if not is_expanded(buffer)]
+    changed: list[Tensor] = []
+    own = [(tensor, tensor.data) for tensor in tensors if not (is_lazy(tensor) or is_expanded(tensor))]
+    watch = _CopiesOfWritten([] if copied else [tensor for tensor, _ in own])
+    if copied:
+        watch.taken = {id(tensor): copy.deepcopy(data) for tensor, data in own}
     try:
-        with torch.random.fork_rng(), outside_kept(), attributes_kept(modules if attributes else ()):
-            if mode != model.training:
-                model.train(mode)
-            yield
+        with nullcontext() if copied else watch:
+            yield changed
+    finally:
+        for tensor, data in own:
+            before = watch.taken.get(id(tensor), data)
+            replaced = tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape
+            if replaced:
+                tensor.data = data  # code has given it other memory
+            if replaced or (before is not data and not _same_bits(data, before)):
+                changed.append(tensor)
+                with torch.no_grad():
+                    data.copy_(before)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta:
+        return True
+    if type(one) is not Tensor or one.layout is not torch.strided or one.is_quantized or one.is_conj():
+        return False  # or it is not known
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+@contextmanager
+def _gradients_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within, leaves have no gradients, and their hooks do not fire; afterwards they have those that they had."""
+    leaves = [tensor for tensor in tensors if tensor.is_leaf]
+    grads = [leaf.grad for leaf in leaves]
+    hooks = [own for leaf in leaves for own in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if own]
+    contents = [dict(own) for own in hooks]
+    for leaf in leaves:
+        leaf.grad = None
+    for own in hooks:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, content in zip(hooks, contents, strict=True):
+            _restore(own, content)
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad
+
+
+@contextmanager
+def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
+    modes = [(one, one.training) for one in held if isinstance(one, nn.Module)]
+    try:
+        yield
     finally:
         for module, training in modes:
             module.training = training
-        for buffer, before in buffers:
-            buffer.copy_(before)
+
+
+# ---- what is run ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
+    """Run the model in a mode, in this thread, and leave it as it was: attributes, modes, weights, buffers, random
+    numbers. Gives a list, in which the weights are afterwards that the run has changed.
+
+    Buffers are copied, weights only where they are written to.
+    """
+    held = _held_by([model])
+    buffers = [buffer for one in held if isinstance(one, nn.Module) for buffer in one.buffers(False)]
+    known = set(map(id, buffers))
+    others = [one for one in held if isinstance(one, Tensor) and id(one) not in known]
+    with (
+        _modes_kept(held),
+        torch.random.fork_rng(),
+        outside_kept(),
+        _bits_kept(buffers, copied=True),
+        _bits_kept(others, copied=False) as changed,
+        attributes_kept([model]),
+    ):
+        if mode != model.training:
+            model.train(mode)
+        yield changed
+
+
+def names_of(model: nn.Module, weights: Iterable[Tensor]) -> list[str]:
+    """The names of a model's parameters that are among these."""
+    known = set(map(id, weights))
+    return [name for name, parameter in model.named_parameters() if id(parameter) in known]
+
+
+@contextmanager
+def set_aside(*roots: Any) -> Iterator[None]:
+    """Around measuring, whichever threads it uses: the tensors that these hold have no gradients, and no hooks that
+    fire; all is left as it was. Weights must not be written to: who measures runs layers on copies of theirs.
+
+    A layer may reach any weight of its model: through a module among its arguments, or a reference of its own.
+    """
+    held = _held_by(roots)
+    tensors = [one for one in held if isinstance(one, Tensor)]
+    weights = {_memory(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)} - {0}
+    own = [one for one in _held_by(roots, functions=False) if isinstance(one, Tensor)]
+    others = [one for one in own if not isinstance(one, nn.Parameter) and _memory(one) not in weights]
+    modules = [one for one in held if isinstance(one, nn.Module)]
+    with _modes_kept(held), _bits_kept(others, copied=True), _gradients_aside(tensors), attributes_kept(modules):
+        yield
 
 
 @contextmanager

@@ -308,8 +308,10 @@ class LocalExecutor:
             for lane in self.lanes:
                 lane.begin(start_s)
         except BaseException:
-            work.finish(True)
-            self._busy.release()
+            try:
+                work.finish(True)
+            finally:
+                self._busy.release()
             raise
         return run
 

@@ -14,8 +14,10 @@ import places
 from architectures import ROWS, ZOO, Specimen
 from models import assert_as, assert_equal_bits, gradients
 from ranks import Ranks
+from whole_state import unchanged
 from work import counted, even_boundaries, shares
 
+import pipesched
 from pipesched import Pipeline
 from pipesched.testing import reference_step
 
@@ -58,12 +60,16 @@ def test_it_trains_as_the_loop_bit_by_bit_in_even_stages(name: str) -> None:
     expected = state(plain)
     for schedule in SCHEDULES:
         model = specimen.made()
-        with pipeline(model, specimen, devices=["cpu"] * STAGES, schedule=schedule, boundaries=boundaries) as pipe:
+        with unchanged(model, "Pipeline"):
+            pipe = pipeline(model, specimen, devices=["cpu"] * STAGES, schedule=schedule, boundaries=boundaries)
+        with pipe:
             loss = pipe.step(**specimen.inputs, **specimen.target)
             assert all(parameters_of(pipe))
             assert max(shares(work, pipe.plan.stages)) <= 1.5 / STAGES
         assert torch.equal(loss, due), schedule
         assert_equal_bits(state(model), expected)
+    with unchanged(model, "graph_of"):
+        pipesched.graph_of(model, specimen.rows(2))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipesched import partition
 from pipesched.capture import tensors_in
-from pipesched.captured import Captured, untouched
+from pipesched.captured import Captured
+from pipesched.untouched import untouched
 
 __all__ = ["counted", "even_boundaries", "shares"]
 

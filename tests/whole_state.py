@@ -1,0 +1,139 @@
+"""The whole state of a model as an object, to compare it before and after: nothing of it is taken from the code."""
+
+from collections import deque
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pipesched
+from pipesched import Pipeline, profiler, profiling, trial
+
+#: Whose contents are written down; of other objects only which one it is.
+PLAIN = bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device
+
+
+def bits(tensor: Tensor) -> Any:
+    whole = tensor.detach().clone().reshape(-1)
+    return tuple(tensor.shape), tensor.dtype, bytes(whole.view(torch.uint8).numpy().tobytes())
+
+
+def of_tensor(tensor: Tensor) -> dict[str, Any]:
+    found = {
+        "object": id(tensor),
+        "address": tensor.data_ptr(),
+        "bits": bits(tensor),
+        "needs a gradient": tensor.requires_grad,
+        "hooks": (
+            list((tensor._backward_hooks or {}).items()),
+            list((tensor._post_accumulate_grad_hooks or {}).items()),
+        ),
+        "attributes": sorted(tensor.__dict__),
+    }
+    if isinstance(tensor, nn.Parameter):  # a buffer that each forward changes is changed back
+        found["version"] = tensor._version
+    if tensor.is_leaf:
+        found["grad"] = None if tensor.grad is None else (id(tensor.grad), tensor.grad._version, bits(tensor.grad))
+    return found
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """By path: each module, attribute, hook, tensor, generator and mode, and what lists, dicts and objects hold."""
+    found: dict[str, Any] = {}
+    seen: dict[int, Any] = {}
+
+    def walk(path: str, value: Any) -> None:
+        if isinstance(value, PLAIN):
+            found[path] = type(value), value
+            return
+        found[path] = type(value), id(value)
+        if id(value) in seen:
+            return
+        seen[id(value)] = value  # alive, so that no id is used again
+        if isinstance(value, Tensor):
+            found.update((f"{path}: {what}", part) for what, part in of_tensor(value).items())
+        elif isinstance(value, torch.Generator):
+            found[f"{path}: state"] = value.get_state().tolist()
+        elif isinstance(value, dict):
+            found[f"{path}: keys"] = list(map(str, value))
+            for key, part in value.items():
+                walk(f"{path}[{key!r}]", part)
+        elif isinstance(value, list | tuple | deque):
+            found[f"{path}: length"] = len(value)
+            for number, part in enumerate(value):
+                walk(f"{path}[{number}]", part)
+        elif isinstance(value, set | frozenset):
+            found[f"{path}: members"] = sorted(map(repr, value))
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+            walk(f"{path}.__dict__", dict(vars(value)).copy() and vars(value))
+        elif isinstance(value, nn.Module):
+            walk(f"{path}.__dict__", vars(value))
+
+    walk(type(model).__name__, model)
+    return found
+
+
+@contextmanager
+def unchanged(model: nn.Module, what: str, *, but: str = "nothing"):
+    """but: what may change, of any tensor."""
+    before = whole_state(model)
+    yield
+    after = whole_state(model)
+    ways = [path for path in {**before, **after} if before.get(path) != after.get(path) and not path.endswith(but)]
+    assert not ways, (what, ways[:5], [(before.get(path), after.get(path)) for path in ways[:1]])
+
+
+def prepared(model: nn.Module) -> list[Any]:
+    """A model that is in use: gradients, hooks of all kinds, frozen parts, a part in another mode; what hooks saw."""
+    fired: list[Any] = []
+    for number, parameter in enumerate(model.parameters()):
+        if number % 3 == 0 and parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, 0.5)
+        if number % 4 == 0 and parameter.requires_grad:
+            parameter.register_hook(fired.append)
+            parameter.register_post_accumulate_grad_hook(fired.append)
+    modules = list(model.modules())
+    modules[-1].register_forward_hook(lambda module, args, output: None)
+    modules[-1].eval()
+    return fired
+
+
+@contextmanager
+def quick(monkeypatch: Any):
+    """Measure once, and run plans once."""
+    effort = profiler.Effort(rounds=1, enough_s=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(profiling, "_PASSES", 1)
+        patch.setattr(profiling, "_EFFORT", effort)
+        patch.setattr(profiling, "_CROWDED", profiler.Effort(rounds=1, enough_s=0.0, crowds=True))
+        patch.setattr(trial, "_ROUNDS", 1)
+        yield
+
+
+def check_nothing_changes(model: nn.Module, sample: Any, loss_fn: Any, target: Any, rows: int) -> None:
+    """The model is the same object, to the bit, after each that measures or builds."""
+    fired = prepared(model)
+    measured = {} if loss_fn is None or target is None else {"loss_fn": loss_fn, "target": target}
+    with unchanged(model, "graph_of"):
+        pipesched.graph_of(model, sample)
+    with unchanged(model, "profile"):
+        known = pipesched.profile(model, sample, rows=[rows], **measured)
+    with unchanged(model, "Pipeline"):
+        pipe = Pipeline(model, sample, loss_fn=loss_fn, devices=["cpu"] * 2, seed=3)
+    with unchanged(model, "predicted_memory"):
+        assert pipe.predicted_memory
+    with unchanged(model, "close"):
+        pipe.close()
+    with unchanged(model, "tune"):
+        pipesched.tune(
+            model,
+            sample,
+            profile=known,
+            devices=["cpu"] * 2,
+            batch_size=2 * rows,
+            num_microbatches=2,
+            confirm=1,
+            **measured,
+        )
+    assert not fired
