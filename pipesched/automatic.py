@@ -1,6 +1,5 @@
 """Automatic: schedule="auto": what of a pipeline's plan is searched for, and with which numbers."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -25,6 +24,7 @@ from pipesched.planning import MICROBATCHES_PER_RANK, Wishes
 from pipesched.profiles import LayerCosts, Profile, costs_of
 from pipesched.profiling import profile as measure
 from pipesched.profiling import put_updates
+from pipesched.reductions import reduces
 from pipesched.search import Offload, Search, check_offload
 from pipesched.tuner import find_plan
 
@@ -155,11 +155,7 @@ def adds_up(module: nn.Module, loss_fn: Any, loss_weight: Any) -> bool:
     """
     if normalised_over_rows(module):
         return False
-    kind = loss_fn if inspect.isfunction(loss_fn) else type(loss_fn)
-    return loss_weight is not None or getattr(kind, "__module__", "") in _LOSSES
-
-
-_LOSSES = ("torch.nn.functional", "torch.nn.modules.loss")  # what is in these is a mean or a sum over rows
+    return loss_weight is not None or reduces(loss_fn)
 
 
 def as_profile(profile: Profile | str | PathLike[str]) -> Profile:

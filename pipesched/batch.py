@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
-from typing import Any, Literal, NamedTuple, get_args
+from math import inf, nan
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipesched.checks import shown
 from pipesched.errors import InputError
-from pipesched.payload import pytree, rows_of, split, trainable_leaves
+from pipesched.feed import loss_entry
+from pipesched.payload import gather, opened, pytree, rows_of, split, trainable_leaves
+from pipesched.reductions import LossReduction
 
-__all__ = ["Batch", "LossReduction", "SplitDims", "Splitter", "Weighting"]
+__all__ = ["Batch", "SplitDims", "Splitter", "Weighting", "loss_places"]
 
-LossReduction = Literal["mean", "sum"]
 #: One dim for all; or one for each argument by position; or by name: positions, keywords, "target" and "output".
 #: What is not named is split along dim 0, and so are target and outputs without the batch's rows along the dim.
 SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
@@ -45,15 +46,41 @@ class Batch:
         """The input tensors that require a gradient, by micro-batch."""
         return [trainable_leaves(value) for value in self.inputs]
 
+    def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
+        """The outputs of all micro-batches as one. weighting: of the loss that is in them, None where there is none."""
+        whole = gather(outputs, self.rows, self.output_dim)
+        places = [] if weighting is None else loss_places(outputs[0])
+        if weighting is None or not places:
+            return whole
+        leaves, spec = pytree.tree_flatten(opened(whole))
+        losses = [pytree.tree_leaves(opened(output))[places[0]] for output in outputs]
+        total = weighting.total(weighting.weighted(losses))
+        return pytree.tree_unflatten([total if at in places else leaf for at, leaf in enumerate(leaves)], spec)
+
+
+def loss_places(output: Any) -> list[int]:
+    """At which leaves of an output its own loss, a scalar, stands."""
+    loss = loss_entry(output)
+    if not isinstance(loss, Tensor) or loss.dim():
+        return []
+    return [place for place, leaf in enumerate(pytree.tree_leaves(opened(output))) if leaf is loss]
+
 
 class Weighting(NamedTuple):
     """What the loss of each micro-batch is multiplied by before its backward, and once more in the batch's loss.
 
-    None leaves a loss as it is.
+    None leaves a loss as it is; 0 leaves out one that counts nothing, whatever it is.
     """
 
     factors: list[float | None]
     shares: list[float | None]
+
+    def weighted(self, losses: Sequence[Tensor]) -> list[Tensor]:
+        """The losses of micro-batches, multiplied by their factors."""
+        return [
+            loss if factor is None else loss * factor if factor else torch.zeros_like(loss)
+            for loss, factor in zip(losses, self.factors, strict=True)
+        ]
 
     def total(self, losses: Sequence[Tensor]) -> Tensor:
         """The batch's loss. losses: of the micro-batches, multiplied by their factors."""
@@ -78,11 +105,6 @@ class Splitter:
     loss_reduction: LossReduction = "mean"
 
     def __post_init__(self) -> None:
-        if self.loss_reduction not in get_args(LossReduction):
-            raise InputError(
-                f"loss_reduction is one of {', '.join(get_args(LossReduction))}; got {self.loss_reduction!r}; "
-                f"say how loss_fn reduces over rows"
-            )
         for dim in self._given_dims():
             if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
                 raise InputError(
@@ -191,22 +213,11 @@ class Splitter:
         """
         if self.loss_reduction == "sum":
             return Weighting([None] * len(batch), [None] * len(batch))
-        weights: list[Any] = list(batch.rows)
-        if self.loss_weight is not None:
-            given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
-            found = [self.loss_weight(*args, **kwargs) for args, kwargs in given]
-            try:
-                weights = [float(weight) for weight in found]
-            except (TypeError, ValueError):
-                raise InputError(
-                    f"loss_weight returns one number for a micro-batch; got {shown(found[0])}; return such as "
-                    f"(target != -100).sum()"
-                ) from None
+        weights = self._weights(batch)
         total = sum(weights)
         if not 0 < total < inf:
-            raise InputError(
-                f"loss weights add up to a finite number above 0; got {total}; check loss_weight, or skip this batch"
-            )
+            remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
+            raise InputError(f"loss weights add up to a finite number above 0; got {total}; {remedy}")
         if len(groups) < 2:
             return Weighting([weight / total for weight in weights], [None] * len(batch))
         factors, shares = [0.0] * len(batch), [0.0] * len(batch)
@@ -216,6 +227,37 @@ class Splitter:
                 factors[microbatch] = weights[microbatch] / own if own else 0.0
                 shares[microbatch] = own / total
         return Weighting(list(factors), list(shares))
+
+    def weighting_of_outputs(self, batch: Batch) -> Weighting | None:
+        """How the losses in a model's outputs count, which nobody asked for; None where that cannot be told."""
+        if self.loss_reduction == "sum":
+            return self.weighting(batch)
+        try:
+            weights = self._weights(batch)
+        except Exception:  # whatever loss_weight raises of inputs without labels: the outputs have no loss then
+            return None
+        total = sum(weights) or nan  # as plain PyTorch does
+        return Weighting([weight / total for weight in weights], [None] * len(batch))
+
+    def _weights(self, batch: Batch) -> Sequence[float]:
+        """What each micro-batch counts."""
+        if self.loss_weight is None:
+            return batch.rows
+        given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
+        return _numbers([self.loss_weight(*args, **kwargs) for args, kwargs in given])
+
+
+def _numbers(weights: list[Any]) -> list[float]:
+    """What loss_weight returned for each micro-batch; a device is waited for once. Raises InputError."""
+    try:
+        if all(isinstance(weight, Tensor) and not weight.dim() for weight in weights):
+            weights = torch.stack(weights).tolist()
+        return [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise InputError(
+            f"loss_weight returns one number for a micro-batch; got {shown(weights[0])}; return such as "
+            f"(target != -100).sum()"
+        ) from None
 
 
 #: What was given, by the name that errors call it: (value, the dim along which it is split).

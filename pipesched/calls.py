@@ -16,7 +16,7 @@ from pipesched.body import Body
 from pipesched.errors import InputError
 from pipesched.executors.messages import look
 from pipesched.feed import Feed
-from pipesched.payload import gather, pytree, trainable_leaves
+from pipesched.payload import pytree, trainable_leaves
 from pipesched.program import Program
 
 __all__ = ["SENT_TYPES", "Call", "dealt", "received"]
@@ -26,7 +26,8 @@ __all__ = ["SENT_TYPES", "Call", "dealt", "received"]
 class Call:
     """A mini-batch and what is asked of it.
 
-    weighting: how its losses count; None where no loss is asked for. gather: whether every rank gets the outputs.
+    weighting: how losses count; None where there are none. A forward has those in its outputs alone. gather: whether
+    every rank gets the outputs.
     """
 
     method: str
@@ -41,7 +42,7 @@ class Call:
 
     def feed(self, seed: int, step: int) -> Feed:
         """What the stages get, and where they put what they make."""
-        factors = None if self.weighting is None else self.weighting.factors
+        factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
         batch = self.batch
         return Feed(seed, step, list(batch.inputs), batch.targets, factors, keep_outputs=self.return_outputs)
 
@@ -56,12 +57,14 @@ class Call:
         """The mini-batch's loss, where the last stage runs."""
         return self.counting.total([feed.losses[microbatch] for microbatch in range(len(self))])
 
-    def outputs(self, feed: Feed) -> Any:
-        """In the mini-batch's order; None where the last stage runs in another process."""
+    def outputs(self, feed: Feed, *, own_loss: bool) -> Any:
+        """In the mini-batch's order; None where the last stage runs in another process. own_loss: the loss that counts
+        is in the outputs.
+        """
         if not feed.outputs:
             return None
         outputs = [feed.outputs[microbatch].value for microbatch in range(len(self))]
-        return gather(outputs, self.batch.rows, self.batch.output_dim)
+        return self.batch.gathered(outputs, self.weighting if own_loss else None)
 
 
 @dataclass(frozen=True)

@@ -10,27 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.batch import Batch
+from pipesched.batch import Batch, Weighting, loss_places
 from pipesched.errors import ExecutionError
 from pipesched.feed import Feed
-from pipesched.payload import Gradients, Payload, gather, row_dim
+from pipesched.payload import Gradients, Payload, row_dim
 
 __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
 
 @dataclass
 class OpenPass:
-    """The forwards that ran, and how to run their backwards."""
+    """The forwards that ran, and how to run their backwards. weighting: of the loss in their outputs, if any."""
 
     batch: Batch
     feed: Feed
     run_backwards: Callable[[], Any]
+    weighting: Weighting | None = None
 
     def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Gradients of the whole outputs -> gradients of the wanted inputs, micro-batch by micro-batch."""
         outputs = [self.feed.outputs[microbatch].wanted for microbatch in range(len(self.batch))]
         columns = [
-            _cut(grad, pieces, self.batch) for grad, pieces in zip(grads, zip(*outputs, strict=True), strict=True)
+            self._cut(grad, pieces, loss=number == self._loss)
+            for number, (grad, pieces) in enumerate(zip(grads, zip(*outputs, strict=True), strict=True))
         ]
         self.feed.output_grads = [
             tuple(_beside(column[m], piece) for column, piece in zip(columns, outputs[m], strict=True))
@@ -43,26 +45,36 @@ class OpenPass:
             for grad, tensor in zip(self.feed.input_grads.get(microbatch, ()), tensors, strict=False)
         ]
 
+    @property
+    def _loss(self) -> int | None:
+        """Which of the wanted outputs is the weighted loss."""
+        first = self.feed.outputs[0]
+        places = [] if self.weighting is None else loss_places(first.value)
+        return sum(first.needs_grad[: first.places[places[0]]]) if places else None
+
+    def _cut(self, grad: Tensor | None, pieces: tuple[Tensor, ...], *, loss: bool) -> Gradients:
+        """The inverse of ``Batch.gathered`` for one gradient."""
+        if grad is None:
+            return (None,) * len(pieces)
+        if loss and self.weighting is not None:  # none for one that counts nothing: its own would be 0 / 0
+            return tuple(
+                grad if factor is None else grad * factor if factor else None for factor in self.weighting.factors
+            )
+        if pieces[0].dim() == 0:
+            return grad.unbind(0)
+        dim = row_dim(pieces, self.batch.rows, self.batch.output_dim)
+        return tuple(torch.split(grad, [piece.shape[dim] for piece in pieces], dim))
+
 
 def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
     """A gradient on the device of its tensor: outputs of several chains of stages lie on several devices."""
     return None if grad is None else grad.to(tensor.device)
 
 
-def _cut(grad: Tensor | None, pieces: tuple[Tensor, ...], batch: Batch) -> Gradients:
-    """The inverse of ``gather`` for one gradient."""
-    if grad is None:
-        return (None,) * len(pieces)
-    if pieces[0].dim() == 0:
-        return grad.unbind(0)
-    dim = row_dim(pieces, batch.rows, batch.output_dim)
-    return tuple(torch.split(grad, [piece.shape[dim] for piece in pieces], dim))
-
-
 def attach(opened: OpenPass) -> Any:
     """The whole output, its differentiable tensors tied to the open pass."""
     outputs = [opened.feed.outputs[microbatch] for microbatch in range(len(opened.batch))]
-    whole = Payload.of(gather([output.value for output in outputs], opened.batch.rows, opened.batch.output_dim))
+    whole = Payload.of(opened.batch.gathered([output.value for output in outputs], opened.weighting))
     whole = replace(
         whole, places=outputs[0].places, needs_grad=outputs[0].needs_grad, leaves=_firsts(whole, outputs[0])
     )

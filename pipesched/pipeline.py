@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from pipesched.arguments import as_call, as_function, as_optimizer, as_seed, as_threads
 from pipesched.assembly import Assembly, Whole
 from pipesched.automatic import Automatic, adds_up
-from pipesched.batch import Batch, LossReduction, SplitDims, Splitter
+from pipesched.batch import Batch, SplitDims, Splitter
 from pipesched.boundaries import Boundaries, Pins
 from pipesched.calls import Call, dealt
 from pipesched.compiled import compiler
@@ -25,7 +25,6 @@ from pipesched.feed import Feed
 from pipesched.gathered import Gathered
 from pipesched.initial import Init, Initial, built, check_model
 from pipesched.keeping import Checkpoint, as_checkpoint
-from pipesched.labels import counted_labels, counts
 from pipesched.layered import as_model, layered, stages_of
 from pipesched.links import Links
 from pipesched.lowering import halves
@@ -36,6 +35,7 @@ from pipesched.plan import Plan
 from pipesched.planning import Programs, Wishes
 from pipesched.profiles import LayerCosts, Profile
 from pipesched.program import Program
+from pipesched.reductions import LossReduction, resolve_loss
 from pipesched.sampled import Form, explained
 from pipesched.search import Offload, limits_of
 from pipesched.sites import InProcess, Inputs, OverMesh, site_for
@@ -82,8 +82,10 @@ class Pipeline(Gathered):
     layer {name: "recompute", "recompute-cheap" or "offload"}; "never" unless given, or what a limit of memory asks for.
     offload: whether such a limit may take to the host what layers save; "auto": not on CPUs, where it gives no memory
     back.
-    loss_weight(target, or the inputs without one) -> what a micro-batch counts; unless given its rows, or the labels
-    over which a model with ``labels`` takes its own mean loss. loss_reduction: "mean" or "sum", as loss_fn reduces.
+    loss_weight(target, or the inputs without one) -> what a micro-batch counts; default: what a mean loss of torch.nn
+    divides by (rows, or targets that are not ignore_index, by their classes' weight), the labels over which a model
+    with ``labels`` takes its own mean loss, else rows. loss_reduction: how loss_fn reduces; default: as a loss of
+    torch.nn says, else "mean"; of functions of your own pass "sum" for a sum.
     split_dims: the dim along which arguments are split, one for all or one for each; None passes an argument whole.
     batch_norm: running statistics of BatchNorm move with each "micro-batch", or once a "mini-batch", as by one forward.
     intra_op_threads: of each rank, 1 unless given. seed: of all random numbers; the default generator's unless given.
@@ -115,7 +117,7 @@ class Pipeline(Gathered):
         checkpoint: Checkpoint | None = None,
         optimizer: Callable[[list[Any]], Optimizer] | None = None,
         loss_weight: Callable[..., Any] | None = None,
-        loss_reduction: LossReduction = "mean",
+        loss_reduction: LossReduction | None = None,
         split_dims: SplitDims = 0,
         wrap: Wrap | None = None,
         compile: bool | Mapping[str, Any] = False,
@@ -148,8 +150,9 @@ class Pipeline(Gathered):
         self._slow, self._kinds, self._overheads, self._planned_rows = {}, None, None, 0
         keeping = None if checkpoint is None else as_checkpoint(checkpoint, self._layers)
         wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, keeping, together)
-        if (loss_fn, weight, loss_reduction, split_dims) == (None, None, "mean", 0):
-            weight = counts(module, self._site.agreed(lambda: counted_labels(module, given)))
+        weight, reduction = resolve_loss(
+            module, given, loss_fn, weight, loss_reduction, split_dims, agreed=self._site.agreed
+        )
         self._links, self._step, self._form = (
             links,
             0,
@@ -186,7 +189,7 @@ class Pipeline(Gathered):
         programs = Programs(wishes, len(self.devices), updates=optimizer is not None)
         programs.check_updates()
         self._site = self._site.use(programs.num_ranks)
-        self._splitter = Splitter(programs.num_microbatches, programs.fixed, split_dims, weight, loss_reduction)
+        self._splitter = Splitter(programs.num_microbatches, programs.fixed, split_dims, weight, reduction)
         program = programs.plain(programs.num_microbatches)
         programs.training(programs.num_microbatches)
         self._layered.check(program)
@@ -338,9 +341,11 @@ class Pipeline(Gathered):
         return (loss, self._outputs(call, feed)) if call.return_outputs else loss
 
     def _outputs(self, call: Call, feed: Feed) -> Any:
+        own_loss = self.loss_fn is None
         if not call.gather:
-            return call.outputs(feed)
-        return self._site.from_rank(end_of(self._now.programs.plain(len(call))), lambda: call.outputs(feed))
+            return call.outputs(feed, own_loss=own_loss)
+        last = end_of(self._now.programs.plain(len(call)))
+        return self._site.from_rank(last, lambda: call.outputs(feed, own_loss=own_loss))
 
     def _local(self, what: str) -> LocalExecutor:
         if not isinstance(self._site, InProcess):
@@ -366,7 +371,9 @@ class Pipeline(Gathered):
         def make() -> Call:
             if differentiated:
                 self._local(what)
-            return Call("forward", self._splitter.batch(args, kwargs), return_outputs=True, gather=gather)
+            batch = self._splitter.batch(args, kwargs)
+            weighting = self._splitter.weighting_of_outputs(batch) if self.loss_fn is None else None
+            return Call("forward", batch, weighting, return_outputs=True, gather=gather)
 
         self.flush()
         call = self._called("forward", (args, kwargs, None), make)
@@ -387,7 +394,7 @@ class Pipeline(Gathered):
             with self._now.delivering():
                 executor.run(back_work, grad=True)
 
-        return attach(OpenPass(call.batch, feed, run_backwards))
+        return attach(OpenPass(call.batch, feed, run_backwards, call.weighting))
 
     __call__ = forward
 

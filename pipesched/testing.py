@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.arguments import as_function, as_seed, as_threads
-from pipesched.batch import LossReduction, SplitDims, Splitter
+from pipesched.batch import SplitDims, Splitter
 from pipesched.caller import Caller
 from pipesched.capture import record
 from pipesched.checks import is_count, shown
@@ -20,7 +20,6 @@ from pipesched.errors import InputError, ModelTypeError, ScheduleError
 from pipesched.executors.fake import FakeStage, run_virtual
 from pipesched.executors.local import LocalExecutor, Work
 from pipesched.graph import is_in_a_row, layers_of
-from pipesched.labels import counted_labels, counts
 from pipesched.layered import as_model
 from pipesched.lowering import lower
 from pipesched.meter import MemoryMeter
@@ -29,6 +28,7 @@ from pipesched.order import OrderFunction, Schedule
 from pipesched.order import schedule as schedule_of
 from pipesched.program import Program, check_program
 from pipesched.randomness import Key
+from pipesched.reductions import LossReduction, resolve_loss
 from pipesched.simulator import simulate
 from pipesched.sites import InProcess
 from pipesched.ties import deliver
@@ -146,7 +146,7 @@ def reference_step(
     step: int = 0,
     seed: int | None = None,
     loss_weight: Callable[..., Any] | None = None,
-    loss_reduction: LossReduction = "mean",
+    loss_reduction: LossReduction | None = None,
     split_dims: SplitDims = 0,
     batch_norm: BatchNormMode = "micro-batch",
     intra_op_threads: int = 1,
@@ -167,9 +167,8 @@ def reference_step(
         raise InputError(f"a batch is cut into at least one micro-batch; got {shown(num_microbatches)}; pass 1 or more")
     loss_fn, loss_weight = as_function(loss_fn, "loss_fn"), as_function(loss_weight, "loss_weight")
     intra_op_threads = as_threads(intra_op_threads)
-    if loss_fn is None and loss_weight is None and loss_reduction == "mean" and split_dims == 0:
-        loss_weight = counts(whole, counted_labels(whole, (args, kwargs)))
-    splitter = Splitter(num_microbatches, False, split_dims, loss_weight, loss_reduction)
+    weight, reduction = resolve_loss(whole, (args, kwargs), loss_fn, loss_weight, loss_reduction, split_dims)
+    splitter = Splitter(num_microbatches, False, split_dims, weight, reduction)
     batch = splitter.batch(args, kwargs, target)
     factors = splitter.factors(batch)
     seed = torch.initial_seed() if seed is None else as_seed(seed)

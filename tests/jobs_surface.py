@@ -26,7 +26,8 @@ def pipeline(group: Any, model: nn.Module | None = None, **options: Any) -> Pipe
     """A Pipeline over the group."""
     choices = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 5, "timeout": 20, **options}
     model = mixed_model() if model is None else model
-    choices.setdefault("boundaries", [len(model) * rank // group.size() for rank in range(1, group.size())])
+    if "boundaries" not in choices:
+        choices["boundaries"] = [len(model) * rank // group.size() for rank in range(1, group.size())]
     sample = choices.pop("sample", X[:2])
     return Pipeline(model, sample, mesh=DeviceMesh.from_group(group, "cpu"), **choices)
 
@@ -173,6 +174,43 @@ def both_ways(group: Any, name: str, placement: str | None = None) -> None:
             with torch.no_grad():
                 assert same(first(**batch) if told else first(), everywhere(**batch))
         assert first._step == everywhere._step
+
+
+def counted_targets(group: Any, inputs: str) -> None:
+    """The weighted mean over targets that are not ignored, with the loop's bits on every rank."""
+    targets = torch.where(torch.arange(19) < 6, -100, Y)  # the first of four micro-batches counts nothing
+    weight, told = torch.tensor([1.0, 0.5, 2.0, 0.25]), group.rank() == 0 or inputs == "all"
+    with pipeline(group, loss_fn=nn.CrossEntropyLoss(weight), inputs=inputs) as pipe:
+        loss = pipe.step(X, target=targets) if told else pipe.step()
+    given = {"loss_fn": nn.CrossEntropyLoss(weight), "num_microbatches": 4, "seed": 5}
+    assert torch.equal(loss, reference_step(mixed_model(), X, target=targets, **given))
+
+
+class Scored(nn.Module):
+    """A model with its own loss, over the labels that are not ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.last(self.first(x).tanh())
+        return {"logits": logits, "loss": functional.cross_entropy(logits, labels)}
+
+
+def losses_in_outputs(group: Any, inputs: str) -> None:
+    """Outputs hold the batch's loss, not one for each micro-batch."""
+    batch = {"x": X, "labels": torch.where(torch.arange(19) < 6, -100, Y)}
+    own = batch if group.rank() == 0 or inputs == "all" else {}
+    sample, expected = {name: value[:2] for name, value in batch.items()}, Scored()(**batch)["loss"].detach()
+    choices = {"loss_fn": None, "sample": sample, "boundaries": ["last"], "inputs": inputs}
+    with pipeline(group, Scored(), **choices) as pipe:
+        loss, output = pipe.evaluate(**own, return_outputs=True, gather=True)
+        with torch.no_grad():
+            outputs = output, pipe(**own, gather=True)
+    torch.testing.assert_close(loss, expected)
+    assert all(torch.equal(one["loss"], loss) for one in outputs)
 
 
 def without(options: dict[str, Any]) -> dict[str, Any]:

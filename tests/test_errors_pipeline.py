@@ -38,7 +38,7 @@ ARGUMENTS = {
     "checkpoint": but("None", "an empty dict"),
     "optimizer": but("None", "a module", "a class"),
     "loss_weight": but("None", "a function", "a module", "a class"),
-    "loss_reduction": but(),
+    "loss_reduction": but("None"),
     "split_dims": but("None", "zero", "a number", "negative", "an empty list", "a list of None", *LISTS, "a dict"),
     "wrap": but("None", "a class"),
     "compile": but("a bool", "an empty dict"),

@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -151,3 +153,118 @@ def test_without_labels_nothing_is_run() -> None:
     assert counted_labels(model, ((text(2),), {})) is None
     assert counted_labels(model, ((), {"text": text(2), "labels": None})) is None
     assert counted_labels(model, ((), {"text": text(2), "labels": torch.ones(2)})) is None
+
+
+# ---- the loss in outputs ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    """As Hugging Face's, but none that pytrees know."""
+
+    logits: Tensor
+    loss: Tensor | None
+
+
+class End(nn.Module):
+    """The loss as a layer: the way through the model is the same with labels and without them."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, logits: Tensor, labels: Tensor | None) -> Any:
+        loss = None if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if self.form == "scalar":
+            return loss
+        output = {"logits": logits, "loss": loss}
+        return Output(**output) if self.form == "dataclass" else output
+
+
+class Told(Language):
+    """form: in which its output is given."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__("plain")
+        self.drop.p, self.end = 0.0, End(form)
+
+    def forward(self, text: Tensor, labels: Tensor | None = None) -> Any:
+        return self.end(super().forward(text)["logits"], labels)
+
+
+def loss_in(output: Any) -> Any:
+    return output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
+
+
+def some_without_labels() -> Tensor:
+    """Of four micro-batches of two rows the second has nothing to count."""
+    labels = padded(8)
+    labels[2:4] = IGNORED
+    return labels
+
+
+@pytest.fixture(params=["dict", "dataclass", "scalar"])
+def told(request: pytest.FixtureRequest) -> Iterator[tuple[Pipeline, Told]]:
+    torch.manual_seed(0)
+    model = Told(request.param)
+    whole, example = copy.deepcopy(model), {"text": text(2), "labels": text(2)}
+    with Pipeline(model, example, devices=["cpu"] * 2, num_microbatches=4, schedule="1f1b") as pipe:
+        yield pipe, whole
+
+
+def test_the_loss_in_outputs_is_the_batchs(told: tuple[Pipeline, Told]) -> None:
+    """Not one for each micro-batch: a scalar, and to the bit the one that is returned beside it."""
+    pipe, whole = told
+    x, labels = text(8), some_without_labels()
+    expected = loss_in(whole(x, labels)).detach()
+    for method in (pipe.step, pipe.evaluate):
+        loss, output = method(text=x, labels=labels, return_outputs=True)
+        assert torch.equal(loss_in(output), loss)
+        torch.testing.assert_close(loss, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(loss_in(pipe(x, labels)), expected)
+        assert torch.equal(loss_in(pipe(text=x, labels=labels)), loss)
+    if pipe.model.end.form != "scalar":
+        logits = output["logits"] if isinstance(output, dict) else output.logits
+        torch.testing.assert_close(logits, whole(x)["logits"] if isinstance(output, dict) else whole(x).logits)
+
+
+def test_the_loss_in_outputs_goes_backward(told: tuple[Pipeline, Told]) -> None:
+    """With the gradients of the whole batch; those of micro-batches that count nothing are none, and not NaN."""
+    pipe, whole = told
+    x, labels = text(8), some_without_labels()
+    (2 * loss_in(pipe(text=x, labels=labels))).backward()
+    (2 * loss_in(whole(x, labels))).backward()
+    for one, other in zip(pipe.model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("told", ["dataclass"], indirect=True)
+def test_outputs_without_a_loss_have_none(told: tuple[Pipeline, Told]) -> None:
+    pipe, _ = told
+    with torch.no_grad():
+        assert loss_in(pipe(text=text(8))) is None
+        assert loss_in(pipe(text=text(8), labels=None)) is None
+        assert loss_in(pipe(text=text(8), labels=torch.full((8, 6), IGNORED))).isnan()  # as plain PyTorch says
+
+
+def test_outputs_without_the_inputs_that_loss_weight_needs_have_no_loss() -> None:
+    model = Told("dataclass")
+    choices = {"devices": ["cpu"] * 2, "num_microbatches": 4, "schedule": "1f1b"}
+    weight = lambda text, labels: (labels != IGNORED).sum()  # noqa: E731
+    with Pipeline(model, {"text": text(2), "labels": text(2)}, loss_weight=weight, **choices) as pipe, torch.no_grad():
+        assert pipe(text=text(8)).loss is None
+        assert pipe(text=text(8), labels=padded(8)).loss.dim() == 0
+
+
+def test_scalars_that_are_not_the_loss_stay_one_for_each_micro_batch() -> None:
+    class WithMore(Told):
+        def forward(self, text: Tensor, labels: Tensor | None = None) -> Any:
+            output = super().forward(text, labels)
+            return output | {"largest": output["logits"].max()}
+
+    choices = {"devices": ["cpu"] * 2, "num_microbatches": 4, "schedule": "1f1b"}
+    with Pipeline(WithMore("dict"), {"text": text(2), "labels": text(2)}, **choices) as pipe:
+        output = pipe.evaluate(text=text(8), labels=padded(8), return_outputs=True)[1]
+    assert output["loss"].dim() == 0
+    assert output["largest"].shape == (4,)

@@ -52,6 +52,16 @@ rank 2: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
 """
 
 
+@pytest.mark.parametrize("inputs", ["all", "first"])
+def test_targets_that_are_ignored_do_not_count(ranks: Ranks, inputs: str) -> None:
+    ranks.run(2, jobs.counted_targets, inputs)
+
+
+@pytest.mark.parametrize("inputs", ["all", "first"])
+def test_the_loss_in_outputs_is_the_batchs(ranks: Ranks, inputs: str) -> None:
+    ranks.run(2, jobs.losses_in_outputs, inputs)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_batch_on_rank_0_alone_gives_the_same_bits(ranks: Ranks, num_ranks: int, name: str) -> None:
