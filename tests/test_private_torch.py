@@ -9,8 +9,8 @@ ROOT = Path(__file__).parent.parent
 ALLOWED = {
     "torch._dynamo.convert_frame": "its compile_lock alone keeps other threads from compiling, and so from setting "
     "back the default generators while one draws from them; it is looked up where torch has loaded it, never imported",
-    "torch.distributed.distributed_c10d._world": "the process groups of the job, whose NCCL ones are aborted once a rank "
-    "is stuck in one; torch has no public list",
+    "torch.distributed.distributed_c10d._world": "the groups of the job, whose NCCL ones are aborted once a rank is "
+    "stuck in one; torch has no public list",
     "torch.utils._pytree": "nested tuples, lists and dicts of tensors; torch has no public module for them",
     "torch.utils._python_dispatch": "a mode that sees every operation, backward ones too, as torch's own guide to "
     "extending it documents; torch has no public module for it",
