@@ -1,8 +1,8 @@
 """Scripts that end while a pipeline is open: the exit code is their own, and so is all that they write."""
 
 import pytest
-from exits import Exit, exits
 from jobs_exits import ENDS
+from run_exits import Exit, exits
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -15,7 +15,7 @@ from torch import distributed
 from pipesched.actions import Action, Kind
 from pipesched.executors.interpreter import Stamps
 
-__all__ = ["COLLECTIVE", "ENDED", "SILENT", "Activity", "Doing", "State", "blamed", "of_collective"]
+__all__ = ["COLLECTIVE", "ENDED", "SILENT", "Activity", "Doing", "State", "blamed", "doing_at"]
 
 #: Raised an error of its own; runs code of the model or the user; waits for another rank; is in a collective of
 #: torch.distributed.
@@ -30,7 +30,9 @@ _OF_COLLECTIVES = os.path.dirname(distributed.__file__) + os.sep
 _OF_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
-_WAITING = {_HERE + name for name in ("clock.py", "ports.py", "shared.py", "sockets.py", "stores.py", "wire.py")}
+_WAITING = {
+    _HERE + name for name in ("alarm.py", "clock.py", "ports.py", "shared.py", "sockets.py", "stores.py", "wire.py")
+}
 _GIVEN_BY = {Kind.RECV_F: "F", Kind.RECV_B: "B"}
 
 
@@ -120,12 +122,15 @@ class Activity:
         }
 
 
-def of_collective(error: BaseException) -> bool:
-    """Whether an error came out of torch.distributed itself: as a rule one that has ended there ends it here."""
+def doing_at(error: BaseException) -> Doing:
+    """What a rank did that an error of its own ended: it was in a collective where torch.distributed raised it, as a
+    rule because another rank of the group had ended.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OF_COLLECTIVES)
+    of_collective = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OF_COLLECTIVES)
+    return COLLECTIVE if of_collective else "raised"
 
 
 def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[str], str] | None:

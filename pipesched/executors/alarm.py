@@ -13,48 +13,29 @@ import secrets
 import selectors
 import socket
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
-from weakref import finalize
+from multiprocessing.util import Finalize
+from typing import Any
 
 from torch import distributed
 
 from pipesched.errors import ExecutionError
-from pipesched.executors.activity import ENDED, SILENT, Activity, State, blamed
+from pipesched.executors.activity import Activity, Doing, State, blamed
+from pipesched.executors.notices import LONGEST, Address, Fault, told
 from pipesched.executors.stores import Store, asked, missing
 from pipesched.executors.stuck import Stuck
 
-__all__ = ["Alarm", "Fault"]
+__all__ = ["Alarm"]
 
 _PATIENCE_S = 2.0  # for answers, and for what another rank makes of them
+_GRACE_S = 0.5  # for a rank that may get what it waits for, although another one has ended
 _LOOK_S = 0.2  # how often a rank that has heard of a fault looks whether it is stuck
-_WORD_BYTES = 16
-_LONGEST, _LONGEST_TEXT = 1 << 16, 8000  # bytes of a message; letters of what it says
+_WORD_BYTES = 32
+_WATCH, _LEFT = b"watch\n", b"left\n"  # what is said beside faults: I watch you; I have left, and am not to blame
+_LONGEST_TEXT = 8000  # letters; a message has LONGEST bytes
 _CALLERS = 256  # connections at a time
 _PEOPLE = "pipesched/alarms"  # in the job's store: how many addresses there are
-
-
-class Fault(NamedTuple):
-    """What happened. who: the rank to blame, as errors name it. settled: whether that is known, or a guess so far."""
-
-    who: str
-    text: str
-    settled: bool
-
-    def __str__(self) -> str:
-        return f"{self.who} failed: {self.text}"
-
-
-class _Address(NamedTuple):
-    """Where a rank listens. word: in hexadecimals; who does not know it from the store is a stranger."""
-
-    name: str
-    rank: int
-    host: str
-    port: int
-    word: str
 
 
 class Bell:
@@ -70,8 +51,10 @@ class _Ear:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.listener = socket.create_server((host, 0), family=family, backlog=_CALLERS)
         self.listener.setblocking(False)
-        self.word = secrets.token_bytes(_WORD_BYTES)
-        self.inside, self.outside = socket.socketpair()  # a byte from outside ends the thread
+        self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
+        self.inside, self.outside = socket.socketpair()  # a byte from outside: look at ``watched``, or end
+        self.watched: tuple[socket.socket, str] | None = None  # a rank that this one watches, and its name
+        self.addresses: list[Address] = []  # of the other ranks
         self.bell, self.settled = Bell(), threading.Event()
         self.fault: Fault | None = None
         self.state: State | None = None
@@ -79,6 +62,9 @@ class _Ear:
         self._activity, self._name, self._timeout_s = activity, name, timeout_s
         self._lock = threading.Lock()
         self._stuck: Stuck | None = None
+        self._callers: dict[Any, bytearray] = {}  # connections, and what has come from them
+        self._watchers: set[Any] = set()
+        self._gone = ""  # the rank whose process has ended without a word
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
         """A fault is known here. The first that is settled counts. own: this rank's state, where it failed."""
@@ -102,53 +88,88 @@ class _Ear:
         with selectors.DefaultSelector() as selector, self.listener, self.inside:
             selector.register(self.inside, selectors.EVENT_READ)
             selector.register(self.listener, selectors.EVENT_READ)
-            callers: dict[Any, bytearray] = {}
             while True:
-                for key, _ in selector.select(_LOOK_S if self.bell.rung else None):
+                for key, _ in selector.select(_LOOK_S if self.bell.rung or self._gone else None):
                     if key.fileobj is self.inside:
-                        for caller in callers:
-                            caller.close()
-                        return
-                    if key.fileobj is self.listener:
-                        self._admit(selector, callers)
+                        if self.inside.recv(1) != _WATCH[:1]:
+                            return self._leave()
+                        assert self.watched is not None
+                        selector.register(self.watched[0], selectors.EVENT_READ)
+                    elif key.fileobj is self.listener:
+                        self._admit(selector)
+                    elif self.watched is not None and key.fileobj is self.watched[0]:
+                        self._watch(selector, *self.watched)
                     else:
-                        self._serve(selector, callers, key.fileobj)
+                        self._serve(selector, key.fileobj)
+                if self._gone:
+                    self._check_gone(self._gone)
                 if self.bell.rung and self.fault is not None:
                     self._stuck = self._stuck or Stuck(self._activity, self._timeout_s)
                     self._stuck.look(self._name, str(self.fault))
 
-    def _admit(self, selector: selectors.BaseSelector, callers: dict[Any, bytearray]) -> None:
+    def _leave(self) -> None:
+        for caller in self._callers:
+            with caller, suppress(OSError):
+                if caller in self._watchers:
+                    caller.send(_LEFT)
+        if self.watched is not None:
+            self.watched[0].close()
+
+    def _watch(self, selector: selectors.BaseSelector, watched: socket.socket, name: str) -> None:
+        """The rank that this one watches has left, or its process has ended without a word."""
+        selector.unregister(watched)
+        with suppress(OSError):
+            if watched.recv(len(_LEFT)):
+                return
+        self._gone = name
+
+    def _check_gone(self, name: str) -> None:
+        """A process that has ended is a fault once this rank waits for longer than a message takes. All are told."""
+        state = self._activity.state()
+        if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
+            fault = Fault(name, "its process has ended, and said nothing: it was killed, or it crashed", True)
+            self.hear(fault)
+            told(fault, [address for address in self.addresses if address.name != name], _PATIENCE_S / 2)
+            self.hang_up()
+
+    def _admit(self, selector: selectors.BaseSelector) -> None:
         with suppress(OSError):
             caller, _ = self.listener.accept()
             caller.setblocking(False)
-            if len(callers) == _CALLERS:  # the one that has been silent for longest
-                oldest = next(iter(callers))
-                del callers[oldest]
-                selector.unregister(oldest)
-                oldest.close()
-            callers[caller] = bytearray()
+            if len(self._callers) == _CALLERS:  # the one that has been silent for longest
+                self._dismiss(selector, next(one for one in self._callers if one not in self._watchers))
+            self._callers[caller] = bytearray()
             selector.register(caller, selectors.EVENT_READ)
 
-    def _serve(self, selector: selectors.BaseSelector, callers: dict[Any, bytearray], caller: Any) -> None:
-        """Read what has come. A whole message is heard and answered; then the connection ends."""
-        said = callers[caller]
+    def _dismiss(self, selector: selectors.BaseSelector, caller: Any) -> None:
+        selector.unregister(caller)
+        caller.close()
+        del self._callers[caller]
+        self._watchers.discard(caller)
+
+    def _serve(self, selector: selectors.BaseSelector, caller: Any) -> None:
+        """Read what has come. A fault is heard and answered; then the connection ends."""
+        said = self._callers[caller]
         try:
-            part = caller.recv(_LONGEST)
+            part = caller.recv(LONGEST)
         except BlockingIOError:
             return
         except OSError:
             part = b""
         said += part
-        if part and not said.endswith(b"\n") and len(said) <= _LONGEST:
+        if part and not said.endswith(b"\n") and len(said) <= LONGEST:
             return
-        del callers[caller]
-        selector.unregister(caller)
-        with caller, suppress(OSError, ValueError, TypeError):
-            if said.endswith(b"\n") and secrets.compare_digest(said[:_WORD_BYTES], self.word):
+        known = secrets.compare_digest(said[:_WORD_BYTES], self.word)
+        if part and known and said[_WORD_BYTES:] == _WATCH and len(self._watchers) < _CALLERS / 2:
+            self._watchers.add(caller)
+            return
+        if part and known:
+            with suppress(OSError, ValueError, TypeError):
                 self.hear(Fault(*json.loads(said[_WORD_BYTES:])))
                 caller.sendall(json.dumps(self.state).encode())
-                caller.close()
-                self.hang_up()
+        self._dismiss(selector, caller)
+        if self.bell.rung:
+            self.hang_up()
 
 
 class Alarm:
@@ -170,12 +191,15 @@ class Alarm:
         self._ear = _Ear(host, self.activity, self.name, timeout_s)
         self._thread = threading.Thread(target=self._ear.listen, name=f"pipesched alarm {self.rank}", daemon=True)
         self._thread.start()
-        self._finalizer = finalize(self, _end, self._ear.outside, self._thread)
+        self._finalizer = Finalize(self, _end, (self._ear.outside, self._thread), exitpriority=0)  # also in a Process
         port = self._ear.listener.getsockname()[1]
-        address = _Address(self.name, ranks[self.rank], host, port, self._ear.word.hex())
-        self._elsewhere: dict[int, _Address] = {}
+        address = Address(self.name, ranks[self.rank], host, port, self._ear.word.decode())
+        self._elsewhere: dict[int, Address] = {}
         self._number = 0 if self._job is None else self._announce(address)
         self._addresses = self._awaited(store, address)
+        self._ear.addresses = self._others()
+        if len(self._addresses) > 1:
+            self._watch(self._addresses[(self.rank + 1) % len(self._addresses)])
 
     @property
     def name(self) -> str:
@@ -193,9 +217,17 @@ class Alarm:
         if self.bell.rung:
             self._ear.hang_up()
 
+    def _watch(self, address: Address) -> None:
+        """From now on notice if the process of this rank ends without a word. Each rank watches the next one."""
+        with suppress(OSError):  # what does not connect now is noticed by who waits for that rank
+            watched = socket.create_connection((address.host, address.port), self._timeout_s)
+            watched.sendall(address.word.encode() + _WATCH)
+            self._ear.watched = watched, address.name
+            self._ear.outside.send(_WATCH[:1])
+
     # ---- addresses --------------------------------------------------------------------------------------------
 
-    def _announce(self, address: _Address) -> int:
+    def _announce(self, address: Address) -> int:
         """To the ranks of the job that are in other pipelines."""
 
         def ask() -> int:
@@ -206,14 +238,14 @@ class Alarm:
 
         return asked(ask, self._timeout_s)
 
-    def _awaited(self, store: Store, address: _Address) -> list[_Address]:
+    def _awaited(self, store: Store, address: Address) -> list[Address]:
         """Of all ranks of this pipeline."""
         keys = [f"alarm/{rank}" for rank in range(len(self._names))]
         try:
             asked(lambda: store.set(keys[self.rank], json.dumps(address)), self._timeout_s)
             absent = missing(store, keys, self._timeout_s)
             if not absent:
-                return asked(lambda: [_Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
+                return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
         except RuntimeError as error:
             self.end()
             raise ExecutionError(
@@ -224,7 +256,7 @@ class Alarm:
         text = f"it has not come to make its pipeline within {self._timeout_s:g} s"
         fault = Fault(who, text, True)
         self._ear.hear(fault)
-        self._tell(fault, self._elsewhere_now(), _PATIENCE_S)
+        told(fault, self._elsewhere_now(), _PATIENCE_S)
         self.end()
         raise ExecutionError(
             f"all {len(keys)} ranks make their pipeline together; {who} {have} not come; {self.name} waited "
@@ -236,137 +268,74 @@ class Alarm:
         if self._job is not None:
             with suppress(RuntimeError):
                 self._elsewhere = asked(self._read_elsewhere, _PATIENCE_S)
+                self._ear.addresses = [*self._others(), *self._elsewhere.values()]
 
-    def _read_elsewhere(self) -> dict[int, _Address]:
+    def _read_elsewhere(self) -> dict[int, Address]:
         assert self._job is not None
-        known: dict[int, _Address] = {}
+        known: dict[int, Address] = {}
         for number in range(1, self._job.add(_PEOPLE, 0) + 1):
             key = f"{_PEOPLE}/{number}"
             if self._job.check([key]):
-                address = self._elsewhere.get(number) or _Address(*json.loads(self._job.get(key)))
+                address = self._elsewhere.get(number) or Address(*json.loads(self._job.get(key)))
                 if address.rank not in self._own_ranks:
                     known[number] = address
         return known
 
-    def _elsewhere_now(self) -> list[_Address]:
+    def _elsewhere_now(self) -> list[Address]:
         if not self._elsewhere:
             self.look_around()
         return list(self._elsewhere.values())
 
     # ---- a fault ----------------------------------------------------------------------------------------------
 
-    def ring(self, text: str, *, own: bool) -> Fault:
+    def ring(self, text: str, doing: Doing) -> Fault:
         """Tell all ranks that this one fails, and end what it waits for. Returns what happened, as all of them see it.
 
-        own: whether the cause is this rank's; else it is looked for. Takes some seconds where ranks do not answer.
+        doing: what failed; "raised" where the cause is this rank's own, else it is looked for. Takes some seconds where
+        ranks do not answer.
         """
         ear, heard = self._ear, self.bell.rung
-        text = text[:_LONGEST_TEXT]
-        if own and not ear.settled.is_set():
+        text, state = text[:_LONGEST_TEXT], self.activity.state()._replace(doing=doing)
+        if doing == "raised" and not ear.settled.is_set():
             fault = Fault(self.name, text, True)
-            ear.hear(fault, self.activity.state()._replace(doing="raised", what=text))
-            self._tell(fault, [*self._others(), *self._elsewhere_now()], _PATIENCE_S / 2)
+            ear.hear(fault, state._replace(what=text))
+            told(fault, [*self._others(), *self._elsewhere_now()], _PATIENCE_S / 2)
         elif heard:
             ear.hang_up()
             ear.settled.wait(2 * _PATIENCE_S)
         else:
-            self._look_for_the_cause(Fault(self.name, text, False))
+            self._look_for_the_cause(Fault(self.name, text, False), state)
         ear.hang_up()
         assert ear.fault is not None
         return ear.fault
 
-    def _look_for_the_cause(self, guess: Fault) -> None:
+    def _look_for_the_cause(self, guess: Fault, state: State) -> None:
         ear = self._ear
-        ear.hear(guess)
-        assert ear.state is not None
-        ours = self._tell(guess, self._others(), _PATIENCE_S, until=ear.settled.is_set)
+        ear.hear(guess, state)
+        ours = told(guess, self._others(), _PATIENCE_S, until=ear.settled.is_set)
         if ear.settled.is_set():
             return
-        found = blamed({self.name: ear.state, **ours}, self._timeout_s)
+        found = blamed({self.name: state, **ours}, self._timeout_s)
         elsewhere = self._elsewhere_now()
-        theirs = self._tell(guess, elsewhere, _PATIENCE_S / 2, until=ear.settled.is_set)
+        theirs = told(guess, elsewhere, _PATIENCE_S / 2, until=ear.settled.is_set)
         who, why = found or blamed(theirs, self._timeout_s) or ([self.name], "")
         noticed = f"{why}; {self.name} noticed: " if why else ""
         fault = Fault(", ".join(who), noticed + guess.text, True)
         ear.hear(fault)
         answers = {**theirs, **ours}
         listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers[one.name], State)]
-        self._tell(fault, listeners, _PATIENCE_S / 4)
+        told(fault, listeners, _PATIENCE_S / 4)
 
-    def _others(self) -> list[_Address]:
+    def _others(self) -> list[Address]:
         return [address for rank, address in enumerate(self._addresses) if rank != self.rank]
-
-    def _tell(
-        self,
-        fault: Fault,
-        listeners: Sequence[_Address],
-        patience_s: float,
-        until: Callable[[], bool] = lambda: False,
-    ) -> dict[str, State | str]:
-        """Tell these ranks. What each of them answers, by name. until: ends it early."""
-        said = json.dumps(fault).encode() + b"\n"
-        calls = [_Call(address, bytes.fromhex(address.word) + said) for address in listeners]
-        end_s = time.monotonic() + patience_s
-        with selectors.DefaultSelector() as selector:
-            for call in calls:
-                call.begin(selector)
-            while selector.get_map() and time.monotonic() < end_s and not until():
-                for key, _ in selector.select(0.05):
-                    key.data.go_on(selector)
-        answers: dict[str, State | str] = {}
-        for call in calls:  # a rank that has made several pipelines is alive as long as one of them answers
-            answer, name = call.end(), call.address.name
-            if answer != ENDED or name not in answers:
-                answers[name] = answer
-        return answers
 
     def end(self) -> None:
         """End the thread."""
-        if self._finalizer.alive and self._job is not None and not self.bell.rung:
+        if self._finalizer.still_active() and self._job is not None and not self.bell.rung:
             job, key = self._job, f"{_PEOPLE}/{self._number}"
             with suppress(RuntimeError):
                 asked(lambda: job.delete_key(key), _PATIENCE_S)
         self._finalizer()
-
-
-class _Call:
-    """A message to one rank, and its answer."""
-
-    def __init__(self, address: _Address, said: bytes) -> None:
-        self.address = address
-        self._said, self._read, self._answer = said, bytearray(), SILENT
-        self._socket = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
-        self._socket.setblocking(False)
-
-    def begin(self, selector: selectors.BaseSelector) -> None:
-        """Connect."""
-        self._socket.connect_ex((self.address.host, self.address.port))
-        selector.register(self._socket, selectors.EVENT_WRITE, self)
-
-    def go_on(self, selector: selectors.BaseSelector) -> None:
-        """Where the socket is ready: say, or read."""
-        try:
-            if self._said:
-                self._said = self._said[self._socket.send(self._said) :]
-                if not self._said:
-                    selector.modify(self._socket, selectors.EVENT_READ, self)
-                return
-            part = self._socket.recv(_LONGEST)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        self._read += part
-        if not part:
-            selector.unregister(self._socket)
-            self._answer = ENDED
-
-    def end(self) -> State | str:
-        """What was answered."""
-        self._socket.close()
-        with suppress(ValueError, TypeError):
-            return State(*json.loads(self._read))
-        return self._answer
 
 
 def _end(outside: socket.socket, thread: threading.Thread) -> None:

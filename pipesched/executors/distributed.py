@@ -31,7 +31,7 @@ from torch import Tensor
 from pipesched.actions import Action, Kind, Lane
 from pipesched.caller import Caller, intra_op
 from pipesched.errors import ExecutionError
-from pipesched.executors.activity import of_collective
+from pipesched.executors.activity import COLLECTIVE, doing_at
 from pipesched.executors.alarm import Alarm
 from pipesched.executors.book import digest
 from pipesched.executors.clock import clock_offset
@@ -401,23 +401,24 @@ class DistributedExecutor:
         except _DifferentError as error:
             raise ExecutionError(*error.args) from None  # in every rank alike: nothing is broken
         except BaseException as error:
-            others, collective = isinstance(error, _Stopped | ConnectionLostError), of_collective(error)
+            others = isinstance(error, _Stopped | ConnectionLostError)
+            doing = "waits" if others else doing_at(error)
             place = "".join(f", {note}" for note in getattr(error, "__notes__", []))
             text = f"{error if others else _said(error)}{place or f', in {what}'}"
-            first = self._alarm.ring(text, own=not (others or collective))
+            first = self._alarm.ring(text, doing)
             self._fault = str(first)
             self._drop()
-            if not others and (not collective or first.who == self._alarm.name):
+            if doing == "raised" or (doing == COLLECTIVE and first.who == self._alarm.name):
                 raise
             raise ExecutionError(
                 f"a rank that fails stops all; {first}; rank {self.rank} of {self.num_ranks} stopped{place}; "
                 f"mend the cause and make a new pipeline"
-            ) from (error if collective else None)
+            ) from (None if others else error)
 
     def leave(self, why: str) -> None:
         """End the pipeline in all ranks, unless it has ended."""
         if not self.closed:
-            self._fault = str(self._alarm.ring(why, own=True))
+            self._fault = str(self._alarm.ring(why, "raised"))
             self._drop()
 
     def _drop(self) -> None:

@@ -1,0 +1,74 @@
+"""One rank fails: how soon the others end, and which rank their errors name.
+
+    python benchmarks/faults.py [--quick] [--timeout 5] [--side-by-side 1] [--only TEXT]
+
+Every fault in every phase of a script: 3 ranks, with the store of the process group in a process of its own, and in
+rank 0; and 2x2 ranks whose stages are sharded over the replicas by FSDP2's ``fully_shard``, where failing ranks take
+turns. A survivor is late if it has neither raised nor ended within the timeout and 5 s; its error is right if it names
+the failing rank and no other. --quick: a few cases of each. --side-by-side: how many cases run at a time; --only: cases
+whose description contains this.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from measure import machine
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from jobs_faults import FAULTS, PHASES, STORES, Case
+from run_faults import Outcome, outcomes
+
+LAYOUTS = {
+    (store, num_ranks, replicas): f"{f'{replicas}x2, fully_shard' if replicas > 1 else '3 ranks'}; store {place}"
+    for num_ranks, replicas in ((3, 1), (4, 2))
+    for store, place in zip(STORES, ("in a process of its own", "in rank 0"), strict=True)
+}
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """With 3 ranks each of them fails in each way in each phase; with 2x2 ranks they take turns."""
+    for store, num_ranks, replicas in LAYOUTS:
+        for turn, (fault, phase) in enumerate((fault, phase) for phase in PHASES for fault in FAULTS):
+            ranks = [(turn + turn // len(FAULTS)) % num_ranks] if replicas > 1 or quick else range(num_ranks)
+            if not quick or turn % 13 == 0:
+                yield from (Case(fault, phase, rank, store, num_ranks, replicas) for rank in ranks)
+
+
+def main() -> None:
+    """Run all, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--timeout", type=float, default=5.0)
+    parser.add_argument("--side-by-side", type=int, default=1)
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    chosen = [case for case in cases(args.quick) if args.only in str(case)]
+    parts = [chosen[start :: args.side_by_side] for start in range(args.side_by_side)]
+    with ThreadPoolExecutor(args.side_by_side) as pool:
+        done = list(pool.map(lambda part: outcomes(part, args.timeout, 120.0 * (1 + len(part))), parts))
+    results = [one for part in done for one in part]
+    print(f"{machine()}; timeout {args.timeout:g} s\n")
+    print("| where | faults | survivors that failed | late | slowest, s | name the rank |\n|---|---|---|---|---|---|")
+    for (store, num_ranks, replicas), text in LAYOUTS.items():
+        own = [one for one in results if one.case[3:] == (store, num_ranks, replicas)]
+        if own:
+            print(row(text, own))
+    print(row("all", results))
+    for one in results:
+        if not one.happened or one.late or one.wrong:
+            print(f"\n{one.case}: happened: {one.happened}; {one.seconds} s; late: {one.late}; wrong: {one.wrong}")
+
+
+def row(text: str, own: list[Outcome]) -> str:
+    """Of the table."""
+    failed = sum(one.survivors for one in own)
+    late, wrong = sum(len(one.late) for one in own), sum(len(one.wrong) for one in own)
+    named = f"{failed - wrong} of {failed}, {(failed - wrong) / max(1, failed):.1%}"
+    return f"| {text} | {len(own)} | {failed} | {late} | {max(one.seconds for one in own):.1f} | {named} |"
+
+
+if __name__ == "__main__":
+    main()

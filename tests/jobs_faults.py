@@ -1,0 +1,193 @@
+"""Jobs in which one rank fails, for run_faults.py: each rank is a forked process with the pipeline of a script."""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from pipesched import Pipeline
+from pipesched.executors import distributed as executor
+
+WIDTH, ROWS, MICROBATCHES = 16, 8, 4
+STORES = ("of its own", "rank 0")  # in which process the store lies
+FAULTS = ("raise", "SIGKILL", "SIGSTOP", "sys.exit(3)", "os._exit(0)", "hang")
+PHASES = (
+    "before construction",
+    "while capturing",
+    "while measuring",
+    "while connecting",
+    "first forward",
+    "first backward",
+    "later forward",
+    "update",
+    "evaluate",
+    "state dict",
+    "close",
+)
+
+
+class Case(NamedTuple):
+    """rank: the one that fails. replicas: how many pipelines, whose stages are sharded over them by fully_shard."""
+
+    fault: str
+    phase: str
+    rank: int
+    store: str = "of its own"
+    num_ranks: int = 3
+    replicas: int = 1
+
+
+class Fuse:
+    """Makes this rank fail, once, where it comes to the phase."""
+
+    def __init__(self, case: Case, here: bool, said: Path) -> None:
+        self.phase, self._fault = case.phase if here else "", case.fault
+        self._said = said
+
+    def at(self, phase: str) -> None:
+        """Fail, where this is the phase."""
+        if not self.phase or phase != self.phase:
+            return
+        self.phase = ""
+        self._said.write_text(json.dumps({"fault_s": time.time()}))
+        if self._fault == "raise":
+            raise ValueError("a fault")
+        if self._fault in ("SIGKILL", "SIGSTOP"):
+            os.kill(os.getpid(), getattr(signal, self._fault))
+        elif self._fault == "sys.exit(3)":
+            sys.exit(3)
+        elif self._fault == "os._exit(0)":
+            os._exit(0)
+        time.sleep(1000)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.call()
+        return grad.clone(), None
+
+
+class Layer(nn.Module):
+    """A linear layer that runs into the fuse in its forward, or in its backward."""
+
+    def __init__(self, fuse: Fuse) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.fuse, self.names = fuse, ("", "")
+        self.pause_s = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.pause_s)
+        self.fuse.at(self.names[0])
+        return _Backward.apply(self.linear(x), lambda: self.fuse.at(self.names[1]))  # type: ignore[no-untyped-call,no-any-return]
+
+    def __deepcopy__(self, memo: Any) -> "Layer":
+        return self
+
+
+def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> None:
+    """What a rank's script does: makes a pipeline, trains, evaluates, gathers the state, and closes."""
+    torch.set_num_threads(1)
+    store = distributed.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60)) if port else None
+    if store is None:
+        store = _store_in_rank_0(rank, said)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=case.num_ranks)
+    mesh = init_device_mesh("cpu", (case.replicas, case.num_ranks // case.replicas), mesh_dim_names=("dp", "pp"))
+    fuse = Fuse(case, rank == case.rank, said)
+    num_stages = case.num_ranks // case.replicas
+    torch.manual_seed(0)
+    layers = [Layer(fuse) for _ in range(2 * num_stages)]
+    model = nn.Sequential(*layers)
+    x = torch.randn(ROWS, WIDTH)
+
+    class SGD(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            fuse.at("update")
+            return super().step(closure)
+
+    choices: dict[str, Any] = {}
+    if case.replicas > 1:  # which are cut alike, whatever each of them measures
+        choices["boundaries"] = list(range(2, 2 * num_stages, 2))
+        choices["wrap"] = lambda module, stage: fully_shard(module, mesh=mesh["dp"])
+
+    def name(forward: str, backward: str = "") -> None:
+        for layer in layers:
+            layer.names = forward, backward
+
+    fuse.at("before construction")
+    name("while capturing")
+    connect = executor.clock_offset
+    executor.clock_offset = lambda *args: (fuse.at("while connecting"), connect(*args))[1]  # type: ignore[assignment,attr-defined]
+    if case.phase == "while measuring":
+        for layer in layers:
+            layer.pause_s = 0.01 if mesh["pp"].get_local_rank() == 0 else 0.0
+        signal.signal(signal.SIGALRM, lambda *_: fuse.at("while measuring"))
+        signal.setitimer(signal.ITIMER_REAL, 0.4)
+    pipe = Pipeline(
+        model,
+        x[: ROWS // MICROBATCHES],
+        loss_fn=nn.functional.mse_loss,
+        mesh=mesh["pp"],
+        schedule="1f1b",
+        num_stages=num_stages,
+        num_microbatches=MICROBATCHES,
+        optimizer=lambda params: SGD(params, lr=0.01),
+        timeout=timeout_s,
+        seed=0,
+        **choices,
+    )
+    for layer in layers:
+        layer.pause_s = 0.0
+    for phases in (("first forward", "first backward"), ("", ""), ("later forward", "")):
+        name(*phases)
+        pipe.step(x, target=x)
+    name("evaluate")
+    pipe.evaluate(x, target=x).item()
+    fuse.at("state dict")
+    pipe.full_state_dict()
+    fuse.at("close")
+    pipe.close()
+
+
+def _store_in_rank_0(rank: int, said: Path) -> Any:
+    file = said.with_name("port")
+    if rank == 0:
+        store = distributed.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        file.with_suffix(".new").write_text(str(store.port))
+        file.with_suffix(".new").rename(file)
+        return store
+    while not file.exists():
+        time.sleep(0.01)
+    return distributed.TCPStore("127.0.0.1", int(file.read_text()), None, False, timedelta(seconds=60))
+
+
+def as_script(job: Callable[[], None], said: Path) -> int:
+    """Run a rank's script in this process; its exit code. What it raised goes to ``said``, with the time."""
+    try:
+        job()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    except BaseException as error:
+        if not said.exists():
+            said.write_text(json.dumps({"raised_s": time.time(), "error": f"{type(error).__name__}: {error}"}))
+        traceback.print_exc()
+        return 1
+    said.write_text(json.dumps({"ended_s": time.time()})) if not said.exists() else None
+    return 0
