@@ -1,7 +1,12 @@
-"""Bytes between two ranks' sockets, through the machine's memory and through its network."""
+"""Bytes between two ranks' sockets, through the machine's memory and through its network, and strangers beside them."""
 
+import json
+import os
 import socket
+import struct
+import sys
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -92,3 +97,215 @@ def test_hanging_up_ends_waits_at_both_ends(ports: list[SocketPort]) -> None:
     second.hang_up()
     waits.join()
     assert failed == [0, 7]
+
+
+# ---- strangers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def strangers() -> Iterator[Callable[..., list[socket.socket]]]:
+    """Makes connections with every listener of a port."""
+    made: list[socket.socket] = []
+
+    def connect(port: SocketPort, many: int = 1) -> list[socket.socket]:
+        new = []
+        for listener in port._listeners * many:
+            new.append(socket.socket(listener.family))
+            new[-1].settimeout(10)
+            new[-1].connect(listener.getsockname())
+        made.extend(new)
+        return new
+
+    yield connect
+    for connection in made:
+        connection.close()
+
+
+def is_ended(connection: socket.socket) -> bool:
+    """Whether the other end has hung up, which it does within the connection's timeout or not at all."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+GREETING = sockets._GREETING.size
+SAYINGS = {
+    "nothing": b"",
+    "a byte": b"x",
+    "all but the last byte": bytes(GREETING - 1),
+    "another word": bytes(GREETING),
+    "noise": bytes(range(256)) * 64,
+    "a length": struct.pack("<q", 2**63 - 1) * 4,
+}
+
+
+@pytest.mark.parametrize("saying", SAYINGS.values(), ids=list(SAYINGS))
+def test_a_rank_does_not_wait_for_strangers(ports: list[SocketPort], strangers: Any, saying: bytes) -> None:
+    """They are there before it. Each of them would take the whole timeout."""
+    first, second = ports
+    for connection in strangers(second, 20):
+        connection.sendall(saying)
+    first.sender(1, 0)((b"friend",), 6)
+    assert read(second, 0, 0, 6) == b"friend"
+
+
+def test_strangers_that_leave_or_reset_are_forgotten(ports: list[SocketPort], strangers: Any) -> None:
+    first, second = ports
+    for number, connection in enumerate(strangers(second, 20)):
+        if number % 2:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+    first.sender(1, 0)((b"friend",), 6)
+    assert read(second, 0, 0, 6) == b"friend"
+    second._timeout_s = 0.3
+    with pytest.raises(RuntimeError, match="Timed out"):
+        read(second, 0, 1, 1)
+    assert not second._greeting
+
+
+def test_of_silent_strangers_only_so_many_are_held(ports: list[SocketPort], strangers: Any) -> None:
+    """The oldest gives way."""
+    first, second = ports
+    come = strangers(second, 100)
+    first.sender(1, 0)((b"friend",), 6)
+    assert read(second, 0, 0, 6) == b"friend"
+    second._timeout_s = 0.3
+    with pytest.raises(RuntimeError, match="Timed out"):
+        read(second, 0, 1, 1)
+    assert 0 < len(second._greeting) <= sockets._MOST_GREETING
+    assert all(map(is_ended, come[:50]))
+
+
+def test_a_wait_has_one_end_whoever_comes_meanwhile(ports: list[SocketPort], strangers: Any) -> None:
+    """Strangers that go on saying a little do not make it longer."""
+    _, second = ports
+    second._timeout_s, ended = 1.0, threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(0.05):
+            strangers(second)[0].send(b"x")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    try:
+        with pytest.raises(RuntimeError, match="Timed out"):
+            read(second, 0, 0, 1)
+    finally:
+        ended.set()
+        dripping.join()
+
+
+def test_a_greeting_does_not_say_the_word_and_counts_once(ports: list[SocketPort], strangers: Any) -> None:
+    """Who has overheard it and repeats it is turned away, and the rank's own connection stays."""
+    first, second = ports
+    send = first.sender(1, 3)
+    send((b"first",), 5)
+    assert read(second, 0, 3, 5) == b"first"
+    (own,) = (sender.connection for sender in first._senders.values())
+    said = sockets._greeting(own, 0, 3, second._word)
+    assert second._word not in said
+    come = strangers(second)
+    for connection in come:
+        connection.sendall(said)
+    first.sender(1, 4)((b"other",), 5)
+    assert read(second, 0, 4, 5) == b"other"
+    assert all(map(is_ended, come))
+    reader = second.reader(0, 3)
+    send((b"second",), 6)
+    into = bytearray(6)
+    reader(memoryview(into))
+    assert bytes(into) == b"second"
+
+
+def test_hanging_up_ends_strangers_too(ports: list[SocketPort], strangers: Any) -> None:
+    first, second = ports
+    come = strangers(second)
+    for connection in come:
+        connection.sendall(b"x")
+    first.sender(1, 0)((b"1",), 1)
+    read(second, 0, 0, 1)
+    second.hang_up()
+    assert all(map(is_ended, come))
+
+
+def full_listener() -> tuple[socket.socket, list[socket.socket]]:
+    """One that takes nobody any more, and who is there."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=0)
+    there = []
+    for _ in range(8):
+        there.append(socket.socket())
+        there[-1].setblocking(False)
+        there[-1].connect_ex(listener.getsockname())
+    return listener, there
+
+
+def test_a_rank_that_takes_no_connection_does_not_hold_a_sender_up() -> None:
+    """A thread goes on trying, with a limit, while the sender goes on."""
+    listener, there = full_listener()
+    store = distributed.HashStore()
+    port = SocketPort(store, 0, "127.0.0.1", 1.5)
+    store.set("address/1", json.dumps((*listener.getsockname(), "\0nobody", bytes(16).hex())))
+    pending = port.sender(1, 0)((b"message",), 7)
+    other = SocketPort(store, 2, "127.0.0.1", 5.0)
+    other.sender(0, 0)((b"friend",), 6)
+    assert read(port, 2, 0, 6) == b"friend"
+    assert pending is not None
+    with pytest.raises(RuntimeError, match="Timed out"):
+        pending.wait()
+    for one in (port, other, listener, *there):
+        one.close()
+
+
+def test_a_message_to_a_rank_that_was_flooded_arrives_once_it_takes_connections() -> None:
+    listener, there = full_listener()
+    store = distributed.HashStore()
+    port = SocketPort(store, 0, "127.0.0.1", 15.0)
+    store.set("address/1", json.dumps((*listener.getsockname(), "\0nobody", bytes(16).hex())))
+    pending = port.sender(1, 0)((b"message",), 7)
+    for one in there:
+        one.close()
+    listener.settimeout(15)
+    said = b""
+    while not said:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(15)
+            while len(said) < GREETING + 7 and (more := connection.recv(100)):
+                said += more
+    assert said[GREETING:] == b"message"
+    pending.wait()
+    for one in (port, listener):
+        one.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has abstract Unix sockets")
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_of_the_machine_is_turned_away(ports: list[SocketPort]) -> None:
+    first, second = ports
+    here, there = socket.socketpair()
+    if not (child := os.fork()):
+        os.setuid(65534)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(second._name)
+        there.send(b"x")
+        connection.settimeout(10)
+        os._exit(not is_ended(connection))
+    here.recv(1)
+    first.sender(1, 0)((b"friend",), 6)
+    assert read(second, 0, 0, 6) == b"friend"
+    second._timeout_s = 0.3
+    with pytest.raises(RuntimeError, match="Timed out"):
+        read(second, 0, 1, 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_where_another_user_listens_in_memory_the_network_is_taken(
+    ports: list[SocketPort], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_is_own_user", lambda connection: False)
+    first, second = ports
+    first.sender(1, 0)((b"friend",), 6)
+    assert read(second, 0, 0, 6) == b"friend"
+    (own,) = (sender.connection for sender in first._senders.values())
+    assert own.family == socket.AF_INET

@@ -241,9 +241,9 @@ class SocketPort:
         host, port, name, word = json.loads(awaited_value(self._store, f"address/{to}", self._timeout_s))
         connection = _connected(name) or socket.create_connection((host, port), limit_s)
         connection.settimeout(None)
-        if connection.family != socket.AF_UNIX:
+        if not _is_in_memory(connection):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(_GREETING.pack(self._rank, tag, _proof(bytes.fromhex(word), self._rank, tag)))
+        connection.sendall(_greeting(connection, self._rank, tag, bytes.fromhex(word)))
         return connection
 
     def _accept(self, from_: int, tag: int) -> socket.socket:
@@ -273,7 +273,7 @@ class SocketPort:
                 raise
             self._turn_away(next(iter(self._greeting)))  # its descriptor is for the next one
             return
-        if connection.family == socket.AF_UNIX and not _is_own_user(connection):
+        if _is_in_memory(connection) and not _is_own_user(connection):
             connection.close()
             return
         if len(self._greeting) >= _MOST_GREETING:
@@ -297,8 +297,9 @@ class SocketPort:
         said += more
         if more and len(said) < _GREETING.size:
             return
-        if more and self._is_rank(said):
-            rank, tag, _ = _GREETING.unpack(said)
+        rank, tag, _ = _GREETING.unpack(said) if more else (0, 0, b"")
+        known = secrets.compare_digest(said, _greeting(connection, rank, tag, self._word))
+        if known and (rank, tag) not in self._accepted:  # else it repeats what it has overheard
             self._selector.unregister(connection)
             del self._greeting[connection]
             connection.setblocking(True)
@@ -307,11 +308,6 @@ class SocketPort:
             self._accepted[rank, tag] = connection
         else:
             self._turn_away(connection)
-
-    def _is_rank(self, greeting: bytearray) -> bool:
-        """Whether a rank of the pipeline said this, and for the first time: a greeting may have been overheard."""
-        rank, tag, proof = _GREETING.unpack(greeting)
-        return secrets.compare_digest(proof, _proof(self._word, rank, tag)) and (rank, tag) not in self._accepted
 
     def _turn_away(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -335,9 +331,17 @@ class SocketPort:
             end.close()
 
 
-def _proof(word: bytes, rank: int, tag: int) -> bytes:
-    """What shows that a rank knows a word, without the word."""
-    return blake2b(b"%d %d" % (rank, tag), key=word, digest_size=16).digest()
+def _greeting(connection: socket.socket, rank: int, tag: int, word: bytes) -> bytes:
+    """What shows that a rank knows a word, without the word. It is worth nothing elsewhere than where it was said:
+    through memory and through the network connections come in the order in which they were made.
+    """
+    way = b"memory" if _is_in_memory(connection) else b"network"
+    proof = blake2b(b"%s %d %d" % (way, rank, tag), key=word, digest_size=16)
+    return _GREETING.pack(rank, tag, proof.digest())
+
+
+def _is_in_memory(connection: socket.socket) -> bool:
+    return connection.family not in (socket.AF_INET, socket.AF_INET6)
 
 
 def _is_own_user(connection: socket.socket) -> bool:

@@ -1,0 +1,322 @@
+"""Strangers: who else connects to the ranks of a job that is being made and runs, and whether the job goes on.
+
+    python benchmarks/strangers.py [--only flood drip] [--ranks 3] [--steps 5] [--timeout 6]
+
+Each kind of stranger meets a job of its own: a pipeline over spawned ranks, made while the strangers are connected,
+then steps of other batch sizes, an evaluation and the collected weights. Every loss must be the loop's, to the bit. The
+exit code is the number of jobs that died.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import in_ranks, machine
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+from pipesched import Pipeline
+from pipesched.executors import sockets
+from pipesched.executors.sockets import SocketPort
+from pipesched.testing import reference_step
+
+PATIENCE_S = 20.0  # for strangers to come, and for ranks to answer
+GREETING_BYTES = 32
+NOBODY = 65534
+
+Address = str | tuple[str, int]
+Say = Callable[[int], bytes]
+
+
+# ---- strangers ----------------------------------------------------------------------------------------------------
+
+
+def dial(address: Address, *, receive_bytes: int = 0) -> socket.socket | None:
+    """A connection with a rank; None where its backlog is full, or it is gone."""
+    connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    if receive_bytes:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(0.2)
+    with suppress(OSError):
+        connection.connect(address)
+        return connection
+    connection.close()
+    return None
+
+
+def holding(
+    addresses: list[Address], say: Say = lambda _: b"", *, many: int = 100, receive_bytes: int = 0
+) -> Iterator[int]:
+    """Connect to each address so often, say something, and hold on; whoever is turned away comes again."""
+    held: list[socket.socket] = []
+    for number in count():
+        if number < many * len(addresses):
+            connection = dial(addresses[number % len(addresses)], receive_bytes=receive_bytes)
+            if connection is not None:
+                with suppress(OSError):
+                    connection.sendall(say(number))
+                held.append(connection)
+        else:
+            time.sleep(0.01)
+        yield len(held)
+
+
+def passing(addresses: list[Address], say: Say, *, hold: int = 0, reset: bool = False) -> Iterator[int]:
+    """Connect, say something and leave, without end; the last ``hold`` connections stay. reset: leave rudely."""
+    held: list[socket.socket] = []
+    for number in count():
+        connection = dial(addresses[number % len(addresses)])
+        if connection is not None:
+            with suppress(OSError):
+                if reset:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.sendall(say(number))
+            held.append(connection)
+            for one in held[: len(held) - hold]:
+                one.close()
+            del held[: len(held) - hold]
+        yield number
+
+
+def dripping(addresses: list[Address]) -> Iterator[int]:
+    """A byte of a greeting at a time, on several connections with each."""
+    held = [connection for address in addresses * 10 if (connection := dial(address)) is not None]
+    for _ in count():
+        for connection in held:
+            with suppress(OSError):
+                connection.sendall(b"\0")
+        time.sleep(0.2)
+        yield len(held)
+
+
+def as_nobody(addresses: list[Address]) -> Iterator[int]:
+    """Another user of the machine, through memory; takes root to show."""
+    if os.geteuid() == 0:
+        os.setuid(NOBODY)
+    yield from passing(in_memory(addresses), lambda _: bytes(GREETING_BYTES), hold=300)
+
+
+def in_memory(addresses: list[Address]) -> list[Address]:
+    """Those of Unix sockets."""
+    return [address for address in addresses if isinstance(address, str)]
+
+
+def greeting(number: int) -> bytes:
+    """One of a rank, with another word."""
+    return struct.pack("<qq16s", number % 3, number // 3 % 12, b"not the word")
+
+
+def replaying(addresses: list[Address], folder: Path) -> Iterator[int]:
+    """What ranks have said to each other, as one hears it on the network."""
+
+    def overheard(number: int) -> bytes:
+        with suppress(OSError):
+            said = (folder / "overheard").read_bytes()
+            at = number // len(addresses) * GREETING_BYTES % max(1, len(said))
+            return said[at : at + GREETING_BYTES]
+        return b""
+
+    yield from passing(addresses, overheard, hold=50)
+
+
+def garbage(number: int) -> bytes:
+    """Bytes that mean nothing."""
+    return random.Random(number).randbytes(1 << 16)
+
+
+KINDS: dict[str, tuple[str, Callable[[list[Address], Path], Iterator[int]]]] = {
+    "half-open": ("100 connections with each listener that say nothing", lambda to, _: holding(to)),
+    "drip": ("a byte of a greeting every 0.2 s", lambda to, _: dripping(to)),
+    "flood": ("connects without end, and holds 500", lambda to, _: passing(to, lambda _: b"", hold=500)),
+    "unfinished": ("31 of the 32 bytes of a greeting", lambda to, _: holding(to, lambda _: bytes(GREETING_BYTES - 1))),
+    "wrong-word": ("greets as each rank, without the word", lambda to, _: passing(to, greeting, hold=50)),
+    "garbage": ("64 KiB of noise, without end", lambda to, _: passing(to, garbage)),
+    "leaving": ("connects and leaves at once", lambda to, _: passing(to, lambda _: b"", reset=True)),
+    "huge": ("lengths of 2**63 - 1", lambda to, _: passing(to, lambda _: (b"\xff" * 7 + b"\x7f") * 64, hold=50)),
+    "memory": ("300 silent connections with each abstract socket", lambda to, _: holding(in_memory(to), many=300)),
+    "other-user": ("floods abstract sockets as another user", lambda to, _: as_nobody(to)),
+    "replayed": ("repeats what ranks have said to each other", replaying),
+    "slow-reader": (
+        "half a greeting, and reads nothing",
+        lambda to, _: holding(to, lambda _: bytes(16), receive_bytes=1),
+    ),
+    "later": ("connects after the first step, and holds", lambda to, _: holding(to, greeting)),
+}
+
+
+def attack(kind: str, folder: Path, num_ranks: int) -> None:
+    """In a process of its own: wait for the ranks' addresses, come, and stay."""
+    paths = [folder / f"address-{rank}" for rank in range(num_ranks)]
+    if kind == "later":
+        paths.append(folder / "started")
+    while not all(path.exists() for path in paths):
+        time.sleep(0.01)
+    addresses: list[Address] = []
+    for path in paths[:num_ranks]:
+        network, memory = json.loads(path.read_text())
+        addresses += [(network[0], network[1]), *([memory] if sys.platform == "linux" else [])]
+    begin_s = time.monotonic()
+    for _ in KINDS[kind][1](addresses, folder):
+        if time.monotonic() - begin_s > 0.5:
+            write(folder / "here", "")
+
+
+# ---- the job --------------------------------------------------------------------------------------------------------
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Wait, not for ever."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not done() and time.monotonic() < end_s:
+        time.sleep(0.01)
+
+
+def write(path: Path, text: str) -> None:
+    """At once, for who looks whether it is there."""
+    if not path.exists():
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part.write_text(text)
+        part.rename(path)
+
+
+class Overheard:
+    """Writes down what ranks have greeted each other with."""
+
+    def __init__(self, form: struct.Struct) -> None:
+        self.form, self.path, self.said = form, Path(os.devnull), b""
+        self.size, self.unpack = form.size, form.unpack
+
+    def pack(self, *values: Any) -> bytes:
+        self.said = self.form.pack(*values)
+        return self.said
+
+    def connected(self, connect: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, written down once it is said."""
+
+        def connect_and_tell(*args: Any) -> Any:
+            connection = connect(*args)
+            with self.path.open("ab") as file:
+                file.write(self.said)
+            return connection
+
+        return connect_and_tell
+
+
+def meeting(
+    rank: int, kinds: list[str], folders: list[Path], num_steps: int, timeout_s: float
+) -> list[tuple[float, str]]:
+    """In each rank: for each kind of stranger how long a job took, and what it died of."""
+    heard = sockets._GREETING = Overheard(sockets._GREETING)
+    make, SocketPort._connect = SocketPort.__init__, heard.connected(SocketPort._connect)
+    results = []
+    for kind, folder in zip(kinds, folders, strict=True):
+
+        def made(port: SocketPort, *args: Any, kind: str = kind, folder: Path = folder) -> None:
+            make(port, *args)
+            write(folder / f"address-{rank}", json.dumps([port._listeners[0].getsockname()[:2], port._name]))
+            if kind != "later":
+                until((folder / "here").exists)
+
+        SocketPort.__init__ = made
+        heard.path = folder / "overheard"
+        distributed.barrier()
+        begin_s, died = time.perf_counter(), ""
+        try:
+            job(rank, kind, folder, num_steps, timeout_s)
+        except Exception as error:
+            died = f"{type(error).__name__}: {error}"
+        results.append((time.perf_counter() - begin_s, died))
+        write(folder / "over", "")
+    return results
+
+
+def model() -> nn.Module:
+    """Layers in a row."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(5)), nn.Linear(32, 4))
+
+
+def job(rank: int, kind: str, folder: Path, num_steps: int, timeout_s: float) -> None:
+    """Raises where it dies, or where a loss is another one than the loop's."""
+    x, y = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 4
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    given = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 3}
+    expected, plain = [], model()
+    for step in range(num_steps):
+        rows = 24 - step
+        expected.append(reference_step(plain, x[:rows], target=y[:rows], step=step, **given))
+    with Pipeline(model(), x[:2], mesh=mesh, schedule="1f1b", timeout=timeout_s, **given) as pipe:
+        for step, loss in enumerate(expected):
+            rows = 24 - step  # every step has messages of other sizes, which are announced
+            if not torch.equal(pipe.step(x[:rows], target=y[:rows]), loss):
+                raise AssertionError(f"step {step} has another loss than the loop")
+            if kind == "later" and not step:
+                if not rank:
+                    write(folder / "started", "")
+                until((folder / "here").exists)
+        pipe.evaluate(x, target=y)
+        if len(pipe.full_state_dict()) != len(plain.state_dict()):
+            raise AssertionError("weights are missing")
+
+
+def main() -> int:
+    """Print a row for each kind of stranger."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=6.0, help="of the pipelines, in seconds")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o777)
+        folders = [Path(place) / kind for kind in options.only]
+        for folder in folders:
+            folder.mkdir()
+            folder.chmod(0o777)  # for another user's strangers
+        context = multiprocessing.get_context("fork")
+        guard = context.Process(target=one_by_one, args=(options.only, folders, options.ranks), daemon=False)
+        guard.start()
+        try:
+            results = in_ranks(options.ranks, meeting, options.only, folders, options.steps, options.timeout)
+        finally:
+            guard.terminate()
+            guard.join()
+    print(f"{machine()}; {options.ranks} ranks, timeout={options.timeout:g}\n")
+    print("| stranger | what it does | job | s |\n|---|---|---|---|")
+    died = 0
+    for kind, *own in zip(options.only, *results, strict=True):
+        texts = [text for _, text in own if text]
+        died += bool(texts)
+        said = f"died: {texts[0].splitlines()[0][:120]}" if texts else "all bits right"
+        print(f"| {kind} | {KINDS[kind][0]} | {said} | {max(seconds for seconds, _ in own):.1f} |")
+    print(f"\n{died} of {len(options.only)} jobs died")
+    return died
+
+
+def one_by_one(kinds: list[str], folders: list[Path], num_ranks: int) -> None:
+    """In a process without torch's threads: each kind of stranger in its turn, until its job is over."""
+    for kind, folder in zip(kinds, folders, strict=True):
+        stranger = multiprocessing.get_context("fork").Process(target=attack, args=(kind, folder, num_ranks))
+        stranger.start()
+        while not (folder / "over").exists():
+            time.sleep(0.02)
+        stranger.kill()
+        stranger.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
