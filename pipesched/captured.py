@@ -3,8 +3,8 @@
 import copy
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipesched.body import Body, CallLayer
 from pipesched.capture import Call, Capture, FunctionCall, Value, record
-from pipesched.containers import Twin, as_whole, find_layers, set_attributes
+from pipesched.containers import Twin, set_attributes
 from pipesched.contents import lacks_contents
 from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
@@ -28,6 +28,7 @@ from pipesched.randomness import KeyedRandom
 from pipesched.replay import Look, Replay, StandIns
 from pipesched.ties import Ties, Use
 from pipesched.untouched import no_graph, untouched
+from pipesched.whole_layers import opened
 
 __all__ = ["Captured", "Cut", "Replayed"]
 
@@ -42,21 +43,19 @@ class Captured:
     """A model, seen once in each of its modes. sample: (args, kwargs).
 
     layers: what may begin a stage, by name, in the order of calls: a layer's second call is ``name#2``. sample: as
-    given, of two rows at least.
+    given, of two rows at least. whole_layers: modules that are not opened.
     """
 
-    def __init__(self, model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    def __init__(
+        self, model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
+    ) -> None:
         self.model = model
-        self.modules = find_layers(model)
-        self.sample = args, kwargs = _two_rows(sample)
-        own = self._recorded(model.training, args, kwargs)
-        if not own.layer_calls:
-            self.modules = as_whole(model)
-            own = self._recorded(model.training, args, kwargs)
+        self.sample = _two_rows(sample)
+        self.modules, own = opened(model, partial(self._recorded, model.training), whole_layers)
         self.captures = {model.training: own}
         self.missing: Exception | None = None  # why the model does not run in its other mode
         try:
-            other = self._recorded(not model.training, args, kwargs)
+            other = self._recorded(not model.training, self.modules)
         except Exception as error:  # as of a detector that takes targets only where it trains
             self.missing = error
         else:
@@ -70,15 +69,16 @@ class Captured:
         }
         self.parts = lru_cache(maxsize=1)(self._parts)
 
-    def _recorded(self, mode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    def _recorded(self, mode: bool, layers: Mapping[str, nn.Module]) -> Capture:
         """One forward. Where it sets attributes of containers, also the next one that finds them, to see what that
         changes: stages start each micro-batch with the attributes as they are now.
         """
+        args, kwargs = self.sample
 
         def seen(found: Mapping[tuple[nn.Module, str], Any]) -> Capture:
             with untouched(self.model, mode), no_graph(self.model) if mode else torch.no_grad():
                 set_attributes(found)
-                return record(self.model, self.modules, args, kwargs)
+                return record(self.model, layers, args, kwargs)
 
         first = seen({})
         if not first.changed:

@@ -1,6 +1,6 @@
 """Layered: a model as layers in a row, whatever its code: what is measured and cut, and what its stages run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from itertools import pairwise
@@ -25,6 +25,7 @@ from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.ties import Ties, Use
 from pipesched.untouched import unchanged, untouched
+from pipesched.whole_layers import as_whole_layers
 
 __all__ = ["Layered", "graph_of", "as_model", "layered", "stages_of"]
 
@@ -87,8 +88,11 @@ def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] |
     return firsts[1:] if all(firsts) else None
 
 
-def layered(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> Layered:
-    """Layers in a row as they are; any other module by what its forward does with the sample.
+def layered(
+    model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
+) -> Layered:
+    """Layers in a row as they are; any other module by what its forward does with the sample. whole_layers: modules
+    that stay in one piece.
 
     Raises ModelTypeError for what is no module, GraphError for one that cannot be cut, InputError for a sample that is
     not what its forward takes.
@@ -99,10 +103,11 @@ def layered(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) ->
         )
     _check_is_open(model)
     check_hooks(model)
+    whole = as_whole_layers(model, whole_layers)
     if isinstance(model, nn.Sequential) and is_in_a_row(model):
-        return InARow(model, sample)
+        return InARow(model, sample, whole)
     try:
-        return Captured(model, sample)
+        return Captured(model, sample, whole)
     except TypeError as error:
         _check_takes(model, *sample, error)
         raise
@@ -139,7 +144,9 @@ def _check_is_open(model: nn.Module) -> None:
             )
 
 
-def graph_of(model: nn.Module, sample: Any, *, measured: bool = True, device: Any = "cpu") -> "nx.DiGraph[str]":
+def graph_of(
+    model: nn.Module, sample: Any, *, measured: bool = True, device: Any = "cpu", whole_layers: Collection[str] = ()
+) -> "nx.DiGraph[str]":
     """The layers of a model as a graph, as they are cut into stages.
 
     sample: one micro-batch, as for ``Pipeline``. Nodes are layers with which a stage may begin, under their names and
@@ -150,18 +157,21 @@ def graph_of(model: nn.Module, sample: Any, *, measured: bool = True, device: An
     tensor that several layers use has one name. What every stage computes by itself, such as masks, makes no edge.
     measured: each layer is run several times on ``device``, by one thread: nodes then also have ``forward_s``,
     ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and ``activation_bytes`` (held from forward to backward).
-    `pipesched.partition` cuts such a graph. The model is left as it was. Raises GraphError, ModelTypeError.
+    whole_layers: modules that are one layer each, as for ``Pipeline``. `pipesched.partition` cuts such a graph. The
+    model is left as it was. Raises GraphError, ModelTypeError, InputError.
     """
     where = as_device(device)
-    known = layered(as_model(model), as_call(sample))
+    known = layered(as_model(model), as_call(sample), whole_layers)
     return known.graph(known.measure(where, 1) if measured else {})
 
 
 class InARow:
     """An nn.Sequential whose layers share nothing."""
 
-    def __init__(self, model: nn.Sequential, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self.layers = layers_of(model)
+    def __init__(
+        self, model: nn.Sequential, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
+    ) -> None:
+        self.layers = layers_of(model, whole_layers)
         self._model, self._sample = model, sample
 
     def check(self, program: Program) -> None:
