@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import currentframe
 from itertools import accumulate, pairwise
+from os.path import commonprefix
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from pipesched.containers import Shells
@@ -26,6 +27,7 @@ from pipesched.errors import GraphError
 from pipesched.pattern import Pattern, named_leaves, positional, tensors_in
 from pipesched.payload import form_of, pytree
 from pipesched.randomness import draws, outside_state
+from pipesched.tensor_functions import ASKS, READS, changed_in_place, is_shaped_by_contents, memory_at, name_of
 from pipesched.ties import Place
 from pipesched.untouched import unchanged
 
@@ -35,7 +37,6 @@ __all__ = [
     "Capture",
     "FunctionCall",
     "Value",
-    "name_of",
     "record",
 ]
 
@@ -43,11 +44,6 @@ INPUT = -1  # in a value's place of a call: it is one of the model's inputs
 
 #: A tensor: (number of the call that gave it, which of the call's tensors), or (INPUT, its name among the inputs).
 Value = tuple[int, Any]
-
-_READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"}
-_READS |= {"__complex__", "__contains__", "__array__", "__format__", "__repr__"}  # plain Python of a tensor's contents
-#: What is asked of a tensor, and not known of one that is in another stage.
-_ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
 
 
 @dataclass
@@ -106,6 +102,8 @@ class Capture:
     changed: attributes of containers, and to what the forward has set them. results: the output's tensors.
     output_form: ``form_of`` the output.
     told: for a call of a layer, its attributes that were set before. functions: of each call of one, for measuring.
+    indivisible: modules whose own code needs the layers within them in one piece. deciding: modules whose own code
+    looks at contents of tensors, and then calls layers within them.
     """
 
     calls: list[Call]
@@ -121,6 +119,8 @@ class Capture:
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
     functions: dict[int, FunctionCall] = field(default_factory=dict)
     output_form: Any = None
+    indivisible: frozenset[str] = frozenset()
+    deciding: frozenset[str] = frozenset()
 
     @cached_property
     def layer_calls(self) -> list[Call]:
@@ -176,12 +176,6 @@ class Capture:
         return [call.index for call in self.calls[1:] if call.index not in barred]
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """A torch function's name; of a property the whole name."""
-    name = getattr(function, "__name__", "")
-    return (resolve_name(function) or name) if name in ("__get__", "") else name
-
-
 def record(
     model: nn.Module, layers: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Capture:
@@ -220,7 +214,9 @@ class _Recorder(TorchFunctionMode):
         self._functions: dict[int, FunctionCall] = {}
         self._first_use: dict[str, int] = {}  # of parameters and buffers between layers
         self._elsewhere: set[int] = set()  # memory that no call of this forward has made
-        self._recomputed: dict[FrameType, tuple[Call, Call]] = {}  # by call of torch's checkpoint: the first and last
+        self._regions: dict[FrameType, tuple[Call, Call]] = {}  # what a backward runs as one: the first call, the last
+        self._indivisible: set[str] = set()
+        self._readers: dict[str, int] = {}  # containers whose code follows contents, and the first call that it did so
         self._arguments: set[int] | None = None  # of the layer that runs
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
@@ -235,11 +231,17 @@ class _Recorder(TorchFunctionMode):
         if self._calls:
             self._end_of_hidden(self._calls[-1])
         values = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
-        self._recomputed.clear()
+        self._regions.clear()
         self._alive.clear()  # the memory is free at once, though the shells refer to each other
         quiet, looked_at = frozenset(self._quiet), frozenset(self._looked_at)
         capture = Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples, frozenset(self._outside))
         capture.told, capture.functions = self._told, self._functions
+        capture.indivisible = frozenset(self._indivisible)
+        capture.deciding = frozenset(
+            name
+            for name, begin in self._readers.items()
+            if any(call.layer.startswith(f"{name}.") for call in self._calls[begin:])
+        )
         capture.hidden, capture.changed, capture.results = self._ways, self._shells.changed(), list(tensors_in(output))
         capture.output_form = form_of(output)
         return capture
@@ -259,14 +261,17 @@ class _Recorder(TorchFunctionMode):
                 leaves[place] = leaf.detach().clone()  # the model's code may change it in place
                 self._value[id(leaves[place])] = INPUT, name
                 self._alive.append(leaves[place])
-                self._elsewhere.add(_memory(leaves[place]))
+                self._elsewhere.add(memory_at(leaves[place]))
         told_apart: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
         return told_apart
 
     def _join(self) -> None:
         """What is used again after another tensor in its memory was changed stays where that was."""
-        for first, call in self._recomputed.values():
+        for region, (first, call) in self._regions.items():
             call.joined = first.index if call.joined is None else min(call.joined, first.index)
+            names = [own.layer.split(".")[:-1] for own in self._calls[first.index : call.index + 1] if own.layer]
+            if names and region.f_code is _APPLY:
+                self._indivisible.add(".".join(commonprefix(names)))  # noqa: RUF071  # of lists, not of texts
         last = {value: call.index for call in self._calls for value in call.takes}
         for call, value in self._shared:
             if last.get(value, INPUT) > call.index:
@@ -279,14 +284,16 @@ class _Recorder(TorchFunctionMode):
         taken = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in taken]
         result = func(*args, **kwargs)
-        name, changed = name_of(func), _changed(taken, versions)
+        name, changed = name_of(func), changed_in_place(taken, versions)
+        if name in READS or is_shaped_by_contents(name, args):
+            self._readers.setdefault(self._shells.running(), len(self._calls))
         if changed or any(True for _ in tensors_in(result)):
             values = tuple(self._value.get(id(tensor)) for tensor in taken)
             result, call = self._new("", name, taken, changed, result)
             arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             self._functions[call.index] = FunctionCall(func, arguments, values)
             call.random, call.sealed = draws(func, args, kwargs), not torch.is_grad_enabled()
-        elif taken and (name in _READS or (name in _ASKS and self._given(taken))):
+        elif taken and (name in READS or (name in ASKS and self._given(taken))):
             self._new("", name, taken, changed, None)[1].reads = True
         else:
             self._quiet.add(name)
@@ -345,7 +352,7 @@ class _Recorder(TorchFunctionMode):
             result = call_beside(layer, args, kwargs, lambda: unchanged(example))
             self._arguments = None
             by_the_way = sorted(self._by_the_way, key=str)
-            result, call = self._new(name, "", taken, _changed(taken, versions), result)
+            result, call = self._new(name, "", taken, changed_in_place(taken, versions), result)
         except Exception as error:
             error.add_note(f"while layer {name!r} ran with the given sample")
             raise
@@ -374,9 +381,9 @@ class _Recorder(TorchFunctionMode):
         for tensor in taken:
             if id(tensor) not in self._value:
                 self._look_for(tensor)
-                self._elsewhere.add(_memory(tensor))
+                self._elsewhere.add(memory_at(tensor))
                 self._alive.append(tensor)
-        call.outward = any(_memory(taken[position]) in self._elsewhere for position in changed)
+        call.outward = any(memory_at(taken[position]) in self._elsewhere for position in changed)
         for position in changed:
             if id(taken[position]) not in self._value and id(taken[position]) not in self._names:
                 raise GraphError(
@@ -389,8 +396,8 @@ class _Recorder(TorchFunctionMode):
         if any(id(taken[position]) in self._names for position in changed):  # it is the next forward's, too
             call.joined = min(self._first_use[name] for name in uses)
         self._calls.append(call)
-        if (region := _recomputing()) is not None:
-            self._recomputed[region] = self._recomputed.get(region, (call, call))[0], call
+        if (region := _region()) is not None:
+            self._regions[region] = self._regions.get(region, (call, call))[0], call
         call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()
         through = {id(tensor) for tensor in taken} - {id(taken[position]) for position in changed}
         given = [tensor.view_as(tensor) if id(tensor) in through else tensor for tensor in tensors_in(result)]
@@ -404,39 +411,25 @@ class _Recorder(TorchFunctionMode):
                 places[id(target)] = len(given)
                 given.append(target)
             changes[position] = places[id(target)]
-            there = self._memory.get(_memory(target), {})
+            there = self._memory.get(memory_at(target), {})
             self._shared += [(call, value) for other, value in there.items() if other != id(target)]
         call.changes, call.gives = changes, len(given)
         for place, tensor in enumerate(given):
             self._value[id(tensor)] = value = call.index, place
             self._nbytes[value] = tensor.nbytes
-            self._memory.setdefault(_memory(tensor), {})[id(tensor)] = value
+            self._memory.setdefault(memory_at(tensor), {})[id(tensor)] = value
         self._alive += given
         return result, call
 
 
-def _recomputing() -> FrameType | None:
-    """The outermost call of torch.utils.checkpoint that is under way: a backward runs again all that it runs."""
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def _region() -> FrameType | None:
+    """The outermost call under way of torch.utils.checkpoint, or of an autograd.Function: its backward is one piece."""
     found, frame = None, currentframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") == checkpoint.__name__:
+        if frame.f_code is _APPLY or frame.f_globals.get("__name__") == checkpoint.__name__:
             found = frame
         frame = frame.f_back
     return found
-
-
-def _changed(tensors: list[Tensor], versions: list[int]) -> list[int]:
-    """The positions of those that were changed in place."""
-    return [
-        position
-        for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
-        if tensor._version != version
-    ]
-
-
-def _memory(tensor: Tensor) -> int:
-    try:
-        storage = tensor.untyped_storage()
-        return storage.data_ptr() or id(storage)
-    except (NotImplementedError, RuntimeError):  # functional wrappers, as inside vmap, have none
-        return id(tensor)

@@ -4,8 +4,8 @@ import copy
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence, Set
-from functools import lru_cache
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence, Set
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipesched.body import Body, CallLayer
 from pipesched.capture import Call, Capture, FunctionCall, Value
-from pipesched.containers import Twin, as_whole, find_layers
+from pipesched.containers import Twin
 from pipesched.contents import lacks_contents
 from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
@@ -29,6 +29,7 @@ from pipesched.randomness import KeyedRandom
 from pipesched.recording import Recording, recorded
 from pipesched.replay import NUMBERS, Look, Replay, StandIns
 from pipesched.ties import Ties, Use
+from pipesched.whole_layers import opened
 
 __all__ = ["Captured", "Cut", "Looks", "Replayed"]
 
@@ -43,22 +44,21 @@ class Captured:
     """A model, seen once in each of its modes. sample: (args, kwargs).
 
     layers: what may begin a stage, by name, in the order of calls: a layer's second call is ``name#2``. sample: as
-    given, of two rows at least. written: the names of weights that forwards write to.
+    given, of two rows at least. whole_layers: modules that are not opened. written: the names of weights that forwards
+    write to.
     """
 
-    def __init__(self, model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    def __init__(
+        self, model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
+    ) -> None:
         self.model = model
-        self.modules = find_layers(model)
         self.sample = _two_rows(sample)
         self.recordings: dict[bool, Recording] = {}
-        own = self._recorded(model.training)
-        if not own.layer_calls:
-            self.modules = as_whole(model)
-            own = self._recorded(model.training)
+        self.modules, own = opened(model, partial(self._recorded, model.training), whole_layers)
         self.captures = {model.training: own}
         self.missing: Exception | None = None  # why the model does not run in its other mode
         try:
-            other = self._recorded(not model.training)
+            other = self._recorded(not model.training, self.modules)
         except Exception as error:  # as of a detector that takes targets only where it trains
             self.missing = error
         else:
@@ -79,9 +79,9 @@ class Captured:
         }
         self.parts = lru_cache(maxsize=1)(self._parts)
 
-    def _recorded(self, mode: bool) -> Capture:
+    def _recorded(self, mode: bool, layers: Mapping[str, nn.Module]) -> Capture:
         args, kwargs = self.sample
-        self.recordings[mode] = recorded(self.model, self.modules, mode, args, kwargs)
+        self.recordings[mode] = recorded(self.model, layers, mode, args, kwargs)
         return self.recordings[mode].capture
 
     def check(self, program: Program) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy as shallow
 from functools import partial
+from inspect import currentframe
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from pipesched.graph import hooks_of, is_compiled
 
-__all__ = ["Shells", "Twin", "as_whole", "find_layers", "set_attributes"]
+__all__ = ["Shells", "Twin", "as_whole", "find_layers", "is_small", "set_attributes"]
 
 _LARGEST = 4  # a layer holds at most a quarter of the parameters, where its module can be opened
 
@@ -68,6 +69,11 @@ def _opens(module: nn.Module, total: int) -> bool:
     return not _is_of_torch(module) and _size(module) * _LARGEST > total and _parametrised(module) > 1
 
 
+def is_small(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a module may be one layer of a model, by its size."""
+    return _size(module) * _LARGEST <= _size(model)
+
+
 def _is_list(module: nn.Module) -> bool:
     if isinstance(module, nn.Sequential):
         return type(module).forward is nn.Sequential.forward and not hooks_of(module)
@@ -107,7 +113,7 @@ class Shells:
         self._before: dict[int, dict[str, Any]] = {}
         self._contents: dict[int, dict[str, list[Any]]] = {}
         self._translated: dict[int, tuple[Any, Any]] = {}
-        self._own = {id(module) for module in model.modules()}
+        self._own = {id(module): name for name, module in model.named_modules()}
         self.model = self._copy(model)
         self.refresh()
 
@@ -137,6 +143,17 @@ class Shells:
                 if value is not before.get(name, self) or filled:
                     changed[own, name] = value
         return changed
+
+    def running(self) -> str:
+        """The innermost container whose code runs now, by name; empty for the model itself."""
+        names: dict[int, str] = {id(copy): self._own[id(own)] for own, copy in self._pairs}
+        frame = currentframe()
+        while frame is not None:
+            name = names.get(id(frame.f_locals.get("self")))
+            if name is not None:
+                return name
+            frame = frame.f_back
+        return ""
 
     def _in_shells(self, value: Any) -> Any:
         """A list, function or the like that refers to modules of the model, referring to what stands for them."""

@@ -1,6 +1,6 @@
 """Graph: what a model is made of: layers in a row, what holds them, hooks, norms over rows."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -20,9 +20,11 @@ __all__ = [
 ]
 
 
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of an nn.Sequential in order, by qualified name; nested plain Sequentials are flattened."""
-    return dict(_flatten(model, ""))
+def layers_of(model: nn.Module, whole: Collection[str] = ()) -> dict[str, nn.Module]:
+    """The layers of an nn.Sequential in order, by qualified name; nested plain Sequentials are flattened, but for those
+    that stay whole.
+    """
+    return dict(_flatten(model, "", whole))
 
 
 def is_in_a_row(model: nn.Module) -> bool:
@@ -77,11 +79,11 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), StaleHook)]
 
 
-def _flatten(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _flatten(module: nn.Module, prefix: str, whole: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_modules(remove_duplicate=False):
         if name and "." not in name:
-            if _is_plain(child) and not hooks_of(child):
-                yield from _flatten(child, f"{prefix}{name}.")
+            if _is_plain(child) and not hooks_of(child) and f"{prefix}{name}" not in whole:
+                yield from _flatten(child, f"{prefix}{name}.", whole)
             else:
                 yield f"{prefix}{name}", child
 

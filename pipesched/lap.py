@@ -23,6 +23,7 @@ from pipesched.backward import Deferral, edge_of, enter
 from pipesched.caller import Caller
 from pipesched.contents import lacks_contents, stand_in
 from pipesched.interception import Intercept
+from pipesched.pattern import tensors_in
 from pipesched.payload import Payload, trainable_leaves
 from pipesched.products import Product, weight_grad
 from pipesched.randomness import InBackward, Key, KeyedRandom
@@ -71,6 +72,7 @@ class Lap(nn.Module):
         self._blank = blanks[1]  # behind it comes one more, since the last one to go forward begins the backward
         self._all = [blanks[0], *subjects, *blanks[1:]]
         self._device, self._caller = device, caller
+        self._attributes = {module: dict(vars(module)) for subject in subjects for module in subject.layer.modules()}
         callables = {id(subject.layer): _callable(subject.layer, device) for subject in self._all}
         self.modules_of = {subject: callables[id(subject.layer)] for subject in self._all}
         self.layers = nn.ModuleList(callables.values())
@@ -92,6 +94,8 @@ class Lap(nn.Module):
 
     def forget(self) -> None:
         """Free the copies; at once where there may be no room for those of several laps."""
+        for layer in self.layers:
+            self.forget_graphs(layer)
         for tensor in self.tensors.values():
             tensor.grad = None
         self.tensors.clear()
@@ -159,6 +163,7 @@ class Lap(nn.Module):
         counts = [0]
         for subject, layer in self.modules_of.items():
             args, kwargs = self._arguments(subject)
+            self.forget_graphs(layer)
             self._random.enter(Key(0, 0, 0), subject.name)
             with _naming(subject, self._device), self._caller.autocast(), self._forward_mode[noted]:
                 begin = clock.now()
@@ -174,6 +179,16 @@ class Lap(nn.Module):
         products = self._deferral.finish([edge_of(root) for root in run.roots]) if noted else []
         run.products = [products[begin:end] for begin, end in pairwise(counts)]
 
+    def forget_graphs(self, layer: nn.Module) -> None:
+        """What an earlier round has left in attributes of a layer, such as a state, and what its graph is of, is not
+        there for the next one, as it would not be in a model that puts its state back before each forward.
+        """
+        for module in layer.modules():
+            before = self._attributes.get(module, {})
+            for name, value in list(vars(module).items()):
+                if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+                    vars(module)[name] = before.get(name)
+
     def _arguments(self, subject: Subject) -> Any:
         given = subject.given.map_tensors(lambda tensor: tensor.to(self._device, copy=True))
         return unchanged(given.with_wanted(enter(given.wanted) if given.wanted else ()))
@@ -183,7 +198,8 @@ class Lap(nn.Module):
         with self._backward_mode[run.deferred], self._deferral.unnoted():
             if run.roots:
                 with _naming_turn(run.turns, self._device):
-                    torch.autograd.backward(run.roots, [root.detach() for root in run.roots])
+                    edges = [edge_of(root) for root in run.roots]  # of tensors torch would run it with the mode left
+                    torch.autograd.backward(edges, [root.detach() for root in run.roots])
         end = clock.now()
         for turn in run.turns:  # each ends where the one before it in the model begins
             end = turn.note(what, end)

@@ -1,6 +1,6 @@
 """Layered: a model as layers in a row, whatever its code: what is measured and cut, and what its stages run."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from itertools import pairwise
@@ -26,6 +26,7 @@ from pipesched.program import Program
 from pipesched.stale import check_not_stale
 from pipesched.ties import Ties, Use
 from pipesched.untouched import names_of, set_aside, unchanged, untouched
+from pipesched.whole_layers import as_whole_layers
 
 __all__ = ["LayerError", "Layered", "graph_of", "as_model", "layered", "stages_of"]
 
@@ -108,8 +109,11 @@ def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] |
     return firsts[1:] if all(firsts) else None
 
 
-def layered(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> Layered:
-    """Layers in a row as they are; any other module by what its forward does with the sample.
+def layered(
+    model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
+) -> Layered:
+    """Layers in a row as they are; any other module by what its forward does with the sample. whole_layers: modules
+    that stay in one piece.
 
     Raises ModelTypeError for what is no module, GraphError for one that cannot be cut, InputError for a sample that is
     not what its forward takes.
@@ -121,10 +125,11 @@ def layered(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) ->
     _check_is_open(model)
     check_not_stale(model)
     check_hooks(model)
+    whole = as_whole_layers(model, whole_layers)
     if isinstance(model, nn.Sequential) and is_in_a_row(model):
-        return InARow(model, sample)
+        return InARow(model, sample, whole)
     try:
-        return Captured(model, sample)
+        return Captured(model, sample, whole)
     except TypeError as error:
         _check_takes(model, *sample, error)
         raise
@@ -161,7 +166,9 @@ def _check_is_open(model: nn.Module) -> None:
             )
 
 
-def graph_of(model: nn.Module, sample: Any, *, measured: bool = True, device: Any = "cpu") -> "nx.DiGraph[str]":
+def graph_of(
+    model: nn.Module, sample: Any, *, measured: bool = True, device: Any = "cpu", whole_layers: Collection[str] = ()
+) -> "nx.DiGraph[str]":
     """The layers of a model as a graph, as they are cut into stages.
 
     sample: one micro-batch, as for ``Pipeline``. Nodes are layers with which a stage may begin, under their names and
@@ -172,10 +179,11 @@ def graph_of(model: nn.Module, sample: Any, *, measured: bool = True, device: An
     tensor that several layers use has one name. What every stage computes by itself, such as masks, makes no edge.
     measured: each layer is run several times on ``device``, by one thread: nodes then also have ``forward_s``,
     ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and ``activation_bytes`` (held from forward to backward).
-    `pipesched.partition` cuts such a graph. The model is left as it was. Raises GraphError, ModelTypeError.
+    whole_layers: modules that are one layer each, as for ``Pipeline``. `pipesched.partition` cuts such a graph. The
+    model is left as it was. Raises GraphError, ModelTypeError, InputError.
     """
     where, whole = as_device(device), as_model(model)
-    known = layered(whole, as_call(sample))
+    known = layered(whole, as_call(sample), whole_layers)
     if not measured:
         return known.graph({})
     with set_aside(whole):
@@ -186,8 +194,10 @@ def graph_of(model: nn.Module, sample: Any, *, measured: bool = True, device: An
 class InARow:
     """An nn.Sequential whose layers share nothing."""
 
-    def __init__(self, model: nn.Sequential, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self.layers = layers_of(model)
+    def __init__(
+        self, model: nn.Sequential, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
+    ) -> None:
+        self.layers = layers_of(model, whole_layers)
         self._model, self.sample = model, sample
 
     def check(self, program: Program) -> None:

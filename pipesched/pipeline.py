@@ -77,8 +77,9 @@ class Pipeline(Gathered):
     num_stages: as many as devices, times the schedule's chunks, unless given. num_microbatches: 4 a device, likewise.
     boundaries: the first layer of every stage but stage 0, by position or
     name; or of some layers the stage that each begins, {name: stage}; the rest is cut where measured layer times say.
-    together: groups of layers that share a stage. links: between ranks, as `probe_links` finds them: then what crosses
-    between stages counts. checkpoint: of whole stages "never", "always" or "except_last", or by
+    together: groups of layers that share a stage. whole_layers: names of modules that are one layer each, such as
+    ["block.moe"], whose own code depends on the batch. links: between ranks, as `probe_links` finds them: then what
+    crosses between stages counts. checkpoint: of whole stages "never", "always" or "except_last", or by
     layer {name: "recompute", "recompute-cheap" or "offload"}; "never" unless given, or what a limit of memory asks for.
     offload: whether such a limit may take to the host what layers save; "auto": not on CPUs, where it gives no memory
     back.
@@ -113,6 +114,7 @@ class Pipeline(Gathered):
         num_microbatches: int | None = None,
         boundaries: Boundaries | None = None,
         together: Sequence[Collection[str]] = (),
+        whole_layers: Collection[str] = (),
         links: Links | None = None,
         checkpoint: Checkpoint | None = None,
         optimizer: Callable[[list[Any]], Optimizer] | None = None,
@@ -142,7 +144,7 @@ class Pipeline(Gathered):
         self._site = site_for(devices, mesh, self._threads, timeout, inputs)
         self._seed = self._site.agreed(lambda: own_seed)
         module = built(chain, self._seed)
-        self._layered = layered(module, given)
+        self._layered = layered(module, given, whole_layers)
         initial = Initial(module, init, self._seed, loss_fn)
         self._layers = dict(self._layered.layers)
         super().__init__(module, loss_fn)

@@ -285,7 +285,7 @@ class _Survey:
     def _look(self, lap: Lap) -> _Kind:
         subject = lap.subjects[0]
         output = Payload.of(((lap.round().output,), {}))
-        stage = _Alone(lap.modules_of[subject], subject, self._device, self._caller)
+        stage = _Alone(lap, subject, self._device, self._caller)
         weights = [tensor for tensor in lap.parameters() if tensor.requires_grad]
         layer = Layer(stage.stage, stage.forward, stage.release, weights, _nbytes(subject.layer.buffers()))
         sizes = asdict(footprint_of(layer, subject.given))
@@ -306,8 +306,9 @@ class _Held(nn.Module):
 class _Alone:
     """A layer as a stage of its own, which has learnt to split its backward. caller: whose autocast holds."""
 
-    def __init__(self, layer: nn.Module, subject: Subject, device: torch.device, caller: Caller) -> None:
-        self.stage, self._caller = Stage({subject.name: _Held(layer)}, device), caller
+    def __init__(self, lap: Lap, subject: Subject, device: torch.device, caller: Caller) -> None:
+        self._lap, self._layer = lap, lap.modules_of[subject]
+        self.stage, self._caller = Stage({subject.name: _Held(self._layer)}, device), caller
         self._feed = Feed(0, 0, [])
         output = self.forward(subject.given.map_tensors(lambda tensor: tensor.to(device, copy=True)), split=True)
         self.stage.input_grad(0, tuple(torch.ones_like(tensor) for tensor in output.wanted))
@@ -315,6 +316,7 @@ class _Alone:
 
     def forward(self, given: Payload, split: bool) -> Payload:
         """Run it, in a step of its own."""
+        self._lap.forget_graphs(self._layer)
         wanted = [tensor.detach().requires_grad_() for tensor in given.wanted]
         self._feed = Feed(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
         self.stage.begin(self._feed)

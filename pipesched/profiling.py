@@ -53,6 +53,7 @@ def profile(
     device: Any = "cpu",
     intra_op_threads: int = 1,
     split_dims: SplitDims = 0,
+    whole_layers: Collection[str] = (),
     cache: str | PathLike[str] | None = None,
 ) -> Profile:
     """Measure what the layers of a model cost, for `pipesched.tune` and ``Pipeline(profile=)``.
@@ -60,7 +61,7 @@ def profile(
     sample: one micro-batch, as for ``Pipeline``. loss_fn: as there, with the sample's target; what it takes belongs to
     the last layer. optimizer: as there; layers then have ``update_s`` and ``optimizer_bytes``. rows: the sizes of
     micro-batches to measure, made from the sample's rows: a quarter, half and twice as many beside its own unless
-    given; single rows are measured as two. split_dims: the dims of the rows, as for ``Pipeline``. Layers run several
+    given; single rows are measured as two. split_dims, whole_layers: as for ``Pipeline``. Layers run several
     times on ``device`` with so many threads, forward and backward, one after the other as in a step. What cannot be
     true of a layer is measured again, and then named in a warning. cache: a folder of profiles: one of an equal model,
     sample, device and torch is read and not measured again; numbers in weights and inputs do not count. The model is
@@ -75,12 +76,21 @@ def profile(
     sizes = _sizes(rows, has)
     own = fingerprint(form_of(chain))
     measured_on = device_name(where), torch.__version__, threads, Caller.here([where.type], grad=True)
-    parts = form_of(loss), form_of((args, kwargs, target)), sizes, split_dims, *measured_on, own, code_of(optimizer)
+    parts = (
+        form_of(loss),
+        form_of((args, kwargs, target)),
+        sizes,
+        split_dims,
+        list(whole_layers),
+        *measured_on,
+        own,
+        code_of(optimizer),
+    )
     file = None if cache is None else as_path(cache) / f"{fingerprint(*parts)}.json"
     if file is not None and file.exists():
         return Profile.load(file)
     batches = {count: splitter.resized(args, kwargs, target, count) for count in sizes}
-    known = {count: layered(chain, batch.inputs[0]) for count, batch in batches.items()}
+    known = {count: layered(chain, batch.inputs[0], whole_layers) for count, batch in batches.items()}
     passes: dict[int, list[dict[str, LayerCosts]]] = {count: [] for count in sizes}
     for number, (count, own_passes) in product(range(_PASSES), passes.items()):
         effort = replace(_CROWDED, checks=number == _PASSES - 1)

@@ -264,6 +264,7 @@ class InBackward:
 def _refuse_draw(name: str) -> NoReturn:
     raise ExecutionError(
         f"random numbers are drawn in forwards, where their key is known; {name} was called during a backward, "
-        f"recomputed by torch.utils.checkpoint inside the model, or by a hook; checkpoint with "
-        f"Pipeline(checkpoint=...) instead, set the dropout to 0, or give the hook a generator of its own"
+        f"recomputed by torch.utils.checkpoint inside the model or by an autograd.Function of a layer, or by a hook; "
+        f"checkpoint with Pipeline(checkpoint=...) instead, set the dropout to 0, or give the hook a generator of its "
+        f"own"
     )

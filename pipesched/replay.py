@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipesched.body import CallLayer
-from pipesched.capture import INPUT, Call, Capture, Value, name_of
+from pipesched.capture import INPUT, Call, Capture, Value
 from pipesched.containers import Shells
 from pipesched.cut import Part
 from pipesched.errors import GraphError
 from pipesched.pattern import Pattern, named_leaves, positional, tensors_in
 from pipesched.payload import pytree
 from pipesched.randomness import KeyedRandom
+from pipesched.tensor_functions import name_of
 from pipesched.ties import Place, with_stand_ins
 
 __all__ = ["NUMBERS", "Look", "Replay", "StandIns"]
@@ -261,7 +262,7 @@ class Replay(TorchFunctionMode):
     def _other_form(self, call: Call) -> GraphError:
         self._error = GraphError(
             f"what a call gives holds as many things, of the same kinds, as with the sample; {call} gives others now; "
-            f"make the pipeline with such a sample, or move the code that uses them into the layer"
+            f"{self._remedy()}"
         )
         return self._error
 
@@ -269,10 +270,15 @@ class Replay(TorchFunctionMode):
         due = self._calls[self._position] if self._position < len(self._calls) else "its end"
         self._error = GraphError(
             f"a forward takes the way that it took with the sample; call {self._position} was {due} then and is "
-            f"{name} now; the model's code depends on the batch here, or on an attribute that has been set since: make "
-            f"the pipeline with such a sample, and of the model as it is now, or move that code into a layer"
+            f"{name} now; the model's code depends on the batch here, or on an attribute that has been set since: "
+            f"{self._remedy()}"
         )
         return self._error
+
+    def _remedy(self) -> str:
+        container = self._shells.running()
+        whole = f"keep it in one piece with whole_layers=[{container!r}], " if container else ""
+        return f"{whole}make the pipeline with such a sample, and of the model as it is now, or move that code into a layer"
 
 
 def _roots(capture: Capture) -> dict[Value, Value]:

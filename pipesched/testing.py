@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.arguments import as_function, as_seed, as_threads
+from pipesched.backward import edge_of
 from pipesched.batch import SplitDims, Splitter
 from pipesched.caller import Caller
-from pipesched.capture import record
+from pipesched.capture import Capture, record
 from pipesched.checks import is_count, shown
-from pipesched.containers import as_whole, find_layers
 from pipesched.costs import Costs, check_costs
 from pipesched.errors import InputError, ModelTypeError, ScheduleError
 from pipesched.executors.fake import FakeStage, run_virtual
@@ -36,6 +36,7 @@ from pipesched.trace import Trace
 from pipesched.unsplit import Unsplit
 from pipesched.untouched import untouched
 from pipesched.validation import validate
+from pipesched.whole_layers import as_whole_layers, opened
 
 __all__ = ["FakeStage", "MemoryMeter", "check_schedule", "reference_step", "run_fake"]
 
@@ -150,6 +151,7 @@ def reference_step(
     split_dims: SplitDims = 0,
     batch_norm: BatchNormMode = "micro-batch",
     intra_op_threads: int = 1,
+    whole_layers: Collection[str] = (),
     **kwargs: Any,
 ) -> Tensor:
     """One step of the model without a pipeline: the same micro-batches, one after the other.
@@ -166,7 +168,7 @@ def reference_step(
     if not is_count(num_microbatches):
         raise InputError(f"a batch is cut into at least one micro-batch; got {shown(num_microbatches)}; pass 1 or more")
     loss_fn, loss_weight = as_function(loss_fn, "loss_fn"), as_function(loss_weight, "loss_weight")
-    intra_op_threads = as_threads(intra_op_threads)
+    intra_op_threads, whole_layers = as_threads(intra_op_threads), as_whole_layers(whole, whole_layers)
     weight, reduction = resolve_loss(whole, (args, kwargs), loss_fn, loss_weight, loss_reduction, split_dims)
     splitter = Splitter(num_microbatches, False, split_dims, weight, reduction)
     batch = splitter.batch(args, kwargs, target)
@@ -176,8 +178,8 @@ def reference_step(
     torch.set_num_threads(intra_op_threads)
     norms = MiniBatchNorms(batch_norm, InProcess([], 1))
     modules = {"": whole, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
-    run = _Unpipelined(whole, loss_fn, norms.of_stage((0, 0), (0, 0), modules))
     try:
+        run = _Unpipelined(whole, loss_fn, norms.of_stage((0, 0), (0, 0), modules), batch.inputs[0], whole_layers)
         total: Tensor | None = None
         with norms.counting():
             for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
@@ -185,8 +187,8 @@ def reference_step(
                 loss = run.loss(inputs, target_part, Key(seed, step, microbatch))
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
                 if factor != 0:
-                    with _without_autocast():
-                        root.backward()
+                    with _without_autocast(), run.in_backward:
+                        torch.autograd.backward((edge_of(root),))  # of a tensor torch would leave the mode
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
     finally:
@@ -198,30 +200,36 @@ def reference_step(
 class _Unpipelined:
     """The model's forward and loss; weights that several calls use have a leaf for each use."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, norms: Norms | None) -> None:
-        plain = isinstance(model, nn.Sequential) and is_in_a_row(model)
-        layers = layers_of(model) if plain else find_layers(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        norms: Norms | None,
+        inputs: Any,
+        whole_layers: Collection[str],
+    ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._leaves: dict[tuple[str, int, int], tuple[nn.Parameter, Tensor]] = {}
-        self._layers = layers
-        self._uses: Counter[int] | None = Counter() if plain else None
-        self._norms, self._unsplit = norms, Unsplit(model, layers, self._stand_ins, norms)
+        self._uses: Counter[int] = Counter()
+        if isinstance(model, nn.Sequential) and is_in_a_row(model):
+            layers = layers_of(model, whole_layers)
+        else:
+            layers, capture = opened(model, lambda layers: self._seen(layers, inputs), whole_layers)
+            own = {name: id(parameter) for name, parameter in model.named_parameters()}
+            self._uses.update(
+                own[name] for call in capture.calls if not call.reads for name in call.uses if name in own
+            )
+        self._unsplit = Unsplit(model, layers, self._stand_ins, norms)
+        self.in_backward = self._unsplit.in_backward
 
-    def _count_uses(self, inputs: Any) -> Counter[int]:
-        """How many calls, of layers and of functions between them, use each parameter."""
-        own = {name: id(parameter) for name, parameter in self._model.named_parameters()}
+    def _seen(self, layers: Mapping[str, nn.Module], inputs: Any) -> Capture:
         with untouched(self._model, self._model.training), torch.no_grad():
-            calls = record(self._model, self._layers, *inputs).calls
-        if not any(call.layer for call in calls):
-            self._layers = as_whole(self._model)
-            self._unsplit = Unsplit(self._model, self._layers, self._stand_ins, self._norms)
-            return self._count_uses(inputs)
-        return Counter(own[name] for call in calls if not call.reads for name in call.uses if name in own)
+            return record(self._model, layers, *inputs)
 
     def _stand_ins(self, name: str, number: int, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         leaves = {}
         for parameter in parameters:
-            if self._uses and self._uses[id(parameter)] > 1:
+            if self._uses[id(parameter)] > 1:
                 leaf = parameter.detach().requires_grad_(parameter.requires_grad)
                 leaves[parameter] = self._leaves.setdefault((name, number, id(parameter)), (parameter, leaf))[1]
         return leaves
@@ -229,8 +237,6 @@ class _Unpipelined:
     def loss(self, inputs: Any, target: Any, key: Key) -> Tensor:
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         args, kwargs = inputs
-        if self._uses is None:
-            self._uses = self._count_uses(inputs)
         with Caller.here([device.type], grad=True).autocast():
             output = self._unsplit(key, args, kwargs)
             if self._loss_fn is not None:

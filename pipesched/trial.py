@@ -35,7 +35,8 @@ _ENOUGH_S = 5.0  # no further round after that
 class Trial:
     """Where and with what plans run. sample, target: a micro-batch, whose rows fill a batch of ``batch_size``, over and
     over; without loss_fn the model's own loss counts, or, where it has none, a sum of what it returns. where: devices
-    or mesh, as for ``Pipeline``; over a mesh ``run`` is collective. site: the same place, to agree on what all do.
+    or mesh, and whole_layers, as for ``Pipeline``; over a mesh ``run`` is collective. site: the same place, to agree on
+    what all do.
     """
 
     model: Any

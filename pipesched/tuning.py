@@ -60,6 +60,7 @@ def tune(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     target: Any = None,
     split_dims: SplitDims = 0,
+    whole_layers: Collection[str] = (),
     offload: Offload = "auto",
     confirm: int | None = None,
     progress: bool = False,
@@ -77,7 +78,7 @@ def tune(
     or "processes". offload: whether what layers save may wait on the host where a limit asks for it; "auto": where the
     profile knows its machine's ``host_bytes_per_s``, and devices are not the host's own processors, to which copies
     give no memory back. profile: what the model's layers cost, in the place of measuring them. loss_fn, target: as for
-    ``Pipeline``, with the sample's target, to be measured and run with; split_dims: the dims of the rows. progress:
+    ``Pipeline``, with the sample's target, to be measured and run with; split_dims, whole_layers: likewise. progress:
     shows a bar (with tqdm). Equal profiles give equal plans, where none is confirmed.
 
     confirm: so many of the best plans, of different sorts, then run there: in turn, some steps of each, with
@@ -116,7 +117,7 @@ def tune(
         num_ranks = len(places)
 
     def decide(run: Run) -> Plan:
-        known = _profile(model, sample, profile, places[0], loss_fn, target, split_dims)
+        known = _profile(model, sample, profile, places[0], loss_fn, target, split_dims, whole_layers)
         if (devices or mesh is not None) and memory_limit_bytes is not None:
             known = on_devices(known, list(map(torch.device, places)), offload)
         search = Search.of(
@@ -133,7 +134,8 @@ def tune(
         with _bar(progress) as told:
             return confirmed_plan(search, run, count, told) if count else find_plan(search, told)
 
-    where = {"devices": devices} if mesh is None else {"mesh": mesh}
+    where: dict[str, Any] = {"devices": devices} if mesh is None else {"mesh": mesh}
+    where["whole_layers"] = whole_layers
     with closing(site):
         trial = Trial(model, sample, loss_fn, target, split_dims, where, site, batch_size)
         return _together(site, decide, trial.run) if isinstance(site, OverMesh) else decide(trial.run)
@@ -179,15 +181,23 @@ def _there(count: int) -> list[str]:
 
 
 def _profile(
-    model: Any, sample: Any, profile: Any, device: Any, loss_fn: Any, target: Any, split_dims: SplitDims
+    model: Any,
+    sample: Any,
+    profile: Any,
+    device: Any,
+    loss_fn: Any,
+    target: Any,
+    split_dims: SplitDims,
+    whole_layers: Collection[str],
 ) -> Profile:
     """What layers cost: as given, or measured."""
     as_loss(loss_fn, target)
     if profile is None:
-        return measure(model, sample, loss_fn=loss_fn, target=target, device=device, split_dims=split_dims)
+        given: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers}
+        return measure(model, sample, loss_fn=loss_fn, target=target, device=device, **given)
     known = as_profile(profile)
     if model is not None:
-        known.check_model(layered(as_model(model), as_call(sample)).graph({}))
+        known.check_model(layered(as_model(model), as_call(sample), whole_layers).graph({}))
     return known
 
 

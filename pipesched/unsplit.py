@@ -14,7 +14,7 @@ from pipesched.interception import Intercept
 from pipesched.norms import Norms
 from pipesched.pattern import tensors_in
 from pipesched.payload import pytree
-from pipesched.randomness import Key, KeyedRandom
+from pipesched.randomness import InBackward, Key, KeyedRandom
 from pipesched.ties import with_stand_ins
 
 __all__ = ["Unsplit"]
@@ -55,6 +55,7 @@ class Unsplit:
         self._random = KeyedRandom(device)
         self._norms = norms
         self._intercept = Intercept(self._random) if norms is None else Intercept(self._random, norms)
+        self.in_backward = Intercept(InBackward(self._random))  # around a backward: nothing draws there
         self._key = Key(0, 0, 0)
         self._counts: dict[str, int] = {}
         self._inside = self._running = False
