@@ -278,7 +278,7 @@ class Replay(TorchFunctionMode):
     def _remedy(self) -> str:
         container = self._shells.running()
         whole = f"keep it in one piece with whole_layers=[{container!r}], " if container else ""
-        return f"{whole}make the pipeline with such a sample, and of the model as it is now, or move that code into a layer"
+        return f"{whole}make the pipeline with such a sample and of the model as it is, or move that code into a layer"
 
 
 def _roots(capture: Capture) -> dict[Value, Value]:
