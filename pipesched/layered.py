@@ -1,7 +1,8 @@
 """Layered: a model as layers in a row, whatever its code: what is measured and cut, and what its stages run."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any, Protocol
@@ -37,8 +38,11 @@ class Layered(Protocol):
         """Those with which a stage may begin, by name, in the order in which they run."""
 
     @property
-    def written(self) -> Sequence[str]:
-        """The names of weights that forwards write to."""
+    def written(self) -> Collection[str]:
+        """The names of weights and buffers that forwards write to."""
+
+    def written_by(self, cut: Cut) -> Sequence[Collection[str]]:
+        """Those of each stage's own calls."""
 
     def check(self, program: Program) -> None:
         """Raise ScheduleError for what its stages cannot do."""
@@ -186,22 +190,32 @@ class InARow:
     def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
         return measure_layers(self.layers, self._sample, device, intra_op_threads, effort)
 
-    @property
-    def written(self) -> Sequence[str]:
-        """Found by a forward."""
-        self.output()
-        return names_of(self._model, self._written)
+    @cached_property
+    def written(self) -> Collection[str]:
+        """Found by a forward in each mode."""
+        found: set[str] = set()
+        for mode in (True, False):
+            with suppress(Exception):  # it runs in the other mode only
+                found.update(names_of(self._model, self._run(mode)[1]))
+        return found
+
+    def written_by(self, cut: Cut) -> Sequence[Collection[str]]:
+        """No layer writes to another's."""
+        return [self.written] * len(cut)
 
     def output(self) -> Any:
+        return self._run(self._model.training)[0]
+
+    def _run(self, mode: bool) -> tuple[Any, list[Tensor]]:
         """Layers may lie on several devices."""
         args, kwargs = self._sample
-        with untouched(self._model, self._model.training) as self._written, torch.no_grad():
+        with untouched(self._model, mode) as written, torch.no_grad():
             for layer in self.layers.values():
                 device = next((own.device for own in (*layer.parameters(), *layer.buffers())), None)
                 there = partial(Tensor.to, device=device)
                 args, kwargs = unchanged(pytree.tree_map_only(Tensor, there, (args, kwargs)))
                 args, kwargs = (layer(*args, **kwargs),), {}
-        return args[0]
+        return args[0], written
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         if costs:
