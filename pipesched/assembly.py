@@ -25,6 +25,7 @@ from pipesched.inheritance import Inheritance
 from pipesched.initial import Initial
 from pipesched.keeping import keep_by_layer, offloading
 from pipesched.layered import Layered
+from pipesched.moving import own_buffers
 from pipesched.norms import BatchNormMode, MiniBatchNorms
 from pipesched.owners import Owners
 from pipesched.partitioner import Partition
@@ -156,8 +157,15 @@ class Assembly:
         homes = [(self.program.placement[part], body.layers) for part, body in enumerate(bodies)]
         return Owners(self._whole.model, homes, end_of(self.program), self.ties.parameters)
 
+    def _written(self) -> list[set[str]]:
+        """The names of buffers that forwards of each part write to; of a loss module all: it has not been seen."""
+        whole = self._whole
+        written = whole.layered.written_by(self.cut) if any(own_buffers(whole.model)) else [()] * len(self.cut)
+        own = list(own_buffers(whole.loss_fn)) if isinstance(whole.loss_fn, nn.Module) else []
+        return [{*names, *(f"loss_fn.{key}" for key, *_ in own)} for names in written]
+
     def _stages(self) -> dict[int, Stage]:
-        program, site = self.program, self._site
+        program, site, written = self.program, self._site, self._written()
         stages: dict[int, Stage] = {}
         for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
             rank, last = program.placement[index], not program.graph.consumers[index]
@@ -177,7 +185,8 @@ class Assembly:
             ties = self.ties.for_layers(body.layers, device)
             head = Head(loss_fn) if last else None
             compiled, keep = self._whole.compiled(device), self.keep
-            stages[index] = Stage(body, device, head, ties=ties, norms=norms, compiled=compiled, keep=keep)
+            own: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "keep": keep}
+            stages[index] = Stage(body, device, head, **own, written=written[part])
         return dict(sorted(stages.items()))
 
     def put_back(self) -> None:

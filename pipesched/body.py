@@ -97,7 +97,9 @@ def _watching(call: CallLayer) -> CallLayer:
 def call_with(
     own: Mapping[str, Tensor], module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a module; with buffers or weights given, on those and not on its own, which stay as they are."""
+    """Call a module; with buffers or weights given, on those and not on its own, which stay as they are. A dict of them
+    has afterwards what the module has put in their place.
+    """
     if own and isinstance(module, nn.Module):
-        return torch.func.functional_call(module, dict(own), args, kwargs)
+        return torch.func.functional_call(module, own if isinstance(own, dict) else dict(own), args, kwargs)
     return module(*args, **kwargs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import currentframe
 from itertools import accumulate, pairwise
+from operator import is_not
 from os.path import commonprefix
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from pipesched.payload import form_of, pytree
 from pipesched.randomness import draws, outside_state
 from pipesched.tensor_functions import ASKS, READS, changed_in_place, is_shaped_by_contents, memory_at, name_of
 from pipesched.ties import Place
-from pipesched.untouched import unchanged
+from pipesched.untouched import same_bits, unchanged
 
 __all__ = [
     "INPUT",
@@ -344,13 +345,15 @@ class _Recorder(TorchFunctionMode):
         try:
             taken = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
-            buffers = [(buffer, buffer._version) for buffer in layer.buffers()]
+            buffers = [(one, one._version, one.clone()) for one in layer.buffers() if name in self._counts]
             example = pytree.tree_map_only(Tensor, Tensor.detach, apart(unchanged((args, kwargs))))
             self._by_the_way.clear()
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
             self._arguments = {id(tensor) for tensor in (*taken, *tensors_in(list(told.values())))}
             result = call_beside(layer, args, kwargs, lambda: unchanged(example))
             self._arguments = None
+            counted = any(one._version != version or not same_bits(one, copy) for one, version, copy in buffers)
+            counted |= bool(buffers) and any(map(is_not, layer.buffers(), (one for one, *_ in buffers)))
             by_the_way = sorted(self._by_the_way, key=str)
             result, call = self._new(name, "", taken, changed_in_place(taken, versions), result)
         except Exception as error:
@@ -358,7 +361,7 @@ class _Recorder(TorchFunctionMode):
             raise
         finally:
             self._inside, self._arguments = False, None
-        if call.number and any(buffer._version != version for buffer, version in buffers):
+        if counted:
             # what several calls count in buffers is counted in the calls' order
             call.joined = next(other.index for other in reversed(self._calls[:-1]) if other.layer == name)
         call.loose = tuple(name for name in call.uses if name not in own)

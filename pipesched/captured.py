@@ -44,8 +44,8 @@ class Captured:
     """A model, seen once in each of its modes. sample: (args, kwargs).
 
     layers: what may begin a stage, by name, in the order of calls: a layer's second call is ``name#2``. sample: as
-    given, of two rows at least. whole_layers: modules that are not opened. written: the names of weights that forwards
-    write to.
+    given, of two rows at least. whole_layers: modules that are not opened. written: the names of weights and buffers
+    that forwards write to.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Captured:
         else:
             if [_unit(call) for call in own.layer_calls] == [_unit(call) for call in other.layer_calls]:
                 self.captures[not model.training] = other
-        self.written = list(dict.fromkeys(name for one in self.recordings.values() for name in one.written))
-        if self.written:
+        self.written = {name for one in self.recordings.values() for name in one.written}
+        if weights := [name for name, _ in model.named_parameters() if name in self.written]:
             warnings.warn(
                 f"making a pipeline leaves the weights as they are; forwards of {type(model).__name__} write to "
-                f"{len(self.written)} of them, such as {self.written[0]!r}; they were put back",
+                f"{len(weights)} of them, such as {weights[0]!r}; they were put back",
                 stacklevel=2,
             )
         self.calls = {_unit(call): call for call in own.layer_calls}
@@ -202,6 +202,15 @@ class Captured:
             mode: cut_at(capture, [0, *(narrowest(capture, position) for position in begins)])
             for mode, capture in self.captures.items()
         }
+
+    def written_by(self, cut: Cut) -> Sequence[Collection[str]]:
+        """Functions between layers that read a buffer may lie in another stage than those that write to it."""
+        found: list[set[str]] = [set() for _ in cut]
+        for mode, parts in self.parts(cut).items():
+            calls = self.captures[mode].calls
+            for part, names in zip(parts, found, strict=True):
+                names.update(*(calls[index].uses for index in part.own if calls[index].layer or calls[index].changes))
+        return [names & self.written for names in found]
 
     def edges(self, cut: Cut) -> list[tuple[int, int]]:
         """Which stage gives to which."""

@@ -56,10 +56,11 @@ def apart(value: Any) -> Any:
 
 def put_on(module: nn.Module, device: torch.device) -> None:
     """Move a module to a device; zeros are there for what has no contents, such as a weight that another rank sends."""
-    for tensor in _tensors_of(module):
+    elsewhere = [tensor for tensor in _tensors_of(module) if tensor.device != device]
+    for tensor in elsewhere:
         if tensor.is_meta:
             give_contents(tensor, torch.zeros_like(tensor, device=device, requires_grad=False))
-    if any(tensor.device != device for tensor in _tensors_of(module)):  # `to` makes some modules anew, as RNNs
+    if elsewhere:  # `to` makes attributes of some modules anew, such as those of RNNs
         module.to(device)
 
 

@@ -157,9 +157,9 @@ class Initial:
         """
         if not self._empty:
             return
-        for module in self._model.modules():
-            if isinstance(module, nn.RNNBase):
-                module._flat_weight_refs.clear()  # weak references; they come back when it is put on its device
+        recurrent = [module for module in self._model.modules() if isinstance(module, nn.RNNBase)]
+        for module in recurrent:
+            module._flat_weight_refs.clear()  # weak references, with which no weight gets contents
         units = _units(self._model)
         wanted = {id(buffer): site.devices[0] for unit in units for buffer in unit.loose}
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
@@ -169,6 +169,8 @@ class Initial:
             self._fill(units, wanted)
         except Exception as error:
             site.fail("filling the model", error)
+        for module in recurrent:
+            module.to(next(module.parameters()).device)  # which makes them anew
         self._empty, self._given = False, None  # it is filled once, whatever plans come
 
     def _fill(self, units: "Sequence[_Unit]", wanted: Mapping[int, torch.device]) -> None:

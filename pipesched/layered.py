@@ -1,7 +1,8 @@
 """Layered: a model as layers in a row, whatever its code: what is measured and cut, and what its stages run."""
 
 from collections.abc import Collection, Generator, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
+from functools import cached_property, partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any, Protocol
@@ -43,8 +44,11 @@ class Layered(Protocol):
         """Those with which a stage may begin, by name, in the order in which they run."""
 
     @property
-    def written(self) -> Sequence[str]:
-        """The names of weights that forwards write to."""
+    def written(self) -> Collection[str]:
+        """The names of weights and buffers that forwards write to."""
+
+    def written_by(self, cut: Cut) -> Sequence[Collection[str]]:
+        """Those of each stage's own calls."""
 
     def check(self, program: Program) -> None:
         """Raise ScheduleError for what its stages cannot do."""
@@ -216,16 +220,42 @@ class InARow:
 
     output_form = None
 
-    @property
-    def written(self) -> Sequence[str]:
-        """Found by a forward."""
-        self.output()
-        return names_of(self._model, self._written)
+    @cached_property
+    def written(self) -> Collection[str]:
+        """Found by a forward in each mode."""
+        found: set[str] = set()
+        for mode in (True, False):
+            written: list[Tensor] = []
+            with suppress(Exception):  # it runs in the other mode only
+                self._output(mode, written)
+            found.update(names_of(self._model, written))
+        return found
+
+    def written_by(self, cut: Cut) -> Sequence[Collection[str]]:
+        """No layer writes to another's."""
+        return [self.written] * len(cut)
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """Layers may lie on several devices."""
+        """One layer after the other."""
+        return self._run(self._model.training, [])
+
+    def output(self) -> Any:
+        return self._output(self._model.training, [])
+
+    def _output(self, mode: bool, written: list[Tensor]) -> Any:
+        """The last layer's."""
+        output = None
+        try:
+            for _, given in self._run(mode, written):
+                output = given
+        except LayerError as error:
+            raise (error.__cause__ or error) from None
+        return output
+
+    def _run(self, mode: bool, written: list[Tensor]) -> Generator[tuple[str, Any]]:
+        """Layers may lie on several devices. written: takes the tensors that they write to."""
         args, kwargs = self.sample
-        with untouched(self._model, self._model.training) as self._written, torch.no_grad():
+        with untouched(self._model, mode) as changed, torch.no_grad():
             for name, layer in self.layers.items():
                 device = next((own.device for own in (*layer.parameters(), *layer.buffers())), None)
                 there = partial(Tensor.to, device=device)
@@ -235,16 +265,7 @@ class InARow:
                 except Exception as error:
                     raise LayerError(name) from error
                 yield name, args[0]
-
-    def output(self) -> Any:
-        """The last layer's."""
-        output = None
-        try:
-            for _, given in self.passed():
-                output = given
-        except LayerError as error:
-            raise (error.__cause__ or error) from None
-        return output
+        written += changed
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         if costs:

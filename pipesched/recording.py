@@ -27,7 +27,7 @@ _OF_ALL_MODULES = vars(nn.Module()).keys()
 @dataclass
 class Recording:
     """A capture. made: attributes that the first forward of all sets, and to what; before: what they were, where there
-    was anything. written: names of weights that a forward writes to.
+    was anything. written: names of weights and buffers that a forward writes to.
     """
 
     capture: Capture
@@ -50,14 +50,13 @@ def recorded(
 
     Raises GraphError where the next one gives something else, or finds other weights.
     """
-    written: list[str] = []
+    written: dict[str, None] = {}
 
     def seen(found: _Attributes) -> Capture:
         with untouched(model, mode) as changed, no_graph(model) if mode else torch.no_grad():
             set_attributes(found)
             capture = record(model, layers, args, kwargs)
-        now = {*written, *names_of(model, changed)}
-        written[:] = [name for name, _ in model.named_parameters() if name in now]
+        written.update(dict.fromkeys(names_of(model, changed)))
         return capture
 
     first = seen({})
@@ -70,8 +69,8 @@ def recorded(
     if second is not None and _same_way(first, second):
         _check_kept(first, second)
         return Recording(first, written=tuple(written))
-    if written:
-        raise _rescaled(model, mode, written)
+    if weights := [name for name, _ in model.named_parameters() if name in written]:
+        raise _rescaled(model, mode, weights)
     with untouched(model, mode), torch.no_grad():
         made, before = _made(model, first, args, kwargs)
     third = seen(made)

@@ -8,15 +8,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from pipesched.errors import ExecutionError, InputError
+from pipesched.moving import Buffers
 from pipesched.payload import Apart, Payload, trainable_leaves
 from pipesched.products import Product
 from pipesched.randomness import Key
 from pipesched.weights import Tensors
 
-__all__ = ["Buffers", "Saved", "buffers_of", "dropping", "roots_of"]
-
-#: One layer's buffers by name.
-Buffers = dict[str, Tensor]
+__all__ = ["Saved", "buffers_of", "dropping", "roots_of"]
 
 
 @dataclass(eq=False)
@@ -34,11 +32,12 @@ class Saved:
     input_grads: list[Tensor | None] = field(default_factory=list, init=False)
     edges: Sequence[GradientEdge] = field(default=(), init=False)
     products: Sequence[Product] = field(default=(), init=False)
+    left: Mapping[str, Buffers] | None = field(default=None, init=False)  # the buffers as F has left them, for B
     grads: Sequence[tuple[Tensor, Tensor]] = field(default=(), init=False)  # of the version's tensors, from I to W
+    buffers: Mapping[str, Buffers] | None = field(default=None, init=False)  # what a run uses in place of the layers'
     # between a checkpointed F and its R:
     bare: bool = field(default=False, init=False)  # nothing of it is differentiated: R has nothing to do
     arrived: Payload | None = field(default=None, init=False)
-    buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
 
 
 def roots_of(saved: Saved, value: Any) -> list[Tensor]:

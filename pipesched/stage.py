@@ -4,6 +4,7 @@ A stage knows nothing of order, ranks or transfers. It calls the user's own laye
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -19,6 +20,7 @@ from pipesched.errors import ExecutionError, InputError
 from pipesched.feed import Feed, Head
 from pipesched.interception import Intercept
 from pipesched.keeping import Keep
+from pipesched.moving import Moving
 from pipesched.norms import Norms
 from pipesched.offloads import Offloads, addresses
 from pipesched.pattern import tensors_in
@@ -33,6 +35,7 @@ __all__ = ["Stage"]
 
 _NOTHING: Mapping[str, Any] = {}
 _NONE_BACK = Apart()
+_NOTHING_MOVES = nullcontext()
 _LOSS = "loss_fn"  # the layer as which the loss draws random numbers and has versions
 
 
@@ -52,6 +55,7 @@ class Stage:
         norms: Norms | None = None,
         compiled: Compiled | None = None,
         keep: Mapping[tuple[str, int], Keep] | None = None,
+        written: Collection[str] = (),
     ) -> None:
         self.body = Chain(body) if isinstance(body, Mapping) else body
         self.layers = self.body.layers
@@ -59,6 +63,9 @@ class Stage:
         self._norms, self._compiled = norms, compiled
         self.device = device
         self.head = head
+        self._moving = Moving(self.modules, written, statistics_apart=norms is not None)
+        self._moves = bool(self._moving)
+        self._how: Any = {"ties": ties, "norms": norms, "compiled": compiled, "keep": keep, "written": written}
         self.optimizer: torch.optim.Optimizer | None = None
         self.elsewhere: Collection[nn.Parameter] = ()  # the tied parameters that other stages update
         self.late = False  # whether updates wait for the gradients of tied parameters, which come after the run
@@ -82,8 +89,7 @@ class Stage:
 
     def fresh(self) -> "Stage":
         """A stage over the same layers that holds nothing: for a pass that stays open beside others."""
-        ties, norms, compiled, keep = self._ties, self._norms, self._compiled, self._keep
-        return Stage(self.body, self.device, self.head, ties=ties, norms=norms, compiled=compiled, keep=keep)
+        return Stage(self.body, self.device, self.head, **self._how)
 
     def begin(self, feed: Feed, uses: Uses | None = None) -> None:
         """Start a step; what a broken one left behind is dropped.
@@ -168,7 +174,6 @@ class Stage:
             raise ExecutionError(f"R needs a checkpointed F before it; micro-batch {microbatch} has none; remove the R")
         arrived, saved.arrived = saved.arrived, None
         self._run_keeping(saved, arrived, split)
-        saved.buffers = None
 
     def backward(self, microbatch: int, *grads: Gradients) -> Apart:
         """B: adds the gradients of all parameters; returns those of what arrived, for each producer."""
@@ -275,9 +280,7 @@ class Stage:
     def _apart_from_buffers(self, output: Payload) -> Payload:
         """A buffer that leaves the stage is copied: the next forward may change it before it is read."""
         own = {memory_of(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
-        return (
-            output.map_tensors(lambda tensor: tensor.clone() if memory_of(tensor) in own else tensor) if own else output
-        )
+        return output.map_tensors(lambda one: one.clone() if memory_of(one) in own else one) if own else output
 
     def _here(self, tensor: Tensor) -> Tensor:
         """An input of the model, on this device. It is a view of the batch, but counts its own modifications: a layer
@@ -310,14 +313,16 @@ class Stage:
             own = self._own(saved, name, number) if others else _NOTHING
             word = keep.get((name, number))
             if word is None and self._compiled is None:
-                return call_with(own, layer, args, kwargs) if own else layer(*args, **kwargs)
-            if word in ("recompute", "recompute-cheap"):
+                value = call_with(own, layer, args, kwargs) if own else layer(*args, **kwargs)
+            elif word in ("recompute", "recompute-cheap"):
                 run, cheap = partial(self._call_layer, layer), word == "recompute-cheap"
-                return self._again.call((name, number), layer, own, run, args, kwargs, cheap=cheap)
-            if word == "offload" and self._offloads is not None:
-                with self._offloads.going():
-                    return self._call_layer(layer, own, args, kwargs)
-            return self._call_layer(layer, own, args, kwargs)
+                value = self._again.call((name, number), layer, own, run, args, kwargs, cheap=cheap)
+            else:
+                with self._offloads.going() if word == "offload" and self._offloads is not None else _NOTHING_MOVES:
+                    value = self._call_layer(layer, own, args, kwargs)
+            if saved.left is not None:
+                self._moving.note(name, own, saved.left)
+            return value
 
         if self._norms is not None:
             self._norms.microbatch = saved.microbatch
@@ -337,8 +342,11 @@ class Stage:
                 loss = self.head.loss(output, target, _NOTHING)
             else:
                 self._random.enter(saved.key, _LOSS)
+                own = self._own(saved, _LOSS, 0) if others else _NOTHING
                 with mode:
-                    loss = self.head.loss(output, target, self._own(saved, _LOSS, 0) if others else _NOTHING)
+                    loss = self.head.loss(output, target, own)
+                if saved.left is not None:
+                    self._moving.note(_LOSS, own, saved.left)
         if factor == 0:
             return torch.zeros_like(loss)  # counts nothing, whatever it is: nothing goes backward
         return loss if factor is None else loss * factor
@@ -359,6 +367,9 @@ class Stage:
         split = split and self._splits
         saved.deferred = split and self._deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self._deferral.learning)
+        first = self._moves and saved.buffers is None  # of two where it runs again, on copies that it has
+        if self._moves:
+            saved.left = saved.buffers = saved.buffers or self._moving.copies()
         if self._offloads is None:
             value = self._run(saved, arrived, noted)
         else:
@@ -368,6 +379,9 @@ class Stage:
             output = list(value) if isinstance(value, Apart) else value
             outputs = self._feed.outputs.get(saved.microbatch)
             saved.staying = addresses((*tensors_in((inputs, output)), *(outputs.tensors if outputs else ())))
+        if first and saved.left is not None:
+            self._moving.take_over(saved.left)
+        saved.buffers = None
         saved.edges = [edge_of(leaf) for leaf in roots_of(saved, value)]
         if noted:
             saved.products = self._deferral.finish(saved.edges)
@@ -416,7 +430,7 @@ class Stage:
         if not edges:
             return
         self._mode = self._backward_mode[saved.deferred]
-        with self._mode:
+        with self._mode, _NOTHING_MOVES if saved.left is None else self._moving.as_left(saved.left):
             if self.weights is None:
                 torch.autograd.backward(edges, grads)
             else:

@@ -70,7 +70,8 @@ def stage_sizes(
         for index, (body, device) in enumerate(zip(bodies, devices, strict=True)):
             givers, takers = [one for one, two in edges if two == index], [two for one, two in edges if one == index]
             head = Head(None) if own_loss and index == last else None
-            stage = Stage(body, device, head, ties=ties.for_layers(body.layers, device), keep=keep)
+            own_ties, written = ties.for_layers(body.layers, device), captured.written_by(cut)[index]
+            stage = Stage(body, device, head, ties=own_ties, keep=keep, written=written)
             alone = _Alone(stage, captured.sample, caller, [sent.pop((giver, index)) for giver in givers])
             leaves = [*ties.leaves(index), *(own for own in stage.parameters if own not in ties.parameters)]
             sizes = alone.sizes([leaf for leaf in leaves if leaf.requires_grad])

@@ -122,7 +122,7 @@ def on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[No
     their own and no hooks, its buffers for copies; afterwards all is as it was. written: the names of parameters that
     forwards write to, and that stand aside for copies, too.
     """
-    copied = {id(model.get_parameter(name)) for name in written}
+    copied = {id(parameter) for name, parameter in model.named_parameters() if name in written}
     others: dict[int, Tensor] = {}  # what is tied stays tied
     with torch.random.fork_rng(), outside_kept(alone=False), set_aside(model):
         for module in model.modules():

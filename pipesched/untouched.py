@@ -4,7 +4,7 @@ import copy
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from operator import is_
 from typing import Any
@@ -21,7 +21,7 @@ from pipesched.contents import is_expanded
 from pipesched.payload import memory_of, pytree
 from pipesched.randomness import outside_kept
 
-__all__ = ["attributes_kept", "names_of", "no_graph", "set_aside", "unchanged", "untouched"]
+__all__ = ["attributes_kept", "names_of", "no_graph", "same_bits", "set_aside", "unchanged", "untouched"]
 
 _GROWING = (list, dict, set, deque)  # and what is derived from them, such as a module's own table of buffers
 
@@ -167,33 +167,34 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 
 @contextmanager
-def _bits_kept(tensors: Iterable[Tensor], *, copied: bool) -> Iterator[list[Tensor]]:
-    """Afterwards tensors have the bits that they had. Gives a list, in which then those are that had not.
+def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
+    """Afterwards tensors have the bits that they had. Gives a list, in which those are then that were written to.
 
-    copied: all are copied now, whichever thread writes to them, by whatever means; otherwise only those to which an
-    operation of this thread is about to write.
+    copied: those that are copied now, whichever thread writes to them, by whatever means; of the others those to which
+    an operation of this thread is about to write.
     """
-    changed: list[Tensor] = []
+    before = {id(tensor): copy.deepcopy(tensor.data) for tensor in copied if not is_expanded(tensor)}
     own = [(tensor, tensor.data) for tensor in tensors if not (is_lazy(tensor) or is_expanded(tensor))]
-    watch = _CopiesOfWritten([] if copied else [tensor for tensor, _ in own])
-    if copied:
-        watch.taken = {id(tensor): copy.deepcopy(data) for tensor, data in own}
+    written: list[Tensor] = []
     try:
-        with nullcontext() if copied else watch:
-            yield changed
+        with _CopiesOfWritten([tensor for tensor, _ in own]) as watch:
+            yield written
     finally:
         for tensor, data in own:
-            before = watch.taken.get(id(tensor), data)
             replaced = tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape
             if replaced:
                 tensor.data = data  # code has given it other memory
-            if replaced or (before is not data and not _same_bits(data, before)):
-                changed.append(tensor)
+            known = before.get(id(tensor), watch.taken.get(id(tensor)))
+            differs = known is not None and not same_bits(data, known)
+            if known is not None and differs:
                 with torch.no_grad():
-                    data.copy_(before)
+                    data.copy_(known)
+            if replaced or differs or id(tensor) in watch.taken:
+                written.append(tensor)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors of one shape hold the same bits; not where that cannot be known."""
     if one.is_meta:
         return True
     if type(one) is not Tensor or one.layout is not torch.strided or one.is_quantized or one.is_conj():
@@ -237,31 +238,35 @@ def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
 @contextmanager
 def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
     """Run the model in a mode, in this thread, and leave it as it was: attributes, modes, weights, buffers, random
-    numbers. Gives a list, in which the weights are afterwards that the run has changed.
+    numbers. Gives a list, in which the weights and buffers are afterwards that were written to, or replaced.
 
     Buffers are copied, weights only where they are written to.
     """
     held = _held_by([model])
-    buffers = [buffer for one in held if isinstance(one, nn.Module) for buffer in one.buffers(False)]
-    known = set(map(id, buffers))
-    others = [one for one in held if isinstance(one, Tensor) and id(one) not in known]
+    tensors = [one for one in held if isinstance(one, Tensor)]
+    places = [
+        (module, key, buffer)
+        for module in held
+        if isinstance(module, nn.Module)
+        for key, buffer in module.named_buffers(recurse=False)
+    ]
     with (
         _modes_kept(held),
         torch.random.fork_rng(),
         outside_kept(),
-        _bits_kept(buffers, copied=True),
-        _bits_kept(others, copied=False) as changed,
+        _bits_kept(tensors, {id(buffer): buffer for *_, buffer in places}.values()) as written,
         attributes_kept([model]),
     ):
         if mode != model.training:
             model.train(mode)
-        yield changed
+        yield written
+        written += [buffer for module, key, buffer in places if module._buffers.get(key) is not buffer]
 
 
-def names_of(model: nn.Module, weights: Iterable[Tensor]) -> list[str]:
-    """The names of a model's parameters that are among these."""
-    known = set(map(id, weights))
-    return [name for name, parameter in model.named_parameters() if id(parameter) in known]
+def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
+    """The names of a model's parameters and buffers that are among these."""
+    known = set(map(id, tensors))
+    return [name for name, own in (*model.named_parameters(), *model.named_buffers()) if id(own) in known]
 
 
 @contextmanager
@@ -277,7 +282,7 @@ def set_aside(*roots: Any) -> Iterator[None]:
     own = [one for one in _held_by(roots, functions=False) if isinstance(one, Tensor)]
     others = [one for one in own if not isinstance(one, nn.Parameter) and _memory(one) not in weights]
     modules = [one for one in held if isinstance(one, nn.Module)]
-    with _modes_kept(held), _bits_kept(others, copied=True), _gradients_aside(tensors), attributes_kept(modules):
+    with _modes_kept(held), _bits_kept(others, others), _gradients_aside(tensors), attributes_kept(modules):
         yield
 
 
