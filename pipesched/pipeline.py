@@ -38,7 +38,7 @@ from pipesched.profiles import LayerCosts, Profile
 from pipesched.program import Program
 from pipesched.sampled import Form, explained
 from pipesched.search import Offload, limits_of
-from pipesched.sites import InProcess, Inputs, OverMesh, site_for
+from pipesched.sites import InProcess, Inputs, OverMesh, collective, site_for
 from pipesched.stage_module import Wrap
 from pipesched.stream import Stream
 
@@ -98,6 +98,7 @@ class Pipeline(Gathered):
     ModelTypeError (also TypeError), InputError (also ValueError).
     """
 
+    @collective
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | Callable[[], nn.Module],

@@ -9,6 +9,7 @@ from torch import distributed
 
 from pipesched.errors import ExecutionError
 from pipesched.executors.device_wire import Links, links_for
+from pipesched.executors.rendezvous import Rendezvous
 from pipesched.executors.sockets import SocketPort, own_host
 
 __all__ = ["Connections"]
@@ -25,7 +26,7 @@ class Connections:
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
-        self.store = _own_store(group.get_group_store(), self.rank)
+        self.store = Rendezvous(group.get_group_store(), self.rank, self.num_ranks).meet(timeout_s)
         try:
             self.port: Any = distributed.ProcessGroupGloo(
                 self.store, self.rank, self.num_ranks, timedelta(seconds=timeout_s)
@@ -55,9 +56,3 @@ class Connections:
         if self.links is not None:
             self.links.abort()
         self.sockets.close()
-
-
-def _own_store(store: Any, rank: int) -> Any:
-    """A part of the group's store that nobody used before: the n-th executor of each rank belong together."""
-    number = store.add(f"pipesched/made/{rank}", 1)
-    return distributed.PrefixStore(f"pipesched/{number}", store)  # type: ignore[attr-defined]  # public all the same

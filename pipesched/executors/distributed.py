@@ -286,11 +286,14 @@ class DistributedExecutor:
         enough to end each. Part of a run: also called by a work's ``prepare``.
         """
         with self._stopping_all(f"a trade of {what}"):
-            wire, tag = self._open_wire(), _FIRST_TRADE + 2 * _TRADES.index(what)
-            takes = {source: wire.ask(source, tag) for source in sorted(sources)}
-            for rank, value in given.items():
-                wire.tell(rank, tag, Payload.of(value))
-            return {source: take().value for source, take in takes.items()}
+            return self._traded(what, given, sources)
+
+    def _traded(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        wire, tag = self._open_wire(), _FIRST_TRADE + 2 * _TRADES.index(what)
+        takes = {source: wire.ask(source, tag) for source in sorted(sources)}
+        for rank, value in given.items():
+            wire.tell(rank, tag, Payload.of(value))
+        return {source: take().value for source, take in takes.items()}
 
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
         """Give rank ``source``'s value to all; it is on its way when this returns. What is returned waits for it.
@@ -314,8 +317,8 @@ class DistributedExecutor:
         """Give each rank its own of rank 0's values, which alone has them. Rank 0 does not wait; the others do."""
         with self._one_at_a_time(what):
             if self.rank:
-                return self.trade(_DEALT, {}, (0,))[0]
-            self.trade(_DEALT, dict(enumerate(values[1:], 1)), ())
+                return self._traded(_DEALT, {}, (0,))[0]
+            self._traded(_DEALT, dict(enumerate(values[1:], 1)), ())
             return values[0]
 
     def fail(self, what: str, error: Exception) -> NoReturn:
