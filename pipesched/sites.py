@@ -345,6 +345,7 @@ class OverMesh:
     @contextmanager
     def connected(self) -> Iterator[DistributedExecutor]:
         """The executor; once it has ended, another one for as long as this is entered. Collective."""
+        self.executor.check_outside("gather_model")
         if not self.executor.closed:
             yield self.executor
             return

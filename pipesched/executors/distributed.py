@@ -36,6 +36,7 @@ from pipesched.executors.clock import clock_offset
 from pipesched.executors.connections import Connections
 from pipesched.executors.courier import Courier
 from pipesched.executors.device_wire import channels_of, ends_over
+from pipesched.executors.forked import Forked, end_in_children, forget
 from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.executors.local import Work
 from pipesched.executors.messages import ChannelEnds, OrderMessages, digest_of
@@ -92,6 +93,7 @@ class DistributedExecutor:
         self._steps = 0
         self._shared: Shared | None = None
         self._fault: str | None = None
+        self._forked = Forked()
         connections = Connections(group, self.device, timeout_s)
         self._links = links = connections.links
         self._courier = Courier(self.device)
@@ -101,11 +103,18 @@ class DistributedExecutor:
         self._alarm = Alarm(connections.store, self.rank, self.num_ranks, connections.hang_up)
         with self._one_at_a_time("making a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
+        end_in_children(self)
+
+    def end_in_child(self) -> None:
+        """In a child process, which shares the connections: they are left to the parent."""
+        self._forked.here = True
+        for end in (self._end_connections, self._alarm._finalizer, self._courier.end):
+            forget(end)
 
     @property
     def closed(self) -> bool:
         """Whether it runs no more."""
-        return self._wire is None
+        return self._wire is None or self._forked.here
 
     @property
     def busy(self) -> bool:
@@ -183,6 +192,7 @@ class DistributedExecutor:
 
     def check_outside(self, what: str) -> None:
         """Raise ExecutionError in a layer or a hook that the rank runs."""
+        self._forked.check()
         if self._busy.locked():
             raise ExecutionError(
                 f"a pipeline is used from outside its steps; {what} was called while one is under way; call it after "
@@ -241,6 +251,7 @@ class DistributedExecutor:
         return known[1]
 
     def _open_wire(self) -> Wire:
+        self._forked.check()
         if self._wire is None:
             why = self._fault or "it was closed before this step"
             raise ExecutionError(f"a closed pipeline does not run; {why}; make a new one")
@@ -327,6 +338,8 @@ class DistributedExecutor:
             raise error
 
     def _read(self, shared: Shared) -> Any:
+        if not shared.arrived:
+            self._forked.check()
         if self.closed and not shared.arrived:
             raise ExecutionError(
                 f"what another rank sends is received before the pipeline ends; this was not: "
@@ -388,6 +401,8 @@ class DistributedExecutor:
             self._drop()
 
     def _drop(self) -> None:
+        if self._forked.here:
+            return
         wire, self._wire, self._shared = self._wire, None, None
         self._messages.clear()
         if wire is not None:
@@ -403,7 +418,7 @@ class DistributedExecutor:
             )
         try:
             with suppress(ConnectionLostError):
-                if self._wire is not None and not self._alarm.rung:
+                if self._wire is not None and not self._forked.here and not self._alarm.rung:
                     if self._shared is not None:
                         self._shared()
                     self._courier.drain()
