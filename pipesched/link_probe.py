@@ -21,7 +21,7 @@ from pipesched.links import Link, Links
 from pipesched.lowering import lower
 from pipesched.payload import Payload
 from pipesched.program import Program
-from pipesched.sites import OverMesh
+from pipesched.sites import OverMesh, collective
 from pipesched.trace import Span
 
 __all__ = ["find_links", "measure_links", "probe_links"]
@@ -35,6 +35,7 @@ Run = Callable[[Program, Sequence[int]], Iterable[Span]]
 Pair = tuple[int, int]
 
 
+@collective
 def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
     """Measure the links between all ranks of a one-dimensional mesh, such as ``mesh["pp"]``. Collective.
 

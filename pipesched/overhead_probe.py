@@ -38,7 +38,7 @@ from pipesched.lowering import lower
 from pipesched.overheads import Overheads
 from pipesched.program import Program
 from pipesched.simulator import simulate
-from pipesched.sites import OverMesh, Site, site_for
+from pipesched.sites import OverMesh, Site, collective, site_for
 from pipesched.stage import Stage
 from pipesched.trace import Trace
 
@@ -122,6 +122,7 @@ def _chains(over: Sequence[tuple[int, ...]], num_ranks: int, num_microbatches: i
     return Program(orders, placement, num_microbatches, graph=graph, name="overhead probe")  # type: ignore[arg-type]
 
 
+@collective
 def probe_overheads(
     *,
     devices: Sequence[Any] | None = None,

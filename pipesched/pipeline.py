@@ -38,7 +38,7 @@ from pipesched.program import Program
 from pipesched.reductions import LossReduction, resolve_loss
 from pipesched.sampled import Form, explained
 from pipesched.search import Offload, limits_of
-from pipesched.sites import InProcess, Inputs, OverMesh, site_for
+from pipesched.sites import InProcess, Inputs, OverMesh, collective, site_for
 from pipesched.stage_module import Wrap
 from pipesched.stream import Stream
 
@@ -101,6 +101,7 @@ class Pipeline(Gathered):
     ModelTypeError (also TypeError), InputError (also ValueError).
     """
 
+    @collective
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | Callable[[], nn.Module],

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
+from functools import wraps
+from threading import Event, Lock, Thread
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.executors.messages import look
 from pipesched.executors.parts import RankTimeline
+from pipesched.executors.rendezvous import Rendezvous
 from pipesched.layered import Layered, LayerError
 from pipesched.overheads import Overheads
 from pipesched.partitioning.answer import Partition, StageSummary
@@ -35,9 +38,10 @@ from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.trace import Span
 
-__all__ = ["Executor", "InProcess", "Inputs", "OverMesh", "Parts", "Site", "site_for"]
+__all__ = ["Executor", "InProcess", "Inputs", "OverMesh", "Parts", "Site", "collective", "site_for"]
 
 T = TypeVar("T")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: What ranks decide together is made of these, and of built-in types.
 _DECIDED = (Plan, Tie, Program, Columns, StageGraph, Costs, LayerCosts, Alternative, Partition, StageSummary, Overheads)
@@ -135,6 +139,9 @@ class Site(Protocol):
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Give values to ranks in other processes, and take what those in ``sources`` give to this one."""
 
+    def abandon(self, what: str, error: BaseException) -> None:
+        """End it, and in the other processes as a failure of this one."""
+
     def close(self) -> None:
         """End it."""
 
@@ -192,6 +199,9 @@ class InProcess:
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         return {}
 
+    def abandon(self, what: str, error: BaseException) -> None:
+        self.close()
+
     def close(self) -> None:
         if self._executor is not None:
             self._executor.close()
@@ -212,7 +222,8 @@ class OverMesh:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.devices = self.all_devices = [device] * mesh.size()
-        self._inputs = inputs
+        self._inputs, self._timeout_s = inputs, timeout_s
+        self._dealing = Lock()  # what rank 0 makes may deal, too, while its heart beats
         group = mesh.get_group()
         self.group = tuple(get_process_group_ranks(group))
 
@@ -243,16 +254,44 @@ class OverMesh:
         return rank == self.rank
 
     def agreed(self, make: Callable[[], T]) -> T:
-        what = "making a pipeline"
+        what, given = "making a pipeline", None
         if self.rank:
-            given: T = self.executor.deal(what)
-            return given
-        try:
-            made = make()
-        except Exception as error:  # the others wait for what is made
-            self.executor.fail(what, error)
-        self.executor.deal(what, [made] * len(self.devices))
+            while given is None:  # rank 0 is still at it
+                given = self.executor.deal(f"{what}, where rank 0 measures and decides for all")
+            result: T = given[0]
+            return result
+        with self._beating(what):
+            try:
+                made = make()
+            except Exception as error:  # the others wait for what is made
+                if self.executor.closed:
+                    raise
+                with self._dealing:
+                    self.executor.fail(what, error)
+        self._deal_all(what, [made])
         return made
+
+    @contextmanager
+    def _beating(self, what: str) -> Iterator[None]:
+        """While rank 0 is in here the others get nothing, often enough that none takes it for dead."""
+        ended = Event()
+
+        def beat() -> None:
+            with suppress(ExecutionError):  # of another rank: rank 0 meets it when it deals
+                while not ended.wait(self._timeout_s / 4):
+                    self._deal_all(what, None)
+
+        heart = Thread(target=beat, name="pipesched heartbeat", daemon=True)
+        heart.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            heart.join()
+
+    def _deal_all(self, what: str, value: Any) -> None:
+        with self._dealing:
+            self.executor.deal(what, [value] * len(self.devices))
 
     def check(self, program: Program, decided: Any) -> None:
         self.executor.agree("plan", repr((str(program), self._inputs, decided)).encode())
@@ -348,6 +387,7 @@ class OverMesh:
     @contextmanager
     def connected(self) -> Iterator[DistributedExecutor]:
         """The executor; once it has ended, another one for as long as this is entered. Collective."""
+        self.executor.check_outside("gather_model")
         if not self.executor.closed:
             yield self.executor
             return
@@ -361,8 +401,41 @@ class OverMesh:
         """The spans of all ranks on one clock."""
         return self.executor.gather(*(own for own in timelines if isinstance(own, RankTimeline)))
 
+    def abandon(self, what: str, error: BaseException) -> None:
+        self.executor.leave(f"{type(error).__name__}: {error}, in {what}")
+
     def close(self) -> None:
         self.executor.close()
+
+
+def collective(function: _Function) -> _Function:
+    """A function that all ranks of a ``mesh=`` call: where it raises before they have met, the others hear of it too.
+
+    A method that makes ``_site`` ends that where it raises.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        rendezvous = _rendezvous(kwargs.get("mesh", args[0] if args else None))
+        before = 0 if rendezvous is None else rendezvous.count
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            site = getattr(args[0], "_site", None) if args else None
+            if site is not None:
+                site.abandon("making a pipeline", error)
+            elif rendezvous is not None and rendezvous.count == before:
+                rendezvous.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    return cast(_Function, call)
+
+
+def _rendezvous(mesh: Any) -> Rendezvous | None:
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        return None
+    group = mesh.get_group()
+    return Rendezvous(group.get_group_store(), group.rank(), group.size())
 
 
 def site_for(

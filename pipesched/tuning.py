@@ -26,7 +26,7 @@ from pipesched.profiles import Profile
 from pipesched.profiling import as_loss
 from pipesched.profiling import profile as measure
 from pipesched.search import Offload, Search
-from pipesched.sites import OverMesh, Site, site_for
+from pipesched.sites import OverMesh, Site, collective, site_for
 from pipesched.trace import Trace
 from pipesched.trial import Trial
 from pipesched.tuner import find_plan
@@ -38,6 +38,7 @@ _CONFIRMED = 3  # plans run unless it is said how many
 _PATIENCE_S = 1800.0  # in which rank 0 has measured, and has searched
 
 
+@collective
 def tune(
     model: Any,
     sample: Any = None,

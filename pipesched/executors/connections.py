@@ -9,12 +9,14 @@ from torch import distributed
 
 from pipesched.executors.device_wire import Links, links_for
 from pipesched.executors.ports import ConnectionLostError
+from pipesched.executors.rendezvous import Rendezvous
 from pipesched.executors.sockets import SocketPort, own_host
 from pipesched.executors.stores import asked
 
 __all__ = ["Connections"]
 
 _HANG_UP = 21  # a tag
+_PATIENCE_S = 2.0  # beyond the timeout, for a store that does not answer
 
 
 class Connections:
@@ -26,7 +28,8 @@ class Connections:
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
-        self.store = asked(lambda: _own_store(group.get_group_store(), self.rank), timeout_s)
+        rendezvous = Rendezvous(group.get_group_store(), self.rank, self.num_ranks)
+        self.store = asked(lambda: rendezvous.meet(timeout_s), timeout_s + _PATIENCE_S)
         self.host = own_host(self.store)
         self._device, self._timeout_s = device, timeout_s
 
@@ -59,9 +62,3 @@ class Connections:
         if self.links is not None:
             self.links.abort()
         self.sockets.close()
-
-
-def _own_store(store: Any, rank: int) -> Any:
-    """A part of the group's store that nobody used before: the n-th executor of each rank belong together."""
-    number = store.add(f"pipesched/made/{rank}", 1)
-    return distributed.PrefixStore(f"pipesched/{number}", store)  # type: ignore[attr-defined]  # public all the same

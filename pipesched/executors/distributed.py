@@ -39,6 +39,7 @@ from pipesched.executors.connections import Connections
 from pipesched.executors.courier import Courier
 from pipesched.executors.device_wire import channels_of, ends_over
 from pipesched.executors.encoding import Encoding
+from pipesched.executors.forked import Forked, end_in_children, forget
 from pipesched.executors.forms import Form, describe
 from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.executors.local import Work
@@ -97,6 +98,7 @@ class DistributedExecutor:
         self._shared: Shared | None = None
         self._fault: str | None = None
         self._wire: Wire | None = None
+        self._forked = Forked()
         self._courier = Courier(self.device)
         #: Of what is no tensor: it reads types by name that it knows.
         self.encoding = Encoding((Action, Kind, Lane, Span))
@@ -112,6 +114,13 @@ class DistributedExecutor:
             self._wire = Wire(Ports(connections.sockets, connections.port), _IDENTITY, ends, self.encoding)
         with self._one_at_a_time("making a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
+        end_in_children(self)
+
+    def end_in_child(self) -> None:
+        """In a child process, which shares the connections: they are left to the parent."""
+        self._forked.here = True
+        for end in (self._end_connections, self._alarm._finalizer, self._courier.end):
+            forget(end)
 
     def learn(self, value: Any) -> None:
         """Know the types in a value that ranks may send. Raises ExecutionError for one that does not travel."""
@@ -121,7 +130,7 @@ class DistributedExecutor:
     @property
     def closed(self) -> bool:
         """Whether it runs no more."""
-        return self._wire is None
+        return self._wire is None or self._forked.here
 
     @property
     def busy(self) -> bool:
@@ -199,6 +208,7 @@ class DistributedExecutor:
 
     def check_outside(self, what: str) -> None:
         """Raise ExecutionError in a layer or a hook that the rank runs."""
+        self._forked.check()
         if self._busy.locked():
             raise ExecutionError(
                 f"a pipeline is used from outside its steps; {what} was called while one is under way; call it after "
@@ -261,6 +271,7 @@ class DistributedExecutor:
         return known[1]
 
     def _open_wire(self) -> Wire:
+        self._forked.check()
         if self._wire is None:
             why = self._fault or "it was closed before this step"
             raise ExecutionError(f"a closed pipeline does not run; {why}; make a new one")
@@ -319,11 +330,14 @@ class DistributedExecutor:
         enough to end each. Part of a run: also called by a work's ``prepare``.
         """
         with self._stopping_all(f"a trade of {what}"):
-            wire, tag = self._open_wire(), _FIRST_TRADE + 2 * _TRADES.index(what)
-            takes = {source: wire.ask(source, tag) for source in sorted(sources)}
-            for rank, value in given.items():
-                wire.tell(rank, tag, Payload.of(value))
-            return {source: take().value for source, take in takes.items()}
+            return self._traded(what, given, sources)
+
+    def _traded(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        wire, tag = self._open_wire(), _FIRST_TRADE + 2 * _TRADES.index(what)
+        takes = {source: wire.ask(source, tag) for source in sorted(sources)}
+        for rank, value in given.items():
+            wire.tell(rank, tag, Payload.of(value))
+        return {source: take().value for source, take in takes.items()}
 
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
         """Give rank ``source``'s value to all; it is on its way when this returns. What is returned waits for it.
@@ -347,8 +361,8 @@ class DistributedExecutor:
         """Give each rank its own of rank 0's values, which alone has them. Rank 0 does not wait; the others do."""
         with self._one_at_a_time(what):
             if self.rank:
-                return self.trade(_DEALT, {}, (0,))[0]
-            self.trade(_DEALT, dict(enumerate(values[1:], 1)), ())
+                return self._traded(_DEALT, {}, (0,))[0]
+            self._traded(_DEALT, dict(enumerate(values[1:], 1)), ())
             return values[0]
 
     def fail(self, what: str, error: Exception) -> NoReturn:
@@ -357,6 +371,8 @@ class DistributedExecutor:
             raise error
 
     def _read(self, shared: Shared) -> Any:
+        if not shared.arrived:
+            self._forked.check()
         if self.closed and not shared.arrived:
             raise ExecutionError(
                 f"what another rank sends is received before the pipeline ends; this was not: "
@@ -422,6 +438,8 @@ class DistributedExecutor:
             self._drop()
 
     def _drop(self) -> None:
+        if self._forked.here:
+            return
         wire, self._wire, self._shared = self._wire, None, None
         self._messages.clear()
         self._alarm.end()
@@ -437,7 +455,7 @@ class DistributedExecutor:
             )
         try:
             with suppress(ConnectionLostError):
-                if self._wire is not None and not self._alarm.bell.rung:
+                if self._wire is not None and not self._forked.here and not self._alarm.bell.rung:
                     if self._shared is not None:
                         self._shared()
                     self._courier.drain()

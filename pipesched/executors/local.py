@@ -17,6 +17,7 @@ import torch
 from pipesched.actions import OTHER_END, Action, Kind
 from pipesched.caller import Caller
 from pipesched.errors import ExecutionError
+from pipesched.executors.forked import Forked, end_in_children
 from pipesched.executors.interpreter import Rank, StageLike, Stamps, interpret
 from pipesched.executors.streams import Lane, Message, lane_for
 from pipesched.program import Program
@@ -76,6 +77,7 @@ class Run:
         self.caller = caller
         self.error: BaseException | None = None
         self.stopping = threading.Event()
+        self.deserted = False  # its ranks are in another process
         self._jobs = jobs
         self._lock = threading.Lock()
         self._last: Part | None = None
@@ -128,6 +130,8 @@ class Run:
 
     def abandon(self) -> None:
         """Stop all ranks, and wait until they have stopped."""
+        if self.deserted:
+            return
         self.stop()
         self.wait()
 
@@ -252,6 +256,15 @@ class LocalExecutor:
         self._finalizer = finalize(self, _abandon, self._jobs, self._threads, self._under_way)
         self._last: Run | None = None
         self._kept: dict[int, Crew] = {}
+        self._forked = Forked()
+        end_in_children(self)
+
+    def end_in_child(self) -> None:
+        """In a child process, which has none of the threads: nothing waits for them."""
+        self._forked.here = True
+        self._finalizer.detach()
+        if self._last is not None:
+            self._last.deserted = True
 
     @property
     def closed(self) -> bool:
@@ -326,11 +339,13 @@ class LocalExecutor:
 
     def check_open(self, what: str) -> None:
         """Raise ExecutionError after ``close``."""
+        self._forked.check()
         if self.closed:
             raise ExecutionError(f"a closed pipeline does not run; it was closed before {what}; make a new one")
 
     def check_outside(self, what: str) -> None:
         """Raise ExecutionError in a rank's own thread, which would wait for itself."""
+        self._forked.check()
         if threading.current_thread() in self._threads:
             raise ExecutionError(
                 f"a pipeline is used from outside its steps; {what} was called by a layer or a hook that a rank runs; "
