@@ -43,6 +43,7 @@ from pipesched.executors.messages import ChannelEnds, OrderMessages, digest_of
 from pipesched.executors.parts import RankRun, RankTimeline
 from pipesched.executors.ports import ConnectionLostError, Ports
 from pipesched.executors.shared import Shared
+from pipesched.executors.stores import StoreLostError
 from pipesched.executors.streams import lane_for
 from pipesched.executors.wire import COLLECT, SHARE, Wire
 from pipesched.payload import Payload
@@ -95,8 +96,14 @@ class DistributedExecutor:
         self._fault: str | None = None
         self._wire: Wire | None = None
         self._courier = Courier(self.device)
-        connections = Connections(group, self.device, timeout_s)
-        self._alarm = Alarm(connections.store, group, connections.host, timeout_s)
+        try:
+            connections = Connections(group, self.device, timeout_s)
+            self._alarm = Alarm(connections.store, group, connections.host, timeout_s)
+        except StoreLostError as error:
+            raise ExecutionError(
+                f"all {self.num_ranks} ranks make their pipeline together; {error}; rank {self.rank} waited; mend the "
+                f"cause and start the job again"
+            ) from None
         self._activity = self._alarm.activity
         with self._stopping_all("making a pipeline"):
             connections.connect()
