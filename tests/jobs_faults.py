@@ -131,6 +131,8 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         for layer in layers:
             layer.names = forward, backward
 
+    distributed.barrier()
+    time.sleep(0.2)  # what torch asks of the store at its start is not what is tried
     fuse.at("before construction")
     name("while capturing")
     connect = executor.clock_offset

@@ -13,17 +13,17 @@ import secrets
 import selectors
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import Any
 
 from torch import distributed
 
-from pipesched.errors import ExecutionError
 from pipesched.executors.activity import Activity, Doing, State, blamed
 from pipesched.executors.notices import LONGEST, Address, Fault, told
-from pipesched.executors.stores import Store, asked, missing
+from pipesched.executors.rendezvous import AbsentError
+from pipesched.executors.stores import Store, StoreLostError, asked, missing
 from pipesched.executors.stuck import Stuck
 
 __all__ = ["Alarm"]
@@ -35,6 +35,7 @@ _WORD_BYTES = 32
 _WATCH, _LEFT = b"watch\n", b"left\n"  # what is said beside faults: I watch you; I have left, and am not to blame
 _LONGEST_TEXT = 8000  # letters; a message has LONGEST bytes
 _CALLERS = 256  # connections at a time
+_MAKING = "making a pipeline"  # a call, as far as others see it
 _PEOPLE = "pipesched/alarms"  # in the job's store: how many addresses there are
 
 
@@ -175,13 +176,13 @@ class _Ear:
 class Alarm:
     """One rank's alarm. Making one is collective: all ranks of the pipeline come within the timeout.
 
-    store: of the pipeline's ranks alone. group: theirs. host: this rank's address. Dropping the alarm ends its thread,
+    meet: waits for the pipeline's ranks, and gives a store of theirs alone. group: theirs. host: this rank's address. Dropping the alarm ends its thread,
     as ``end`` does.
 
     Raises ExecutionError that names the ranks that have not come.
     """
 
-    def __init__(self, store: Store, group: Any, host: str, timeout_s: float) -> None:
+    def __init__(self, meet: Callable[[], Store], group: Any, host: str, timeout_s: float) -> None:
         self.rank: int = group.rank()
         self._timeout_s = timeout_s
         self._job, ranks = _job_of(group)
@@ -195,8 +196,24 @@ class Alarm:
         port = self._ear.listener.getsockname()[1]
         address = Address(self.name, ranks[self.rank], host, port, self._ear.word.decode())
         self._elsewhere: dict[int, Address] = {}
-        self._number = 0 if self._job is None else self._announce(address)
-        self._addresses = self._awaited(store, address)
+        self._addresses: list[Address] = []
+        self.activity.begin(_MAKING)
+        try:
+            if self._job is not None:
+                asked(lambda: self._announce(address), timeout_s)
+            self._store = meet()
+            self._addresses = self._awaited(address)
+        except AbsentError as error:
+            who = ", ".join(self._names[rank] for rank in error.ranks)
+            fault = Fault(who, f"it has not come to make its pipeline within {timeout_s:g} s", True)
+            self._ear.hear(fault)
+            told(fault, self._elsewhere_now(), _PATIENCE_S)
+            self.end()
+            raise
+        except BaseException:
+            self.end()
+            raise
+        self.activity.end()
         self._ear.addresses = self._others()
         if len(self._addresses) > 1:
             self._watch(self._addresses[(self.rank + 1) % len(self._addresses)])
@@ -227,41 +244,18 @@ class Alarm:
 
     # ---- addresses --------------------------------------------------------------------------------------------
 
-    def _announce(self, address: Address) -> int:
-        """To the ranks of the job that are in other pipelines."""
+    def _announce(self, address: Address) -> None:
+        """To the ranks of the job that are in other pipelines. It asks the job's store."""
+        assert self._job is not None
+        self._job.set(f"{_PEOPLE}/{self._job.add(_PEOPLE, 1)}", json.dumps(address))
 
-        def ask() -> int:
-            assert self._job is not None
-            number = self._job.add(_PEOPLE, 1)
-            self._job.set(f"{_PEOPLE}/{number}", json.dumps(address))
-            return number
-
-        return asked(ask, self._timeout_s)
-
-    def _awaited(self, store: Store, address: Address) -> list[Address]:
+    def _awaited(self, own: Address) -> list[Address]:
         """Of all ranks of this pipeline."""
-        keys = [f"alarm/{rank}" for rank in range(len(self._names))]
-        try:
-            asked(lambda: store.set(keys[self.rank], json.dumps(address)), self._timeout_s)
-            absent = missing(store, keys, self._timeout_s)
-            if not absent:
-                return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
-        except RuntimeError as error:
-            self.end()
-            raise ExecutionError(
-                f"all {len(keys)} ranks make their pipeline together; {self.name} waited {self._timeout_s:g} s; make "
-                f"it on every rank, or raise the timeout ({error})"
-            ) from None
-        who, have = ", ".join(self._names[rank] for rank in absent), "has" if len(absent) == 1 else "have"
-        text = f"it has not come to make its pipeline within {self._timeout_s:g} s"
-        fault = Fault(who, text, True)
-        self._ear.hear(fault)
-        told(fault, self._elsewhere_now(), _PATIENCE_S)
-        self.end()
-        raise ExecutionError(
-            f"all {len(keys)} ranks make their pipeline together; {who} {have} not come; {self.name} waited "
-            f"{self._timeout_s:g} s; make it on every rank, or raise the timeout"
-        )
+        store, keys = self._store, [f"alarm/{rank}" for rank in range(len(self._names))]
+        asked(lambda: store.set(keys[self.rank], json.dumps(own)), self._timeout_s)
+        if absent := missing(store, keys, self._timeout_s):
+            raise AbsentError(absent, len(keys), self.rank, self._timeout_s)
+        return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
 
     def look_around(self) -> None:
         """Read where the ranks of other pipelines listen, before anything fails. It asks the job's store."""
@@ -318,7 +312,7 @@ class Alarm:
         found = blamed({self.name: state, **ours}, self._timeout_s)
         elsewhere = self._elsewhere_now()
         theirs = told(guess, elsewhere, _PATIENCE_S / 2, until=ear.settled.is_set)
-        who, why = found or blamed(theirs, self._timeout_s) or ([self.name], "")
+        who, why = found or blamed(theirs, self._timeout_s) or self._suspect(theirs) or ([self.name], "")
         noticed = f"{why}; {self.name} noticed: " if why else ""
         fault = Fault(", ".join(who), noticed + guess.text, True)
         ear.hear(fault)
@@ -326,15 +320,28 @@ class Alarm:
         listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers[one.name], State)]
         told(fault, listeners, _PATIENCE_S / 4)
 
+    def _suspect(self, theirs: Mapping[str, State | str]) -> tuple[list[str], str] | None:
+        """Whom to blame where all that answer wait: the store's host, or ranks that others wait for in vain."""
+        try:
+            asked(lambda: self._store.check(["alarm/0"]), _PATIENCE_S / 2)
+        except StoreLostError as error:
+            who, _, why = str(error).partition(" failed: ")
+            return [who], why
+        except RuntimeError:
+            return None
+        if self._job is None or not any(
+            isinstance(state, State) and state.what == _MAKING for state in theirs.values()
+        ):
+            return None
+        come = self._own_ranks | {address.rank for address in self._elsewhere.values()}
+        absent = [f"rank {rank}" for rank in range(distributed.get_world_size()) if rank not in come]
+        return (absent, "it has not come to make its pipeline") if absent else None
+
     def _others(self) -> list[Address]:
         return [address for rank, address in enumerate(self._addresses) if rank != self.rank]
 
     def end(self) -> None:
         """End the thread."""
-        if self._finalizer.still_active() and self._job is not None and not self.bell.rung:
-            job, key = self._job, f"{_PEOPLE}/{self._number}"
-            with suppress(RuntimeError):
-                asked(lambda: job.delete_key(key), _PATIENCE_S)
         self._finalizer()
 
 

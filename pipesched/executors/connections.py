@@ -11,7 +11,7 @@ from pipesched.executors.device_wire import Links, links_for
 from pipesched.executors.ports import ConnectionLostError
 from pipesched.executors.rendezvous import Rendezvous
 from pipesched.executors.sockets import SocketPort, own_host
-from pipesched.executors.stores import asked
+from pipesched.executors.stores import Store, asked
 
 __all__ = ["Connections"]
 
@@ -28,10 +28,16 @@ class Connections:
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
-        rendezvous = Rendezvous(group.get_group_store(), self.rank, self.num_ranks)
-        self.store = asked(lambda: rendezvous.meet(timeout_s), timeout_s + _PATIENCE_S)
-        self.host = own_host(self.store)
+        self._group_store = group.get_group_store()
+        self.host = own_host(self._group_store)
+        self.store: Any = None
         self._device, self._timeout_s = device, timeout_s
+
+    def meet(self) -> Store:
+        """Wait for the other ranks. Returns a store that they alone use. Raises ExecutionError where not all come."""
+        rendezvous = Rendezvous(self._group_store, self.rank, self.num_ranks)
+        self.store = asked(lambda: rendezvous.meet(self._timeout_s), self._timeout_s + _PATIENCE_S)
+        return self.store
 
     def connect(self) -> None:
         """Make them, once all ranks are known to have come."""

@@ -47,6 +47,7 @@ from pipesched.executors.messages import ChannelEnds, OrderMessages, digest_of
 from pipesched.executors.parts import RankRun, RankTimeline
 from pipesched.executors.ports import ConnectionLostError, Ports
 from pipesched.executors.shared import Shared
+from pipesched.executors.stores import StoreLostError
 from pipesched.executors.streams import lane_for
 from pipesched.executors.wire import COLLECT, SHARE, Wire
 from pipesched.payload import Payload
@@ -103,7 +104,13 @@ class DistributedExecutor:
         #: Of what is no tensor: it reads types by name that it knows.
         self.encoding = Encoding((Action, Kind, Lane, Span))
         connections = Connections(group, self.device, timeout_s)
-        self._alarm = Alarm(connections.store, group, connections.host, timeout_s)
+        try:
+            self._alarm = Alarm(connections.meet, group, connections.host, timeout_s)
+        except StoreLostError as error:
+            raise ExecutionError(
+                f"all {self.num_ranks} ranks make their pipeline together; {error}; rank {self.rank} waited; mend the "
+                f"cause and start the job again"
+            ) from None
         self._activity = self._alarm.activity
         with self._stopping_all("making a pipeline"):
             connections.connect()
@@ -119,7 +126,7 @@ class DistributedExecutor:
     def end_in_child(self) -> None:
         """In a child process, which shares the connections: they are left to the parent."""
         self._forked.here = True
-        for end in (self._end_connections, self._alarm._finalizer, self._courier.end):
+        for end in (self._end_connections, self._courier.end):
             forget(end)
 
     def learn(self, value: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from pipesched.errors import ExecutionError
+from pipesched.executors.stores import StoreLostError
 
 __all__ = ["ConnectionLostError", "Port", "Ports", "ShortPort", "Work", "awaited", "lost"]
 
@@ -81,6 +82,8 @@ def awaited(work: Work, peer: int) -> None:
 
 def lost(peer: int, error: RuntimeError) -> ConnectionLostError:
     """What an error of a port means."""
+    if isinstance(error, StoreLostError):
+        return ConnectionLostError(str(error))
     if "Timed out" in str(error):
         return ConnectionLostError(f"nothing came from rank {peer} within the timeout")
     return ConnectionLostError(f"the connection with rank {peer} ended ({error})")

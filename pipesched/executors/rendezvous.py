@@ -12,17 +12,30 @@ it: whoever changes it first, the rank or rank 0, decides.
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from torch import distributed
 
 from pipesched.errors import ExecutionError
 
-__all__ = ["Rendezvous"]
+__all__ = ["AbsentError", "Rendezvous"]
 
 _LOOK_S = 0.2  # how long rank 0 waits for one rank until it looks whether others have failed
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between two looks into the store
 _WAITING, _WITHDRAWN, _TOKEN, _FAILED = "waiting", "withdrawn", "token ", "failed "
+
+
+class AbsentError(ExecutionError):
+    """Some ranks have not come in time. ranks: these."""
+
+    def __init__(self, ranks: Sequence[int], num_ranks: int, waiting: int, timeout_s: float) -> None:
+        self.ranks = tuple(ranks) or (0,)
+        who = " and ".join(f"rank {rank}" for rank in self.ranks)
+        super().__init__(
+            f"all {num_ranks} ranks make their pipeline together; rank {waiting} waited {timeout_s:g} s for {who}; make "
+            f"it on every rank, or raise the timeout"
+        )
 
 
 class Rendezvous:
@@ -163,12 +176,8 @@ class Rendezvous:
 
     # ---- errors -----------------------------------------------------------------------------------------------
 
-    def _missing(self, absent: list[int], timeout_s: float) -> ExecutionError:
-        who = " and ".join(f"rank {rank}" for rank in absent) or "rank 0"
-        return ExecutionError(
-            f"all {self._num_ranks} ranks make their pipeline together; rank {self._rank} waited {timeout_s:g} s for "
-            f"{who}; make it on every rank, or raise the timeout"
-        )
+    def _missing(self, absent: Sequence[int], timeout_s: float) -> AbsentError:
+        return AbsentError(absent, self._num_ranks, self._rank, timeout_s)
 
     def _stopped(self, said: str) -> ExecutionError:
         text = said.removeprefix(_FAILED)

@@ -170,8 +170,9 @@ class _Sender:
         if self._writer is not None:
             self._queue.put(_Pending(memoryview(b""), threading.Event(), 0))
             self._writer.join(_PATIENCE_S)
-            self.hang_up()
-            self._writer.join()
+            if self._writer.is_alive():
+                self.hang_up()
+                self._writer.join()
         if self.connection is not None:
             self.connection.close()
 

@@ -1,12 +1,15 @@
 """Stores: what is asked of a torch.distributed store, which never answers where its process has been stopped."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Store", "asked", "awaited_value", "missing"]
+from torch import distributed
+
+__all__ = ["Store", "StoreLostError", "asked", "awaited_value", "missing"]
 
 T = TypeVar("T")
 _PATIENCE_S = 2.0  # beyond the time that the store itself is to wait
@@ -30,12 +33,18 @@ class Store(Protocol):
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Return once they are. Raises RuntimeError."""
 
-    def delete_key(self, key: str, /) -> bool:
-        """Forget a key."""
+
+class StoreLostError(RuntimeError):
+    """The process that hosts the store has ended, or is stopped."""
+
+    def __init__(self, why: str) -> None:
+        by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        where = "torchrun failed: it hosts" if by_torchrun else "rank 0 failed: unless another process does, it hosts"
+        super().__init__(f"{where} the store of the process group, which {why}")
 
 
 def asked(ask: Callable[[], T], limit_s: float) -> T:
-    """Call ``ask``, which asks a store. Raises RuntimeError where no answer comes within the limit.
+    """Call ``ask``, which asks a store. Raises what it raises, and StoreLostError where no answer comes in time.
 
     It is called in a thread of its own. A thread without an answer is left behind: torch has no way to end its wait.
     """
@@ -51,10 +60,9 @@ def asked(ask: Callable[[], T], limit_s: float) -> T:
     try:
         value, error = answers.get(timeout=limit_s)
     except Empty:
-        raise RuntimeError(
-            f"Timed out: the store of the process group did not answer within {limit_s:g} s; the process that hosts it "
-            f"(rank 0, unless torchrun or you host it) is stopped or cannot be reached"
-        ) from None
+        raise StoreLostError(f"did not answer within {limit_s:g} s") from None
+    if isinstance(error, distributed.DistNetworkError):
+        raise StoreLostError(f"has ended ({str(error).splitlines()[0]})") from None
     if error is not None:
         raise error
     return value  # type: ignore[return-value]  # what ask returned
