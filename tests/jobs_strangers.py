@@ -110,7 +110,8 @@ def passes_on(group: Any, name: str) -> None:
             assert torch.equal(pipe.step(X[:rows], target=Y[:rows]), loss)
         own = dict(plain.named_parameters())
         for key, parameter in pipe.named_parameters():
-            assert parameter.grad is None or torch.equal(parameter.grad, own[key].grad), key
+            assert parameter.grad is not None, key
+            assert torch.equal(parameter.grad, own[key].grad), key
         collected = pipe.full_state_dict()
     for key, value in plain.state_dict().items():
         assert torch.equal(collected[key], value), key
