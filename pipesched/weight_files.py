@@ -1,12 +1,10 @@
 """Weight files: tensors in safetensors files, read by name, and only when they are asked for.
 
-The format (github.com/huggingface/safetensors): the header's length in 8 bytes, the header in JSON: of each name the
-type, the shape, and where its bytes lie behind the header. They are read piece by piece into the memory where they are
-wanted, which a mapped file would hold twice.
+The library of that name reads them: it checks that a file's header fits the file. It maps a file into memory; a file is
+opened anew for each tensor, so at most one tensor is in memory twice.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
@@ -19,30 +17,11 @@ from pipesched.errors import InputError
 
 __all__ = ["WeightFiles"]
 
-_PIECE = 1 << 22  # bytes read at once
-_HEADER_LIMIT = 100_000_000  # bytes, as the format says
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
 
 class _Entry(NamedTuple):
-    """Where a tensor lies."""
+    """Where a tensor lies, and what it is."""
 
     path: Path
-    begin: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -91,28 +70,9 @@ class WeightFiles(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor of the files into one of its shape, cast to that one's type. 4 MiB are held meanwhile."""
-        entry = self._entries[name]
-        size = entry.dtype.itemsize
-        staging = bytearray(min(_PIECE, max(1, tensor.numel()) * size))
-        values = torch.frombuffer(staging, dtype=entry.dtype)
-        flat = tensor.view(-1) if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype).view(-1)
-        with entry.path.open("rb", buffering=0) as file:
-            file.seek(entry.begin)
-            for start in range(0, len(flat), len(values)):
-                piece = flat[start : start + len(values)]
-                _read(file, memoryview(staging)[: len(piece) * size], entry.path)
-                piece.copy_(values[: len(piece)])
-        if not tensor.is_contiguous():
-            tensor.copy_(flat.view(tensor.shape))
-
-
-def _read(file: Any, into: memoryview, path: Path) -> None:
-    while into:
-        count = file.readinto(into)
-        if not count:
-            raise InputError(f"a safetensors file is as long as its header says; {path} ends before; fetch it again")
-        into = into[count:]
+        """Copy a tensor of the files into one of its shape, cast to that one's type."""
+        with _opened(self._entries[name].path) as file:
+            tensor.copy_(file.get_tensor(name))
 
 
 def _files(path: Path) -> list[Path]:
@@ -130,33 +90,45 @@ def _files(path: Path) -> list[Path]:
         raise InputError(f"weights are read from safetensors files; there is no {path}; check the path")
     if path.suffix == ".json":
         try:
-            return sorted({path.parent / name for name in json.loads(path.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            names = {Path(name) for name in json.loads(path.read_text())["weight_map"].values()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(
                 f"an index of safetensors files has a weight_map of names to files; {path} has none ({error!r}); name "
                 f"the files themselves"
             ) from None
+        for name in names:
+            if name.is_absolute() or ".." in name.parts:
+                raise InputError(
+                    f"an index names safetensors files in its own folder; {path} names {str(name)!r}; move the file "
+                    f"there, or name the files themselves"
+                )
+        return sorted(path.parent / name for name in names)
     return [path]
 
 
 def _entries(path: Path) -> Iterator[tuple[str, _Entry]]:
     if not path.is_file():
         raise InputError(f"an index names safetensors files beside it; there is no {path}; fetch it")
-    end = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= min(end, _HEADER_LIMIT) else b""
     try:
-        header = json.loads(text)
-        for name, told in header.items():
-            if name != "__metadata__":
-                begin, stop = told["data_offsets"]
-                entry = _Entry(path, 8 + length + begin, _DTYPES[told["dtype"]], tuple(told["shape"]))
-                if stop - begin != math.prod(entry.shape) * entry.dtype.itemsize or 8 + length + stop > end:
-                    raise ValueError(f"{name} does not fit")  # noqa: TRY301
-                yield name, entry
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118  it is no mapping
+                tensor = file.get_tensor(name)  # whose memory is not read
+                yield name, _Entry(path, tensor.dtype, tuple(tensor.shape))
+    except InputError:
+        raise
+    except Exception as error:  # the library's own, and what torch says of a type that it does not know
         raise InputError(
-            f"a safetensors file begins with a header of its tensors; {path} of {end} bytes does not ({error!r}); "
-            f"fetch it again, or convert it"
+            f"a safetensors file begins with a header of its tensors; {path} of {path.stat().st_size} bytes does not "
+            f"({error!r}); fetch it again, or convert it"
         ) from None
+
+
+def _opened(path: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise InputError(
+            f"safetensors files are read by the library safetensors; {path} needs it, and it is not installed; "
+            f"pip install 'pipesched[safetensors]', or pass a state_dict"
+        ) from None
+    return safe_open(path, framework="pt")
