@@ -176,8 +176,8 @@ class _Ear:
 class Alarm:
     """One rank's alarm. Making one is collective: all ranks of the pipeline come within the timeout.
 
-    meet: waits for the pipeline's ranks, and gives a store of theirs alone. group: theirs. host: this rank's address. Dropping the alarm ends its thread,
-    as ``end`` does.
+    meet: waits for the pipeline's ranks, and gives a store of theirs alone. group: theirs. host: this rank's address.
+    Dropping the alarm ends its thread, as ``end`` does.
 
     Raises ExecutionError that names the ranks that have not come.
     """

@@ -36,8 +36,9 @@ class Connections:
     def meet(self) -> Store:
         """Wait for the other ranks. Returns a store that they alone use. Raises ExecutionError where not all come."""
         rendezvous = Rendezvous(self._group_store, self.rank, self.num_ranks)
-        self.store = asked(lambda: rendezvous.meet(self._timeout_s), self._timeout_s + _PATIENCE_S)
-        return self.store
+        store: Store = asked(lambda: rendezvous.meet(self._timeout_s), self._timeout_s + _PATIENCE_S)
+        self.store = store
+        return store
 
     def connect(self) -> None:
         """Make them, once all ranks are known to have come."""

@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 from weakref import finalize
 
 import torch
-from torch import Tensor
 
 from pipesched.actions import Action, Kind, Lane
 from pipesched.caller import Caller, intra_op
@@ -39,6 +38,7 @@ from pipesched.executors.connections import Connections
 from pipesched.executors.courier import Courier
 from pipesched.executors.device_wire import channels_of, ends_over
 from pipesched.executors.encoding import Encoding
+from pipesched.executors.exchange import DEALT, Exchange
 from pipesched.executors.forked import Forked, end_in_children, forget
 from pipesched.executors.forms import Form, describe
 from pipesched.executors.interpreter import Rank, Stamps, interpret
@@ -49,7 +49,7 @@ from pipesched.executors.ports import ConnectionLostError, Ports
 from pipesched.executors.shared import Shared
 from pipesched.executors.stores import StoreLostError
 from pipesched.executors.streams import lane_for
-from pipesched.executors.wire import COLLECT, SHARE, Wire
+from pipesched.executors.wire import SHARE, Wire
 from pipesched.payload import Payload
 from pipesched.program import Program
 from pipesched.trace import Span
@@ -57,17 +57,6 @@ from pipesched.trace import Span
 __all__ = ["DistributedExecutor"]
 
 _IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
-_DEALT = "what rank 0 deals out"
-_TRADES = (
-    "weights",
-    "gradients",
-    "losses and outputs",
-    "tied weights",
-    "gradients of tied weights",
-    "statistics",
-    _DEALT,
-)
-_FIRST_TRADE = 30  # tag; the others follow, two each
 
 
 class _Stopped(Exception):  # noqa: N818  it is no error: it ends the rank's loop
@@ -307,28 +296,10 @@ class DistributedExecutor:
             return self._exchanged(value)
 
     def _exchanged(self, value: Any) -> list[Any]:
-        wire, others = self._open_wire(), range(1, self.num_ranks)
-        if self.rank:
-            wire.tell(0, COLLECT, Payload.of(value))
-            values: list[Any] = self._moved(wire.ask(0, COLLECT)())
-            return values
-        values = [value, *(self._moved(take()) for take in [wire.ask(rank, COLLECT) for rank in others])]
-        given = Payload.of(values)
-        for rank in others:
-            wire.tell(rank, COLLECT, given)
-        return values
+        return self._exchange().all_values(value)
 
-    def _moved(self, arrived: Payload) -> Any:
-        """A value whose tensors are this device's, in memory of their own; those that were one still are."""
-        own: dict[Any, Tensor] = {}
-
-        def moved(tensor: Tensor) -> Tensor:
-            key = tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
-            if key not in own:
-                own[key] = tensor.to(self.device, copy=True)
-            return own[key]
-
-        return arrived.map_tensors(moved).value
+    def _exchange(self) -> Exchange:
+        return Exchange(self._open_wire(), self.rank, self.num_ranks, self.device)
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Give values to other ranks, and take what those in ``sources`` give to this one: pytrees of tensors.
@@ -337,14 +308,7 @@ class DistributedExecutor:
         enough to end each. Part of a run: also called by a work's ``prepare``.
         """
         with self._stopping_all(f"a trade of {what}"):
-            return self._traded(what, given, sources)
-
-    def _traded(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        wire, tag = self._open_wire(), _FIRST_TRADE + 2 * _TRADES.index(what)
-        takes = {source: wire.ask(source, tag) for source in sorted(sources)}
-        for rank, value in given.items():
-            wire.tell(rank, tag, Payload.of(value))
-        return {source: take().value for source, take in takes.items()}
+            return self._exchange().trade(what, given, sources)
 
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
         """Give rank ``source``'s value to all; it is on its way when this returns. What is returned waits for it.
@@ -368,8 +332,8 @@ class DistributedExecutor:
         """Give each rank its own of rank 0's values, which alone has them. Rank 0 does not wait; the others do."""
         with self._one_at_a_time(what):
             if self.rank:
-                return self._traded(_DEALT, {}, (0,))[0]
-            self._traded(_DEALT, dict(enumerate(values[1:], 1)), ())
+                return self._exchange().trade(DEALT, {}, (0,))[0]
+            self._exchange().trade(DEALT, dict(enumerate(values[1:], 1)), ())
             return values[0]
 
     def fail(self, what: str, error: Exception) -> NoReturn:
