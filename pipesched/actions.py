@@ -9,6 +9,7 @@ import re
 from enum import StrEnum
 from typing import NamedTuple
 
+from pipesched.checks import shown
 from pipesched.errors import ScheduleError
 
 __all__ = ["KINDS", "OTHER_END", "Action", "Holding", "Kind", "KindRow", "Lane"]
@@ -112,7 +113,9 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None or match[2] not in Kind.__members__:
             kinds = ", ".join(Kind)
-            raise ScheduleError(f"an action is <stage><kind><micro-batch>, such as 2F0; got {text!r}; kinds: {kinds}")
+            raise ScheduleError(
+                f"an action is <stage><kind><micro-batch>, such as 2F0; got {shown(text)}; kinds: {kinds}"
+            )
         kind = Kind(match[2])
         if (match[4] or "") != _ARROWS.get(kind, ""):
             want = f"{match[1]}{kind}{match[3]}{_ARROWS.get(kind, '')}"

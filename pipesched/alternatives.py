@@ -1,12 +1,11 @@
 """Alternatives: the plans that a search weighed against the one it took, as plain numbers."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipesched.checks import check_fields
-from pipesched.errors import ScheduleError
-from pipesched.links import check_number
+from pipesched.checks import check_number
+from pipesched.json_files import read_fields
 
 __all__ = ["Alternative"]
 
@@ -53,14 +52,8 @@ class Alternative:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Alternative":
         """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
-        try:
-            made = cls(**{"checkpoint": "", **values})
-            check_fields(made)
-        except TypeError as error:
-            raise ScheduleError(
-                f"an alternative has {', '.join(field.name for field in fields(cls))}; {error}; correct it"
-            ) from error
-        return made
+        return read_fields(cls, {"checkpoint": "", **values} if isinstance(values, Mapping) else values, _HAS)
 
 
+_HAS = "an alternative has"
 _NUMBERS = ("step_s", "bubble_ratio", "peak_bytes", "limit_bytes", "measured_s", "first_s")

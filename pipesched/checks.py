@@ -1,22 +1,43 @@
 """Checks: whether an argument is of the type that a function takes, before anything else is done with it."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from pipesched.errors import ArgumentError
+from pipesched.errors import ArgumentError, ScheduleError
 
-__all__ = ["as_list", "as_path", "check_fields", "check_type", "is_count", "is_whole", "shown"]
+__all__ = [
+    "LARGEST",
+    "LARGEST_SIZE",
+    "as_list",
+    "as_path",
+    "check_known",
+    "check_number",
+    "check_size",
+    "check_type",
+    "is_count",
+    "is_whole",
+    "shown",
+]
 
+#: No number that pipesched is given is as large: sums of what is below it fit into floats and, of sizes, into 64 bits.
+LARGEST = 2**63
+LARGEST_SIZE = 2**48  # bytes, 256 TiB
 _LONGEST = 80  # letters of a value that an error shows
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: what it is where that is short, else its type."""
-    text = f"{value!r}"
+    """A value as an error shows it: all of a short one, the beginning of a long text, and the type of anything else."""
+    if isinstance(value, str) and len(value) > _LONGEST:
+        return f"{value[: _LONGEST // 2]!r}... ({len(value):,} letters)"
+    try:
+        text = f"{value!r}"
+    except (ValueError, RecursionError):  # a whole number of thousands of digits; lists within lists
+        text = "\n"
     return text if len(text) <= _LONGEST and "\n" not in text else f"one of type {type(value).__name__}"
 
 
@@ -49,14 +70,27 @@ def as_path(path: Any) -> Path:
     return Path(path)
 
 
-def check_fields(made: Any) -> None:
-    """Raise TypeError where a field of a dataclass is not what its annotation says, as far as that is plain types.
+def check_number(value: Any, what: str) -> None:
+    """Raise ScheduleError for what is not a finite number, or negative, or beyond all that can be measured."""
+    number: Any = -1 if isinstance(value, bool) or not isinstance(value, Real) else value
+    if not 0 <= number < math.inf:
+        raise ScheduleError(f"costs are finite numbers, not negative; {what} is {shown(value)}; measure it again")
+    if number >= LARGEST:
+        raise ScheduleError(f"costs are numbers below {LARGEST:.1e}; {what} is {shown(value)}; measure it again")
 
-    For values that were read from a file: a dataclass itself takes anything.
-    """
-    for name, hint in get_type_hints(type(made)).items():
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        if all(isinstance(kind, type) and kind is not Any for kind in kinds):
-            value = getattr(made, name)
-            if not isinstance(value, (*kinds, Real) if float in kinds else kinds):
-                raise TypeError(f"{name} {shown(value)}")
+
+def check_size(value: Any, what: str) -> None:
+    """Raise ScheduleError for what is not a whole number of bytes that one stage can hold."""
+    if not is_whole(value) or not 0 <= value < LARGEST_SIZE:
+        raise ScheduleError(f"sizes are whole numbers of bytes below 2**48; {what} is {shown(value)}; measure it again")
+
+
+def check_known(has: str, values: Any, known: Sequence[str]) -> None:
+    """Raise ArgumentError for what is no mapping, ScheduleError for an entry that nobody reads. has: "a plan has"."""
+    rule = f"{has} {', '.join(known)}"
+    check_type(values, Mapping, rule, "save it again")
+    for name in values:
+        if name not in known:
+            near = get_close_matches(str(name), known, 1) if len(str(name)) <= _LONGEST else []
+            meant = f", nearest to {near[0]!r}" if near else ""
+            raise ScheduleError(f"{rule}; got {shown(name)}{meant}; correct it or leave it out")

@@ -15,7 +15,7 @@ from pipesched.actions import KINDS, Action, Kind, Lane
 from pipesched.errors import ScheduleError
 from pipesched.units import counted
 
-__all__ = ["CODES", "NUM_KINDS", "Columns", "Ints", "Mask", "Orders"]
+__all__ = ["CODES", "MOST_SLOTS", "NUM_KINDS", "Columns", "Ints", "Mask", "Orders"]
 
 Ints = NDArray[np.integer[Any]]
 Mask = NDArray[np.bool_]
@@ -24,6 +24,7 @@ _KINDS = tuple(Kind)
 NUM_KINDS = len(_KINDS)
 #: The number that stands for a kind in a column.
 CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(_KINDS)}
+MOST_SLOTS = 64  # for each action: a table with more holes is a mistake, and might not fit in memory
 _COMPUTES = np.array([KINDS[kind].lane is Lane.COMPUTE for kind in _KINDS])
 
 
@@ -117,7 +118,10 @@ class Columns:
     def pair(self) -> Ints:
         """A number for each (stage, micro-batch) pair."""
         width = int(self.microbatch.max(initial=0)) + 1
-        return self.stage.astype(np.int64) * width + self.microbatch
+        pair: Ints = self.stage.astype(np.int64) * width + self.microbatch
+        if pair.max(initial=0) <= MOST_SLOTS * (len(pair) + 1024):
+            return pair
+        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # a table of what is numbered so fits in memory
 
     @staticmethod
     def joined_up(parts: Sequence["Columns"]) -> "Columns":

@@ -1,14 +1,14 @@
 """Costs: plain numbers a stage, with their units in their names. Times may be whole numbers: sums then are exact."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pipesched.actions import Action, Holding, Kind
-from pipesched.checks import check_type, is_count, shown
+from pipesched.checks import LARGEST, LARGEST_SIZE, check_number, check_size, check_type, is_count, shown
 from pipesched.errors import ScheduleError
-from pipesched.links import Links, check_number, plain
+from pipesched.json_files import maybe
+from pipesched.links import Links, plain
 from pipesched.overheads import Overheads
 
 __all__ = ["Costs", "check_costs"]
@@ -72,8 +72,8 @@ class Costs:
     def __post_init__(self) -> None:
         for name in _TUPLES:
             values = getattr(self, name)
-            if not isinstance(values, Iterable):
-                raise ScheduleError(f"costs have one number a stage; {name} is {values!r}; give a list of them")
+            if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
+                raise ScheduleError(f"costs have one number a stage; {name} is {shown(values)}; give a list of them")
             object.__setattr__(self, name, tuple(map(plain, values)))
         for name in _SCALARS:
             object.__setattr__(self, name, plain(getattr(self, name)))
@@ -107,10 +107,12 @@ class Costs:
                     f"costs have one number a stage; forward_s has {self.num_stages}, {name} has {len(values)}; "
                     f"give as many"
                 )
-            if {*map(type, values)} <= {int, float} and min(values, default=0) >= 0 and sum(values) < math.inf:
+            sizes = name.endswith("_bytes")
+            kinds, most = ({int}, LARGEST_SIZE) if sizes else ({int, float}, LARGEST)
+            if {*map(type, values)} <= kinds and min(values, default=0) >= 0 and sum(values) < most:
                 continue
             for stage, value in enumerate(values):
-                check_number(value, f"{name} of stage {stage}")
+                (check_size if sizes else check_number)(value, f"{name} of stage {stage}")
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -188,11 +190,11 @@ class Costs:
         wrong = sorted(set(values) - set(known)) + sorted({"forward_s", "input_grad_s", "weight_grad_s"} - set(values))
         if wrong:
             raise ScheduleError(
-                f"costs are {', '.join(known)}, the first three always; {wrong[0]!r} is unknown or missing; correct it"
+                f"costs are {', '.join(known)}, the first three always; {shown(wrong[0])} is unknown or missing; "
+                f"correct it"
             )
-        links = Links.from_dict(values["links"]) if values.get("links") else None
-        overheads = Overheads.from_dict(values["overheads"]) if values.get("overheads") else None
-        return cls(**{**values, "links": links, "overheads": overheads})
+        parts = {"links": maybe(Links.from_dict), "overheads": maybe(Overheads.from_dict)}
+        return cls(**{**values, **{name: make(values.get(name)) for name, make in parts.items()}})
 
 
 def check_costs(costs: Any) -> None:

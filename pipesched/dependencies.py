@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from pipesched.actions import OTHER_END, Action, Kind
-from pipesched.columns import CODES, NUM_KINDS, Columns, Ints
+from pipesched.checks import shown
+from pipesched.columns import CODES, MOST_SLOTS, NUM_KINDS, Columns, Ints
 from pipesched.errors import ScheduleError
 
 __all__ = ["BACKWARDS", "Index", "StageGraph", "chain", "needs", "requirements"]
 
 #: The kinds that yield the gradient of a stage's input.
 BACKWARDS = (Kind.B, Kind.I)
-_MOST_SLOTS = 64  # for each action: a table with more holes is a mistake, and might not fit in memory
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,11 @@ class Index:
             self._bases[code] = size
             rows = len(graph.edge_codes) if _CODE_IS_TRANSFER[code] else self._num_stages
             size += rows * max(0, num_microbatches)
-        if size > _MOST_SLOTS * (len(columns) + 1024):
-            raise ScheduleError(
-                f"every stage runs every micro-batch; {self._num_stages} stages and {num_microbatches} micro-batches, "
-                f"but {len(columns)} actions in all; correct the counts or add the actions"
-            )
+            if size > MOST_SLOTS * (len(columns) + 1024):
+                raise ScheduleError(
+                    f"every stage runs every micro-batch; {self._num_stages} stages and {shown(num_microbatches)} "
+                    f"micro-batches, but {len(columns)} actions in all; correct the counts or add the actions"
+                )
         self._table = np.full(size + 1, -1, np.int32)  # the last place stays empty: for what has none
         self.slots = self._slots(columns.kind, columns.stage, columns.microbatch, columns.peer)
         self._table[self.slots] = np.arange(len(columns))

@@ -7,14 +7,14 @@ from dataclasses import replace
 from os import PathLike
 
 from pipesched.actions import KINDS, Action, Kind, Lane
-from pipesched.checks import as_path
+from pipesched.checks import as_path, shown
 from pipesched.columns import Orders
 from pipesched.errors import ScheduleError
 from pipesched.program import Program
 
 __all__ = ["load_program"]
 
-_CELL = re.compile(r"([0-9]+)([A-Z_]+)([0-9]*)")
+_CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{0,9})")
 #: The long names of PyTorch's kinds; the short ones are ours.
 _NAMES = {
     "FORWARD": Kind.F,
@@ -79,10 +79,10 @@ def _action(cell: str, row: int, column: int) -> Action:
         return Action(int(match[1]), _NAMES[kind], int(match[3]))
     else:
         raise ScheduleError(
-            f"row {row}, column {column}: a cell is empty or <stage><kind><micro-batch>, such as 2F0; got {cell!r}; "
-            f"kinds: {', '.join(_NAMES)}"
+            f"row {row}, column {column}: a cell is empty or <stage><kind><micro-batch>, such as 2F0; "
+            f"got {shown(cell)}; kinds: {', '.join(_NAMES)}"
         )
-    raise ScheduleError(f"row {row}, column {column}: cells do not {what}; got {cell!r}; {remedy}")
+    raise ScheduleError(f"row {row}, column {column}: cells do not {what}; got {shown(cell)}; {remedy}")
 
 
 def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:

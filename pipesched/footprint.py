@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
 
-__all__ = ["DELIVERED_BYTES", "Footprint", "dropping_bytes", "of_loss", "of_stage"]
+__all__ = ["DELIVERED_BYTES", "SCALARS_BYTES", "Footprint", "dropping_bytes", "of_loss", "of_stage"]
 
 #: Weight gradients that W makes are delivered in groups of about so many bytes.
 DELIVERED_BYTES = 1 << 20
 
-_SCALARS = 128  # losses of micro-batches and the like
+#: Losses of up to 16 micro-batches, and the like.
+SCALARS_BYTES = 128
 _BACKWARDS = ("backward_transient_bytes", "first_backward_transient_bytes", "input_grad_transient_bytes")
 
 
@@ -168,7 +169,7 @@ def of_loss(output_bytes: int, kept: int = 0, kept_input: int = 0, forward: int 
         input_bytes=output_bytes,
         activation_bytes=kept,
         kept_input_bytes=kept_input,
-        buffer_bytes=_SCALARS,
+        buffer_bytes=SCALARS_BYTES,
         forward_transient_bytes=forward,
         **dict.fromkeys(_BACKWARDS, backward),
     )

@@ -1,20 +1,20 @@
 """Links: what lies between ranks: latency, bandwidth, and whether messages wait for each other."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from numbers import Real
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesched.checks import as_list, is_count, shown
+from pipesched.checks import LARGEST, as_list, check_number, is_count, is_whole, shown
 from pipesched.columns import Ints
 from pipesched.errors import ScheduleError
+from pipesched.json_files import read_fields
 
-__all__ = ["Link", "Links", "check_number", "check_times", "plain"]
+__all__ = ["Link", "Links", "check_speed", "check_times", "plain"]
 
 
 def plain(value: Any) -> Any:
@@ -22,16 +22,22 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def check_number(value: Any, what: str) -> None:
-    """Raise ScheduleError for what is not a finite number, or negative."""
-    if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
-        raise ScheduleError(f"costs are finite numbers, not negative; {what} is {value!r}; measure it again")
-
-
 def check_times(times: Sequence[float], what: str) -> None:
     """Raise ScheduleError where a time is not a finite number or is negative."""
     for index, value in enumerate(times):
         check_number(value, f"{what} {index}")
+
+
+def check_speed(bytes_per_s: Any, name: str, of: str) -> None:
+    """Raise ScheduleError for what is no speed at which a byte ever arrives; None is no limit."""
+    if bytes_per_s is None:
+        return
+    check_number(bytes_per_s, f"the {name} of {of}")
+    if bytes_per_s * LARGEST < 1:
+        raise ScheduleError(
+            f"a speed is above 0, in bytes a second, or None where it is not limited or not known; {name} is "
+            f"{bytes_per_s!r} for {of}; pass such as 20e9"
+        )
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,12 @@ class Link:
     def __post_init__(self) -> None:
         check_number(self.latency_s, "the latency_s of a link")
         check_number(self.spread, "the spread of a link")
-        if self.bytes_per_s is not None:
-            check_number(self.bytes_per_s, "the bytes_per_s of a link")
-            if not self.bytes_per_s:
-                raise ScheduleError("a link moves something; its bytes_per_s is 0; pass more, or None for no limit")
+        check_speed(self.bytes_per_s, "bytes_per_s", "a link")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Link":
+        """The inverse of ``asdict``. Raises ScheduleError for what is none."""
+        return read_fields(cls, values, "a link has")
 
     @property
     def byte_s(self) -> float:
@@ -77,17 +85,22 @@ class Links:
     def __post_init__(self) -> None:
         rule = "hosts are a list with the number of each rank's host"
         object.__setattr__(self, "hosts", tuple(as_list(self.hosts, rule, "pass such as (0, 0, 1, 1)")))
-        if not all(isinstance(host, int) for host in self.hosts):
-            raise ScheduleError(f"{rule}; got {shown(self.hosts)}; pass whole numbers")
+        if not all(is_count(host, 0) for host in self.hosts):
+            raise ScheduleError(f"{rule}; got {shown(self.hosts)}; pass whole numbers from 0 on")
         pairs = self.special.items() if isinstance(self.special, Mapping) else self.special
         try:
-            special = sorted(((int(a), int(b)), link) for (a, b), link in pairs)
+            special = sorted((((a, b), link) for (a, b), link in pairs), key=lambda pair: pair[0])
+            if not all(is_whole(rank) and rank >= 0 for ranks, _ in special for rank in ranks):
+                raise TypeError  # noqa: TRY301
         except (TypeError, ValueError):
             raise ScheduleError(
                 f"special has the links of single pairs, {{(from rank, to rank): link}}; got {shown(self.special)}; "
                 f"pass such as {{(0, 1): Link(1e-6, 10e9)}}"
             ) from None
-        object.__setattr__(self, "special", tuple(special))
+        twice = next((one for (one, _), (other, _) in pairwise(special) if one == other), None)
+        if twice is not None:
+            raise ScheduleError(f"a pair of ranks has one special link; {twice} has several; remove the others")
+        object.__setattr__(self, "special", tuple(((int(a), int(b)), link) for (a, b), link in special))
         for link in (self.inside, self.between, *(link for _, link in self.special)):
             if not isinstance(link, Link):
                 raise ScheduleError(
@@ -149,12 +162,21 @@ class Links:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Links":
         """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
-        try:
-            special = tuple(((sender, receiver), Link(**link)) for sender, receiver, link in values["special"])
-            inside, between = Link(**values["inside"]), Link(**values["between"])
-            return cls(inside, between, tuple(values["hosts"]), special, values["contended"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ScheduleError(
-                f"links have inside, between, hosts, special and contended, a link latency_s and bytes_per_s; "
-                f"{error!r}; write them by to_dict"
-            ) from error
+
+        def link(plain: Any) -> Link:
+            try:
+                return Link.from_dict(plain)
+            except ScheduleError as error:
+                raise ScheduleError(f"links have inside, between, hosts, special and contended: {error}") from error
+
+        def special(pairs: Any) -> tuple[Any, ...]:
+            rows = [as_list(pair, _SPECIAL, _AS_TO_DICT) for pair in as_list(pairs, _SPECIAL, _AS_TO_DICT)]
+            wrong = next((row for row in rows if len(row) != 3), None)
+            if wrong is not None:
+                raise ScheduleError(f"{_SPECIAL}; got {shown(wrong)}; {_AS_TO_DICT}")
+            return tuple(((sender, receiver), link(own)) for sender, receiver, own in rows)
+
+        return read_fields(cls, values, "links have", partly=False, inside=link, between=link, special=special)
+
+
+_SPECIAL, _AS_TO_DICT = "the special of links are a list of [from rank, to rank, link]", "write them by to_dict"

@@ -11,6 +11,7 @@ from pipesched.columns import CODES, Columns, Ints, Mask, Orders
 from pipesched.dependencies import BACKWARDS
 from pipesched.keeping import Checkpoint, as_checkpoint
 from pipesched.program import Program, check_program
+from pipesched.validation import check_places
 
 __all__ = [
     "add_communication",
@@ -24,8 +25,12 @@ __all__ = [
 
 
 def lower(program: Program) -> Program:
-    """Turn a compute-only program into one that an executor runs: adds communication."""
+    """Turn a compute-only program into one that an executor runs: adds communication.
+
+    Raises ScheduleError for stages and actions on ranks that there are not.
+    """
     check_program(program)
+    check_places(program)
     return add_communication(program)
 
 

@@ -21,6 +21,7 @@ from pipesched.correction import slowed
 from pipesched.costs import Costs
 from pipesched.errors import MemoryLimitError
 from pipesched.executors.local import Timeline
+from pipesched.footprint import SCALARS_BYTES
 from pipesched.keeping import Checkpoint, checkpoint_in_words, offloading
 from pipesched.layered import Layered
 from pipesched.links import Links
@@ -31,6 +32,7 @@ from pipesched.overheads import Overheads
 from pipesched.plan import Plan, Tie
 from pipesched.planning import Programs
 from pipesched.profiles import LayerCosts, Profile, costs_of, stage_costs, treated
+from pipesched.program import Program
 from pipesched.reports import Report
 from pipesched.simulator import simulate
 from pipesched.sites import InProcess, OverMesh, Site
@@ -44,6 +46,8 @@ from pipesched.upkeep import another, upkeep_of
 from pipesched.wrapped import Wrapped
 
 __all__ = ["Observed"]
+
+_LOSS_BYTES = 8  # of a micro-batch
 
 
 class Observed(Wrapped):
@@ -190,6 +194,7 @@ class Observed(Wrapped):
             loss = None if self.loss_fn is None else self._profiled()[self._now.cut[-1][-1]].loss
             costs, messages = costs_with(costs, program, stages, loss), messages_of(program, stages)
         timed = self._now.programs.timed(self.num_microbatches)
+        costs = _with_losses(costs, timed, known=not stages or self.loss_fn is not None)
         return rank_memory(timed, costs, posted=self._posted, messages=messages)
 
     def _stage_sizes(self) -> Sequence[StageSizes]:
@@ -369,3 +374,13 @@ class Observed(Wrapped):
             f"{counted(self.num_microbatches, 'micro-batch')}, checkpoint={checkpoint_in_words(self.checkpoint)!r})"
             + "".join(f"\n{line}" for line in (stages, *(f"  {line}" for line in self._unused)))
         )
+
+
+def _with_losses(costs: Costs, program: Program, *, known: bool) -> Costs:
+    """The same with the losses of all micro-batches, which live until the step ends. known: whether costs have those
+    that a loss of few micro-batches needs.
+    """
+    more = max(SCALARS_BYTES, _LOSS_BYTES * program.num_microbatches) - SCALARS_BYTES * known
+    ends = [not takers for takers in program.graph.consumers]
+    sizes = [size + more * end for size, end in zip(costs.buffer_bytes, ends, strict=True)]
+    return replace(costs, buffer_bytes=tuple(sizes))

@@ -1,6 +1,5 @@
 """Options: types of the command's options, checked before anything is measured, and what its parts read and write."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import click
 
-from pipesched.errors import ScheduleError
+from pipesched.json_files import load_json
 from pipesched.links import Links
 
 __all__ = ["FILE", "INPUT", "MICROBATCHES", "PICTURE", "PLAN", "RANKS", "REPORT", "as_bytes", "read_links", "write"]
@@ -53,10 +52,7 @@ def as_bytes(_: Any, __: Any, text: str | None) -> int | None:
 
 def read_links(path: Path) -> Links:
     """What lies between ranks, from a file. Raises ScheduleError naming it."""
-    try:
-        return Links.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, ScheduleError) as error:
-        raise ScheduleError(f"{path}: {error}") from error
+    return load_json(path, Links.from_dict)
 
 
 def write(way: Callable[[Path], object], path: Path) -> None:

@@ -7,9 +7,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesched.checks import as_list, check_number
 from pipesched.columns import Ints
 from pipesched.errors import ScheduleError
-from pipesched.links import Link, Links, check_number, check_times
+from pipesched.json_files import maybe, read_fields
+from pipesched.links import Link, Links, check_speed, check_times
 
 __all__ = ["Machine", "Overheads", "RanksAre"]
 
@@ -41,7 +43,8 @@ class Overheads:
     def __post_init__(self) -> None:
         for name in ("action_s", "waking_s"):
             check_number(getattr(self, name), f"the {name} of overheads")
-        object.__setattr__(self, "crowding", tuple(self.crowding))
+        rule, remedy = "crowding is a list of numbers, one for each count of ranks", "pass such as (1, 1.2)"
+        object.__setattr__(self, "crowding", tuple(as_list(self.crowding, rule, remedy)))
         check_times(self.crowding, "crowding of overheads by rank")
         if self.crowding and (self.crowding[0] != 1 or list(self.crowding) != sorted(self.crowding)):
             raise ScheduleError(
@@ -84,7 +87,9 @@ class Overheads:
                 same = own[share[own] == part]
                 done = np.concatenate([[0], np.cumsum(lengths / (1 + part * slower))])  # in seconds of one alone
                 spent = np.interp(ends[same], moments, done) - np.interp(starts[same], moments, done)
-                factor[same] = (ends[same] - starts[same]) / spent
+                took, slowest = ends[same] - starts[same], 1 + part * slower.max(initial=0)
+                exact = 2 * spent * slowest > took  # and not rounded to nothing
+                factor[same] = np.divide(took, spent, out=np.full_like(took, slowest), where=exact)
         return factor
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,10 +99,14 @@ class Overheads:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Overheads":
         """The inverse of ``to_dict``. Raises ScheduleError for unknown names and bad numbers."""
-        try:
-            return cls(**{**values, **{name: Link(**values.get(name, {})) for name in ("send", "receive", "link")}})
-        except TypeError as error:
-            raise ScheduleError(f"overheads are what to_dict writes; {error}; write them by to_dict") from error
+
+        def link(plain: Any) -> Link:
+            try:
+                return Link.from_dict(plain)
+            except ScheduleError as error:
+                raise ScheduleError(f"overheads are what to_dict writes: {error}") from error
+
+        return read_fields(cls, values, "overheads have", send=link, receive=link, link=link)
 
 
 @dataclass(frozen=True)
@@ -117,13 +126,7 @@ class Machine:
     on_host: bool = False
 
     def __post_init__(self) -> None:
-        if self.host_bytes_per_s is not None:
-            check_number(self.host_bytes_per_s, "host_bytes_per_s of a machine")
-            if not self.host_bytes_per_s:
-                raise ScheduleError(
-                    "host_bytes_per_s is how fast a machine's device copies to its host, above 0, or None where that "
-                    "is not known; got 0; pass such as 20e9"
-                )
+        check_speed(self.host_bytes_per_s, "host_bytes_per_s", "a machine")
 
     def between(self, ranks_are: RanksAre, crowding: float = 1.0) -> dict[str, Any]:
         """What ``Costs`` take of it: links and overheads. crowding: as for `Overheads.beside`."""
@@ -139,11 +142,6 @@ class Machine:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Machine":
-        """The inverse of ``to_dict``. Raises ScheduleError, or TypeError for unknown names."""
-        makes: dict[str, Any] = {
-            "links": Links.from_dict,
-            "threads": Overheads.from_dict,
-            "processes": Overheads.from_dict,
-        }
-        parts = {name: make(values[name]) for name, make in makes.items() if values.get(name)}
-        return cls(**{**values, **parts})
+        """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
+        links, overheads = maybe(Links.from_dict), maybe(Overheads.from_dict)
+        return read_fields(cls, values, "a machine has", links=links, threads=overheads, processes=overheads)

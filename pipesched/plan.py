@@ -3,17 +3,17 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from hashlib import blake2b
 from os import PathLike
 from typing import Any
 
 from pipesched import schedules
 from pipesched.alternatives import Alternative
-from pipesched.checks import as_path, check_type, shown
+from pipesched.checks import as_path, check_known, check_type, is_count, shown
 from pipesched.costs import Costs
 from pipesched.dependencies import StageGraph, chain
 from pipesched.errors import ScheduleError
+from pipesched.json_files import load_json, read_fields
 from pipesched.keeping import Checkpoint, as_checkpoint, checkpoint_in_words, offloading
 from pipesched.lowering import add_offloading, add_recompute
 from pipesched.memory import RankMemory, rank_memory
@@ -172,21 +172,21 @@ class Plan:
         schedule makes another one than it did when the plan was saved. As ``program`` there may always be its lines. Of
         stages that were edited nothing else is known: what was measured, weighed and tied was that of others.
         """
-        _check_known("a plan", values, (*_KEYS, *_MORE))
+        check_known("a plan has", values, (*_KEYS, *_MORE))
         try:
             program = _read_program(values)
-            costs = Costs.from_dict(values["costs"]) if values.get("costs") else None
-            stages = tuple(tuple(map(_as_name, layers)) for layers in values["stages"])
+            costs = None if values.get("costs") is None else Costs.from_dict(values["costs"])
+            stages = tuple(tuple(map(_as_name, _as_list(layers))) for layers in _as_list(values["stages"]))
             _check_stages(stages, program)
-            options = dict(values.get("options", {}))
+            options = values.get("options", {})
+            check_type(options, Mapping, "the options of a plan are a mapping of names", "save it again")
             found = values.get("partition")
-            cut = Partition.from_dict({**found, "stages": values["stages"]}) if found else None
-            ties = tuple(
-                Tie(tuple(tie["parameters"]), tuple(tie["stages"]), tie["bytes_per_step"])
-                for tie in values.get("ties", ())
+            cut = None if found is None else Partition.from_dict({**found, "stages": values["stages"]})
+            ties = tuple(read_fields(Tie, tie, "a tie has") for tie in _as_list(values.get("ties", [])))
+            others = tuple(map(Alternative.from_dict, _as_list(values.get("alternatives", []))))
+            plan = cls(
+                stages, values["schedule"], program, values["checkpoint"], costs, dict(options), cut, ties, others
             )
-            others = tuple(map(Alternative.from_dict, values.get("alternatives", ())))
-            plan = cls(stages, values["schedule"], program, values["checkpoint"], costs, options, cut, ties, others)
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ScheduleError(f"a plan has {', '.join(_KEYS)}; {error} is missing or wrong; save it again") from error
         names = [name for layers in stages for name in layers]
@@ -209,10 +209,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Plan":
         """Read a plan. Raises ScheduleError naming the file where it is none."""
-        try:
-            return cls.from_dict(json.loads(as_path(path).read_text()))
-        except ValueError as error:  # ours, and of what is no JSON or no text
-            raise ScheduleError(f"{path}: {error}") from error
+        return load_json(path, cls.from_dict)
 
 
 def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
@@ -228,20 +225,16 @@ def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
         )
 
 
+def _as_list(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"a list, {shown(value)},")
+    return value
+
+
 def _as_name(layer: Any) -> str:
     if not isinstance(layer, str):
         raise TypeError(f"a layer's name, {shown(layer)},")
     return layer
-
-
-def _check_known(what: str, values: Any, known: Sequence[str]) -> None:
-    """Raise ArgumentError for what is no mapping, ScheduleError for an entry that nobody reads."""
-    check_type(values, Mapping, f"{what} has {', '.join(known)}", "save it again")
-    for name in values:
-        if name not in known:
-            near = get_close_matches(str(name), known, 1)
-            meant = f", nearest to {near[0]!r}" if near else ""
-            raise ScheduleError(f"{what} has {', '.join(known)}; got {shown(name)}{meant}; correct it or leave it out")
 
 
 _KEYS = ("schedule", "stages", "checkpoint", "program")
@@ -259,13 +252,13 @@ def _read_program(values: Mapping[str, Any]) -> Program:
     """The program of a saved plan: from its lines, or made again."""
     given = values["program"]
     if not isinstance(given, Mapping):
-        return Program.parse("\n".join(given))
-    _check_known("a plan's program", given, ("edges", "digest"))
+        return Program.parse("\n".join(_as_list(given)))
+    check_known("a plan's program has", given, ("edges", "digest"))
     name, num_ranks, num_microbatches = values["schedule"], values["num_ranks"], values["num_microbatches"]
     schedule = _schedule(name, values.get("options", {}), len(values["stages"]) // num_ranks)
     program = schedule.program(num_ranks, num_microbatches)
     if "edges" in given:
-        program = replace(program, graph=StageGraph.of(program.num_stages, map(tuple, given["edges"])))
+        program = replace(program, graph=StageGraph.of(program.num_stages, _edges(given["edges"], program.num_stages)))
     own = _digest(program)
     if given.get("digest", own) != own:
         raise ScheduleError(
@@ -275,6 +268,13 @@ def _read_program(values: Mapping[str, Any]) -> Program:
             f"have what the schedule makes now"
         )
     return program
+
+
+def _edges(given: Any, num_stages: int) -> list[tuple[int, int]]:
+    for edge in _as_list(given):
+        if len(_as_list(edge)) != 2 or not all(map(is_count, edge, (0, 1))) or not edge[0] < edge[1] < num_stages:
+            raise IndexError(f"an edge from a stage to a later one of {num_stages}, {shown(edge)},")
+    return [(giver, taker) for giver, taker in given]
 
 
 def _digest(program: Program) -> str:

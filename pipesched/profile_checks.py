@@ -6,9 +6,8 @@ from typing import Any
 
 import networkx as nx
 
-from pipesched.checks import is_count, shown
+from pipesched.checks import check_number, check_size, check_type, is_count, shown
 from pipesched.errors import ScheduleError
-from pipesched.links import check_number
 
 __all__ = ["check_graphs", "check_model"]
 
@@ -44,7 +43,7 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"], needed: Collection[str
             )
         _check_parameters(graph)
         for what, value in _numbers(graph, needed):
-            check_number(value, f"{what} for {rows} rows")
+            (check_size if "bytes" in what.split()[0] else check_number)(value, f"{what} for {rows} rows")
     for rows, graph in graphs.items():
         _check_alike(graphs[first], graph, f"{first} and {rows}")
 
@@ -96,10 +95,12 @@ def _numbers(graph: "nx.DiGraph[str]", needed: Collection[str]) -> Iterator[tupl
                     f"a profile says of each layer what it costs; {key} of layer {name!r} is missing; {_AGAIN}"
                 )
         for key, value in node.items():
-            if key.endswith(("_s", "_bytes")):
+            if key.endswith(("_s", "_bytes")) or key in ("spread", "num_parameters", "offloads"):
                 yield f"{key} of layer {name!r}", value
     for one, other, edge in graph.edges(data=True):
-        for size in (edge.get("bytes", 0), *edge.get("tensors", {}).values()):
+        tensors = edge.get("tensors", {})
+        check_type(tensors, Mapping, f"the tensors between {one!r} and {other!r} are bytes by name", _AGAIN)
+        for size in (edge.get("bytes", 0), *tensors.values()):
             yield f"bytes between {one!r} and {other!r}", size
 
 

@@ -11,11 +11,12 @@ from typing import Any, get_args
 
 import networkx as nx
 
-from pipesched.checks import as_list, as_path, check_type, is_count, shown
+from pipesched.checks import as_list, as_path, check_known, check_type, is_count, shown
 from pipesched.costs import Costs
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.fitting import figure_at
 from pipesched.footprint import Footprint, dropping_bytes, of_loss, of_stage
+from pipesched.json_files import load_json
 from pipesched.keeping import Checkpoint, Keep, keep_by_layer
 from pipesched.overheads import Machine, RanksAre
 from pipesched.profile_checks import check_graphs, check_model
@@ -228,7 +229,8 @@ class Profile:
     _known: dict[int, "nx.DiGraph[str]"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_graphs(self.graphs, [item.name for item in fields(LayerCosts) if item.default is MISSING])
+        needed = [item.name for item in fields(LayerCosts) if item.default is MISSING]
+        check_graphs(self.graphs, [*needed, "parameters"])
 
     def __repr__(self) -> str:
         """What it is of, and how long the layers take together for the largest micro-batches."""
@@ -317,14 +319,18 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
-        """The inverse of ``to_dict``. Raises ScheduleError where something is missing or no number."""
+        """The inverse of ``to_dict``. Raises ScheduleError where something is missing, unknown or cannot be true."""
         try:
+            check_known("a profile has", values, ("model", "machine", "sizes"))
             machine = Machine.from_dict(values["machine"])
-            graphs = {int(rows): _graph(graph) for rows, graph in values["sizes"].items()}
+            graphs = {_rows(rows): _graph(graph) for rows, graph in values["sizes"].items()}
+            check_type(values["model"], str, "the model of a profile is the digest of one", _AGAIN)
             return cls(graphs, values["model"], machine)
+        except PipeschedError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScheduleError(
-                f"a profile has model, machine and sizes; {error} is missing or wrong; measure it again"
+                f"a profile has model, machine and sizes; {error} is missing or wrong; {_AGAIN}"
             ) from error
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -335,13 +341,11 @@ class Profile:
     def load(cls, path: str | PathLike[str]) -> "Profile":
         """Read a profile. Raises ScheduleError naming the file where it is none."""
         try:
-            return cls.from_dict(json.loads(as_path(path).read_text()))
+            return load_json(path, cls.from_dict)
         except OSError as error:
             raise ScheduleError(
                 f"a profile is read from a file; {str(path)!r} cannot be ({error.strerror}); check the path"
             ) from error
-        except (ValueError, PipeschedError) as error:
-            raise ScheduleError(f"{path}: {error}") from error
 
 
 def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) -> None:
@@ -363,20 +367,47 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
             )
 
 
+#: What a profile says of a layer, and of an edge.
+_LAYER = (*(item.name for item in fields(LayerCosts)), "num_parameters", "parameters", "buffers")
+_EDGE = ("bytes", "tensors")
+_AGAIN = "measure it again"
+
+
 def _plain(graph: "nx.DiGraph[str]") -> dict[str, Any]:
+    def known(attributes: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        return {name: value for name, value in attributes.items() if name in names}
+
     return {
-        "layers": {name: dict(node) for name, node in graph.nodes(data=True)},
-        "edges": [[one, other, dict(edge)] for one, other, edge in graph.edges(data=True)],
+        "layers": {name: known(node, _LAYER) for name, node in graph.nodes(data=True)},
+        "edges": [[one, other, known(edge, _EDGE)] for one, other, edge in graph.edges(data=True)],
         "parameters": {name: list(size) for name, size in graph.graph.get("parameters", {}).items()},
     }
 
 
+def _rows(text: str) -> int:
+    """The rows of micro-batches, which name a size."""
+    rows = int(text) if len(text) < 10 else 0
+    if str(rows) != text:
+        raise ScheduleError(f"the sizes of a profile are whole numbers of rows; one is {shown(text)}; {_AGAIN}")
+    return rows
+
+
 def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
+    check_known("a size of a profile has", values, ("layers", "edges", "parameters"))
     parameters = {name: tuple(size) for name, size in values["parameters"].items()}
     graph: nx.DiGraph[str] = nx.DiGraph(parameters=parameters)
     for name, node in values["layers"].items():
+        check_known(f"layer {shown(name)} of a profile has", node, _LAYER)
         graph.add_node(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in node.items()})
-    graph.add_edges_from((one, other, edge) for one, other, edge in values["edges"])
+    places = {name: place for place, name in enumerate(graph)}
+    for one, other, edge in values["edges"]:
+        check_known("an edge of a profile has", edge, _EDGE)
+        if not places[one] < places[other] or graph.has_edge(one, other):
+            raise ScheduleError(
+                f"an edge of a profile goes once from a layer to a later one; {shown(one)} -> {shown(other)} goes "
+                f"back, or a second time; {_AGAIN}"
+            )
+        graph.add_edge(one, other, **edge)
     return graph
 
 

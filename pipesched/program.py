@@ -210,7 +210,7 @@ class Program:
             lines.append("edges " + " ".join(f"{a}-{b}" for a, b in self.graph.edges))
         if self.weights != tuple(range(self.num_stages)):
             lines.append("weights " + " ".join(map(str, self.weights)))
-        if self.slices_per_microbatch > 1:
+        if self.slices_per_microbatch != 1:
             lines.append(f"slices {self.slices_per_microbatch}")
         lines += table_lines(self.routes, self.versions)
         if self.forward_only:

@@ -112,7 +112,7 @@ class Replay(TorchFunctionMode):
             if present:
                 self.refresh()  # `self.count += 1` has put what stands for a buffer in its place
         if self._error is None and self._position < min(self._end + 1, len(self._calls)):
-            self._lost("its end")
+            self._lost("ends")
         if self._error is not None:  # also where the model's code has caught it
             raise self._error
         if self._aliases:
@@ -150,7 +150,7 @@ class Replay(TorchFunctionMode):
         if (call is None or call.function != name) and (name in self._quiet or name == _DEVICE):
             return self._ask(name, func, args, kwargs)  # also where no_grad ends
         if self._next() is None or call is None or call.function != name:
-            raise self._lost(name)
+            raise self._lost(f"calls {name}")
         if call.index not in self._part.runs:
             return self._left_out(call, args, kwargs)
         if call.random:
@@ -168,7 +168,7 @@ class Replay(TorchFunctionMode):
         if name == _DEVICE and args[0].is_meta:
             return self._device
         if any(id(tensor) in self._blank for tensor in tensors_in((args, kwargs))):
-            raise self._lost(name)  # nobody asked with the sample
+            raise self._lost(f"asks for {name}")  # nobody asked with the sample
         return func(*args, **kwargs)
 
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,7 +185,7 @@ class Replay(TorchFunctionMode):
     def _call_layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._next()
         if call is None or call.layer != name:
-            raise self._lost(name)
+            raise self._lost(f"calls layer {name}")
         if call.index not in self._part.runs:
             return self._left_out(call, args, kwargs)
         args, kwargs = self._own((args, kwargs), call)
@@ -266,12 +266,13 @@ class Replay(TorchFunctionMode):
         )
         return self._error
 
-    def _lost(self, name: str) -> GraphError:
-        due = self._calls[self._position] if self._position < len(self._calls) else "its end"
+    def _lost(self, now: str) -> GraphError:
+        count = len(self._calls)
+        due = f"calls {self._calls[self._position]}" if self._position < count else "ends"
         self._error = GraphError(
-            f"a forward takes the way that it took with the sample; call {self._position} was {due} then and is "
-            f"{name} now; the model's code depends on the batch here, or on an attribute that has been set since: "
-            f"{self._remedy()}"
+            f"a forward takes the way that it took with the sample; after {self._position} of {count} calls of layers "
+            f"and torch functions it {due} with the sample, and {now} with this batch; the model's code depends on "
+            f"the batch here, or on an attribute that has been set since: {self._remedy()}"
         )
         return self._error
 

@@ -1,13 +1,14 @@
 """Sampled: the form in which a pipeline got its sample, and what is said of a call in another form that went wrong."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
 from pipesched.errors import ArgumentError, GraphError, PipeschedError
+from pipesched.units import counted
 
 __all__ = ["Form", "explained"]
 
@@ -19,18 +20,25 @@ _BESIDE = ("target", "return_outputs", "gather")  # what a step takes that is no
 
 @dataclass(frozen=True)
 class Form:
-    """How arguments are passed, as the text of a call: ``(x=tensor, pair=(tensor, tensor))``."""
+    """How arguments are passed, as the text of a call: ``(x=tensor, pair=(tensor, tensor))``. typed: the same with the
+    types and dimensions of tensors, which may differ from batch to batch.
+    """
 
     text: str
+    typed: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Form":
         """The form of a call with these."""
-        named = (f"{name}={_shape(value)}" for name, value in sorted(kwargs.items()))
-        return cls(f"({', '.join([*map(_shape, args), *named])})")
+
+        def written(write: Callable[[Tensor], str]) -> str:
+            named = (f"{name}={_shape(value, write)}" for name, value in sorted(kwargs.items()))
+            return f"({', '.join([*(_shape(value, write) for value in args), *named])})"
+
+        return cls(written(_plain), written(_typed))
 
     def __str__(self) -> str:
-        return self.text if len(self.text) <= _LONGEST else f"{self.text[:_LONGEST]}..."
+        return _short(self.text)
 
 
 class _Called(Protocol):
@@ -50,11 +58,13 @@ def explained(method: _Method) -> _Method:
             if own._form is None or (isinstance(error, PipeschedError) and not isinstance(error, GraphError)):
                 raise
             given = Form.of(args, {name: value for name, value in kwargs.items() if name not in _BESIDE})
-            if given == own._form:
+            if given == own._form and (given.typed == own._form.typed or not isinstance(error, GraphError)):
                 raise
-            name = method.__name__
+            name, forms = method.__name__, [str(form) for form in (own._form, given)]
+            if given == own._form:
+                forms = [_short(form.typed) for form in (own._form, given)]
             other = ArgumentError(
-                f"a batch is passed in the form of the sample, {name}{own._form}; got {name}{given}, with "
+                f"a batch is passed in the form of the sample, {name}{forms[0]}; got {name}{forms[1]}, with "
                 f"which the model raises {type(error).__name__}: {error}; pass it so, or make the pipeline with a "
                 f"sample in that form"
             )
@@ -65,14 +75,25 @@ def explained(method: _Method) -> _Method:
     return cast(_Method, run)
 
 
-def _shape(value: Any) -> str:
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _plain(_: Tensor) -> str:
+    return "tensor"
+
+
+def _typed(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} tensor of {counted(tensor.dim(), 'dimension')}"
+
+
+def _shape(value: Any, write: Callable[[Tensor], str]) -> str:
     """A value as its form is written: containers with what is in them, a tensor, or else a type."""
     if isinstance(value, Tensor):
-        return "tensor"
+        return write(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name!r}: {_shape(one)}" for name, one in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_shape, value))}]"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_shape, value))}{',' * (len(value) == 1)})"
+        return "{" + ", ".join(f"{name!r}: {_shape(one, write)}" for name, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        parts = ", ".join(_shape(one, write) for one in value)
+        return f"[{parts}]" if isinstance(value, list) else f"({parts}{',' * (len(value) == 1)})"
     return "None" if value is None else type(value).__name__

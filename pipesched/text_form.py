@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipesched.actions import Action
+from pipesched.checks import shown
 from pipesched.columns import Columns, Orders
 from pipesched.dependencies import StageGraph
 from pipesched.errors import ScheduleError
@@ -84,14 +85,15 @@ def parse_program(text: str) -> dict[str, Any]:
         except ScheduleError as error:
             raise ScheduleError(f"line {number}: {error}") from None
         except ValueError as error:
-            raise ScheduleError(f"line {number}: expected whole numbers; got {line.strip()!r}; {error}") from None
+            raise ScheduleError(f"line {number}: expected whole numbers; got {shown(line.strip())}; {error}") from None
     return _complete(read)
 
 
 def _parse_order(words: list[str], rank: int) -> Columns:
     if len(words) < 2 or words[1] != f"{rank}:":
         raise ScheduleError(
-            f"ranks are written in order, each as 'rank {rank}: ...'; got {' '.join(words[:2])!r}; write 'rank {rank}:'"
+            f"ranks are written in order, each as 'rank {rank}: ...'; got {shown(' '.join(words[:2]))}; "
+            f"write 'rank {rank}:'"
         )
     groups = [word.split("&") for word in words[2:]]
     columns = Columns.of(Action.parse(text) for group in groups for text in group)
@@ -102,7 +104,13 @@ def _parse_order(words: list[str], rank: int) -> Columns:
 
 def _halves(words: list[str]) -> tuple[list[int], list[int]]:
     colon = words.index(":")
-    return [int(word) for word in words[1:colon]], [int(word) for word in words[colon + 1 :]]
+    return [*map(_number, words[1:colon])], [*map(_number, words[colon + 1 :])]
+
+
+def _number(word: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,9}", word):
+        raise ValueError(f"{shown(word)} is none of at most nine digits; correct it")
+    return int(word)
 
 
 def _add(table: dict[int, tuple[int, ...]], entries: dict[int, tuple[int, ...]], rule: str) -> None:
@@ -124,16 +132,16 @@ def _parse_header(words: list[str]) -> dict[str, Any]:
         case "name":
             return {"name": " ".join(values)}
         case "microbatches" if len(values) == 1:
-            return {"num_microbatches": int(values[0])}
+            return {"num_microbatches": _number(values[0])}
         case "slices" if len(values) == 1:
-            return {"slices_per_microbatch": int(values[0])}
+            return {"slices_per_microbatch": _number(values[0])}
         case "placement" | "weights":
-            return {key: tuple(map(int, values))}
-        case "edges" if all(re.fullmatch(r"\d+-\d+", value) for value in values):
-            return {"edges": [tuple(map(int, value.split("-"))) for value in values]}
+            return {key: tuple(map(_number, values))}
+        case "edges" if all(re.fullmatch(r"[0-9]+-[0-9]+", value) for value in values):
+            return {"edges": [tuple(map(_number, value.split("-"))) for value in values]}
         case "forward-only" if not values:
             return {"forward_only": True}
-    raise ScheduleError(f"{_LINES}; got {' '.join(words)!r}; correct or remove it")
+    raise ScheduleError(f"{_LINES}; got {shown(' '.join(words))}; correct or remove it")
 
 
 def _complete(read: _Read) -> dict[str, Any]:
@@ -151,6 +159,12 @@ def _complete(read: _Read) -> dict[str, Any]:
     ):
         if table and not 0 <= min(table) <= max(table) < count:
             raise ScheduleError(f"{name} are of those that the program has, 0..{count - 1}; got {max(table)}; correct")
+        if name == "routes" and 0 < len(table) < count:
+            missing = next(number for number in range(count) if number not in table)
+            raise ScheduleError(
+                f"each micro-batch has a route where any has one; {len(table)} of {count:,} have, micro-batch "
+                f"{missing} has none; add its route, or correct the number of micro-batches"
+            )
         if table:
             header[name] = tuple(table.get(number, ()) for number in range(count))
     edges = header.pop("edges", None)

@@ -5,24 +5,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from numbers import Real
 from os import PathLike
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesched.actions import KINDS, OTHER_END, Action, Holding, Kind, Lane
-from pipesched.checks import as_list, as_path, check_type, is_count, shown
+from pipesched.actions import KINDS, OTHER_END, Action, Kind, Lane
+from pipesched.checks import LARGEST, as_list, as_path, check_number, check_type, is_count, shown
 from pipesched.columns import Columns, Ints, Orders
 from pipesched.costs import Costs, check_costs
 from pipesched.errors import ScheduleError
 from pipesched.holdings import Held, bytes_held, pairs_held, versions_held
-from pipesched.links import check_number
+from pipesched.json_files import load_json, maybe, read_fields
 from pipesched.units import counted, quote_time
 
 __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 
 Times = NDArray[Any]
+_MOST_RANKS = 100_000  # of a trace
+_SPANS, _TO_DICT = "a trace has num_ranks and spans, each [action, rank, start_s, end_s]", "write it by to_dict"
 
 
 class Span(NamedTuple):
@@ -123,9 +126,10 @@ class Trace:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", Spans.of(self.spans))
-        if not is_count(self.num_ranks, 0):
+        if not is_count(self.num_ranks, 0) or self.num_ranks > _MOST_RANKS:
             raise ScheduleError(
-                f"a trace is of a whole number of ranks; got {shown(self.num_ranks)}; pass how many there were"
+                f"a trace is of a whole number of ranks, at most {_MOST_RANKS:,}; got {shown(self.num_ranks)}; pass "
+                f"how many there were"
             )
         if self.costs is not None:
             check_costs(self.costs)
@@ -208,7 +212,7 @@ class Trace:
         """The most bytes of activations, inputs, held weight-gradient work and older weights of each rank at once."""
         if self.costs is None:
             return (0,) * self.num_ranks
-        return tuple(self._bytes(row.columns).peak for row in self._holding)
+        return tuple(self._bytes(row.columns, self.costs).peak for row in self._holding)
 
     @property
     def peak_versions(self) -> dict[int, int]:
@@ -225,7 +229,9 @@ class Trace:
         """One rank's held bytes over time, whenever they change: (time in seconds, bytes from then on)."""
         held = 0
         spans = self._holding[self._rank(rank)]
-        for time_s, amount in _steps(spans, self._bytes(spans.columns)):
+        if self.costs is None:
+            return
+        for time_s, amount in _steps(spans, self._bytes(spans.columns, self.costs)):
             if amount != held:
                 held = amount
                 yield time_s, held
@@ -241,10 +247,8 @@ class Trace:
     def _filled(self) -> list[Spans]:
         return [row for row in self._rows if len(row)]
 
-    def _bytes(self, columns: Columns) -> Held:
-        num_stages = int(columns.stage.max(initial=0)) + 1
-        sizes = self.costs.sizes() if self.costs else dict.fromkeys(Holding, (0,) * num_stages)
-        return bytes_held(columns, sizes, self.versions)
+    def _bytes(self, columns: Columns, costs: Costs) -> Held:
+        return bytes_held(columns, costs.sizes(), self.versions)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, as JSON takes them."""
@@ -257,19 +261,13 @@ class Trace:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Trace":
         """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
-        try:
-            actions = [(Action.parse(text), rank, start, end) for text, rank, start, end in values["spans"]]
-            num_ranks = values["num_ranks"]
-        except ScheduleError:
-            raise
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ScheduleError(
-                f"a trace has num_ranks and spans, each [action, rank, start_s, end_s]; {error!r}; write it by to_dict"
-            ) from error
-        spans = tuple(Span(action, rank, start, end, action.lane) for action, rank, start, end in actions)
-        costs = Costs.from_dict(values["costs"]) if values.get("costs") else None
-        versions = tuple(map(tuple, values.get("versions", ())))
-        return cls(Spans.of(spans), num_ranks, values.get("name", ""), costs, versions, values.get("bound_s"))
+        if not isinstance(values, Mapping) or not {"num_ranks", "spans"} <= values.keys():
+            raise ScheduleError(f"{_SPANS}; got {shown(values)}; {_TO_DICT}")
+        made = read_fields(
+            cls, values, "a trace has", spans=_read_spans, costs=maybe(Costs.from_dict), bound_s=lambda bound_s: bound_s
+        )
+        _check_read(made)
+        return made
 
     def to_chrome(self, path: str | PathLike[str]) -> None:
         """Write Chrome's trace-event JSON, which Perfetto and chrome://tracing open: a process a rank, a row a lane."""
@@ -308,13 +306,7 @@ class Trace:
 
         Raises ScheduleError naming the file where it is none.
         """
-        try:
-            values = json.loads(as_path(path).read_text(encoding="utf-8"))
-            return cls.from_dict(
-                _from_chrome(values) if isinstance(values, dict) and "traceEvents" in values else values
-            )
-        except (TypeError, ValueError, KeyError) as error:  # of all that is wrong with a file
-            raise ScheduleError(f"{path}: {error}") from error
+        return load_json(path, lambda values: cls.from_dict(_from_chrome(values)))
 
 
 def check_trace(trace: Any) -> None:
@@ -327,12 +319,68 @@ def chrome_json(events: list[dict[str, Any]]) -> str:
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
-def _from_chrome(values: Mapping[str, Any]) -> dict[str, Any]:
-    events = values["traceEvents"]
-    ranks = {event["pid"] for event in events}
-    ends = [(event, event["ts"] / 1e6) for event in events if event["ph"] == "X"]
-    spans = [[event["name"], event["pid"], start_s, start_s + event["dur"] / 1e6] for event, start_s in ends]
-    return {"num_ranks": max(ranks, default=-1) + 1, "spans": spans}
+def _from_chrome(values: Any) -> Any:
+    """The values of ``to_dict`` from Chrome's, others as they are."""
+    if not isinstance(values, dict) or "traceEvents" not in values:
+        return values
+    try:
+        events = values["traceEvents"]
+        ranks = {event["pid"] for event in events}
+        ends = [(event, event["ts"] / 1e6) for event in events if event["ph"] == "X"]
+        spans = [[event["name"], event["pid"], start_s, start_s + event["dur"] / 1e6] for event, start_s in ends]
+        return {"num_ranks": max(ranks, default=-1) + 1, "spans": spans}
+    except (KeyError, TypeError) as error:
+        raise ScheduleError(
+            f"Chrome's trace events have ph and pid, those of actions name, ts and dur; {error!r}; write them by "
+            f"to_chrome"
+        ) from error
+
+
+def _read_spans(rows: Any) -> Spans:
+    spans = []
+    for row in as_list(rows, _SPANS, _TO_DICT):
+        if not isinstance(row, list | tuple) or len(row) != 4:
+            raise ScheduleError(f"{_SPANS}; got {shown(row)}; {_TO_DICT}")
+        text, rank, start_s, end_s = row
+        good = is_count(rank, 0) and all(isinstance(time_s, Real) for time_s in (start_s, end_s))
+        if not good or bool in (type(start_s), type(end_s)) or not -LARGEST < start_s <= end_s < LARGEST:
+            raise ScheduleError(
+                f"a span is of a rank from 0 on, and ends no earlier than it starts, at finite times; {shown(text)} "
+                f"has rank {shown(rank)}, start_s {shown(start_s)}, end_s {shown(end_s)}; {_TO_DICT}"
+            )
+        action = Action.parse(text)
+        spans.append(Span(action, rank, start_s, end_s, action.lane))
+    return Spans.of(spans)
+
+
+def _check_read(trace: Trace) -> None:
+    """Raise ScheduleError where what was read of a trace does not agree."""
+    spans = Spans.of(trace.spans)
+    stage = int(spans.columns.stage.max(initial=-1))
+    for what, largest, count in (
+        ("ranks", int(spans.rank.max(initial=-1)), trace.num_ranks),
+        ("stages with costs", stage, trace.costs.num_stages if trace.costs else stage + 1),
+        ("stages with versions", stage, len(trace.versions) or stage + 1),
+    ):
+        if largest >= count:
+            raise ScheduleError(
+                f"the spans of a trace are of its {what}, counted from 0; it has {count}, and a span of {largest}; "
+                f"correct one of them"
+            )
+    for rank, row in enumerate(trace._holding):
+        held = [pairs_held(row.columns), *([trace._bytes(row.columns, trace.costs)] if trace.costs else [])]
+        if any(one.after.min(initial=0) < 0 for one in held):
+            raise ScheduleError(
+                f"what a backward frees was taken before; on rank {rank} of {trace.num_ranks} a backward comes before "
+                f"its forward; correct their times, or write it by to_dict"
+            )
+    num_microbatches = int(spans.columns.microbatch.max(initial=-1)) + 1
+    for stage, own in enumerate(trace.versions):
+        if own and (len(own) < num_microbatches or not all(0 <= version < 2**31 for version in own)):
+            raise ScheduleError(
+                f"a trace has the version of each micro-batch's weights; stage {stage} has {len(own)} of "
+                f"{num_microbatches}, {shown(own)}; write it by to_dict"
+            )
 
 
 def _busy(row: Spans) -> float:

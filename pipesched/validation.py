@@ -19,6 +19,7 @@ from pipesched.walk import walk
 
 __all__ = ["check_order", "deadlock_error", "validate"]
 
+_SHOWN = 16  # numbers of a list
 _WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
@@ -77,9 +78,19 @@ def check_places(program: Program) -> None:
                 f"every stage lies on one of the ranks; stage {stage} is placed on rank {rank}, "
                 f"but there are {program.num_ranks} ranks; correct the placement"
             )
+    if set(program.weights) != set(range(program.num_weights)):
+        raise ScheduleError(
+            f"weight copies are numbered from 0 without a gap; the stages have "
+            f"{', '.join(map(str, program.weights[:_SHOWN]))}; number them anew"
+        )
     columns = program.columns
     stage_in = (columns.stage >= 0) & (columns.stage < program.num_stages)
-    inside = stage_in & (columns.microbatch >= 0) & (columns.microbatch < program.num_microbatches)
+    inside = (
+        stage_in
+        & (columns.peer < program.num_stages)
+        & (columns.microbatch >= 0)
+        & (columns.microbatch < program.num_microbatches)
+    )
     home = np.asarray(program.placement)[np.where(stage_in, columns.stage, 0)]
     row = _first(~inside | (home != program.orders.rank_of))
     if row is None:
@@ -99,6 +110,12 @@ def check_places(program: Program) -> None:
 def check_routes(program: Program) -> None:
     """A micro-batch that visits a stage also visits those that feed it and that it feeds."""
     for route in set(program.routes):
+        if not route or len(set(route)) < len(route):
+            raise ScheduleError(
+                f"a micro-batch visits at least one stage, and each once; the route of micro-batch "
+                f"{program.routes.index(route)} is of {len(route)} stages, {len(set(route))} of them different; "
+                f"correct the route"
+            )
         for stage in route:
             if not 0 <= stage < program.num_stages:
                 raise ScheduleError(
@@ -174,15 +191,24 @@ def check_slices(program: Program) -> None:
             f"every micro-batch has as many slices; {program.num_microbatches} slices in all, {slices} a micro-batch; "
             f"make them a multiple"
         )
+    visits = program.visits.reshape(program.num_stages, -1, slices)
+    visited = visits.sum(axis=2)
+    parted = np.flatnonzero(((visited > 0) & (visited < slices)).any(axis=0))
+    if len(parted):
+        raise ScheduleError(
+            f"the slices of a micro-batch take one route; those of micro-batch {parted[0]}, "
+            f"{slices} of them, take several; give all the same one"
+        )
     forward = program.index.grid(Kind.F)
     backward = np.maximum(program.index.grid(Kind.B), program.index.grid(Kind.I))[:, ::-1]
     for rows, direction in ((forward, "first to the last"), (backward, "last to the first")):
-        in_order = np.diff(rows.reshape(program.num_stages, -1, slices), axis=2) > 0
+        grid = rows.reshape(program.num_stages, -1, slices)
+        in_order = (np.diff(grid, axis=2) > 0) | (grid[:, :, 1:] < 0)  # or not there
         if program.forward_only and direction.startswith("last"):
             continue
         if not in_order.all():
             stage, microbatch, part = np.argwhere(~in_order)[0].tolist()
-            row = int(rows.reshape(program.num_stages, -1, slices)[stage, microbatch, part + 1])
+            row = int(grid[stage, microbatch, part + 1])
             raise ScheduleError(
                 f"{_place(program, row)}: {program.columns.action(row)} runs too early; the slices of a micro-batch "
                 f"run from the {direction}. Move it." + _grid(program, row)

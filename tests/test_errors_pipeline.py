@@ -397,6 +397,47 @@ def test_a_batch_in_another_form_than_the_samples(method, model, sample, args, k
         assert "micro-batch 0), rank" in caught.value.__notes__[0]
 
 
+class Masked(Keyed):
+    """Code that goes another way for other types and dimensions."""
+
+    def forward(self, x, mask=None):
+        x = self.layers(x if x.dim() == 2 else x.flatten(1))
+        if mask is not None and mask.dtype == torch.bool:
+            x = x * mask.float()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("batch", "own", "given", "why"),
+    [
+        (
+            {"x": ONES, "mask": ONES},
+            "mask=bool tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
+            "mask=float32 tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
+            r"it calls .*float with the sample, and ends with this batch",
+        ),
+        (
+            {"x": ONES[:, :, None], "mask": ONES.bool()},
+            "mask=bool tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
+            "mask=bool tensor of 2 dimensions, x=float32 tensor of 3 dimensions",
+            r"after 0 of 8 calls of layers and torch functions it calls .*0 with the sample, and calls .*flatten with",
+        ),
+        (
+            {"x": ONES},
+            "mask=tensor, x=tensor",
+            "x=tensor",
+            "it calls .*float with the sample, and ends with this batch",
+        ),
+    ],
+)
+def test_a_batch_of_other_types_or_dimensions_is_told_from_the_sample(batch, own, given, why):
+    sample = {"x": ONES, "mask": ONES.bool()}
+    with Pipeline(Masked(), sample, loss_fn=mse, devices=["cpu"] * 2, boundaries=[2]) as pipe:
+        match = rf"in the form of the sample, step\({own}\); got step\({given}\), with which .*{why}.*; pass it so"
+        with pytest.raises(ArgumentError, match=match):
+            pipe.step(**batch, target=ONES)
+
+
 def test_a_batch_in_another_form_that_serves_is_none():
     with Pipeline(Keyed(), ({"x": ONES},), loss_fn=mse, devices=["cpu"] * 2, boundaries=[2]) as pipe:
         assert pipe.step({"x": ONES, "id": 3}, target=ONES).isfinite()

@@ -274,6 +274,41 @@ def test_settings_of_the_caller_hold_in_the_ranks_and_none_is_changed() -> None:
     assert counted == [before[0]]
 
 
+def test_nothing_of_a_step_waits_for_the_garbage_collector() -> None:
+    """The batch, what layers made of it, and its losses: a step that has returned holds none of them."""
+    import weakref
+
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    class Notes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.exp()
+            made.extend(weakref.ref(tensor.untyped_storage()) for tensor in (x, y))
+            return y
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = functional.mse_loss(output.mean(1), target)
+        made.append(weakref.ref(loss.untyped_storage()))
+        return loss
+
+    model = nn.Sequential(nn.Linear(8, 8), Notes(), nn.Linear(8, 1))
+    with Pipeline(model, X[:2], loss_fn=loss_fn, devices=["cpu"] * 2, num_microbatches=2) as pipe:
+        for step in (pipe.step, pipe.evaluate, pipe.step):
+            step(X.clone(), target=Y.clone())
+            gc.collect()
+            gc.disable()
+            try:
+                made.clear()
+                x, y = X.clone(), Y.clone()
+                made.extend(weakref.ref(tensor.untyped_storage()) for tensor in (x, y))
+                step(x, target=y)
+                del x, y
+                assert len(made) >= 2 + 2 * 3
+                assert [ref() for ref in made if ref() is not None] == []
+            finally:
+                gc.enable()
+
+
 def test_outputs_are_freed_once_sent() -> None:
     """A stage that has sent its output keeps the graph, not the output."""
     import weakref

@@ -17,6 +17,7 @@ from pipesched.lowering import lower
 from pipesched.payload import Apart
 from pipesched.program import Program
 from pipesched.trace import Span, Trace
+from pipesched.validation import check_routes
 
 __all__ = ["FakeStage", "VirtualClock", "run_virtual"]
 
@@ -81,6 +82,11 @@ class FakeStage:
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Action:
         """F. What it gives is the action: enough to see whether the right one came."""
+        if self._versions and microbatch >= len(self._versions):
+            raise ExecutionError(
+                f"stage {self.index} has a version for each of {len(self._versions)} micro-batches; micro-batch "
+                f"{microbatch} has none; give as many"
+            )
         if self._versions and self._versions[microbatch] > len(self.updates):
             raise ExecutionError(
                 f"micro-batch {microbatch} uses version {self._versions[microbatch]} of stage {self.index}, "
@@ -239,10 +245,12 @@ class _Mail:
 def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     """Run a program, lowered if it is not yet, with fake stages on a virtual clock; unit costs unless given.
 
-    Nothing is validated before. Raises DeadlockError where ranks wait for ever, ExecutionError where work is missing,
-    done twice, or done without what it needs.
+    Nothing is validated before, but that stages lie on ranks and that routes go through stages (ScheduleError). Raises
+    DeadlockError where ranks wait for ever, ExecutionError where work is missing, done twice, or done without what it
+    needs.
     """
     costs = costs or Costs.uniform(program.num_stages)
+    check_routes(program)
     lowered = lower(program)
     clocks = [VirtualClock() for _ in range(program.num_ranks)]
     versions = program.versions or ((),) * program.num_stages

@@ -135,6 +135,10 @@ class Run:
         self.stop()
         self.wait()
 
+    def forget(self) -> None:
+        """Let go of the last part, which holds this run: else its batch would live until garbage is collected."""
+        self._last = None
+
     @property
     def finished(self) -> bool:
         """Whether every rank has ended what it was given."""
@@ -334,6 +338,7 @@ class LocalExecutor:
             lane.end()
         if run.finished:
             self._last = None
+            run.forget()
         run.work.finish(run.stopping.is_set())
         self._busy.release()
 

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from pipesched.checks import check_fields
+from pipesched.errors import ScheduleError
+from pipesched.json_files import read_fields
 from pipesched.keeping import Keep
 from pipesched.units import quote_bytes, quote_count, quote_time
 
@@ -80,14 +81,17 @@ class Partition:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Partition":
-        """The inverse of ``to_dict``, with ``stages``. Raises TypeError and KeyError for what is none."""
-        summaries = tuple(StageSummary(**summary) for summary in values["summaries"])
-        stages = [list(layers) for layers in values["stages"]]
-        made = cls(**{**values, "stages": stages, "ranks": tuple(values["ranks"]), "summaries": summaries})
-        for part in (made, *summaries):
-            check_fields(part)
-        if len(summaries) not in (0, len(stages)):
-            raise TypeError(f"summaries of {len(summaries)} stages, of {len(stages)}")
+        """The inverse of ``to_dict``, with ``stages``. Raises ScheduleError for what is none."""
+
+        def summaries(rows: Any) -> tuple[StageSummary, ...]:
+            return tuple(read_fields(StageSummary, row, "the summary of a stage has") for row in rows)
+
+        made = read_fields(cls, values, "a partition has", summaries=summaries)
+        if len(made.summaries) not in (0, len(made.stages)):
+            raise ScheduleError(
+                f"a partition has a summary of each stage, or none; got {len(made.summaries)} for {len(made.stages)} "
+                f"stages; save it again"
+            )
         return made
 
     def explain(self) -> str:

@@ -8,10 +8,10 @@ from typing import Any, get_args
 
 import networkx as nx
 
-from pipesched.checks import as_list, check_type, is_whole, shown
+from pipesched.checks import as_list, check_number, check_type, is_whole, shown
 from pipesched.errors import PartitionError, ScheduleError
 from pipesched.keeping import Keep
-from pipesched.links import Link, check_number
+from pipesched.links import Link
 from pipesched.partitioning.blocks import contract
 from pipesched.partitioning.choices import Choice, choices_of
 from pipesched.partitioning.layers import Layers, read
