@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipesched.checks import shown
 from pipesched.errors import InputError
-from pipesched.payload import pytree, rows_of, split, trainable_leaves
+from pipesched.payload import choose_rows, pytree, rows_of, split, trainable_leaves
 
 __all__ = ["Batch", "LossReduction", "SplitDims", "Splitter", "Weighting"]
 
@@ -127,12 +127,12 @@ class Splitter:
 
         def chosen(value: Any, dim: int | None) -> Any:
             def choose(tensor: Tensor) -> Tensor:
-                if dim is None or not tensor.dim() or rows == has:
+                if not tensor.dim() or rows == has:
                     return tensor
                 picked = tensor.detach().index_select(dim, torch.arange(rows, device=tensor.device) % has)
                 return picked.requires_grad_(tensor.requires_grad)
 
-            return pytree.tree_map_only(Tensor, choose, value)
+            return value if dim is None else choose_rows(value, choose, [row % has for row in range(rows)])
 
         given = {f"argument {index}": (value, self._dim(index)) for index, value in enumerate(args)}
         target_dim = self._target_dim(target, given | {f"{name}=": (v, self._dim(name)) for name, v in kwargs.items()})

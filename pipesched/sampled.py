@@ -72,6 +72,8 @@ def _shape(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name!r}: {_shape(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list):
+        if value and all(isinstance(one, Mapping) for one in value):
+            return f"[{_shape(value[0])}, ...]"  # one a row
         return f"[{', '.join(map(_shape, value))}]"
     if isinstance(value, tuple):
         return f"({', '.join(map(_shape, value))}{',' * (len(value) == 1)})"
