@@ -11,7 +11,7 @@ from torch import Tensor
 from pipesched.checks import shown
 from pipesched.errors import InputError
 from pipesched.feed import loss_entry
-from pipesched.payload import gather, opened, pytree, rows_of, split, trainable_leaves
+from pipesched.payload import choose_rows, gather, opened, pytree, rows_of, split, trainable_leaves
 from pipesched.reductions import LossReduction
 
 __all__ = ["Batch", "SplitDims", "Splitter", "Weighting", "loss_places"]
@@ -148,13 +148,16 @@ class Splitter:
         has = whole.rows[0]
 
         def chosen(value: Any, dim: int | None) -> Any:
+            if dim is None:
+                return value
+
             def choose(tensor: Tensor) -> Tensor:
-                if dim is None or not tensor.dim() or rows == has:
+                if not tensor.dim() or rows == has:
                     return tensor
                 picked = tensor.detach().index_select(dim, torch.arange(rows, device=tensor.device) % has)
                 return picked.requires_grad_(tensor.requires_grad)
 
-            return pytree.tree_map_only(Tensor, choose, value)
+            return choose_rows(value, choose, [row % has for row in range(rows)])
 
         given = {f"argument {index}": (value, self._dim(index)) for index, value in enumerate(args)}
         target_dim = self._target_dim(target, given | {f"{name}=": (v, self._dim(name)) for name, v in kwargs.items()})

@@ -102,6 +102,7 @@ class Capture:
     layer's call, for measuring. hidden: calls of which the second takes what the first made and did not return.
     changed: attributes of containers, and to what the forward has set them. results: the output's tensors.
     output_form: ``form_of`` the output.
+    taken: for each layer's call, what the tensors of its example are, where they are any.
     told: for a call of a layer, its attributes that were set before. functions: of each call of one, for measuring.
     indivisible: modules whose own code needs the layers within them in one piece. deciding: modules whose own code
     looks at contents of tensors, and then calls layers within them.
@@ -122,6 +123,7 @@ class Capture:
     output_form: Any = None
     indivisible: frozenset[str] = frozenset()
     deciding: frozenset[str] = frozenset()
+    taken: dict[int, tuple[Value | None, ...]] = field(default_factory=dict)
 
     @cached_property
     def layer_calls(self) -> list[Call]:
@@ -201,6 +203,7 @@ class _Recorder(TorchFunctionMode):
         self._looked_at: set[Value] = set()
         self._nbytes: dict[Value, int] = {}
         self._examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._taken: dict[int, tuple[Value | None, ...]] = {}
         self._inside = False
         self._outside: set[str] = set()
         self._drawn = outside_state()
@@ -236,7 +239,7 @@ class _Recorder(TorchFunctionMode):
         self._alive.clear()  # the memory is free at once, though the shells refer to each other
         quiet, looked_at = frozenset(self._quiet), frozenset(self._looked_at)
         capture = Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples, frozenset(self._outside))
-        capture.told, capture.functions = self._told, self._functions
+        capture.told, capture.functions, capture.taken = self._told, self._functions, self._taken
         capture.indivisible = frozenset(self._indivisible)
         capture.deciding = frozenset(
             name
@@ -282,6 +285,8 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return self._inner(func, args, kwargs)
+        if func in _DIFFERENTIATES:
+            self._differentiate(func)
         taken = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in taken]
         result = func(*args, **kwargs)
@@ -300,6 +305,18 @@ class _Recorder(TorchFunctionMode):
             self._quiet.add(name)
             self._looked_at |= {self._value[id(tensor)] for tensor in taken if id(tensor) in self._value}
         return result
+
+    def _differentiate(self, func: Any) -> None:
+        """A stage differentiates what it runs itself: a module whose code does that stays in one piece."""
+        container = self._shells.running()
+        if not container:
+            layers = list(dict.fromkeys(call.layer for call in self._calls if call.layer))
+            raise GraphError(
+                f"a stage differentiates only what it runs itself; the model's own code calls {func.__name__} after "
+                f"{len(layers)} layers, {', '.join(layers[:2])} ...; move that code, and the layers that it "
+                f"differentiates, into a module of the model, which then stays in one piece"
+            )
+        self._indivisible.add(container)
 
     def _given(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one of them was given by a call."""
@@ -346,6 +363,8 @@ class _Recorder(TorchFunctionMode):
             taken = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in taken]
             buffers = [(one, one._version, one.clone()) for one in layer.buffers() if name in self._counts]
+            leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            values = tuple(self._value.get(id(leaf)) for leaf in leaves)
             example = pytree.tree_map_only(Tensor, Tensor.detach, apart(unchanged((args, kwargs))))
             self._by_the_way.clear()
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
@@ -368,7 +387,7 @@ class _Recorder(TorchFunctionMode):
         call.uses = tuple(dict.fromkeys([*call.uses, *own]))
         self._note_outside(name)
         call.takes = tuple(dict.fromkeys([*call.takes, *by_the_way]))
-        self._examples[call.index] = example
+        self._examples[call.index], self._taken[call.index] = example, values
         if told:
             self._told[call.index] = told
         return result
@@ -425,6 +444,7 @@ class _Recorder(TorchFunctionMode):
         return result, call
 
 
+_DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 

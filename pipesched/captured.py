@@ -21,7 +21,7 @@ from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.flow import flow_of, gap, narrowest, unused, with_costs
 from pipesched.pattern import named_leaves, positional, tensors_in
-from pipesched.payload import Apart, pytree
+from pipesched.payload import Apart, choose_rows, pytree
 from pipesched.profiler import QUICK, Between, Effort, measure_calls
 from pipesched.profiles import LayerCosts
 from pipesched.program import Program
@@ -145,14 +145,14 @@ class Captured:
     def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
         """What each layer costs, with those after it that no stage may begin with, and the functions between."""
         capture = self.captures[self.model.training]
-        calls = {
-            name: (_as_told(self.modules[call.layer], capture, call), capture.examples[call.index])
-            for name, call in self.calls.items()
-        }
         trained = capture.trained(
             {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         )
-        wanted = {name for name, call in self.calls.items() if trained.intersection(call.takes)}
+        calls = {}
+        for name, call in self.calls.items():
+            layer = _as_told(self.modules[call.layer], capture, call)
+            given = FunctionCall(layer, capture.examples[call.index], capture.taken[call.index])
+            calls[name] = layer, _with_grads(given, trained)
         index_of = {name: call.index for name, call in self.calls.items()}
         if not lacks_contents(self.model):
             for call in capture.calls:
@@ -165,7 +165,7 @@ class Captured:
         begins = self._begins(capture)
         names, starts = list(begins), list(begins.values())
         costs: dict[str, LayerCosts] = {}
-        for name, own in measure_calls(calls, wanted, device, intra_op_threads, effort).items():
+        for name, own in measure_calls(calls, (), device, intra_op_threads, effort).items():
             begin = names[bisect_right(starts, index_of[name]) - 1]
             costs[begin] = costs[begin] + own if begin in costs else own
         return costs
@@ -420,5 +420,5 @@ def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any
     def repeat(tensor: Tensor) -> Tensor:
         return torch.cat([tensor, tensor]) if tensor.dim() else tensor
 
-    repeated: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(Tensor, repeat, sample)
+    repeated: tuple[tuple[Any, ...], dict[str, Any]] = choose_rows(sample, repeat, [0, 0])
     return repeated

@@ -5,17 +5,19 @@ from typing import Any
 
 from torch import nn
 
-from pipesched.errors import GraphError
+from pipesched.errors import GraphError, ModelTypeError
 from pipesched.stale import StaleHook
 
 __all__ = [
     "Members",
     "check_hooks",
+    "check_initialised",
     "hooks_of",
     "is_compiled",
     "is_in_a_row",
     "layers_of",
     "normalised_over_rows",
+    "recorders_of",
     "with_running_statistics",
 ]
 
@@ -35,6 +37,16 @@ def is_in_a_row(model: nn.Module) -> bool:
     tensors = [id(tensor) for layer in layers for tensor in {*layer.parameters(), *layer.buffers()}]
     own = {id(parameter) for parameter in model.parameters()}
     return len({id(layer) for layer in layers}) == len(layers) and own <= {*tensors} and len({*tensors}) == len(tensors)
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Raise ModelTypeError where parameters or buffers have no shapes yet."""
+    lazy = [name for name, own in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(own)]
+    if lazy:
+        raise ModelTypeError(
+            f"a model has its shapes before it is cut; {lazy[0]!r} and {len(lazy) - 1} others are of lazy modules that "
+            f"have not run; call the model once with a sample, under torch.no_grad()"
+        )
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -76,7 +88,18 @@ def hooks_of(module: nn.Module) -> list[Any]:
     """What the user has registered on a module's forward and backward."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for name in names for hook in getattr(module, name).values()]
-    return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), StaleHook)]
+    return [
+        hook for hook in hooks if not _is_recorder(hook) and not isinstance(getattr(hook, "__self__", None), StaleHook)
+    ]
+
+
+def recorders_of(module: nn.Module) -> list[Any]:
+    """The hooks by which transformers hands what layers give to the code of the module above."""
+    return [hook for hook in module._forward_hooks.values() if _is_recorder(hook)]
+
+
+def _is_recorder(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def _flatten(module: nn.Module, prefix: str, whole: Collection[str]) -> Iterator[tuple[str, nn.Module]]:

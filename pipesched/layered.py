@@ -19,7 +19,7 @@ from pipesched.captured import Captured, Cut
 from pipesched.checks import shown
 from pipesched.errors import InputError, ModelTypeError
 from pipesched.flow import flow_of, row_of, with_costs
-from pipesched.graph import check_hooks, is_compiled, is_in_a_row, layers_of
+from pipesched.graph import check_hooks, check_initialised, is_compiled, is_in_a_row, layers_of
 from pipesched.payload import pytree
 from pipesched.profiler import QUICK, Effort, measure_layers
 from pipesched.profiles import LayerCosts
@@ -129,6 +129,7 @@ def layered(
     _check_is_open(model)
     check_not_stale(model)
     check_hooks(model)
+    check_initialised(model)
     whole = as_whole_layers(model, whole_layers)
     if isinstance(model, nn.Sequential) and is_in_a_row(model):
         return InARow(model, sample, whole)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.payload import is_record, pytree
+from pipesched.payload import has_a_row_each, is_record, pytree
 
 __all__ = ["Pattern", "named_leaves", "numbers_in", "positional", "tensors_in"]
 
@@ -107,9 +107,14 @@ def named_leaves(
 ) -> Iterator[tuple[tuple[str, int], Any]]:
     """The leaves of a call, in the order of the pytree (args, kwargs), each with (its argument's name, number in it).
 
-    names: of positional arguments. So a leaf has one name, by position or by keyword, in whatever order.
+    names: of positional arguments. So a leaf has one name, by position or by keyword, in whatever order. The dicts of a
+    list, one a row, have the same names: there may be more of them, or fewer, than in a sample.
     """
     more = (f"argument {position}" for position in range(len(names), len(args)))
     for name, value in (*zip((*names, *more), args, strict=False), *kwargs.items()):
-        for number, leaf in enumerate(pytree.tree_leaves(value)):
-            yield (name, number), leaf
+        number = 0
+        for part in pytree.tree_leaves(value, is_leaf=has_a_row_each):
+            rows = [pytree.tree_leaves(row) for row in part] if has_a_row_each(part) else [[part]]
+            for row in rows:
+                yield from (((name, number + place), leaf) for place, leaf in enumerate(row))
+            number += len(rows[0])

@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ __all__ = [
     "Gradients",
     "Opened",
     "Payload",
+    "choose_rows",
     "flatten",
     "form_of",
     "gather",
+    "has_a_row_each",
     "is_record",
     "memory_of",
     "opened",
@@ -230,16 +233,40 @@ def trainable_leaves(value: Any) -> list[Tensor]:
     return [leaf for leaf in _distinct(value)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
+def has_a_row_each(value: Any) -> bool:
+    """Whether a value is a list of dicts, as detectors take targets: one a row, whatever is in them."""
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def choose_rows(value: Any, choose: Callable[[Tensor], Tensor], rows: Sequence[int]) -> Any:
+    """A value of other rows: its tensors as chosen, and of lists of dicts those of these rows."""
+
+    def chosen(leaf: Any) -> Any:
+        if has_a_row_each(leaf):
+            return [leaf[row] for row in rows]
+        return choose(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(chosen, value, is_leaf=has_a_row_each)
+
+
 def rows_of(value: Any, dim: int | None, what: str) -> int | None:
-    """How many rows the tensors of a value have along ``dim``; None where there is nothing to split.
+    """How many rows the tensors of a value have along ``dim``; None where there is nothing to split. A list of dicts
+    has a dict a row.
 
     Raises InputError where they differ.
     """
     if dim is None:
         return None
     rows: int | None = None
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+    for leaf in pytree.tree_leaves(value, is_leaf=has_a_row_each):
+        if has_a_row_each(leaf):
+            if rows is not None and len(leaf) != rows:
+                raise InputError(
+                    f"a list of dicts has a dict for each row of a batch; {what} has one of {len(leaf)} dicts beside "
+                    f"{rows} rows; make them match"
+                )
+            rows = len(leaf)
+        elif isinstance(leaf, Tensor) and leaf.dim() > 0:
             if leaf.layout != torch.strided:
                 raise InputError(
                     f"a batch is split by rows, as dense tensors are; {what} has one of layout {leaf.layout}; pass it "
@@ -262,15 +289,13 @@ def rows_of(value: Any, dim: int | None, what: str) -> int | None:
 def split(value: Any, dim: int | None, parts: int) -> list[Any]:
     """Cut every tensor along ``dim`` as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1); views, no copies.
 
-    Other leaves, tensors without dimensions, and all of it where dim is None go to every part as they are.
+    A list of dicts is cut between its dicts. Other leaves, tensors without dimensions, and all of it where dim is None
+    go to every part as they are.
     """
     if isinstance(value, Tensor) and value.dim() and dim is not None:
         return list(torch.tensor_split(value, parts, dim))
-    leaves, spec = pytree.tree_flatten(value)
-    cut = [
-        torch.tensor_split(leaf, parts, dim) if dim is not None and isinstance(leaf, Tensor) and leaf.dim() else None
-        for leaf in leaves
-    ]
+    leaves, spec = pytree.tree_flatten(value, is_leaf=has_a_row_each)
+    cut = [None if dim is None else _parts_of(leaf, dim, parts) for leaf in leaves]
     return [
         pytree.tree_unflatten(
             [leaf if pieces is None else pieces[part] for leaf, pieces in zip(leaves, cut, strict=True)], spec
@@ -279,18 +304,37 @@ def split(value: Any, dim: int | None, parts: int) -> list[Any]:
     ]
 
 
+def _parts_of(leaf: Any, dim: int, parts: int) -> Sequence[Any] | None:
+    if has_a_row_each(leaf):
+        each, more = divmod(len(leaf), parts)
+        ends = [each * part + min(part, more) for part in range(parts + 1)]
+        return [leaf[begin:end] for begin, end in pairwise(ends)]
+    return torch.tensor_split(leaf, parts, dim) if isinstance(leaf, Tensor) and leaf.dim() else None
+
+
 def gather(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
     """The inverse of ``split`` for outputs: tensors are concatenated, those without dimensions stacked.
 
     rows: of each value. A tensor that has not so many along ``dim`` is concatenated along dim 0. Of other leaves the
     first micro-batch's is taken.
     """
-    trees = [pytree.tree_flatten(opened(value)) for value in values]
+    trees = [
+        pytree.tree_flatten(opened(value), is_leaf=partial(_has_a_dict_each, count))
+        for value, count in zip(values, rows, strict=True)
+    ]
+    if any(spec != trees[0][1] for _, spec in trees):  # a list of dicts that has a micro-batch's rows by chance
+        trees = [pytree.tree_flatten(opened(value)) for value in values]
     merged = [_merge(column, rows, dim) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
     return pytree.tree_unflatten(merged, trees[0][1])
 
 
+def _has_a_dict_each(rows: int, value: Any) -> bool:
+    return has_a_row_each(value) and len(value) == rows
+
+
 def _merge(column: tuple[Any, ...], rows: Sequence[int], dim: int) -> Any:
+    if has_a_row_each(column[0]):
+        return [item for piece in column for item in piece]
     if not isinstance(column[0], Tensor):
         return column[0]
     pieces = [piece.to(column[0].device) for piece in column]  # several chains of stages end on several devices

@@ -78,10 +78,10 @@ def measure_calls(
 ) -> dict[str, LayerCosts]:
     """As ``measure_layers``, for layers that are called with arguments of their own.
 
-    wanted: the calls whose arguments' gradients are asked for.
+    wanted: the calls of whose arguments all gradients are asked for; of others those of tensors that require them.
     """
     given = {
-        name: (layer, Payload.of(pytree.tree_map_only(Tensor, _wanting if name in wanted else stand_in, arguments)))
+        name: (layer, Payload.of(pytree.tree_map_only(Tensor, _wanting if name in wanted else _as_given, arguments)))
         for name, (layer, arguments) in calls.items()
     }
     return _measured(given, device, intra_op_threads, effort)
@@ -99,6 +99,11 @@ def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) 
 
     with ThreadPoolExecutor(1, "pipesched-profiler") as pool:
         return pool.submit(run).result()
+
+
+def _as_given(tensor: Tensor) -> Tensor:
+    made = stand_in(tensor)
+    return made if made is tensor else made.requires_grad_(tensor.requires_grad)
 
 
 def _wanting(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from pipesched.capture import INPUT, Call, Capture, Value
 from pipesched.containers import Shells
 from pipesched.cut import Part
 from pipesched.errors import GraphError
+from pipesched.graph import recorders_of
 from pipesched.pattern import Pattern, named_leaves, positional, tensors_in
 from pipesched.payload import pytree
 from pipesched.randomness import KeyedRandom
@@ -187,7 +188,10 @@ class Replay(TorchFunctionMode):
         if call is None or call.layer != name:
             raise self._lost(f"calls layer {name}")
         if call.index not in self._part.runs:
-            return self._left_out(call, args, kwargs)
+            result = self._left_out(call, args, kwargs)
+            for record in recorders_of(layer):
+                record(layer, args, result)
+            return result
         args, kwargs = self._own((args, kwargs), call)
         return self._ran(call, self._call(name, call.number, self._called[name], args, kwargs), args, kwargs)
 

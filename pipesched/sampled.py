@@ -93,6 +93,8 @@ def _shape(value: Any, write: Callable[[Tensor], str]) -> str:
         return write(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name!r}: {_shape(one, write)}" for name, one in value.items()) + "}"
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        return f"[{_shape(value[0], write)}, ...]"  # one a row
     if isinstance(value, list | tuple):
         parts = ", ".join(_shape(one, write) for one in value)
         return f"[{parts}]" if isinstance(value, list) else f"({parts}{',' * (len(value) == 1)})"

@@ -139,7 +139,7 @@ class _Pass:
         held = books.bytes
         del given
         layer.release()
-        self.kept_input = inputs - self._dropped(held)
+        self.kept_input = max(0, inputs - self._dropped(held))  # caches may go with the input, too
         self.kept_output += min(self.kept_input, sum(size for memory, size in made.items() if memory in own))
         self.gives = [one._replace(kept=min(one.kept, self.kept_output)) for one in self.gives]
         base = books.bytes - came

@@ -19,7 +19,7 @@ from pipesched.costs import Costs, check_costs
 from pipesched.errors import InputError, ModelTypeError, ScheduleError
 from pipesched.executors.fake import FakeStage, run_virtual
 from pipesched.executors.local import LocalExecutor, Work
-from pipesched.graph import is_in_a_row, layers_of
+from pipesched.graph import check_initialised, is_in_a_row, layers_of
 from pipesched.layered import as_model
 from pipesched.lowering import lower
 from pipesched.meter import MemoryMeter
@@ -34,7 +34,7 @@ from pipesched.sites import InProcess
 from pipesched.ties import deliver
 from pipesched.trace import Trace
 from pipesched.unsplit import Unsplit
-from pipesched.untouched import untouched
+from pipesched.untouched import no_graph, untouched
 from pipesched.validation import validate
 from pipesched.whole_layers import as_whole_layers, opened
 
@@ -165,6 +165,7 @@ def reference_step(
         raise ModelTypeError(
             f"the model is an nn.Module, or a list of them; got {shown(whole)}; pass the module itself"
         )
+    check_initialised(whole)
     if not is_count(num_microbatches):
         raise InputError(f"a batch is cut into at least one micro-batch; got {shown(num_microbatches)}; pass 1 or more")
     loss_fn, loss_weight = as_function(loss_fn, "loss_fn"), as_function(loss_weight, "loss_weight")
@@ -223,8 +224,9 @@ class _Unpipelined:
         self.in_backward = self._unsplit.in_backward
 
     def _seen(self, layers: Mapping[str, nn.Module], inputs: Any) -> Capture:
-        with untouched(self._model, self._model.training), torch.no_grad():
-            return record(self._model, layers, *inputs)
+        model, training = self._model, self._model.training
+        with untouched(model, training), no_graph(model) if training else torch.no_grad():
+            return record(model, layers, *inputs)
 
     def _stand_ins(self, name: str, number: int, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         leaves = {}
