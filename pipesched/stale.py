@@ -128,7 +128,11 @@ class StaleHook:
         self.refuse("it was pickled")
 
     def _passes(self) -> bool:
-        return bool(self.passing) or any((runs := known()) is not None and runs.busy for known in self._runs)
+        for known in self._runs:  # first: a step may call the model for each micro-batch
+            runs = known()
+            if runs is not None and runs.busy:
+                return True
+        return self.passing > 0
 
     def refuse(self, what: str) -> NoReturn:
         """Raise what a reader is told."""

@@ -360,3 +360,10 @@ def fully_sharded(group: Any, kind: str, schedule: str, sharded: str, checkpoint
                 torch.testing.assert_close(parameter.full_tensor(), due[name])
             for optimizer in optimizers:
                 optimizer.zero_grad()
+        pipe.gather_model()
+        sharded_here = 0
+        for name, value in (*own.named_parameters(), *own.named_buffers()):
+            sharded_here += isinstance(value, DTensor)
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            torch.testing.assert_close(whole, plain.get_parameter(name) if name in due else plain.get_buffer(name))
+        assert 0 < sharded_here < len(due), "what other ranks have trained is whole here"

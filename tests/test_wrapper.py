@@ -54,6 +54,24 @@ def test_it_has_a_length_an_order_and_indices_like_the_sequential(num_stages):
                 pipe[outside]
 
 
+def test_it_is_true_whatever_its_model():
+    """As every object without a length is."""
+    with pipeline(nn.Sequential(nn.Linear(1, 1)), rows(1, 1), 1) as row, pipeline(Plain(), rows(1, 1), 1) as other:
+        assert row
+        assert other
+        with pytest.raises(TypeError, match=r"only an nn\.Sequential has a length"):
+            len(other)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
 def test_the_stages_hold_the_layers_themselves():
     a, b = nn.Linear(1, 1), nn.Linear(1, 1)
     with pipeline(nn.Sequential(a, b), rows(1, 1)) as pipe:
