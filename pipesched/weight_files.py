@@ -6,6 +6,7 @@ opened anew for each tensor, so at most one tensor is in memory twice.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,8 +72,7 @@ class WeightFiles(Mapping[str, Tensor]):
     @torch.no_grad()
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor of the files into one of its shape, cast to that one's type."""
-        with _opened(self._entries[name].path) as file:
-            tensor.copy_(file.get_tensor(name))
+        _read(name, tensor, self._entries[name].path)
 
 
 def _files(path: Path) -> list[Path]:
@@ -109,21 +109,19 @@ def _files(path: Path) -> list[Path]:
 def _entries(path: Path) -> Iterator[tuple[str, _Entry]]:
     if not path.is_file():
         raise InputError(f"an index names safetensors files beside it; there is no {path}; fetch it")
-    try:
-        with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118  it is no mapping
-                tensor = file.get_tensor(name)  # whose memory is not read
-                yield name, _Entry(path, tensor.dtype, tuple(tensor.shape))
-    except InputError:
-        raise
-    except Exception as error:  # the library's own, and what torch says of a type that it does not know
-        raise InputError(
-            f"a safetensors file begins with a header of its tensors; {path} of {path.stat().st_size} bytes does not "
-            f"({error!r}); fetch it again, or convert it"
-        ) from None
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118  it is no mapping
+            tensor = file.get_tensor(name)  # whose memory is not read
+            yield name, _Entry(path, tensor.dtype, tuple(tensor.shape))
 
 
-def _opened(path: Path) -> Any:
+def _read(name: str, into: Tensor, path: Path) -> None:
+    with _opened(path) as file:
+        into.copy_(file.get_tensor(name))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         from safetensors import safe_open
     except ImportError:
@@ -131,4 +129,11 @@ def _opened(path: Path) -> Any:
             f"safetensors files are read by the library safetensors; {path} needs it, and it is not installed; "
             f"pip install 'pipesched[safetensors]', or pass a state_dict"
         ) from None
-    return safe_open(path, framework="pt")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except Exception as error:  # the library's own, and what torch says of a type that it does not know
+        raise InputError(
+            f"a safetensors file begins with a header of its tensors; {path} of {path.stat().st_size} bytes does not "
+            f"({error!r}); fetch it again, or convert it"
+        ) from None

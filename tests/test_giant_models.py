@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -350,6 +351,70 @@ def broken(folder: Path) -> dict[str, Path]:
 def test_broken_files_are_named(tmp_path: Path, name: str, text: str) -> None:
     with pytest.raises(InputError, match=text):
         WeightFiles(broken(tmp_path).get(name, tmp_path / name))
+
+
+def with_offsets(**offsets: tuple[int, int]) -> bytes:
+    """A file of three floats, of which each tensor takes those between its offsets in bytes."""
+    header = {
+        name: {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": own}
+        for name, own in offsets.items()
+        for begin, end in [own]
+    }
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(12)
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        {"x": (-8, 4)},  # the header's bytes would be weights
+        {"x": (0, 12), "y": (-4, 0)},
+        {"x": (0, 8), "y": (4, 12)},
+        {"x": (0, 16)},
+        {"x": (0, 4)},
+        {"x": (2**63, 2**63 + 12)},
+    ],
+    ids=str,
+)
+def test_tensors_lie_in_their_file_side_by_side(tmp_path: Path, offsets: Any) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(with_offsets(**offsets))
+    with pytest.raises(InputError, match=r"begins with a header of its tensors; .* does not .*; fetch it again"):
+        WeightFiles(path)
+
+
+def test_a_file_that_changes_once_it_is_known_is_named(tmp_path: Path) -> None:
+    path = broken(tmp_path)["good.safetensors"]
+    files = WeightFiles(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"good\.safetensors of \d+ bytes does not"):
+        files.read_into("x", torch.empty(4))
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "sub/../../outside.safetensors", "absolute"])
+def test_an_index_names_files_of_its_own_folder(tmp_path: Path, name: str) -> None:
+    outside, folder = tmp_path / "outside.safetensors", tmp_path / "own"
+    folder.mkdir()
+    save_file({"x": torch.ones(4)}, outside)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": str(outside) if name == "absolute" else name}}))
+    with pytest.raises(InputError, match=r"names safetensors files in its own folder; .*outside\.safetensors'; move"):
+        WeightFiles(index)
+
+
+def test_a_file_in_a_folder_may_be_a_link_as_in_a_cache(tmp_path: Path) -> None:
+    blob, folder = tmp_path / "blob", tmp_path / "snapshot"
+    folder.mkdir()
+    save_file({"x": torch.ones(4)}, blob)
+    (folder / "model.safetensors").symlink_to(blob)
+    assert torch.equal(WeightFiles(folder)["x"], torch.ones(4))
+
+
+def test_without_the_library_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = broken(tmp_path)["good.safetensors"]
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(InputError, match=r"pip install 'pipesched\[safetensors\]', or pass a state_dict"):
+        WeightFiles(path)
 
 
 def test_a_name_lies_in_one_file(tmp_path: Path) -> None:
