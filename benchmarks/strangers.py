@@ -79,12 +79,13 @@ def passing(addresses: list[Address], say: Say, *, hold: int = 0, reset: bool = 
     """Connect, say something and leave, without end; the last ``hold`` connections stay. reset: leave rudely."""
     held: list[socket.socket] = []
     for number in count():
+        saying = say(number)
         connection = dial(addresses[number % len(addresses)])
         if connection is not None:
             with suppress(OSError):
                 if reset:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                connection.sendall(say(number))
+                connection.sendall(saying)
             held.append(connection)
             for one in held[: len(held) - hold]:
                 one.close()

@@ -218,6 +218,23 @@ def test_a_greeting_does_not_say_the_word_and_counts_once(ports: list[SocketPort
     assert bytes(into) == b"second"
 
 
+@pytest.mark.parametrize("listener", range(2 if sys.platform == "linux" else 1))
+def test_who_came_first_is_heard_first(listener: int) -> None:
+    """A rank that has connected greets late. A stranger that came meanwhile repeats it, before anybody has looked."""
+    port = SocketPort(distributed.HashStore(), 1, "127.0.0.1", 0.3)
+    address, family = port._listeners[listener].getsockname(), port._listeners[listener].family
+    with socket.socket(family) as rank, socket.socket(family) as stranger:
+        rank.connect(address)
+        with pytest.raises(RuntimeError, match="Timed out"):
+            read(port, 0, 0, 4)
+        stranger.connect(address)
+        said = sockets._greeting(rank, 0, 0, port._word)
+        rank.sendall(said + b"true")
+        stranger.sendall(said + b"false")
+        assert read(port, 0, 0, 4) == b"true"
+    port.close()
+
+
 def test_hanging_up_ends_strangers_too(ports: list[SocketPort], strangers: Any) -> None:
     first, second = ports
     come = strangers(second)

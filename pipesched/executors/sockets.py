@@ -264,7 +264,7 @@ class SocketPort:
         return self._accepted[from_, tag]
 
     def _let_in(self, listener: socket.socket) -> None:
-        """Take the next connection, and hear what it has said by now."""
+        """Take the next connection, and hear what it has said by now: after all that came before it."""
         try:
             connection, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # another thread has it, or it has left
@@ -282,7 +282,8 @@ class SocketPort:
         connection.setblocking(False)
         self._greeting[connection] = bytearray()
         self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, connection))
-        self._hear(connection)
+        for one in list(self._greeting):
+            self._hear(one)
 
     def _hear(self, connection: socket.socket) -> None:
         """Read what there is of a greeting, and let in who has said all of it."""
