@@ -1,6 +1,7 @@
 """Assembly: the parts of a model on a site, for one plan: what each of its stages runs, holds and updates."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pipesched.captured import Cut
 from pipesched.compiled import Compiled
 from pipesched.contents import put_on
 from pipesched.ends import end_of
+from pipesched.errors import GraphError
 from pipesched.executors.local import Work
 from pipesched.feed import Feed, Head
 from pipesched.graph import Members
@@ -32,7 +34,7 @@ from pipesched.partitioner import Partition
 from pipesched.planning import Programs
 from pipesched.program import Program
 from pipesched.replicas import Replicas
-from pipesched.sites import Site
+from pipesched.sites import InProcess, Site
 from pipesched.stage import Stage
 from pipesched.stage_module import Wrap, wrapped_bodies
 from pipesched.stage_sizing import StageSizes
@@ -109,6 +111,7 @@ class Assembly:
         self.sizes: Sequence[StageSizes] | None = None
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
+        self._check_reached()
         self.stages = self._stages()
         self.members = Members(whole.model, whole.layered.layers)
         #: How long it took to make, without what is done once: filling the model, making optimizers.
@@ -156,6 +159,24 @@ class Assembly:
     def _owners(self, bodies: Sequence[Body]) -> Owners:
         homes = [(self.program.placement[part], body.layers) for part, body in enumerate(bodies)]
         return Owners(self._whole.model, homes, end_of(self.program), self.ties.parameters)
+
+    def _check_reached(self) -> None:
+        """Raise GraphError where a layer uses a parameter of another rank that it is not given: it would be an old one,
+        or on another device, and its gradient would not come back.
+        """
+        site, placement = self._site, self.program.placement
+        for layer, name, stage in self._whole.layered.reached(self.cut):
+            home, rank = self.owners.rank(name), placement[stage]
+            if home == rank:
+                continue
+            what = (
+                f"a layer uses its own weights, and those that it is given as tensors; {layer!r} of stage {stage} on "
+                f"rank {rank} reaches {name!r} of rank {home} through a module or a reference; pass the weight itself "
+                f"to the layer, or keep both layers in one stage with together="
+            )
+            if not isinstance(site, InProcess) or site.devices[home] != site.devices[rank]:
+                raise GraphError(what)
+            warnings.warn(f"{what}; its gradient agrees with an unpipelined loop's within rounding", stacklevel=2)
 
     def _written(self) -> list[set[str]]:
         """The names of buffers that forwards of each part write to; of a loss module all: it has not been seen."""

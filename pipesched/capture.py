@@ -55,7 +55,8 @@ class Call:
     the values among its arguments. uses: the parameters and buffers by name. gives: how many values, those it changes
     in place included. changes: which of its arguments' tensors it changes -> which of its values that is. reads: it
     gives plain Python. sealed: a function that runs without gradients, maybe in an autograd.Function. joined: it
-    stays in one stage with all calls from this one on. loose: those of ``uses`` that are not the layer's own.
+    stays in one stage with all calls from this one on. loose: those of ``uses`` that are not the layer's own. reached:
+    what a layer uses beside ``uses``, through a module or a reference.
     """
 
     index: int
@@ -74,6 +75,7 @@ class Call:
     joined: int | None = None
     outward: bool = False  # it changes memory that was there before, as of an input
     loose: tuple[str, ...] = ()
+    reached: tuple[str, ...] = ()
 
     @property
     def place(self) -> Place:
@@ -211,6 +213,7 @@ class _Recorder(TorchFunctionMode):
             int, tuple[weakref.ref[Tensor], int]
         ] = {}  # what functions inside layers made; in which call
         self._by_the_way: set[Value] = set()  # what a layer takes that is not among its arguments
+        self._reached: set[str] = set()  # parameters and buffers likewise
         self._hidden_from: int | None = None
         self._ways: list[tuple[Call, Call]] = []
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
@@ -336,6 +339,8 @@ class _Recorder(TorchFunctionMode):
             else:
                 self._look_for(tensor)
         result = func(*args, **kwargs)
+        if any(True for _ in tensors_in(result)):
+            self._reached.update(self._names[key] for key in taken.keys() & self._names.keys())
         for tensor in tensors_in(result):
             if id(tensor) not in taken:  # what it only hands on was made elsewhere
                 self._within[id(tensor)] = weakref.ref(tensor), len(self._calls)
@@ -367,6 +372,7 @@ class _Recorder(TorchFunctionMode):
             values = tuple(self._value.get(id(leaf)) for leaf in leaves)
             example = pytree.tree_map_only(Tensor, Tensor.detach, apart(unchanged((args, kwargs))))
             self._by_the_way.clear()
+            self._reached.clear()
             told = {key: value for key, value in layer.__dict__.items() if self._attributes[name].get(key) is not value}
             self._arguments = {id(tensor) for tensor in (*taken, *tensors_in(list(told.values())))}
             result = call_beside(layer, args, kwargs, lambda: unchanged(example))
@@ -385,6 +391,7 @@ class _Recorder(TorchFunctionMode):
             call.joined = next(other.index for other in reversed(self._calls[:-1]) if other.layer == name)
         call.loose = tuple(name for name in call.uses if name not in own)
         call.uses = tuple(dict.fromkeys([*call.uses, *own]))
+        call.reached = tuple(sorted(self._reached.difference(call.uses)))
         self._note_outside(name)
         call.takes = tuple(dict.fromkeys([*call.takes, *by_the_way]))
         self._examples[call.index], self._taken[call.index] = example, values

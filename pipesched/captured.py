@@ -212,6 +212,18 @@ class Captured:
                 names.update(*(calls[index].uses for index in part.own if calls[index].layer or calls[index].changes))
         return [names & self.written for names in found]
 
+    def reached(self, cut: Cut) -> list[tuple[str, str, int]]:
+        """Of the mode in which it trains, or is now."""
+        parts, calls = self.parts(cut)[self.model.training], self.captures[self.model.training].calls
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return [
+            (calls[index].layer, name, stage)
+            for stage, part in enumerate(parts)
+            for index in sorted(part.own)
+            for name in calls[index].reached
+            if name in trained
+        ]
+
     def edges(self, cut: Cut) -> list[tuple[int, int]]:
         """Which stage gives to which."""
         along = set(pairwise(range(len(cut))))

@@ -50,6 +50,9 @@ class Layered(Protocol):
     def written_by(self, cut: Cut) -> Sequence[Collection[str]]:
         """Those of each stage's own calls."""
 
+    def reached(self, cut: Cut) -> Sequence[tuple[str, str, int]]:
+        """Layers that use another one's parameter without being given it: (layer, parameter, the layer's stage)."""
+
     def check(self, program: Program) -> None:
         """Raise ScheduleError for what its stages cannot do."""
 
@@ -235,6 +238,10 @@ class InARow:
     def written_by(self, cut: Cut) -> Sequence[Collection[str]]:
         """No layer writes to another's."""
         return [self.written] * len(cut)
+
+    def reached(self, cut: Cut) -> Sequence[tuple[str, str, int]]:
+        """Not known of layers in a row."""
+        return []
 
     def passed(self) -> Generator[tuple[str, Any]]:
         """One layer after the other."""

@@ -11,6 +11,8 @@ import pytest
 import torch
 from models import Scaled, TransformerBlock, assert_as, mixed_model
 from odd_models import Blocks, made, square
+from places import place
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional
 from whole_state import check_nothing_changes, quick, unchanged
@@ -126,6 +128,27 @@ def words(output: Tensor, target: Tensor) -> Tensor:
 def test_a_weight_that_another_layer_reaches_gets_no_gradient(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with quick(monkeypatch):
         check_nothing_changes(made(lambda: Reaches(way)), TEXT, words, TEXT, 4)
+
+
+CUT: dict[str, Any] = {"loss_fn": words, "num_microbatches": 2, "schedule": "1f1b", "boundaries": ["blocks.2"]}
+SAID = r"'head' of stage 1 on rank 1 reaches 'embed.weight' of rank 0 through a module or a reference; pass the weight"
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("way", ["argument", "reference", "closure"])
+def test_a_weight_of_another_rank_that_a_layer_reaches_is_named(way: str) -> None:
+    with pytest.warns(UserWarning, match=f"{SAID} .* within rounding"):
+        Pipeline(made(lambda: Reaches(way)), TEXT, devices=["cpu"] * 2, **CUT).close()
+
+
+def reach(group: Any) -> None:
+    for way in ("argument", "reference", "closure"):
+        with pytest.raises(GraphError, match=SAID):
+            Pipeline(made(lambda way=way: Reaches(way)), TEXT, **place(group), **CUT)
+
+
+def test_over_a_mesh_it_would_be_an_old_one_and_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, reach)
 
 
 def test_a_loss_that_reaches_the_models_weights_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
