@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import distributed
 
+from pipesched.errors import ExecutionError
+from pipesched.executors.alarm import Alarm
 from pipesched.executors.device_wire import Links, links_for
 from pipesched.executors.ports import ConnectionLostError
 from pipesched.executors.sockets import SocketPort, own_host
-from pipesched.executors.stores import asked
+from pipesched.executors.stores import StoreLostError, asked
 
-__all__ = ["Connections"]
+__all__ = ["Connections", "met"]
 
 _HANG_UP = 21  # a tag
 
@@ -27,7 +29,6 @@ class Connections:
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
         self.store = asked(lambda: _own_store(group.get_group_store(), self.rank), timeout_s)
-        self.host = own_host(self.store)
         self._device, self._timeout_s = device, timeout_s
 
     def connect(self) -> None:
@@ -41,7 +42,7 @@ class Connections:
             raise ConnectionLostError(f"ranks were not connected within {self._timeout_s:g} s ({error})") from None
         maker = links_for(self._device, self._timeout_s)
         self.links = None if maker is None else Links(maker, self.store, self.rank)
-        self.sockets = SocketPort(self.store, self.rank, self.host, self._timeout_s)
+        self.sockets = SocketPort(self.store, self.rank, own_host(self.store), self._timeout_s)
 
     def hang_up(self) -> None:
         """End every wait of this rank. In gloo, a receive that times out closes all connections."""
@@ -59,6 +60,28 @@ class Connections:
         if self.links is not None:
             self.links.abort()
         self.sockets.close()
+
+
+def met(group: Any, device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
+    """A rank's alarm, and its connections before ``connect``, once the ranks of the group have come.
+
+    Raises ExecutionError where they do not, which the ranks of other pipelines hear.
+    """
+    try:
+        alarm = Alarm(group, own_host(group.get_group_store()), timeout_s)
+        try:
+            connections = Connections(group, device, timeout_s)
+            alarm.meet(connections.store)
+        except RuntimeError as error:
+            alarm.ring(str(error), "waits")
+            alarm.end()
+            raise
+    except StoreLostError as error:
+        raise ExecutionError(
+            f"all {group.size()} ranks make their pipeline together; {error}; rank {group.rank()} cannot go on; mend "
+            f"the cause and start the job again"
+        ) from None
+    return alarm, connections
 
 
 def _own_store(store: Any, rank: int) -> Any:
