@@ -116,10 +116,13 @@ def test_a_stranger_rings_no_alarm_and_holds_none_up() -> None:
 
     store = distributed.HashStore()
     alarms: list[Alarm] = []
-    makers = [
-        threading.Thread(target=lambda rank=rank: alarms.append(Alarm(store, _Group(rank, 2), "127.0.0.1", 30.0)))
-        for rank in range(2)
-    ]
+
+    def make(rank: int) -> None:
+        alarm = Alarm(_Group(rank, 2), "127.0.0.1", 30.0)
+        alarm.meet(store)
+        alarms.append(alarm)
+
+    makers = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
     for maker in makers:
         maker.start()
     for maker in makers:

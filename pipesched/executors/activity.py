@@ -15,7 +15,7 @@ from torch import distributed
 from pipesched.actions import Action, Kind
 from pipesched.executors.interpreter import Stamps
 
-__all__ = ["COLLECTIVE", "ENDED", "SILENT", "Activity", "Doing", "State", "blamed", "doing_at"]
+__all__ = ["COLLECTIVE", "ENDED", "SILENT", "Activity", "Doing", "State", "blamed", "doing_at", "said"]
 
 #: Raised an error of its own; runs code of the model or the user; waits for another rank; is in a collective of
 #: torch.distributed.
@@ -131,6 +131,11 @@ def doing_at(error: BaseException) -> Doing:
         trace = trace.tb_next
     of_collective = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OF_COLLECTIVES)
     return COLLECTIVE if of_collective else "raised"
+
+
+def said(error: BaseException) -> str:
+    """An error as others are told of it."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[str], str] | None:

@@ -174,15 +174,13 @@ class _Ear:
 
 
 class Alarm:
-    """One rank's alarm. Making one is collective: all ranks of the pipeline come within the timeout.
+    """One rank's alarm. The ranks of other pipelines of the job hear it at once, those of its own after ``meet``.
 
-    meet: waits for the pipeline's ranks, and gives a store of theirs alone. group: theirs. host: this rank's address.
-    Dropping the alarm ends its thread, as ``end`` does.
-
-    Raises ExecutionError that names the ranks that have not come.
+    group: of the pipeline's ranks. host: this rank's address. Dropping the alarm ends its thread, as ``end`` does.
+    Raises StoreLostError.
     """
 
-    def __init__(self, meet: Callable[[], Store], group: Any, host: str, timeout_s: float) -> None:
+    def __init__(self, group: Any, host: str, timeout_s: float) -> None:
         self.rank: int = group.rank()
         self._timeout_s = timeout_s
         self._job, ranks = _job_of(group)
@@ -194,25 +192,19 @@ class Alarm:
         self._thread.start()
         self._finalizer = Finalize(self, _end, (self._ear.outside, self._thread), exitpriority=0)  # also in a Process
         port = self._ear.listener.getsockname()[1]
-        address = Address(self.name, ranks[self.rank], host, port, self._ear.word.decode())
-        self._elsewhere: dict[int, Address] = {}
+        self._own = Address(self.name, ranks[self.rank], host, port, self._ear.word.decode())
         self._addresses: list[Address] = []
+        self._elsewhere: dict[int, Address] = {}
+        if self._job is not None:
+            asked(self._announce, timeout_s)
         self.activity.begin(_MAKING)
-        try:
-            if self._job is not None:
-                asked(lambda: self._announce(address), timeout_s)
-            self._store = meet()
-            self._addresses = self._awaited(address)
-        except AbsentError as error:
-            who = ", ".join(self._names[rank] for rank in error.ranks)
-            fault = Fault(who, f"it has not come to make its pipeline within {timeout_s:g} s", True)
-            self._ear.hear(fault)
-            told(fault, self._elsewhere_now(), _PATIENCE_S)
-            self.end()
-            raise
-        except BaseException:
-            self.end()
-            raise
+
+    def meet(self, store: Store) -> None:
+        """Wait for the other ranks of the pipeline. store: theirs alone.
+
+        Raises ExecutionError that names the ranks that have not come, and StoreLostError.
+        """
+        self._addresses = self._awaited(store)
         self.activity.end()
         self._ear.addresses = self._others()
         if len(self._addresses) > 1:
@@ -244,15 +236,15 @@ class Alarm:
 
     # ---- addresses --------------------------------------------------------------------------------------------
 
-    def _announce(self, address: Address) -> None:
+    def _announce(self) -> None:
         """To the ranks of the job that are in other pipelines. It asks the job's store."""
         assert self._job is not None
-        self._job.set(f"{_PEOPLE}/{self._job.add(_PEOPLE, 1)}", json.dumps(address))
+        self._job.set(f"{_PEOPLE}/{self._job.add(_PEOPLE, 1)}", json.dumps(self._own))
 
-    def _awaited(self, own: Address) -> list[Address]:
+    def _awaited(self, store: Store) -> list[Address]:
         """Of all ranks of this pipeline."""
-        store, keys = self._store, [f"alarm/{rank}" for rank in range(len(self._names))]
-        asked(lambda: store.set(keys[self.rank], json.dumps(own)), self._timeout_s)
+        keys = [f"alarm/{rank}" for rank in range(len(self._names))]
+        asked(lambda: store.set(keys[self.rank], json.dumps(self._own)), self._timeout_s)
         if absent := missing(store, keys, self._timeout_s):
             raise AbsentError(absent, len(keys), self.rank, self._timeout_s)
         return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
@@ -312,7 +304,9 @@ class Alarm:
         found = blamed({self.name: state, **ours}, self._timeout_s)
         elsewhere = self._elsewhere_now()
         theirs = told(guess, elsewhere, _PATIENCE_S / 2, until=ear.settled.is_set)
-        who, why = found or blamed(theirs, self._timeout_s) or self._suspect(theirs) or ([self.name], "")
+        who, why = (
+            found or blamed(theirs, self._timeout_s) or self._suspect({self.name: state, **theirs}) or ([self.name], "")
+        )
         noticed = f"{why}; {self.name} noticed: " if why else ""
         fault = Fault(", ".join(who), noticed + guess.text, True)
         ear.hear(fault)
@@ -320,22 +314,22 @@ class Alarm:
         listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers[one.name], State)]
         told(fault, listeners, _PATIENCE_S / 4)
 
-    def _suspect(self, theirs: Mapping[str, State | str]) -> tuple[list[str], str] | None:
+    def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
         """Whom to blame where all that answer wait: the store's host, or ranks that others wait for in vain."""
+        if self._job is None:
+            return None
         try:
-            asked(lambda: self._store.check(["alarm/0"]), _PATIENCE_S / 2)
+            known = asked(self._read_elsewhere, _PATIENCE_S / 2)
         except StoreLostError as error:
             who, _, why = str(error).partition(" failed: ")
             return [who], why
         except RuntimeError:
             return None
-        if self._job is None or not any(
-            isinstance(state, State) and state.what == _MAKING for state in theirs.values()
-        ):
-            return None
-        come = self._own_ranks | {address.rank for address in self._elsewhere.values()}
+        come = self._own_ranks if self._addresses else {self._own.rank}
+        come = come | {address.rank for address in known.values()}
         absent = [f"rank {rank}" for rank in range(distributed.get_world_size()) if rank not in come]
-        return (absent, "it has not come to make its pipeline") if absent else None
+        making = any(isinstance(state, State) and state.what == _MAKING for state in states.values())
+        return (absent, "it has not come to make its pipeline") if making and absent else None
 
     def _others(self) -> list[Address]:
         return [address for rank, address in enumerate(self._addresses) if rank != self.rank]

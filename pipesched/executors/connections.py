@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import distributed
 
+from pipesched.errors import ExecutionError
+from pipesched.executors.alarm import Alarm
 from pipesched.executors.device_wire import Links, links_for
 from pipesched.executors.ports import ConnectionLostError
-from pipesched.executors.rendezvous import Rendezvous
+from pipesched.executors.rendezvous import AbsentError, Rendezvous
 from pipesched.executors.sockets import SocketPort, own_host
-from pipesched.executors.stores import Store, asked
+from pipesched.executors.stores import StoreLostError, asked
 
-__all__ = ["Connections"]
+__all__ = ["Connections", "met"]
 
 _HANG_UP = 21  # a tag
 _PATIENCE_S = 2.0  # beyond the timeout, for a store that does not answer
@@ -28,17 +30,9 @@ class Connections:
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
-        self._group_store = group.get_group_store()
-        self.host = own_host(self._group_store)
-        self.store: Any = None
+        rendezvous = Rendezvous(group.get_group_store(), self.rank, self.num_ranks)
+        self.store = asked(lambda: rendezvous.meet(timeout_s), timeout_s + _PATIENCE_S)
         self._device, self._timeout_s = device, timeout_s
-
-    def meet(self) -> Store:
-        """Wait for the other ranks. Returns a store that they alone use. Raises ExecutionError where not all come."""
-        rendezvous = Rendezvous(self._group_store, self.rank, self.num_ranks)
-        store: Store = asked(lambda: rendezvous.meet(self._timeout_s), self._timeout_s + _PATIENCE_S)
-        self.store = store
-        return store
 
     def connect(self) -> None:
         """Make them, once all ranks are known to have come."""
@@ -51,7 +45,7 @@ class Connections:
             raise ConnectionLostError(f"ranks were not connected within {self._timeout_s:g} s ({error})") from None
         maker = links_for(self._device, self._timeout_s)
         self.links = None if maker is None else Links(maker, self.store, self.rank)
-        self.sockets = SocketPort(self.store, self.rank, self.host, self._timeout_s)
+        self.sockets = SocketPort(self.store, self.rank, own_host(self.store), self._timeout_s)
 
     def hang_up(self) -> None:
         """End every wait of this rank. In gloo, a receive that times out closes all connections."""
@@ -69,3 +63,26 @@ class Connections:
         if self.links is not None:
             self.links.abort()
         self.sockets.close()
+
+
+def met(group: Any, device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
+    """A rank's alarm, and its connections before ``connect``, once the ranks of the group have come.
+
+    Raises ExecutionError where they do not; the ranks of other pipelines hear of those that never come.
+    """
+    try:
+        alarm = Alarm(group, own_host(group.get_group_store()), timeout_s)
+        try:
+            connections = Connections(group, device, timeout_s)
+            alarm.meet(connections.store)
+        except BaseException as error:
+            if isinstance(error, AbsentError | StoreLostError):
+                alarm.ring(str(error), "waits")
+            alarm.end()
+            raise
+    except StoreLostError as error:
+        raise ExecutionError(
+            f"all {group.size()} ranks make their pipeline together; {error}; rank {group.rank()} cannot go on; mend "
+            f"the cause and start the job again"
+        ) from None
+    return alarm, connections

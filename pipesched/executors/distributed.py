@@ -30,11 +30,10 @@ import torch
 from pipesched.actions import Action, Kind, Lane
 from pipesched.caller import Caller, intra_op
 from pipesched.errors import ExecutionError
-from pipesched.executors.activity import COLLECTIVE, doing_at
-from pipesched.executors.alarm import Alarm
+from pipesched.executors.activity import COLLECTIVE, doing_at, said
 from pipesched.executors.book import digest
 from pipesched.executors.clock import clock_offset
-from pipesched.executors.connections import Connections
+from pipesched.executors.connections import met
 from pipesched.executors.courier import Courier
 from pipesched.executors.device_wire import channels_of, ends_over
 from pipesched.executors.encoding import Encoding
@@ -47,7 +46,6 @@ from pipesched.executors.messages import ChannelEnds, OrderMessages, digest_of
 from pipesched.executors.parts import RankRun, RankTimeline
 from pipesched.executors.ports import ConnectionLostError, Ports
 from pipesched.executors.shared import Shared
-from pipesched.executors.stores import StoreLostError
 from pipesched.executors.streams import lane_for
 from pipesched.executors.wire import SHARE, Wire
 from pipesched.payload import Payload
@@ -92,14 +90,7 @@ class DistributedExecutor:
         self._courier = Courier(self.device)
         #: Of what is no tensor: it reads types by name that it knows.
         self.encoding = Encoding((Action, Kind, Lane, Span))
-        connections = Connections(group, self.device, timeout_s)
-        try:
-            self._alarm = Alarm(connections.meet, group, connections.host, timeout_s)
-        except StoreLostError as error:
-            raise ExecutionError(
-                f"all {self.num_ranks} ranks make their pipeline together; {error}; rank {self.rank} waited; mend the "
-                f"cause and start the job again"
-            ) from None
+        self._alarm, connections = met(group, self.device, timeout_s)
         self._activity = self._alarm.activity
         with self._stopping_all("making a pipeline"):
             connections.connect()
@@ -391,7 +382,7 @@ class DistributedExecutor:
             others = isinstance(error, _Stopped | ConnectionLostError)
             doing = "waits" if others else doing_at(error)
             place = "".join(f", {note}" for note in getattr(error, "__notes__", []))
-            text = f"{error if others else _said(error)}{place or f', in {what}'}"
+            text = f"{error if others else said(error)}{place or f', in {what}'}"
             first = self._alarm.ring(text, doing)
             self._fault = str(first)
             self._drop()
@@ -440,7 +431,3 @@ class DistributedExecutor:
 
 class _DifferentError(ExecutionError):
     """Ranks have not the same; all of them see it."""
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
