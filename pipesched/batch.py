@@ -126,13 +126,16 @@ class Splitter:
         has = whole.rows[0]
 
         def chosen(value: Any, dim: int | None) -> Any:
+            if dim is None:
+                return value
+
             def choose(tensor: Tensor) -> Tensor:
                 if not tensor.dim() or rows == has:
                     return tensor
                 picked = tensor.detach().index_select(dim, torch.arange(rows, device=tensor.device) % has)
                 return picked.requires_grad_(tensor.requires_grad)
 
-            return value if dim is None else choose_rows(value, choose, [row % has for row in range(rows)])
+            return choose_rows(value, choose, [row % has for row in range(rows)])
 
         given = {f"argument {index}": (value, self._dim(index)) for index, value in enumerate(args)}
         target_dim = self._target_dim(target, given | {f"{name}=": (v, self._dim(name)) for name, v in kwargs.items()})
