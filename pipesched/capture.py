@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import currentframe
 from itertools import accumulate, pairwise
 from operator import is_not
 from os.path import commonprefix
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
 from pipesched.containers import Shells
 from pipesched.contents import Beside, apart, call_beside, lacks_contents
@@ -28,7 +26,17 @@ from pipesched.errors import GraphError
 from pipesched.pattern import Pattern, named_leaves, positional, tensors_in
 from pipesched.payload import form_of, pytree
 from pipesched.randomness import draws, outside_state
-from pipesched.tensor_functions import ASKS, READS, changed_in_place, is_shaped_by_contents, memory_at, name_of
+from pipesched.tensor_functions import (
+    ASKS,
+    DIFFERENTIATES,
+    FUNCTION_APPLY,
+    READS,
+    backward_region,
+    changed_in_place,
+    is_shaped_by_contents,
+    memory_at,
+    name_of,
+)
 from pipesched.ties import Place
 from pipesched.untouched import same_bits, unchanged
 
@@ -277,7 +285,7 @@ class _Recorder(TorchFunctionMode):
         for region, (first, call) in self._regions.items():
             call.joined = first.index if call.joined is None else min(call.joined, first.index)
             names = [own.layer.split(".")[:-1] for own in self._calls[first.index : call.index + 1] if own.layer]
-            if names and region.f_code is _APPLY:
+            if names and region.f_code is FUNCTION_APPLY:
                 self._indivisible.add(".".join(commonprefix(names)))  # noqa: RUF071  # of lists, not of texts
         last = {value: call.index for call in self._calls for value in call.takes}
         for call, value in self._shared:
@@ -288,7 +296,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return self._inner(func, args, kwargs)
-        if func in _DIFFERENTIATES:
+        if func in DIFFERENTIATES:
             self._differentiate(func)
         taken = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in taken]
@@ -425,7 +433,7 @@ class _Recorder(TorchFunctionMode):
         if any(id(taken[position]) in self._names for position in changed):  # it is the next forward's, too
             call.joined = min(self._first_use[name] for name in uses)
         self._calls.append(call)
-        if (region := _region()) is not None:
+        if (region := backward_region()) is not None:
             self._regions[region] = self._regions.get(region, (call, call))[0], call
         call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()
         through = {id(tensor) for tensor in taken} - {id(taken[position]) for position in changed}
@@ -449,17 +457,3 @@ class _Recorder(TorchFunctionMode):
             self._memory.setdefault(memory_at(tensor), {})[id(tensor)] = value
         self._alive += given
         return result, call
-
-
-_DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
-def _region() -> FrameType | None:
-    """The outermost call under way of torch.utils.checkpoint, or of an autograd.Function: its backward is one piece."""
-    found, frame = None, currentframe()
-    while frame is not None:
-        if frame.f_code is _APPLY or frame.f_globals.get("__name__") == checkpoint.__name__:
-            found = frame
-        frame = frame.f_back
-    return found

@@ -96,24 +96,59 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-class Shells:
+class _Copies:
+    """Copies of a model's modules, which refer to each other as those do."""
+
+    _shares = True  # lists and the like that refer to no module are those of the modules
+
+    def __init__(self, model: nn.Module) -> None:
+        self._translated: dict[int, tuple[Any, Any]] = {}
+        self._own = {id(module): name for name, module in model.named_modules()}
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        raise NotImplementedError
+
+    def _in_copies(self, value: Any) -> Any:
+        """A list, function or the like that refers to modules of the model, referring to what stands for them."""
+        if id(value) in self._own:
+            return self._copy(value)
+        if not isinstance(value, _REFERRING):
+            return value
+        if type(value) in (list, dict, set, deque):
+            if type(value) in (list, dict):
+                return self._rebuilt(value)
+            return value if self._shares else shallow(value)
+        if id(value) not in self._translated:
+            self._translated[id(value)] = value, value  # where it refers to itself
+            self._translated[id(value)] = value, self._rebuilt(value)
+        return self._translated[id(value)][1]
+
+    def _rebuilt(self, value: Any) -> Any:
+        parts, build = _parts_of(value)
+        others = [self._in_copies(part) for part in parts]
+        same = (self._shares or type(value) not in _GROWING) and all(map(operator.is_, parts, others))
+        return value if same else build(others)
+
+
+class Shells(_Copies):
     """Copies of a model's containers around its own layers, whose calls go to ``call``.
 
     called: by name, the modules that calls run here; their attributes are those of what stands for them in the
     containers, whichever of both a forward changes.
     """
 
+    _shares = False
+
     def __init__(
         self, model: nn.Module, layers: Mapping[str, nn.Module], call: LayerCall, called: Mapping[str, nn.Module]
     ) -> None:
+        super().__init__(model)
         self._call, self._called = call, called
         self._names = {id(layer): name for name, layer in layers.items()}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, nn.Module] = {}
         self._before: dict[int, dict[str, Any]] = {}
         self._contents: dict[int, dict[str, list[Any]]] = {}
-        self._translated: dict[int, tuple[Any, Any]] = {}
-        self._own = {id(module): name for name, module in model.named_modules()}
         self.model = self._copy(model)
         self.refresh()
 
@@ -127,7 +162,7 @@ class Shells:
             copy.__dict__["_buffers"] = dict(own._buffers)
             for name, value in own.__dict__.items():
                 if type(value) in _GROWING or isinstance(value, _REFERRING):
-                    copy.__dict__[name] = self._in_shells(value)
+                    copy.__dict__[name] = self._in_copies(value)
             self._before[id(copy)] = {**copy.__dict__, **copy._buffers}
             self._contents[id(copy)] = {
                 name: list(value) for name, value in copy.__dict__.items() if type(value) in _GROWING
@@ -155,25 +190,6 @@ class Shells:
             frame = frame.f_back
         return ""
 
-    def _in_shells(self, value: Any) -> Any:
-        """A list, function or the like that refers to modules of the model, referring to what stands for them."""
-        if id(value) in self._own:
-            return self._copy(value)
-        if not isinstance(value, _REFERRING):
-            return value
-        if type(value) in (list, dict, set, deque):
-            return self._rebuilt(value) if type(value) in (list, dict) else shallow(value)
-        if id(value) not in self._translated:
-            self._translated[id(value)] = value, value  # where it refers to itself
-            self._translated[id(value)] = value, self._rebuilt(value)
-        return self._translated[id(value)][1]
-
-    def _rebuilt(self, value: Any) -> Any:
-        parts, build = _parts_of(value)
-        others = [self._in_shells(part) for part in parts]
-        same = type(value) not in _GROWING and all(map(operator.is_, parts, others))
-        return value if same else build(others)
-
     def _copy(self, module: nn.Module) -> nn.Module:
         known = self._copies.get(id(module))
         if known is not None:
@@ -199,31 +215,36 @@ def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
         setattr(module, name, value)
 
 
-class Twin:
+class Twin(_Copies):
     """A copy of a layer around its own tensors, so that two threads may call the layer with tensors in their place."""
 
     def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self._copies: dict[int, nn.Module] = {}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
-        self.layer = self._copy(layer, {})
+        self.layer = self._copy(layer)
+        self.refresh()
 
     def refresh(self) -> None:
         """Take over what has changed in the layer: tensors, modes, flags."""
+        self._translated.clear()
         for own, copy in self._pairs:
             _follow(own, copy, ("_modules", "_parameters", "_buffers"))
+            for name, value in own.__dict__.items():
+                if isinstance(value, _REFERRING) and name not in ("_modules", "_parameters", "_buffers"):
+                    copy.__dict__[name] = self._in_copies(value)
             copy._parameters.update(own._parameters)
             copy._buffers.update(own._buffers)
 
-    def _copy(self, module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-        if id(module) not in known:
-            copy = known[id(module)] = object.__new__(type(module))
+    def _copy(self, module: nn.Module) -> nn.Module:
+        if id(module) not in self._copies:
+            copy = self._copies[id(module)] = object.__new__(type(module))
             copy.__dict__.update(module.__dict__)
             copy.__dict__.update(_parameters=dict(module._parameters), _buffers=dict(module._buffers))
             children = module._modules.items()
-            copy.__dict__["_modules"] = {
-                name: None if child is None else self._copy(child, known) for name, child in children
-            }
+            copy.__dict__["_modules"] = {name: None if child is None else self._copy(child) for name, child in children}
             self._pairs.append((module, copy))
-        return known[id(module)]
+        return self._copies[id(module)]
 
 
 def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:

@@ -233,3 +233,34 @@ def test_a_model_that_differentiates_across_all_layers_says_so() -> None:
 def test_lazy_modules_that_have_not_run_say_so(kind: Any) -> None:
     with pytest.raises(ModelTypeError, match=r"'0\.weight' and 3 others are of lazy modules .* call the model once"):
         Pipeline(kind(nn.LazyLinear(8), nn.LazyLinear(8)), FLOATS, devices=["cpu"] * 2, loss_fn=square)
+
+
+class Listed(nn.Module):
+    """A layer that calls its parts by a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self._parts = [self.first, self.second]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self._parts:
+            x = torch.tanh(part(x))
+        return x
+
+
+class Returns(nn.Module):
+    """Comes to one layer in several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.shared = nn.ModuleList(Block() for _ in range(3)), Listed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.shared(block(x))
+        return x
+
+
+def test_a_layer_of_several_stages_may_call_its_parts_by_a_list() -> None:
+    check(Returns, FLOATS, boundaries=["blocks.1.up", "blocks.2.up"])

@@ -7,15 +7,19 @@ leaves it out. Layers that are skipped at random (layerdrop) never are: a stage 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig
+from transformers.loss import loss_deformable_detr, loss_for_object_detection
+from transformers.models.mask2former import modeling_mask2former
 
 __all__ = ["ZOO", "Specimen"]
 
@@ -39,7 +43,8 @@ class Specimen:
 
     def rows(self, count: int) -> dict[str, Any]:
         """The inputs' first rows."""
-        return {name: value[:count] if isinstance(value, Tensor) else value for name, value in self.inputs.items()}
+        rowed = Tensor, list
+        return {name: value[:count] if isinstance(value, rowed) else value for name, value in self.inputs.items()}
 
     @property
     def target(self) -> dict[str, Tensor]:
@@ -47,25 +52,48 @@ class Specimen:
         return {} if self.loss_fn is None else {"target": torch.zeros(ROWS)}
 
 
-def _specimen(architecture: str, inputs: dict[str, Any], loss_fn: Any = None, **choices: Any) -> Specimen:
+def _specimen(
+    architecture: str, inputs: dict[str, Any], loss_fn: Any = None, *, dropout: bool = True, **choices: Any
+) -> Specimen:
     kind = getattr(transformers, architecture)
 
     def build() -> nn.Module:
         config = kind.config_class(**choices)
-        _drop(config)
+        _drop(config, 0.1 if dropout else 0.0)
         return kind(config)
 
     return Specimen(build, inputs, loss_fn)
 
 
-def _drop(config: PreTrainedConfig) -> None:
+def _drop(config: PreTrainedConfig, rate: float) -> None:
     for name, value in vars(config).copy().items():
         if isinstance(value, PreTrainedConfig):
-            _drop(value)
+            _drop(value, rate)
         elif "layerdrop" in name:
             setattr(config, name, 0.0)
-        elif ("drop" in name or name.endswith("_pdrop")) and value in (0.0, None):
-            setattr(config, name, 0.1)
+        elif "drop" in name and not isinstance(value, bool | list) and (not value or not rate):
+            setattr(config, name, rate)
+
+
+def _assigned(cost: Any) -> tuple[Any, Any]:
+    """Which rows and columns make the smallest sum: scipy's ``linear_sum_assignment``, for the few of a test."""
+    cost = np.asarray(cost)
+    if len(cost) < cost.shape[1]:
+        columns, rows = _assigned(cost.T)
+        return rows[np.argsort(rows)], columns[np.argsort(rows)]
+    columns = range(cost.shape[1])
+    rows = min(permutations(range(len(cost)), len(columns)), key=lambda rows: cost[list(rows), columns].sum())
+    order = np.argsort(rows)
+    return np.array(rows, int)[order], np.array(columns, int)[order]
+
+
+for _module in (
+    loss_for_object_detection,
+    loss_deformable_detr,
+    modeling_mask2former,
+):  # they take it from scipy, which is not needed here
+    _module.linear_sum_assignment = _assigned
+    _module.requires_backends = lambda *_: None
 
 
 def _square(output: Any, target: Tensor) -> Tensor:
@@ -155,6 +183,29 @@ _SPECTRA = {"input_features": _random(ROWS, 8, 40), "labels": _IDS}
 _CAPTIONED = {"input_ids": _IDS, "pixel_values": _IMAGES["pixel_values"], "return_loss": True}
 _PAIRS = {"left": _random(ROWS, TOKENS, 32), "right": _random(ROWS, TOKENS, 32).flip(0), "labels": _CLASSES.float()}
 
+_QUARTERS = _random(ROWS, 5, 4).sigmoid() * 0.4 + 0.2  # boxes in the middle of a picture
+_BOXES = [{"class_labels": torch.arange(1 + row % 3), "boxes": _QUARTERS[row, : 1 + row % 3]} for row in range(ROWS)]
+_DETECTED: dict[str, Any] = {"pixel_values": _LARGER["pixel_values"], "labels": _BOXES}
+_SEGMENTS = {
+    "pixel_values": _LARGER["pixel_values"],
+    "mask_labels": torch.stack([torch.ones(2, 16, 16).tril(row) for row in range(ROWS)]),
+    "class_labels": _CLASSES[:, None].expand(ROWS, 2),
+}
+_SIXTEEN = torch.cat([_IDS, _IDS[:, :4]], 1)
+_LONGER = {"input_ids": _SIXTEEN, "labels": _SIXTEEN}
+_PICTURED = {
+    "input_ids": torch.cat([torch.full((ROWS, 16), VOCABULARY - 1), _IDS], 1),
+    "labels": torch.cat([torch.full((ROWS, 16), -100), _IDS], 1),
+    "pixel_values": _IMAGES["pixel_values"],
+}
+_ASKED = {"input_ids": _IDS, "pixel_values": _IMAGES["pixel_values"], "labels": functional.one_hot(_CLASSES, 3).float()}
+_SERIES = {
+    "past_values": _random(ROWS, 24), "past_time_features": _random(ROWS, 24, 1), "future_values": _random(ROWS, 6),
+    "past_observed_mask": torch.ones(ROWS, 24), "future_time_features": _random(ROWS, 6, 1),
+}  # fmt: skip
+_PIXELS = {"pixel_values": _IMAGES["pixel_values"], "labels": torch.arange(ROWS * 1024).reshape(ROWS, 32, 32) % 3}
+_VIDEO = {"pixel_values": _random(ROWS, 4, 3, 32, 32), "labels": _CLASSES}
+
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 _BLOCKS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
@@ -181,6 +232,23 @@ _CONVOLVED: dict[str, Any] = {
 }  # fmt: skip
 _CLIP_TEXT = {**_WORDS, "num_hidden_layers": 4, "eos_token_id": 2}
 _CLIP_IMAGE = {**_PATCHES, "num_hidden_layers": 4}
+_FEWER = {**_GROUPED, "num_hidden_layers": 4}
+_SQUARE = {**_PATCHES, "image_size": [64, 64], "num_hidden_layers": 4}
+_DETECTOR: dict[str, Any] = {
+    "backbone_config": transformers.ResNetConfig(**{**_RESIDUAL, "depths": [1, 1, 1, 1]}, out_features=["stage4"]),
+    "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "d_model": 32, "encoder_layers": 2,
+    "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64, "num_queries": 5, "num_labels": 3,
+}  # fmt: skip
+_SMALL_SWIN: dict[str, Any] = {
+    "image_size": 64, "patch_size": 4, "embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 2, 4],
+    "window_size": 4, "out_features": ["stage1", "stage2", "stage3", "stage4"],
+}  # fmt: skip
+_FORECAST: dict[str, Any] = {
+    "prediction_length": 6, "context_length": 17, "lags_sequence": [1, 2, 7], "num_time_features": 1, "d_model": 32,
+    "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+}  # fmt: skip
 
 ZOO: dict[str, Specimen] = {
     "GPT-2": _specimen("GPT2LMHeadModel", _TEXT, vocab_size=VOCABULARY, n_embd=32, n_layer=8, n_head=4),
@@ -218,4 +286,201 @@ ZOO: dict[str, Specimen] = {
     "U-Net": Specimen(UNet, {"pixel_values": _LARGER["pixel_values"]}, _square),
     "two inputs, two losses": Specimen(TwoTowers, _PAIRS),
     "LSTM": Specimen(Recurrent, _TEXT),
+    "Qwen3-Next": _specimen(
+        "Qwen3NextForCausalLM",
+        _TEXT,
+        **_FEWER,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    ),
+    "RecurrentGemma": _specimen("RecurrentGemmaForCausalLM", _TEXT, **_FEWER, lru_width=32, attention_window_size=8),
+    "Reformer": _specimen(
+        "ReformerModelWithLMHead",
+        _LONGER,
+        dropout=False,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        attention_head_size=8,
+        num_attention_heads=4,
+        feed_forward_size=64,
+        axial_pos_embds_dim=(16, 16),
+        axial_pos_shape=(4, 4),
+        local_attn_chunk_length=4,
+        attn_layers=["local"] * 4,
+        is_decoder=True,
+        max_position_embeddings=16,
+    ),
+    "RWKV": _specimen(
+        "RwkvForCausalLM",
+        _TEXT,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=4,
+        rescale_every=2,
+        context_length=16,
+    ),
+    "Perceiver": _specimen(
+        "PerceiverForMaskedLM",
+        _TEXT,
+        vocab_size=VOCABULARY,
+        num_latents=8,
+        d_latents=32,
+        d_model=32,
+        num_self_attends_per_block=4,
+        num_self_attention_heads=4,
+        num_cross_attention_heads=4,
+        qk_channels=32,
+        v_channels=32,
+        max_position_embeddings=TOKENS,
+    ),
+    "DETR": _specimen("DetrForObjectDetection", _DETECTED, **_DETECTOR, auxiliary_loss=True),
+    "Conditional DETR": _specimen("ConditionalDetrForObjectDetection", _DETECTED, **_DETECTOR),
+    "YOLOS": _specimen("YolosForObjectDetection", _DETECTED, **_SQUARE, num_detection_tokens=5, num_labels=3),
+    "Mask2Former": _specimen(
+        "Mask2FormerForUniversalSegmentation",
+        _SEGMENTS,
+        feature_size=32,
+        mask_feature_size=32,
+        hidden_dim=32,
+        encoder_feedforward_dim=32,
+        encoder_layers=2,
+        decoder_layers=3,
+        num_attention_heads=2,
+        dim_feedforward=32,
+        num_queries=5,
+        num_labels=3,
+        train_num_points=16,
+        backbone_config=transformers.SwinConfig(**_SMALL_SWIN),
+    ),
+    "DPT": _specimen(
+        "DPTForSemanticSegmentation",
+        _PIXELS,
+        **{**_PATCHES, "num_hidden_layers": 4},
+        is_hybrid=False,
+        num_labels=3,
+        backbone_out_indices=[0, 1, 2, 3],
+        neck_hidden_sizes=[8, 8, 16, 16],
+        fusion_hidden_size=16,
+    ),
+    "LLaVA": _specimen(
+        "LlavaForConditionalGeneration",
+        _PICTURED,
+        image_token_index=VOCABULARY - 1,
+        text_config={"model_type": "llama", **_FEWER},
+        vision_config={"model_type": "clip_vision_model", **_CLIP_IMAGE},
+    ),
+    "Switch": _specimen(
+        "SwitchTransformersForConditionalGeneration",
+        _TEXT,
+        **_T5,
+        num_decoder_layers=4,
+        num_experts=4,
+        expert_capacity=8,
+        num_sparse_encoder_layers=2,
+        num_sparse_decoder_layers=2,
+    ),
+    "DeepSeek-V3": _specimen(
+        "DeepseekV3ForCausalLM",
+        _TEXT,
+        **{**_FEWER, "num_key_value_heads": 4},
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    ),
+    "GPT-OSS": _specimen("GptOssForCausalLM", _TEXT, **_FEWER, head_dim=8, num_local_experts=4, sliding_window=4),
+    "Mamba-2": _specimen(
+        "Mamba2ForCausalLM",
+        _TEXT,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=4,
+        state_size=4,
+        num_heads=8,
+        head_dim=8,
+        n_groups=1,
+        chunk_size=4,
+    ),
+    "GPT-J": _specimen("GPTJForCausalLM", _TEXT, vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, rotary_dim=4),
+    "Gemma3": _specimen("Gemma3ForCausalLM", _TEXT, **_FEWER, head_dim=8, sliding_window=4),
+    "XLNet": _specimen("XLNetLMHeadModel", _TEXT, vocab_size=VOCABULARY, d_model=32, n_layer=4, n_head=4, d_inner=64),
+    "Longformer": _specimen(
+        "LongformerForMaskedLM",
+        _PADDED,
+        **{**_WORDS, "num_hidden_layers": 4},
+        attention_window=4,
+        pad_token_id=1,
+        max_position_embeddings=40,
+    ),
+    "FNet": _specimen(
+        "FNetForMaskedLM", _TEXT, vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4
+    ),
+    "Funnel": _specimen(
+        "FunnelForMaskedLM",
+        _TEXT,
+        vocab_size=VOCABULARY,
+        block_sizes=[2, 2],
+        num_decoder_layers=2,
+        d_model=32,
+        n_head=4,
+        d_head=8,
+        d_inner=64,
+    ),
+    "ConvBERT": _specimen(
+        "ConvBertForMaskedLM",
+        _PADDED,
+        **{**_WORDS, "num_hidden_layers": 4},
+        embedding_size=16,
+        head_ratio=2,
+        conv_kernel_size=3,
+    ),
+    "ProphetNet": _specimen(
+        "ProphetNetForConditionalGeneration",
+        _TEXT,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        num_encoder_layers=2,
+        num_decoder_layers=3,
+        num_encoder_attention_heads=4,
+        num_decoder_attention_heads=4,
+        ngram=2,
+        max_position_embeddings=32,
+    ),
+    "ViLT": _specimen(
+        "ViltForQuestionAnswering",
+        _ASKED,
+        **{**_WORDS, "num_hidden_layers": 4},
+        image_size=32,
+        patch_size=8,
+        max_image_length=-1,
+        num_labels=3,
+    ),
+    "PVT": _specimen(
+        "PvtForImageClassification",
+        _LARGER,
+        **_STAGED,
+        image_size=64,
+        num_attention_heads=[1, 2, 3, 4],
+        mlp_ratios=[2, 2, 2, 2],
+    ),
+    "VideoMAE": _specimen("VideoMAEForVideoClassification", _VIDEO, **_CLIP_IMAGE, num_frames=4),
+    "Autoformer": _specimen("AutoformerForPrediction", _SERIES, **_FORECAST, moving_average=5),
 }
