@@ -80,6 +80,8 @@ def met(group: Any, device: torch.device, timeout_s: float) -> tuple[Alarm, Conn
                 alarm.ring(str(error), "waits")
             alarm.end()
             raise
+    except AbsentError as error:
+        raise ExecutionError(*error.args) from None
     except StoreLostError as error:
         raise ExecutionError(
             f"all {group.size()} ranks make their pipeline together; {error}; rank {group.rank()} cannot go on; mend "
