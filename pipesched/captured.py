@@ -27,11 +27,11 @@ from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.randomness import KeyedRandom
 from pipesched.recording import Recording, recorded
-from pipesched.replay import NUMBERS, Look, Replay, StandIns
+from pipesched.replay import Look, Looks, Replay, StandIns
 from pipesched.ties import Ties, Use
 from pipesched.whole_layers import opened
 
-__all__ = ["Captured", "Cut", "Looks", "Replayed"]
+__all__ = ["Captured", "Cut", "Replayed"]
 
 
 _BETWEEN = "(between layers)"
@@ -347,30 +347,6 @@ class Replayed:
             )
             for taker in self._takers
         )
-
-
-class Looks:
-    """What values look like that were not sent; one leaf of what is. Never changed; equal ones are alike in types.
-
-    values: (value, its look) each.
-    """
-
-    __slots__ = ("_key", "values")
-
-    def __init__(self, *values: tuple[Value, Look]) -> None:
-        self.values = values
-        self._key = tuple([(value, repr(look) if value[1] == NUMBERS else look) for value, look in values])  # 1 == True
-
-    @classmethod
-    def of(cls, values: Mapping[Value, Look]) -> "Looks":
-        """Those by value."""
-        return cls(*values.items())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Looks) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
 
 
 class _Loose(nn.Module):

@@ -25,16 +25,42 @@ from pipesched.randomness import KeyedRandom
 from pipesched.tensor_functions import name_of
 from pipesched.ties import Place, with_stand_ins
 
-__all__ = ["NUMBERS", "Look", "Replay", "StandIns"]
+__all__ = ["Look", "Looks", "Replay", "StandIns"]
 
 #: What calls take in the place of parameters.
 StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
 #: Type and shape of a value.
 Look = tuple[Any, ...]
 
-NUMBERS = "numbers"  # in a value's place of a call: the look is those that it gave beside tensors
+_NUMBERS = "numbers"  # in a value's place of a call: the look is those that it gave beside tensors
 
 _DEVICE = "torch.Tensor.device.__get__"
+
+
+class Looks:
+    """What values look like that were not sent; one leaf of what is. Never changed; equal ones are alike in types.
+
+    values: (value, its look) each.
+    """
+
+    __slots__ = ("_key", "values")
+
+    def __init__(self, *values: tuple[Value, Look]) -> None:
+        self.values = values
+        self._key = tuple(
+            [(value, repr(look) if value[1] == _NUMBERS else look) for value, look in values]
+        )  # 1 == True
+
+    @classmethod
+    def of(cls, values: Mapping[Value, Look]) -> "Looks":
+        """Those by value."""
+        return cls(*values.items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Looks) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
 
 class _Done(BaseException):
@@ -214,7 +240,7 @@ class Replay(TorchFunctionMode):
             if not pattern.is_like(call.pattern):
                 raise self._other_form(call)
             if pattern.numbers != call.pattern.numbers:
-                self._looks[call.index, NUMBERS] = pattern.numbers
+                self._looks[call.index, _NUMBERS] = pattern.numbers
         if call.changes:
             taken = list(tensors_in((args, kwargs)))
             given += [taken[position] for position, place in call.changes.items() if place >= len(given)]
@@ -245,7 +271,7 @@ class Replay(TorchFunctionMode):
                 if call.arguments[position] is None:  # a buffer, say, of the stage that changes it
                     self._instead[id(taken[position])] = places[place]
                 places[place] = taken[position]
-        return call.pattern.build(iter(places), self._looks.get((call.index, NUMBERS)))
+        return call.pattern.build(iter(places), self._looks.get((call.index, _NUMBERS)))
 
     def _place(self, value: Value) -> Any:
         if value in self._given:

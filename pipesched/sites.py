@@ -17,7 +17,7 @@ from pipesched.arguments import as_devices, as_timeout
 from pipesched.batch import Batch
 from pipesched.caller import Caller
 from pipesched.calls import SENT_TYPES, Call, received
-from pipesched.captured import Cut, Looks
+from pipesched.captured import Cut
 from pipesched.checks import check_type
 from pipesched.columns import Columns, Orders
 from pipesched.costs import Costs
@@ -36,6 +36,7 @@ from pipesched.pending import pending
 from pipesched.plan import Plan, Tie
 from pipesched.profiles import LayerCosts
 from pipesched.program import Program
+from pipesched.replay import Looks
 from pipesched.trace import Span
 
 __all__ = ["Executor", "InProcess", "Inputs", "OverMesh", "Parts", "Site", "collective", "site_for"]
