@@ -1,5 +1,6 @@
 """Site: where a pipeline's ranks run: all in this process, or one here and the others in processes of their own."""
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pickle import dumps
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
@@ -81,8 +82,10 @@ class Site(Protocol):
     def executor(self) -> Executor:
         """What runs the ranks of this process, once started."""
 
-    def use(self, num_ranks: int) -> "Site":
-        """The site of so many ranks. Raises DeviceCountError where others would have nothing to do."""
+    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "Site":
+        """The same site, of which so many ranks hold stages. all_ranks: none of a mesh may be left over. Raises
+        DeviceCountError.
+        """
 
     def holds(self, rank: int) -> bool:
         """Whether the rank runs in this process."""
@@ -140,7 +143,7 @@ class InProcess:
     def start(self) -> None:
         self._executor = LocalExecutor(self.devices, self._threads)
 
-    def use(self, num_ranks: int) -> "InProcess":
+    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "InProcess":
         other = InProcess(self.all_devices, self._threads)
         other.devices = self.all_devices[:num_ranks]  # devices that no rank needs are left alone
         return other
@@ -202,13 +205,15 @@ class OverMesh:
         """The rank of this process."""
         return self.executor.rank
 
-    def use(self, num_ranks: int) -> "OverMesh":
-        if num_ranks != len(self.devices):
+    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "OverMesh":
+        if all_ranks and num_ranks != len(self.all_devices):
             raise DeviceCountError(
-                f"every rank of the mesh holds stages; it has {len(self.devices)} ranks, the program {num_ranks}; "
-                f"use a mesh of {num_ranks}, or a model and a schedule of more stages"
+                f"every rank of the mesh holds stages, unless a plan leaves some out; it has {len(self.all_devices)} "
+                f"ranks, the program {num_ranks}; use a mesh of {num_ranks}, or a model and a schedule of more stages"
             )
-        return self
+        other = copy.copy(self)
+        other.devices = self.all_devices[:num_ranks]  # the other ranks hold no stages, and take part in each call
+        return other
 
     def holds(self, rank: int) -> bool:
         return rank == self.rank
@@ -222,7 +227,7 @@ class OverMesh:
             made = make()
         except Exception as error:  # the others wait for what is made
             self.executor.fail(what, error)
-        self.executor.deal(what, [made] * len(self.devices))
+        self.executor.deal(what, [made] * len(self.all_devices))
         return made
 
     def check(self, program: Program, decided: Any) -> None:
@@ -239,7 +244,7 @@ class OverMesh:
         if given != (self.rank == 0 or not first):
             error = InputError(
                 f"with inputs={self._inputs!r} {'rank 0 alone passes' if first else 'every rank passes'} a batch to "
-                f"{method}; rank {self.rank} of {len(self.devices)} passed {'one' if given else 'none'}; "
+                f"{method}; rank {self.rank} of {len(self.all_devices)} passed {'one' if given else 'none'}; "
                 f"{'call it with nothing there' if given else 'pass it there'}, or change inputs="
             )
             self.executor.fail(method, error)
@@ -252,7 +257,7 @@ class OverMesh:
         try:
             call, messages = deal(make())
         except BaseException as error:
-            self.executor.deal(method, [f"{type(error).__name__}: {error}"] * len(self.devices))
+            self.executor.deal(method, [f"{type(error).__name__}: {error}"] * len(self.all_devices))
             raise
         self.executor.deal(method, messages)
         return call
