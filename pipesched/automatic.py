@@ -1,5 +1,7 @@
 """Automatic: schedule="auto": what of a pipeline's plan is searched for, and with which numbers."""
 
+import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -26,9 +28,9 @@ from pipesched.profiling import profile as measure
 from pipesched.profiling import put_updates
 from pipesched.reductions import reduces
 from pipesched.search import Offload, Search, check_offload
-from pipesched.tuner import find_plan
+from pipesched.tuner import find_plan, too_small
 
-__all__ = ["Automatic", "adds_up", "as_profile", "on_devices"]
+__all__ = ["Automatic", "adds_up", "as_profile", "cores_of", "on_devices"]
 
 _EFFORT = 200_000  # actions that are simulated while a pipeline is made
 
@@ -109,14 +111,16 @@ class Automatic:
             wishes,
             memory_limit_bytes=self.memory_limit_bytes,
             links=self.links,
-            all_ranks=self.ranks_are == "processes",
             ranks_are=self.ranks_are,
+            num_cores=cores_of(self.devices, self.intra_op_threads),
             offload=self.offload,
             effort=_EFFORT,
         )
         plan = find_plan(search)
+        if why := too_small(plan, len(self.devices)):
+            warnings.warn(why, stacklevel=5)
         rows = -(-size // plan.program.num_microbatches)
-        graph, beside = known.graph(rows), known.machine.between(self.ranks_are)["overheads"]
+        graph, beside = known.graph(rows), plan.costs.overheads if plan.costs else None
         return plan, {name: costs_of(graph, name) for name in graph}, beside, rows
 
     def _rows(self) -> int:
@@ -135,7 +139,7 @@ class Automatic:
                 intra_op_threads=self.intra_op_threads,
                 split_dims=self.split_dims,
             )
-        return Profile({rows: self.layered.graph(profiled())}, machine=Machine())
+        return Profile({rows: self.layered.graph(profiled())}, machine=Machine(on_host=self.devices[0].type == "cpu"))
 
     def _with_updates(self, known: Profile) -> Profile:
         """The profile with what the optimizer keeps, where memory is limited and it does not say."""
@@ -166,6 +170,14 @@ def as_profile(profile: Profile | str | PathLike[str]) -> Profile:
             f"returns, or the file that Profile.save wrote"
         )
     return profile if isinstance(profile, Profile) else Profile.load(profile)
+
+
+def cores_of(devices: Sequence[torch.device], intra_op_threads: int = 1) -> int | None:
+    """How many ranks on these devices may compute at once, where they do so on the host; None where they do not."""
+    if any(device.type != "cpu" for device in devices):
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // intra_op_threads)
 
 
 def on_devices(profile: Profile, devices: Sequence[torch.device], offload: Offload) -> Profile:

@@ -92,15 +92,15 @@ class _Unsent:
 SENT_TYPES = _Opening, _Unsent
 
 
-def dealt(call: Call, program: Program, bodies: Sequence[Body]) -> tuple[Call, list[Any]]:
+def dealt(call: Call, program: Program, bodies: Sequence[Body], num_ranks: int) -> tuple[Call, list[Any]]:
     """(rank 0's own call, each rank's part of it as a message). program: what the call runs, as far as placement goes.
 
-    bodies: what its stages run. An input goes where one uses it, targets to the stages without consumers. Raises
-    InputError for inputs whose gradients would stay on another rank.
+    num_ranks: of the mesh; the program may use fewer. bodies: what its stages run. An input goes where one uses it,
+    targets to the stages without consumers. Raises InputError for inputs whose gradients would stay on another rank.
     """
     batch, looks = call.batch, [look(value) for value in call.batch.inputs]
     lasts = {program.placement[stage] for stage, others in enumerate(program.graph.consumers) if not others}
-    takers: list[list[Body]] = [[] for _ in range(program.num_ranks)]
+    takers: list[list[Body]] = [[] for _ in range(num_ranks)]
     for stage, producers in enumerate(program.graph.producers):
         body = bodies[program.weights[stage]]
         if not producers or body.late_inputs:

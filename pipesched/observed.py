@@ -1,5 +1,6 @@
 """Observed: what a pipeline shows of itself: what was decided, traces, predictions, and the profile behind them."""
 
+import warnings
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from pipesched.offloads import host_bytes_per_s
 from pipesched.overheads import Overheads
 from pipesched.plan import Plan, Tie
 from pipesched.planning import Programs
+from pipesched.profiler import QUICK
 from pipesched.profiles import LayerCosts, Profile, costs_of, stage_costs, treated
 from pipesched.program import Program
 from pipesched.reports import Report
@@ -66,6 +68,7 @@ class Observed(Wrapped):
     _links: Links | None
     _limits: tuple[int, ...] | None
     _planned_rows: int
+    _step: int
     _overheads: Overheads | None
 
     def _settle(self) -> None:
@@ -215,8 +218,15 @@ class Observed(Wrapped):
 
     def _check_room(self, rows: Sequence[int]) -> None:
         """Raise MemoryLimitError for micro-batches of more rows than were planned for, with which a rank would hold
-        more than its limit. What was measured is taken in proportion to rows.
+        more than its limit. What was measured is taken in proportion to rows. Warns in the first step of other sizes.
         """
+        if self._step == 0 and self._planned_rows not in (0, max(rows)) and self._site.holds(0):
+            warnings.warn(
+                f"the plan was found for micro-batches of {counted(self._planned_rows, 'row')}, by the sample or "
+                f"batch_size; those of the first step have {counted(max(rows), 'row')}: {sum(rows)} rows in "
+                f"{counted(len(rows), 'micro-batch')}; pass batch_size={sum(rows)} to Pipeline",
+                stacklevel=4,
+            )
         limits = self._limits
         if limits is None or max(rows) <= max(self._planned_rows, self._now.most_rows):
             return
@@ -350,11 +360,13 @@ class Observed(Wrapped):
         """What layers cost as the programs treat what they save."""
         return treated(self._profiled(), programs.checkpoint)
 
-    def _profiled(self) -> dict[str, LayerCosts]:
+    def _profiled(self, *, crowds: bool = False) -> dict[str, LayerCosts]:
+        """What layers cost. crowds: also beside another rank's in this process, where they are measured now."""
         if self._profile is None:
+            effort = replace(QUICK, crowds=crowds and not lacks_contents(self.model))
             self._settle()  # the layers are called from this thread
             with self._guard.lifted(), set_aside(self.model, self.loss_fn):
-                profile = self._layered.measure(self._site.devices[0], self._threads)
+                profile = self._layered.measure(self._site.devices[0], self._threads, effort)
                 if self.loss_fn is not None and not lacks_contents(self.model):
                     (last, costs), where = profile.popitem(), self._site.devices[0]
                     costs = with_supposed_loss(costs, self.loss_fn, self._layered.output(), where, self._threads)

@@ -17,6 +17,9 @@ __all__ = ["Machine", "Overheads", "RanksAre"]
 
 Floats = NDArray[np.float64]
 
+#: For an action, for a message that it sends and one that it takes, each: 150 us for one between two other ranks.
+_USUAL_S = 50e-6
+
 #: What ranks are: threads of one process (``devices=``), or processes (``mesh=``).
 RanksAre = Literal["threads", "processes"]
 
@@ -127,6 +130,18 @@ class Machine:
 
     def __post_init__(self) -> None:
         check_speed(self.host_bytes_per_s, "host_bytes_per_s", "a machine")
+
+    def assuming(self, ranks_are: RanksAre, num_ranks: int, num_cores: int | None = None) -> "Machine":
+        """The same, with the usual overheads of such ranks where none were measured.
+
+        num_cores: of the host on which all of them compute; default: one for each rank.
+        """
+        if (self.threads if ranks_are == "threads" else self.processes) is not None:
+            return self
+        part = Link(latency_s=_USUAL_S)
+        crowding = (1.0,) * min(num_ranks, num_cores or num_ranks)
+        usual = Overheads(action_s=_USUAL_S, send=part, receive=part, crowding=crowding)
+        return replace(self, threads=usual) if ranks_are == "threads" else replace(self, processes=usual)
 
     def between(self, ranks_are: RanksAre, crowding: float = 1.0) -> dict[str, Any]:
         """What ``Costs`` take of it: links and overheads. crowding: as for `Overheads.beside`."""

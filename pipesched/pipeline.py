@@ -68,11 +68,11 @@ class Pipeline(Gathered):
     copying or saving the model raises ExecutionError, also after ``close``. timeout: how long a
     rank waits for another one there, 60 s unless given. schedule: a name, a Schedule or a Program, such as
     ``load_program(path)`` reads from a file; "chimera" and "dualpipe" hold the layers twice. "auto": the plan with the
-    shortest predicted step, as `pipesched.tune` finds it from measured layers, which may use fewer devices; what else
-    is given is kept. memory_limit_bytes: what a rank may hold, also of the states of optimizer=, one
-    number for all or one for each. batch_size: the rows
-    of a step, where they are known: then the search may choose other micro-batches than the sample's size, if neither
-    BatchNorm nor the loss looks across rows (a loss of torch.nn, a model's own over labels, or one with loss_weight).
+    shortest predicted step, as `pipesched.tune` finds it from measured layers; it may use fewer devices, or one alone,
+    which a warning says; what else is given is kept. memory_limit_bytes: what a rank may hold, also of the states of
+    optimizer=, one number for all or one for each. batch_size: the rows of a step, where they are known: then the
+    search may choose other micro-batches than the sample's size, if neither BatchNorm nor the loss looks across rows (a
+    loss of torch.nn, a model's own over labels, or one with loss_weight).
     profile: what layers cost, a Profile or its path, in the place of measuring them.
     num_stages: as many as devices, times the schedule's chunks, unless given. num_microbatches: 4 a device, likewise.
     boundaries: the first layer of every stage but stage 0, by position or
@@ -183,7 +183,7 @@ class Pipeline(Gathered):
         self._asked = asked if not asked.complete else Pins(asked.layers, None, together)
         if automatic.chooses(wishes, plan):
             plan, self._profile, self._overheads, self._planned_rows = self._site.agreed(
-                lambda: automatic.plan(wishes, self._profiled)
+                lambda: automatic.plan(wishes, lambda: self._profiled(crowds=mesh is None))
             )
             wishes = Wishes()
         if plan is not None:
@@ -191,7 +191,7 @@ class Pipeline(Gathered):
         pins = Pins(list(self._layers), wishes.boundaries, wishes.together)
         programs = Programs(wishes, len(self.devices), updates=optimizer is not None)
         programs.check_updates()
-        self._site = self._site.use(programs.num_ranks)
+        self._site = self._site.use(programs.num_ranks, all_ranks=plan is None)
         self._splitter = Splitter(programs.num_microbatches, programs.fixed, split_dims, weight, reduction)
         program = programs.plain(programs.num_microbatches)
         programs.training(programs.num_microbatches)
@@ -284,7 +284,7 @@ class Pipeline(Gathered):
         self._guard.check(changes=method == "step" or self.training)
 
         def deal(call: Call) -> tuple[Call, list[Any]]:
-            return dealt(call, self._now.programs.plain(len(call)), self._now.bodies)
+            return dealt(call, self._now.programs.plain(len(call)), self._now.bodies, len(self._site.all_devices))
 
         return self._site.call(method, bool(args or kwargs) or target is not None, make, deal)
 

@@ -1,7 +1,7 @@
 """Search: what is asked of the tuner, checked."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal
 
@@ -84,10 +84,13 @@ class Search:
         *,
         memory_limit_bytes: int | Sequence[int] | None = None,
         counts: Sequence[int] | None = None,
+        ranks_are: RanksAre = "threads",
+        num_cores: int | None = None,
         **others: Any,
     ) -> "Search":
         """What a user asks, checked. counts: into so many micro-batches the batch may be cut, unless wishes say how
-        many; where neither does, those whose sizes lie between the measured ones.
+        many; where neither does, those whose sizes lie between the measured ones. num_cores: of the host, where all
+        ranks compute there; default: as many as ranks. Overheads that were not measured are the usual ones.
 
         Raises PartitionError for what makes no sense.
         """
@@ -107,7 +110,7 @@ class Search:
                 f"{sorted(profile.graphs)} rows; pass another num_microbatches or batch_size, or measure more sizes"
             )
         return cls(
-            profile,
+            replace(profile, machine=profile.machine.assuming(ranks_are, num_ranks, num_cores)),
             Pins(profile.layers, wishes.boundaries, wishes.together),
             num_ranks,
             batch_size,
@@ -116,6 +119,7 @@ class Search:
             wishes.num_stages if wishes.num_stages or not _is_list(wishes) else len(wishes.boundaries or ()) + 1,
             None if wishes.checkpoint is None else as_checkpoint(wishes.checkpoint, profile.layers),
             memory_limit_bytes=limits_of(memory_limit_bytes, num_ranks),
+            ranks_are=ranks_are,
             **others,
         )
 

@@ -129,7 +129,7 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
 
     When they do depends on how much they are hindered: repeated until the end does not move.
     """
-    if costs.overheads is None:
+    if costs.overheads is None or costs.overheads.slower(np.array([float(program.num_ranks)]))[0] == 1:
         return walked
     columns, rank_of = program.columns, program.orders.rank_of
     hosts = np.array(costs.links.hosts if costs.links and costs.links.hosts else (0,) * program.num_ranks)

@@ -1,9 +1,10 @@
 """Site: where a pipeline's ranks run: all in this process, or one here and the others in processes of their own."""
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import wraps
-from threading import Event, Lock, Thread
+from threading import Lock
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, cast, get_args
 
 import torch
@@ -24,6 +25,7 @@ from pipesched.costs import Costs
 from pipesched.dependencies import StageGraph
 from pipesched.errors import DeviceCountError, ExecutionError, GraphError, InputError
 from pipesched.executors.distributed import DistributedExecutor
+from pipesched.executors.heartbeat import beating
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.executors.messages import look
 from pipesched.executors.parts import RankTimeline
@@ -100,8 +102,10 @@ class Site(Protocol):
     def executor(self) -> Executor:
         """What runs the ranks of this process, once started."""
 
-    def use(self, num_ranks: int) -> "Site":
-        """The site of so many ranks. Raises DeviceCountError where others would have nothing to do."""
+    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "Site":
+        """The same site, of which so many ranks hold stages. all_ranks: none of a mesh may be left over. Raises
+        DeviceCountError.
+        """
 
     def holds(self, rank: int) -> bool:
         """Whether the rank runs in this process."""
@@ -165,7 +169,7 @@ class InProcess:
     def start(self) -> None:
         self._executor = LocalExecutor(self.devices, self._threads)
 
-    def use(self, num_ranks: int) -> "InProcess":
+    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "InProcess":
         other = InProcess(self.all_devices, self._threads)
         other.devices = self.all_devices[:num_ranks]  # devices that no rank needs are left alone
         return other
@@ -243,13 +247,15 @@ class OverMesh:
         """The rank of this process."""
         return self.executor.rank
 
-    def use(self, num_ranks: int) -> "OverMesh":
-        if num_ranks != len(self.devices):
+    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "OverMesh":
+        if all_ranks and num_ranks != len(self.all_devices):
             raise DeviceCountError(
-                f"every rank of the mesh holds stages; it has {len(self.devices)} ranks, the program {num_ranks}; "
-                f"use a mesh of {num_ranks}, or a model and a schedule of more stages"
+                f"every rank of the mesh holds stages, unless a plan leaves some out; it has {len(self.all_devices)} "
+                f"ranks, the program {num_ranks}; use a mesh of {num_ranks}, or a model and a schedule of more stages"
             )
-        return self
+        other = copy.copy(self)
+        other.devices = self.all_devices[:num_ranks]  # the other ranks hold no stages, and take part in each call
+        return other
 
     def holds(self, rank: int) -> bool:
         return rank == self.rank
@@ -261,7 +267,7 @@ class OverMesh:
                 given = self.executor.deal(f"{what}, where rank 0 measures and decides for all")
             result: T = given[0]
             return result
-        with self._beating(what):
+        with beating(lambda: self._deal_all(what, None), self._timeout_s):
             try:
                 made = make()
             except Exception as error:  # the others wait for what is made
@@ -272,27 +278,9 @@ class OverMesh:
         self._deal_all(what, [made])
         return made
 
-    @contextmanager
-    def _beating(self, what: str) -> Iterator[None]:
-        """While rank 0 is in here the others get nothing, often enough that none takes it for dead."""
-        ended = Event()
-
-        def beat() -> None:
-            with suppress(ExecutionError):  # of another rank: rank 0 meets it when it deals
-                while not ended.wait(self._timeout_s / 4):
-                    self._deal_all(what, None)
-
-        heart = Thread(target=beat, name="pipesched heartbeat", daemon=True)
-        heart.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            heart.join()
-
     def _deal_all(self, what: str, value: Any) -> None:
         with self._dealing:
-            self.executor.deal(what, [value] * len(self.devices))
+            self.executor.deal(what, [value] * len(self.all_devices))
 
     def check(self, program: Program, decided: Any) -> None:
         self.executor.agree("plan", repr((str(program), self._inputs, decided)).encode())
@@ -328,7 +316,7 @@ class OverMesh:
         if given != (self.rank == 0 or not first):
             error = InputError(
                 f"with inputs={self._inputs!r} {'rank 0 alone passes' if first else 'every rank passes'} a batch to "
-                f"{method}; rank {self.rank} of {len(self.devices)} passed {'one' if given else 'none'}; "
+                f"{method}; rank {self.rank} of {len(self.all_devices)} passed {'one' if given else 'none'}; "
                 f"{'call it with nothing there' if given else 'pass it there'}, or change inputs="
             )
             self.executor.fail(method, error)
@@ -341,7 +329,7 @@ class OverMesh:
         try:
             call, messages = deal(make())
         except BaseException as error:
-            self.executor.deal(method, [f"{type(error).__name__}: {error}"] * len(self.devices))
+            self.executor.deal(method, [f"{type(error).__name__}: {error}"] * len(self.all_devices))
             raise
         self.executor.deal(method, messages)
         return call

@@ -34,8 +34,9 @@ from pipesched.search import Search
 from pipesched.searched import WORTH, Searched, Stages, label_of, runs_of, simplest
 from pipesched.simulator import step_time
 from pipesched.tied import tied_bytes, tied_groups
+from pipesched.units import quote_time
 
-__all__ = ["Tuner", "find_plan"]
+__all__ = ["Tuner", "find_plan", "too_small"]
 
 _NEAR = 1.3  # times the fastest step: up to there cuts are moved, the best first, each for half of what is left
 _A_MOVE = 500  # actions that could be simulated while the costs of a moved cut are summed
@@ -52,6 +53,20 @@ def find_plan(search: Search, progress: Callable[[float], None] = lambda _: None
     plan = tuner.plan(tuner.search())
     progress(1)
     return plan
+
+
+def too_small(plan: Plan, num_ranks: int) -> str:
+    """What is to be said of a plan for one device, where several do not gain anything; nothing of others."""
+    chosen, *others = plan.alternatives
+    several = [_expected_s(other) for other in others if other.num_ranks > 1 and other.fits]
+    if num_ranks == 1 or chosen.num_ranks > 1 or not several:
+        return ""
+    one, best = quote_time(_expected_s(chosen)), quote_time(min(several))
+    return f"too small to gain from a pipeline: one device takes {one}, the best plan of several {best}"
+
+
+def _expected_s(one: Alternative) -> float:
+    return one.step_s if one.measured_s is None else one.measured_s
 
 
 class Tuner(Room):

@@ -1,5 +1,6 @@
 """Tuning: a model, or what was measured of it, and the devices there are -> the plan to run."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from os import PathLike
@@ -9,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.arguments import as_call
-from pipesched.automatic import as_profile, on_devices
+from pipesched.automatic import as_profile, cores_of, on_devices
 from pipesched.batch import SplitDims
 from pipesched.boundaries import Boundaries
 from pipesched.checks import as_list, is_count, shown
@@ -29,7 +30,7 @@ from pipesched.search import Offload, Search
 from pipesched.sites import OverMesh, Site, collective, site_for
 from pipesched.trace import Trace
 from pipesched.trial import Trial
-from pipesched.tuner import find_plan
+from pipesched.tuner import find_plan, too_small
 
 __all__ = ["tune"]
 
@@ -108,7 +109,7 @@ def tune(
     if isinstance(model, Profile | str | PathLike):
         model, profile = None, as_profile(model)
     if mesh is not None:
-        all_ranks, ranks_are = True, "processes"
+        ranks_are = "processes"
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
     if count and isinstance(num_ranks, int):
         devices = _there(num_ranks)
@@ -130,10 +131,14 @@ def tune(
             links=links,
             all_ranks=all_ranks,
             ranks_are=ranks_are,
+            num_cores=cores_of(list(map(torch.device, places))) if devices or mesh is not None else None,
             offload=offload,
         )
         with _bar(progress) as told:
-            return confirmed_plan(search, run, count, told) if count else find_plan(search, told)
+            plan = confirmed_plan(search, run, count, told) if count else find_plan(search, told)
+        if why := too_small(plan, num_ranks):
+            warnings.warn(why, stacklevel=3)
+        return plan
 
     where: dict[str, Any] = {"devices": devices} if mesh is None else {"mesh": mesh}
     where["whole_layers"] = whole_layers

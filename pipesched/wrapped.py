@@ -1,6 +1,7 @@
 """Wrapped: what a pipeline shows of the model it wraps: parameters, state, modes, length and indices."""
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -53,8 +54,11 @@ class Wrapped:
         return True
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters."""
-        return (parameter for _, parameter in self.named_parameters())
+        """All parameters; over a mesh this rank's. A rank that has none gives an empty one, so that torch makes an
+        optimizer of it.
+        """
+        own = [parameter for _, parameter in self.named_parameters()]
+        return iter(own or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)])
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own buffers under their own names; those of a loss module as ``loss_fn.…``."""

@@ -94,7 +94,9 @@ def balanced(group: Any) -> list[str]:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.Dropout(0.5))
     torch.manual_seed(group.rank())
     mesh = DeviceMesh.from_group(group, "cpu")
-    with Pipeline(model, X[:2], loss_fn=functional.cross_entropy, mesh=mesh, num_microbatches=2) as pipe:
+    with Pipeline(
+        model, X[:2], loss_fn=functional.cross_entropy, mesh=mesh, num_microbatches=2, schedule="1f1b"
+    ) as pipe:
         assert pipe.predicted.makespan_s > 0
         with pytest.raises(InputError, match="runs in one process, so far"):
             pipe(X)

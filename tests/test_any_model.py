@@ -132,7 +132,7 @@ def test_an_argument_is_the_same_however_it_is_passed() -> None:
     model, other = Gives(), FLOATS.flip(0)
     calls = [((FLOATS,), {"mask": other}), ((), {"mask": other, "x": FLOATS}), ((FLOATS, FLOATS), {})]
     for sample in ((FLOATS[:2], other[:2]), (FLOATS[:2], FLOATS[:2])):
-        with Pipeline(model, sample, devices=["cpu"] * 3, loss_fn=square) as pipe, torch.no_grad():
+        with Pipeline(model, sample, devices=["cpu"] * 3, loss_fn=square, schedule="1f1b") as pipe, torch.no_grad():
             for args, kwargs in calls:
                 got, due = pipe(*args, **kwargs), model(*args, **kwargs)
                 torch.testing.assert_close(
@@ -352,7 +352,7 @@ class Chooses(nn.Module):
 
 def test_a_way_that_depends_on_the_batch_is_an_error() -> None:
     rows = torch.ones(4, 8)
-    with Pipeline(Chooses(), rows, devices=["cpu", "cpu"], loss_fn=square, num_microbatches=1) as pipe:
+    with Pipeline(Chooses(), rows, devices=["cpu", "cpu"], loss_fn=square, num_microbatches=1, schedule="1f1b") as pipe:
         pipe.step(rows, target=rows)
         with pytest.raises(GraphError, match="takes the way that it took with the sample"):
             pipe.step(-rows, target=rows)

@@ -72,7 +72,7 @@ def test_profiling_leaves_everything_as_it_was():
     sample = rows(2)
     state, versions = copy.deepcopy(model.state_dict()), [p._version for p in model.parameters()]
     modes, random_state = [module.training for module in model.modules()], torch.get_rng_state()
-    with Pipeline(model, sample, devices=["cpu"] * 3) as pipe:
+    with Pipeline(model, sample, devices=["cpu"] * 3, schedule="1f1b") as pipe:
         assert pipe.plan.costs is not None
     assert_equal_bits(model.state_dict(), state)
     assert [p._version for p in model.parameters()] == versions
@@ -92,6 +92,6 @@ def test_profiling_runs_in_training_mode():
             return x
 
     model = nn.Sequential(*(Note() for _ in range(4))).eval()
-    with Pipeline(model, rows(2), devices=["cpu"] * 2):
+    with Pipeline(model, rows(2), devices=["cpu"] * 2, schedule="1f1b"):
         assert modes == {True}
     assert not any(module.training for module in model.modules())

@@ -347,7 +347,13 @@ def test_time_first_tensors_are_split_along_dim_1() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     x, y = torch.randn(5, 6, 8), torch.randn(5, 6, 3)
     with Pipeline(
-        model, x[:, :2], loss_fn=functional.mse_loss, devices=["cpu"] * 2, num_microbatches=3, split_dims=1
+        model,
+        x[:, :2],
+        loss_fn=functional.mse_loss,
+        devices=["cpu"] * 2,
+        num_microbatches=3,
+        split_dims=1,
+        schedule="1f1b",
     ) as pipe:
         loss, outputs = pipe.step(x, target=y, return_outputs=True)
         torch.testing.assert_close(outputs, model(x))

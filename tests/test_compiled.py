@@ -35,7 +35,8 @@ def made(kind: str, dropout: float = 0.0) -> nn.Module:
 def trained(kind: str, dropout: float, compile: Any, rows: tuple[int, ...] = (12, 7), **options: Any) -> nn.Module:
     model = made(kind, dropout)
     name = "residual" if kind == "row" else kind
-    choices = {"loss_fn": zoo.square, "devices": ["cpu"] * 2, "num_microbatches": 3, "seed": 3, **options}
+    choices = {"loss_fn": zoo.square, "devices": ["cpu"] * 2, "num_microbatches": 3, "seed": 3}
+    choices |= {"schedule": "1f1b", **options}
     with Pipeline(model, zoo.made(name, 3)[1], compile=compile, **choices) as pipe:
         for count in rows:
             _, args, _, target = zoo.made(name, count)
@@ -109,7 +110,13 @@ def test_layers_of_many_forms_are_all_compiled() -> None:
 
     model, x = mixed_model(), torch.randn(8, 8)
     with Pipeline(
-        model, x[:2], loss_fn=zoo.square, devices=["cpu"], num_microbatches=4, compile={"backend": backend}
+        model,
+        x[:2],
+        loss_fn=zoo.square,
+        devices=["cpu"],
+        num_microbatches=4,
+        compile={"backend": backend},
+        schedule="1f1b",
     ) as pipe:
         for _ in range(2):
             pipe.step(x, target=x[:, :4])

@@ -198,7 +198,9 @@ def test_ranks_are_bound_once_to_a_program_and_anew_after_an_error(monkeypatch: 
 
 def test_closing_from_within_a_step_is_an_error_and_no_hang() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    with Pipeline(model, X[:2], loss_fn=functional.cross_entropy, devices=["cpu"] * 2, num_microbatches=4) as pipe:
+    with Pipeline(
+        model, X[:2], loss_fn=functional.cross_entropy, devices=["cpu"] * 2, num_microbatches=4, schedule="1f1b"
+    ) as pipe:
         hook = model[1].register_forward_hook(lambda *_: pipe.close())
         with pytest.raises(ExecutionError, match="after the step has returned"):
             pipe.step(X, target=Y)
@@ -376,7 +378,13 @@ def test_two_gpus_agree_with_one() -> None:
     losses = []
     for devices in (["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"]):
         with Pipeline(
-            mixed_model(), X[:2].cuda(), loss_fn=functional.cross_entropy, devices=devices, num_microbatches=4, seed=1
+            mixed_model(),
+            X[:2].cuda(),
+            loss_fn=functional.cross_entropy,
+            devices=devices,
+            num_microbatches=4,
+            seed=1,
+            schedule="1f1b",
         ) as pipe:
             losses.append(pipe.step(X.cuda(), target=Y.cuda()).cpu())
     assert torch.equal(*losses)

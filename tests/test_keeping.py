@@ -66,7 +66,9 @@ def test_a_recomputed_layer_runs_twice_a_microbatch_and_any_other_once() -> None
     )
     x = torch.randn(6, 4)
     words = {"0.1": "recompute", "3.1": "recompute"}
-    with Pipeline(model, x[:2], loss_fn=mse, devices=["cpu"] * 2, num_microbatches=3, checkpoint=words) as pipe:
+    with Pipeline(
+        model, x[:2], loss_fn=mse, devices=["cpu"] * 2, num_microbatches=3, checkpoint=words, schedule="1f1b"
+    ) as pipe:
         calls.clear()
         pipe.step(x, target=x)
         assert calls == {0: 6, 1: 3, 2: 3, 3: 6}
@@ -211,7 +213,9 @@ class Rewrites(nn.Module):
 def test_what_is_modified_in_place_after_it_was_saved_is_an_error_as_ever() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Rewrites(), nn.Linear(8, 8))
     with (
-        Pipeline(model, X[:2], loss_fn=mse, devices=["cpu"], num_microbatches=2, checkpoint={"0": "offload"}) as pipe,
+        Pipeline(
+            model, X[:2], loss_fn=mse, devices=["cpu"], num_microbatches=2, checkpoint={"0": "offload"}, schedule="1f1b"
+        ) as pipe,
         pytest.raises(ExecutionError, match=r"a tensor of shape \[6, 8\] was modified in place after it was saved"),
     ):
         pipe.step(X, target=X)
@@ -410,7 +414,7 @@ def test_a_layer_that_is_told_something_by_attributes_does_not_run_again() -> No
             return self.second(x)
 
     with pytest.raises(GraphError, match=r"takes all that it uses as arguments; second has attributes"):
-        Pipeline(Told(), X[:2], devices=["cpu"], checkpoint={"second": "recompute"})
+        Pipeline(Told(), X[:2], devices=["cpu"], checkpoint={"second": "recompute"}, schedule="1f1b")
 
 
 def test_a_buffer_that_changes_later_than_in_the_first_forward_is_an_error() -> None:

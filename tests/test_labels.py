@@ -83,7 +83,12 @@ def test_the_gradient_is_that_of_the_whole_batch_however_labels_are_padded(how: 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe = Pipeline(
-            model, {"text": text(rows), "labels": text(rows)}, devices=["cpu"] * 2, num_microbatches=4, seed=3
+            model,
+            {"text": text(rows), "labels": text(rows)},
+            devices=["cpu"] * 2,
+            num_microbatches=4,
+            seed=3,
+            schedule="1f1b",
         )
     with pipe:
         loss = pipe.step(text=x, labels=labels)

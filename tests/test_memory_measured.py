@@ -305,7 +305,7 @@ def test_a_meter_goes_on_with_another_plan_once_it_is_marked():
 
 def test_behind_its_context_a_meter_counts_no_more():
     model, sample = mlp()
-    with Pipeline(model, sample, devices=["cpu"] * 2, num_microbatches=1) as pipe:
+    with Pipeline(model, sample, devices=["cpu"] * 2, num_microbatches=1, schedule="1f1b") as pipe:
         with MemoryMeter(pipe) as meter:
             pipe(sample)
         before, lanes = meter.peak_bytes, pipe._site.executor.lanes

@@ -69,7 +69,7 @@ class Remembers(nn.Module):
 
 def test_layers_that_remember() -> None:
     model = Remembers()
-    Pipeline(model, FLOATS[:2], devices=["cpu"] * 3, loss_fn=square).close()  # captures, and measures
+    Pipeline(model, FLOATS[:2], devices=["cpu"] * 3, loss_fn=square, schedule="1f1b").close()  # captures, and measures
     assert [(block.count, block.seen, block.mean.tolist()) for block in model.blocks] == [(0, [], [0.0] * 8)] * 4
     check(Remembers, FLOATS)
 
@@ -91,7 +91,9 @@ class OnlyTrains(nn.Module):
 
 def test_a_model_that_runs_in_one_mode() -> None:
     own, plain = made(OnlyTrains), made(OnlyTrains)
-    with Pipeline(own, FLOATS[:2], devices=["cpu"] * 3, loss_fn=square, num_microbatches=4, seed=5) as pipe:
+    with Pipeline(
+        own, FLOATS[:2], devices=["cpu"] * 3, loss_fn=square, num_microbatches=4, seed=5, schedule="1f1b"
+    ) as pipe:
         due = reference_step(plain, FLOATS, target=FLOATS, loss_fn=square, num_microbatches=4, seed=5)
         assert torch.equal(pipe.step(FLOATS, target=FLOATS), due)
         pipe.eval()
@@ -298,9 +300,9 @@ class Measures(Row):
 
 def test_what_follows_the_batch_otherwise_than_with_the_sample_is_an_error() -> None:
     with pytest.raises(GraphError, match=r"mul_ changes a tensor of shape \(8,\) that is none of these; register it"):
-        Pipeline(Remembered(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3)
+        Pipeline(Remembered(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, schedule="1f1b")
     for kind, message in ((Unbound, "unbind gives others now"), (Measures, "takes the way that it took with")):
-        pipe = Pipeline(kind(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4)
+        pipe = Pipeline(kind(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4, schedule="1f1b")
         with pipe, pytest.raises(GraphError, match=message):
             pipe.step(torch.randn(12, 8), target=torch.zeros(12, 8))
 
@@ -319,7 +321,7 @@ class Bare(nn.Module):
 @pytest.mark.parametrize("make", [lambda: nn.Linear(8, 8), Bare, lambda: nn.Sequential(nn.Linear(8, 8))])
 def test_one_layer(make: Callable[[], nn.Module]) -> None:
     check(make, FLOATS, stages=1)
-    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe:
+    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b") as pipe:
         assert pipe.num_stages == 1  # the other device is left out
     with pytest.raises(PartitionError, match="the model has 1 layers"):
         Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
@@ -331,7 +333,7 @@ def test_a_list_of_stages(kind: Callable[[list[nn.Module]], Any]) -> None:
         return kind([nn.Sequential(Block(), Block(), Block()), Block(), nn.Sequential(Block())])
 
     check(make, FLOATS)
-    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 3, loss_fn=square) as pipe:
+    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 3, loss_fn=square, schedule="1f1b") as pipe:
         assert pipe.boundaries == ["1", "2.0"]
     with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, schedule="1f1b", loss_fn=square) as pipe:
         assert pipe.num_stages == 2
@@ -343,7 +345,7 @@ def test_hooks_on_the_models_backward_are_an_error() -> None:
     model = Blocks()
     model.register_full_backward_hook(lambda module, given, taken: None)
     with pytest.raises(GraphError, match="it has 1 hooks on its backward"):
-        Pipeline(model, FLOATS[:2], devices=["cpu"] * 2, loss_fn=square)
+        Pipeline(model, FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
 
 
 class Vmapped(Blocks):

@@ -235,7 +235,7 @@ def test_over_a_mesh_a_tied_weight_goes_there_and_a_gradient_a_use_comes_back(ra
 
 
 def test_stages_of_a_net_with_long_skips_count_all_that_crosses() -> None:
-    with Pipeline(UNet(), torch.ones(2, 4, 6, 6), devices=["cpu"] * 4, loss_fn=loss_fn) as pipe:
+    with Pipeline(UNet(), torch.ones(2, 4, 6, 6), devices=["cpu"] * 4, loss_fn=loss_fn, schedule="1f1b") as pipe:
         found = pipe.plan.partition
         order = [name for names in pipe.plan.stages for name in names]
     one = 2 * 4 * 6 * 6 * 4

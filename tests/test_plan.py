@@ -26,6 +26,7 @@ def linears(count=6, seed=0):
 
 
 def pipeline(model, **choices):
+    choices = {"schedule": "1f1b", **choices}
     return Pipeline(model, torch.ones(1, 3), loss_fn=mse, devices=["cpu"] * 2, **choices)
 
 

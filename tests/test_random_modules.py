@@ -123,7 +123,7 @@ def test_layers_before_and_behind_do_not_change_a_mask():
     long = nn.Sequential(
         OrderedDict(noise=Function(lambda x: x + 0 * torch.rand(1)), drop=nn.Dropout(), end=nn.Identity())
     )
-    with Pipeline(short, torch.ones(1, 64), devices=["cpu"], seed=0) as pipe:
+    with Pipeline(short, torch.ones(1, 64), devices=["cpu"], seed=0, schedule="1f1b") as pipe:
         expected = pipe(torch.ones(4, 64))
     with Pipeline(long, torch.ones(1, 64), devices=["cpu"] * 3, boundaries=[1, 2], num_microbatches=4, seed=0) as pipe:
         assert_equal_bits(pipe(torch.ones(4, 64)), expected)
@@ -134,7 +134,7 @@ def test_the_seed_is_read_once_from_the_default_generator():
     outputs = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
-        with Pipeline(model, torch.ones(1, 64), devices=["cpu"] * 2) as pipe:
+        with Pipeline(model, torch.ones(1, 64), devices=["cpu"] * 2, schedule="1f1b") as pipe:
             torch.manual_seed(1000 + len(outputs))
             outputs.append(pipe(torch.ones(4, 64)))
     assert torch.equal(outputs[0], outputs[1])

@@ -61,7 +61,14 @@ def test_what_is_drawn_depends_on_its_place_alone(num_ranks: int, checkpoint: st
     own, plain = made(), made()
     losses = []
     with Pipeline(
-        own, ROWS[:2], loss_fn=square, devices=["cpu"] * num_ranks, num_microbatches=4, seed=3, checkpoint=checkpoint
+        own,
+        ROWS[:2],
+        loss_fn=square,
+        devices=["cpu"] * num_ranks,
+        num_microbatches=4,
+        seed=3,
+        checkpoint=checkpoint,
+        schedule="1f1b",
     ) as pipe:
         for step in range(3):
             random.seed(step)  # nor on what others have drawn
@@ -81,13 +88,13 @@ def test_what_is_drawn_depends_on_its_place_alone(num_ranks: int, checkpoint: st
 
 def test_a_capture_and_a_measurement_leave_the_generators_as_they_were() -> None:
     before = outside_state()
-    Pipeline(made(), ROWS[:2], loss_fn=square, devices=["cpu"] * 2).close()
+    Pipeline(made(), ROWS[:2], loss_fn=square, devices=["cpu"] * 2, schedule="1f1b").close()
     assert outside_state() == before
 
 
 def test_of_a_row_which_is_not_captured_a_warning_names_the_layer() -> None:
     row = nn.Sequential(nn.Linear(6, 6), Noisy(), nn.Linear(6, 6))
-    with Pipeline(row, ROWS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4) as pipe:
+    with Pipeline(row, ROWS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4, schedule="1f1b") as pipe:
         pipe.eval()
         pipe.evaluate(ROWS, target=ROWS)
         pipe.train()

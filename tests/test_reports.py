@@ -335,7 +335,9 @@ def test_text_needs_no_rich(monkeypatch):
 def test_a_pipeline_reports_its_last_step():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     x = torch.ones(8, 4)
-    with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, num_microbatches=4) as pipe:
+    with Pipeline(
+        model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, num_microbatches=4, schedule="1f1b"
+    ) as pipe:
         assert [label for label, _ in pipe.report().traces] == ["predicted"]
         pipe.step(x, target=x)
         report = pipe.report()

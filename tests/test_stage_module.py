@@ -26,7 +26,8 @@ def made(kind: str) -> nn.Module:
 
 
 def pipeline(model: nn.Module, wrap: Any, **options: Any) -> Pipeline:
-    choices = {"devices": ["cpu"] * 3, "loss_fn": zoo.square, "num_microbatches": 3, "seed": 3, **options}
+    choices = {"devices": ["cpu"] * 3, "loss_fn": zoo.square, "num_microbatches": 3, "seed": 3}
+    choices |= {"schedule": "1f1b", **options}
     return Pipeline(model, X[:3], wrap=wrap, **choices)
 
 
@@ -130,6 +131,7 @@ def test_a_model_of_mixed_layers_is_wrapped_with_the_same_bits() -> None:
         checkpoint="always",
         seed=3,
         wrap=lambda module, stage: module,
+        schedule="1f1b",
     ) as pipe:
         due = reference_step(plain, x, target=y, loss_fn=loss_fn, num_microbatches=4, seed=3)
         assert torch.equal(pipe.step(x, target=y), due)

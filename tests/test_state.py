@@ -223,6 +223,7 @@ def images(rows: int, seed: int = 0) -> Tensor:
 
 
 MINI = {"loss_fn": zoo.square, "batch_norm": "mini-batch", "seed": 3}
+ONE: dict[str, Any] = {"schedule": "1f1b"}  # not the search, for which these models are too small
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -230,7 +231,9 @@ MINI = {"loss_fn": zoo.square, "batch_norm": "mini-batch", "seed": 3}
 def test_running_statistics_are_those_of_the_whole_mini_batch(momentum: float | None, checkpoint: str) -> None:
     """Of the first layer, whose input no other norm has seen. Few rows, many rows, uneven ones, evaluation between."""
     model, alone = normed(momentum), normed(momentum)[0]
-    with Pipeline(model, images(1), devices=["cpu"] * 2, num_microbatches=4, checkpoint=checkpoint, **MINI) as pipe:
+    with Pipeline(
+        model, images(1), devices=["cpu"] * 2, num_microbatches=4, checkpoint=checkpoint, **MINI, **ONE
+    ) as pipe:
         for step, rows in enumerate((8, 7, 3, 5, 13)):
             x = images(rows, step)
             pipe.step(x, target=torch.zeros(rows, 2, 2, 2))
@@ -249,7 +252,7 @@ def test_running_statistics_are_those_of_the_whole_mini_batch(momentum: float | 
 def test_a_row_of_its_own_in_a_micro_batch_counts_as_one() -> None:
     """torchgpipe's statistics of 5 rows in 4 micro-batches mix with the next step's, and leave out n / (n - 1)."""
     model, alone = normed(), normed()[0]
-    with Pipeline(model, images(1), devices=["cpu"] * 2, num_microbatches=4, **MINI) as pipe:
+    with Pipeline(model, images(1), devices=["cpu"] * 2, num_microbatches=4, **MINI, **ONE) as pipe:
         for step in range(3):
             pipe.step(images(5, step), target=torch.zeros(5, 2, 2, 2))
             alone(images(5, step))
@@ -288,7 +291,7 @@ def test_calls_that_move_the_same_statistics_stay_in_one_stage() -> None:
 
 def test_a_step_that_fails_moves_no_statistics() -> None:
     model = normed()
-    with Pipeline(model, images(2), devices=["cpu"] * 2, num_microbatches=2, **MINI) as pipe:
+    with Pipeline(model, images(2), devices=["cpu"] * 2, num_microbatches=2, **MINI, **ONE) as pipe:
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(RuntimeError):
             pipe.step(images(4), target=torch.zeros(4, 3))
@@ -305,10 +308,10 @@ def test_wrong_ways_to_ask_for_statistics_say_so() -> None:
     with pytest.raises(ScheduleError, match="pipedream's steps run on into each other"):
         Pipeline(normed(), images(2), batch_norm="mini-batch", schedule="pipedream", optimizer=make, **options)
     with pytest.warns(UserWarning, match="BatchNorm sees one micro-batch at a time.*pass batch_norm='mini-batch'"):
-        Pipeline(normed(), images(2), **options).close()
+        Pipeline(normed(), images(2), **ONE, **options).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Pipeline(normed(), images(2), batch_norm="mini-batch", **options).close()
+        Pipeline(normed(), images(2), batch_norm="mini-batch", **ONE, **options).close()
 
 
 # ---- stages that are sharded over a second dimension of a mesh ------------------------------------------------------

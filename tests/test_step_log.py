@@ -23,7 +23,11 @@ class Writer:
 def pipeline(**options):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     return Pipeline(
-        model, X[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, **{"num_microbatches": 4, **options}
+        model,
+        X[:2],
+        loss_fn=nn.functional.mse_loss,
+        devices=["cpu"] * 2,
+        **{"num_microbatches": 4, "schedule": "1f1b", **options},
     )
 
 

@@ -62,7 +62,7 @@ def test_a_pipeline_runs_the_plan_that_is_found_with_the_loops_bits(tmp_path):
     assert torch.equal(loss, expected)
     for p, q in zip(own.parameters(), other.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
-    found = pipesched.tune(known, num_ranks=4, batch_size=32, num_microbatches=16)
+    found = pipesched.tune(known, devices=["cpu"] * 4, batch_size=32, num_microbatches=16)
     assert (found.schedule, found.stages) == (plan.schedule, plan.stages)
     found.save(tmp_path / "plan.json")
     with Pipeline(model(), x[:2], loss_fn=mse, devices=["cpu"] * 4, plan=Plan.load(tmp_path / "plan.json")) as pipe:

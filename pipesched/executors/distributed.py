@@ -145,7 +145,7 @@ class DistributedExecutor:
 
     def _run(self, work: Work, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
         program, wire = work.program, self._open_wire()
-        order = program.orders[self.rank] if work.orders is None else work.orders[self.rank]
+        order = self._own(program.orders if work.orders is None else work.orders)
         messages = self._messages_of(program, order)
         keys, batch = messages.keys(looks, caller.grad)
         wire.open(keys, self._agreed(program) + batch + digest(b"%d" % self._steps))
@@ -158,6 +158,10 @@ class DistributedExecutor:
         finally:
             self._lane.end()
 
+    def _own(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
+        """The order of this rank: an empty one where it holds no stages."""
+        return orders[self.rank] if self.rank < len(orders) else ()
+
     def caller(self, *, grad: bool) -> Caller:
         """The settings of this thread, with grad mode as given."""
         return Caller.here({self.device.type}, grad=grad)
@@ -166,7 +170,7 @@ class DistributedExecutor:
         """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``."""
         with self._one_at_a_time("a stream"):
             program, wire = work.program, self._open_wire()
-            channels = OrderMessages(program, program.orders[self.rank]).none
+            channels = OrderMessages(program, self._own(program.orders)).none
             try:
                 wire.open(channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps))
                 self._steps += 1
@@ -345,7 +349,7 @@ class DistributedExecutor:
 
     def gather(self, *timelines: RankTimeline) -> list[Span]:
         """The spans of all ranks on one clock, in seconds since the first one began."""
-        parts = self.exchange([(one.began_s, list(one.spans())) for one in timelines])
+        parts = self.exchange([(one.began_s, spans) for one in timelines if (spans := list(one.spans()))])
         first_s = min((began_s for own in parts for began_s, _ in own), default=0.0)
         return [
             span._replace(start_s=span.start_s + began_s - first_s, end_s=span.end_s + began_s - first_s)

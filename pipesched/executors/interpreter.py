@@ -135,7 +135,7 @@ class Rank:
         self._graph = program.graph
         self._pair = pair
         self._transport = transport
-        whole = program.orders[index]  # also what runs in another part of the order
+        whole = program.orders[index] if index < program.num_ranks else ()  # also what runs in another part
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
         self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])

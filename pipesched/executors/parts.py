@@ -39,7 +39,8 @@ class RankRun:
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> RankTimeline:
         """Run this rank's next part. Raises as ``DistributedExecutor.run``."""
-        return self._run_part(self, orders[self.rank.index])
+        rank = self.rank.index
+        return self._run_part(self, orders[rank] if rank < len(orders) else ())
 
     def finish(self, part: RankTimeline) -> RankTimeline:
         """What ran when in a part."""

@@ -33,8 +33,8 @@ class AbsentError(ExecutionError):
         self.ranks = tuple(ranks) or (0,)
         who = " and ".join(f"rank {rank}" for rank in self.ranks)
         super().__init__(
-            f"all {num_ranks} ranks make their pipeline together; rank {waiting} waited {timeout_s:g} s for {who}; "
-            f"make it on every rank, or raise the timeout"
+            f"all {num_ranks} ranks make their pipeline together; {who} {'has' if len(self.ranks) == 1 else 'have'} not "
+            f"come; rank {waiting} waited {timeout_s:g} s; make it on every rank, or raise the timeout"
         )
 
 
