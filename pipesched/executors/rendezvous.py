@@ -31,10 +31,10 @@ class AbsentError(ExecutionError):
 
     def __init__(self, ranks: Sequence[int], num_ranks: int, waiting: int, timeout_s: float) -> None:
         self.ranks = tuple(ranks) or (0,)
-        who = " and ".join(f"rank {rank}" for rank in self.ranks)
+        who = " and ".join(f"rank {rank}" for rank in self.ranks) + (" has" if len(self.ranks) == 1 else " have")
         super().__init__(
-            f"all {num_ranks} ranks make their pipeline together; {who} {'has' if len(self.ranks) == 1 else 'have'} not "
-            f"come; rank {waiting} waited {timeout_s:g} s; make it on every rank, or raise the timeout"
+            f"all {num_ranks} ranks make their pipeline together; {who} not come; "
+            f"rank {waiting} waited {timeout_s:g} s; make it on every rank, or raise the timeout"
         )
 
 
