@@ -325,10 +325,6 @@ def _read_weights(path: Path) -> None:
             raise Wrong(f"{name} has another shape than its entry says")
         if path.suffix == ".json" and not files._entries[name].path.resolve().is_relative_to(path.parent.resolve()):
             raise Wrong(f"{name} is read from outside the index's folder")
-        if (header := struct.unpack("<Q", path.read_bytes()[:8])[0] if path.suffix != ".json" else 0) and (
-            files._entries[name].begin < 8 + header
-        ):
-            raise Wrong(f"{name} is read from the header")
 
 
 SORTS = [

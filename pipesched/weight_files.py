@@ -4,7 +4,6 @@ The library of that name reads them: it checks that a file's header fits the fil
 opened anew for each tensor, so at most one tensor is in memory twice.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike, fspath
@@ -14,9 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipesched.errors import InputError
+from pipesched.checks import shown
+from pipesched.errors import InputError, ScheduleError
+from pipesched.json_files import parse_json
 
 __all__ = ["WeightFiles"]
+
+
+_LONGEST_NAME = 255  # bytes; what file systems take
 
 
 class _Entry(NamedTuple):
@@ -89,13 +93,7 @@ def _files(path: Path) -> list[Path]:
     if not path.is_file():
         raise InputError(f"weights are read from safetensors files; there is no {path}; check the path")
     if path.suffix == ".json":
-        try:
-            names = {Path(name) for name in json.loads(path.read_text())["weight_map"].values()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(
-                f"an index of safetensors files has a weight_map of names to files; {path} has none ({error!r}); name "
-                f"the files themselves"
-            ) from None
+        names = _named_files(path)
         for name in names:
             if name.is_absolute() or ".." in name.parts:
                 raise InputError(
@@ -104,6 +102,22 @@ def _files(path: Path) -> list[Path]:
                 )
         return sorted(path.parent / name for name in names)
     return [path]
+
+
+def _named_files(path: Path) -> set[Path]:
+    """The files that an index names. Raises InputError where it is none."""
+    try:
+        index = parse_json(path.read_bytes())
+    except ScheduleError as error:
+        raise InputError(f"an index of safetensors files has a weight_map; {path}: {error}") from None
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    names: list[Any] = list(weights.values()) if isinstance(weights, dict) else [None]
+    if not all(isinstance(name, str) and len(name.encode()) <= _LONGEST_NAME for name in names):
+        raise InputError(
+            f"an index of safetensors files has a weight_map of names to files; that of {path} is {shown(weights)}; "
+            f"name the files themselves"
+        )
+    return {Path(name) for name in names}
 
 
 def _entries(path: Path) -> Iterator[tuple[str, _Entry]]:

@@ -165,7 +165,7 @@ class _Ear:
             self._watchers.add(caller)
             return
         if part and known:
-            with suppress(OSError, ValueError, TypeError):
+            with suppress(OSError, ValueError, TypeError, RecursionError):
                 self.hear(Fault(*json.loads(said[_WORD_BYTES:])))
                 caller.sendall(json.dumps(self.state).encode())
         self._dismiss(selector, caller)
