@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipesched.class_state import ClassAttribute
 from pipesched.containers import Shells
 from pipesched.contents import Beside, apart, call_beside, lacks_contents
 from pipesched.errors import GraphError
@@ -115,7 +116,7 @@ class Capture:
     taken: for each layer's call, what the tensors of its example are, where they are any.
     told: for a call of a layer, its attributes that were set before. functions: of each call of one, for measuring.
     indivisible: modules whose own code needs the layers within them in one piece. deciding: modules whose own code
-    looks at contents of tensors, and then calls layers within them.
+    looks at contents of tensors, and then calls layers within them. changed_classes: as of ``class_state``.
     """
 
     calls: list[Call]
@@ -133,6 +134,7 @@ class Capture:
     output_form: Any = None
     indivisible: frozenset[str] = frozenset()
     deciding: frozenset[str] = frozenset()
+    changed_classes: tuple[ClassAttribute, ...] = ()
     taken: dict[int, tuple[Value | None, ...]] = field(default_factory=dict)
 
     @cached_property

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipesched.body import Body, CallLayer
 from pipesched.capture import Call, Capture, FunctionCall, Value
+from pipesched.class_state import check_class_state
 from pipesched.containers import Twin
 from pipesched.contents import lacks_contents
 from pipesched.cut import Part, cut_at
@@ -64,6 +65,10 @@ class Captured:
         else:
             if [_unit(call) for call in own.layer_calls] == [_unit(call) for call in other.layer_calls]:
                 self.captures[not model.training] = other
+        for one in self.recordings.values():
+            check_class_state(
+                model, one.capture.changed_classes, self.modules, [call.layer for call in own.layer_calls]
+            )
         self.written = {name for one in self.recordings.values() for name in one.written}
         if weights := [name for name, _ in model.named_parameters() if name in self.written]:
             warnings.warn(

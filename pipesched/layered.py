@@ -17,6 +17,7 @@ from pipesched.body import Body, Chain
 from pipesched.capture import record
 from pipesched.captured import Captured, Cut
 from pipesched.checks import shown
+from pipesched.class_state import ClassAttribute, changed_classes, check_class_state, class_state
 from pipesched.errors import InputError, ModelTypeError
 from pipesched.flow import flow_of, row_of, with_costs
 from pipesched.graph import check_hooks, check_initialised, is_compiled, is_in_a_row, layers_of
@@ -26,7 +27,7 @@ from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.stale import check_not_stale
 from pipesched.ties import Ties, Use
-from pipesched.untouched import names_of, set_aside, unchanged, untouched
+from pipesched.untouched import is_of_user, names_of, set_aside, unchanged, untouched
 from pipesched.whole_layers import as_whole_layers
 
 __all__ = ["LayerError", "Layered", "graph_of", "as_model", "layered", "stages_of"]
@@ -207,6 +208,22 @@ class InARow:
     ) -> None:
         self.layers = layers_of(model, whole_layers)
         self._model, self.sample = model, sample
+        if any(is_of_user(type(module)) for module in model.modules()):
+            self._check_class_state()
+
+    def _check_class_state(self) -> None:
+        """Raise GraphError where layers share state by way of their class."""
+
+        def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for _ in self._each(args, kwargs):
+                pass
+
+        changed: Sequence[ClassAttribute] = ()
+        with untouched(self._model, self._model.training), torch.no_grad(), suppress(LayerError):
+            before = class_state(self._model)
+            forward(*self.sample)
+            _, changed = changed_classes(self._model, before, self.sample, forward)
+        check_class_state(self._model, changed, self.layers, list(self.layers))
 
     def check(self, program: Program) -> None:
         """Nothing: its stages can do everything."""
@@ -262,18 +279,20 @@ class InARow:
 
     def _run(self, mode: bool, written: list[Tensor]) -> Generator[tuple[str, Any]]:
         """Layers may lie on several devices. written: takes the tensors that they write to."""
-        args, kwargs = self.sample
         with untouched(self._model, mode) as changed, torch.no_grad():
-            for name, layer in self.layers.items():
-                device = next((own.device for own in (*layer.parameters(), *layer.buffers())), None)
-                there = partial(Tensor.to, device=device)
-                args, kwargs = unchanged(pytree.tree_map_only(Tensor, there, (args, kwargs)))
-                try:
-                    args, kwargs = (layer(*args, **kwargs),), {}
-                except Exception as error:
-                    raise LayerError(name) from error
-                yield name, args[0]
+            yield from self._each(*self.sample)
         written += changed
+
+    def _each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[tuple[str, Any]]:
+        for name, layer in self.layers.items():
+            device = next((own.device for own in (*layer.parameters(), *layer.buffers())), None)
+            there = partial(Tensor.to, device=device)
+            args, kwargs = unchanged(pytree.tree_map_only(Tensor, there, (args, kwargs)))
+            try:
+                args, kwargs = (layer(*args, **kwargs),), {}
+            except Exception as error:
+                raise LayerError(name) from error
+            yield name, args[0]
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         if costs:

@@ -7,12 +7,14 @@ so those attributes are kept here until a step begins.
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipesched.capture import Capture, record
+from pipesched.class_state import ClassState, changed_classes, class_state, set_class_state
 from pipesched.containers import set_attributes
 from pipesched.errors import GraphError
 from pipesched.untouched import names_of, no_graph, untouched
@@ -52,12 +54,17 @@ def recorded(
     """
     written: dict[str, None] = {}
 
-    def seen(found: _Attributes) -> Capture:
+    def seen(found: _Attributes, on_classes: ClassState | None = None) -> Capture:
         with untouched(model, mode) as changed, no_graph(model) if mode else torch.no_grad():
             set_attributes(found)
+            set_class_state(on_classes or {})
+            before = class_state(model)
             capture = record(model, layers, args, kwargs)
+            made, changes = changed_classes(model, before, (args, kwargs), partial(record, model, layers))
+        capture.changed_classes = changes
         written.update(dict.fromkeys(names_of(model, changed)))
-        return capture
+        again = made and not changes and on_classes is None  # as forwards that find what the first one made there
+        return seen(found, made) if again else capture
 
     first = seen({})
     if not first.changed:

@@ -21,18 +21,31 @@ from pipesched.contents import is_expanded
 from pipesched.payload import memory_of, pytree
 from pipesched.randomness import outside_kept
 
-__all__ = ["attributes_kept", "names_of", "no_graph", "same_bits", "set_aside", "unchanged", "untouched"]
+__all__ = [
+    "GROWING",
+    "attributes_kept",
+    "attributes_of",
+    "has_attributes",
+    "is_of_user",
+    "names_of",
+    "no_graph",
+    "same_bits",
+    "set_aside",
+    "unchanged",
+    "untouched",
+]
 
-_GROWING = (list, dict, set, deque)  # and what is derived from them, such as a module's own table of buffers
+GROWING = (list, dict, set, deque)  # and what is derived from them, such as a module's own table of buffers
 
 
 def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
-    """The modules, containers, tensors and generators that these hold, each object once, in no particular order.
+    """The modules, containers, tensors, generators and classes that these hold, each object once, in no order.
 
-    Modules hold their attributes, containers their items, functions their closures, their defaults and the globals that
-    they name, methods and partials what they are made of. Other objects are not looked into.
+    Modules hold their attributes and their classes, classes their attributes, containers their items, functions their
+    closures, their defaults and the globals that they name, methods and partials what they are made of. Other objects
+    are not looked into.
     """
-    kinds = (*_HOLDERS, *_FUNCTIONS) if functions else _HOLDERS
+    kinds = (*_HOLDERS, type, *(_FUNCTIONS if functions else ()))
     found: dict[int, Any] = {}
     left = list(roots)
     while left:
@@ -43,23 +56,37 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
     return list(found.values())
 
 
+def is_of_user(kind: type) -> bool:
+    """Whether a class is the user's, or a library's, and not torch's or Python's."""
+    return kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing")
+
+
+def attributes_of(kind: type) -> dict[str, Any]:
+    """A class's own attributes, without those that Python sets."""
+    return {key: value for key, value in vars(kind).items() if not key.startswith("__")}
+
+
 _FUNCTIONS = types.FunctionType, types.MethodType, partial
-_HOLDERS = (nn.Module, tuple, Tensor, torch.Generator, *_GROWING)
+_HOLDERS = (nn.Module, tuple, Tensor, torch.Generator, *GROWING)
 
 
 def _parts(one: Any) -> Iterable[Any]:
     if isinstance(one, nn.Module):  # a scripted one has its own tables
         scripted = [*one.parameters(False), *one.buffers(False), *one.children()]
-        return [*one.__dict__.values(), *scripted]
-    if isinstance(one, dict):
-        return one.values()
+        return [*one.__dict__.values(), *scripted, *filter(is_of_user, type(one).__mro__)]
+    if isinstance(one, dict | type):
+        return one.values() if isinstance(one, dict) else _holders(attributes_of(one).values())
     if isinstance(one, list | tuple | set | deque):
-        return [part for part in one if isinstance(part, (*_HOLDERS, *_FUNCTIONS))]
+        return _holders(one, *_FUNCTIONS)
     if isinstance(one, types.MethodType):
         return [one.__self__]
     if isinstance(one, partial):
         return [one.func, one.args, one.keywords]
     return _parts_of_function(one) if isinstance(one, types.FunctionType) else ()
+
+
+def _holders(values: Iterable[Any], *also: type) -> list[Any]:
+    return [value for value in values if isinstance(value, (*_HOLDERS, *also))]
 
 
 def _parts_of_function(function: types.FunctionType) -> list[Any]:
@@ -78,13 +105,16 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
 
 @contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Afterwards each attribute is the object that it was, lists, dicts and sets hold what they held, objects in
-    attributes, such as configurations, have the attributes that they had, and generators draw what they would have.
+    """Afterwards each attribute, of modules and of their classes, is the object that it was, lists, dicts and sets hold
+    what they held, objects in attributes, such as configurations, have the attributes that they had, and generators
+    draw what they would have.
     """
     held = _held_by(modules)
     tables: list[Any] = [one.__dict__ for one in held if isinstance(one, nn.Module)]
-    parts = {id(part): part for table in tables for part in table.values() if _is_record(part)}
-    tables += [*map(vars, parts.values()), *(one for one in held if isinstance(one, _GROWING))]
+    classes = [(one, attributes_of(one)) for one in held if isinstance(one, type) and is_of_user(one)]
+    known = [*tables, *(own for _, own in classes)]
+    parts = {id(part): part for table in known for part in table.values() if has_attributes(part)}
+    tables += [*map(vars, parts.values()), *(one for one in held if isinstance(one, GROWING))]
     contents = [_content(table) for table in tables]
     states = [(generator, generator.get_state()) for generator in held if isinstance(generator, torch.Generator)]
     try:
@@ -92,11 +122,13 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for table, content in zip(tables, contents, strict=True):
             _restore(table, content)
+        for kind, own in classes:
+            _restore_class(kind, own)
         for generator, state in states:
             generator.set_state(state)
 
 
-def _is_record(value: Any) -> bool:
+def has_attributes(value: Any) -> bool:
     """Whether an object is of a class of the user's, or of a library's, with attributes in a table."""
     inner = isinstance(value, (*_HOLDERS, *_FUNCTIONS, type, types.ModuleType))
     return not inner and hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] != "torch"
@@ -113,6 +145,15 @@ def _restore(table: Any, content: Any) -> None:
     if not alike:
         table.clear()
         (table.extend if isinstance(content, list) else table.update)(content)
+
+
+def _restore_class(kind: type, content: dict[str, Any]) -> None:
+    now = attributes_of(kind)
+    for name in now.keys() - content.keys():
+        delattr(kind, name)
+    for name, value in content.items():
+        if name not in now or now[name] is not value:
+            setattr(kind, name, value)
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
