@@ -221,7 +221,7 @@ class InARow:
         changed: Sequence[ClassAttribute] = ()
         with untouched(self._model, self._model.training), torch.no_grad(), suppress(LayerError):
             before = class_state(self._model)
-            forward(*self.sample)
+            forward(*pytree.tree_map_only(Tensor, Tensor.detach, self.sample))
             _, changed = changed_classes(self._model, before, self.sample, forward)
         check_class_state(self._model, changed, self.layers, list(self.layers))
 
