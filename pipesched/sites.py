@@ -31,6 +31,7 @@ from pipesched.executors.messages import look
 from pipesched.executors.parts import RankTimeline
 from pipesched.executors.rendezvous import Rendezvous
 from pipesched.layered import Layered, LayerError
+from pipesched.links import Link, Links
 from pipesched.overheads import Overheads
 from pipesched.partitioning.answer import Partition, StageSummary
 from pipesched.payload import Payload
@@ -47,7 +48,21 @@ T = TypeVar("T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: What ranks decide together is made of these, and of built-in types.
-_DECIDED = (Plan, Tie, Program, Columns, StageGraph, Costs, LayerCosts, Alternative, Partition, StageSummary, Overheads)
+_DECIDED = (
+    Plan,
+    Tie,
+    Program,
+    Columns,
+    StageGraph,
+    Costs,
+    LayerCosts,
+    Alternative,
+    Partition,
+    StageSummary,
+    Overheads,
+    Link,
+    Links,
+)
 
 #: Rank 0's own call, and each rank's part of it as a message.
 Deal = Callable[[Call], tuple[Call, list[Any]]]
