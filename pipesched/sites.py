@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipesched import norms
 from pipesched.actions import Action
 from pipesched.alternatives import Alternative
 from pipesched.arguments import as_devices, as_timeout
@@ -249,7 +250,7 @@ class OverMesh:
 
         def connect() -> DistributedExecutor:
             executor = DistributedExecutor(group, device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s)
-            executor.encoding.know(*_DECIDED, *SENT_TYPES)
+            executor.encoding.know(*_DECIDED, *SENT_TYPES, *norms.SENT_TYPES)
             executor.encoding.know_own(Orders, Orders.parts, Orders.of_parts)
             executor.encoding.know_own(Looks, lambda looks: looks.values, Looks, immutable=True)
             return executor
