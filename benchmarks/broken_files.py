@@ -166,14 +166,14 @@ def _options() -> list[str | bytes]:
     return [json.dumps({**one, "num_ranks": 4, "num_microbatches": 4, "steps": 1}) for one in found]
 
 
-def _weights(name: str, begin: int = 0) -> bytes:
+def _weights(name: str) -> bytes:
     header = {
         "__metadata__": {"format": "pt"},
-        f"{name}.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, begin + 24]},
-        f"{name}.bias": {"dtype": "BF16", "shape": [4], "data_offsets": [begin + 24, begin + 32]},
+        f"{name}.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        f"{name}.bias": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
     }
     text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(range(begin + 32))
+    return struct.pack("<Q", len(text)) + text + bytes(range(32))
 
 
 def _index() -> list[str | bytes]:
@@ -343,7 +343,7 @@ SORTS = [
     Sort("machine", lambda: [json.dumps(_MACHINE.to_dict())], _read_machine),
     Sort("schedule options", _options, _read_options),
     Sort("safetensors index", _index, _read_weights, ".safetensors.index.json"),
-    Sort("safetensors", lambda: [_weights("a"), _weights("b", 8)], _read_weights, ".safetensors"),
+    Sort("safetensors", lambda: [_weights("a"), _weights("b")], _read_weights, ".safetensors"),
 ]
 
 

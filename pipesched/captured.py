@@ -21,6 +21,7 @@ from pipesched.contents import lacks_contents
 from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.flow import flow_of, gap, narrowest, unused, with_costs
+from pipesched.graph import installs_recorders
 from pipesched.pattern import named_leaves, positional, tensors_in
 from pipesched.payload import Apart, choose_rows, pytree
 from pipesched.profiler import QUICK, Between, Effort, measure_calls
@@ -55,7 +56,13 @@ class Captured:
         self.model = model
         self.sample = _two_rows(sample)
         self.recordings: dict[bool, Recording] = {}
-        self.modules, own = opened(model, partial(self._recorded, model.training), whole_layers)
+        look = partial(self._recorded, model.training)
+        try:
+            self.modules, own = opened(model, look, whole_layers)
+        except Exception:
+            if not installs_recorders(model):  # without which code between layers may miss what they record
+                raise
+            self.modules, own = opened(model, look, whole_layers)
         self.captures = {model.training: own}
         self.missing: Exception | None = None  # why the model does not run in its other mode
         try:

@@ -1,5 +1,6 @@
 """Graph: what a model is made of: layers in a row, what holds them, hooks, norms over rows."""
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -93,13 +94,27 @@ def hooks_of(module: nn.Module) -> list[Any]:
     ]
 
 
+_RECORDING = "transformers.utils.output_capturing"
+
+
 def recorders_of(module: nn.Module) -> list[Any]:
     """The hooks by which transformers hands what layers give to the code of the module above."""
     return [hook for hook in module._forward_hooks.values() if _is_recorder(hook)]
 
 
+def installs_recorders(model: nn.Module) -> bool:
+    """Register these hooks now, where transformers would do so in a forward. Returns whether there are any new ones."""
+    capturing = sys.modules.get(_RECORDING)
+    before = sum(len(recorders_of(module)) for module in model.modules())
+    if capturing is not None:
+        for module in model.modules():
+            if getattr(module, "_can_record_outputs", None):
+                capturing.maybe_install_capturing_hooks(module)
+    return sum(len(recorders_of(module)) for module in model.modules()) > before
+
+
 def _is_recorder(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    return getattr(hook, "__module__", "") == _RECORDING
 
 
 def _flatten(module: nn.Module, prefix: str, whole: Collection[str]) -> Iterator[tuple[str, nn.Module]]:

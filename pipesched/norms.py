@@ -24,7 +24,7 @@ from pipesched.interception import Handler
 from pipesched.program import Program
 from pipesched.trades import Move, Trade, moved
 
-__all__ = ["BatchNormMode", "MiniBatchNorms", "Norms"]
+__all__ = ["SENT_TYPES", "BatchNormMode", "MiniBatchNorms", "Norms"]
 
 #: When running statistics move: with each micro-batch, or once a mini-batch.
 BatchNormMode = Literal["micro-batch", "mini-batch"]
@@ -42,6 +42,10 @@ class _Part(NamedTuple):
 _ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 #: (which module, which of its calls) -> by micro-batch
 _Seen = dict[tuple[int, int], dict[int, _Part]]
+
+
+#: What a message of statistics holds, beside tensors.
+SENT_TYPES = (_Part,)
 
 
 class Norms:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipesched import norms
 from pipesched.actions import Action
 from pipesched.alternatives import Alternative
 from pipesched.arguments import as_devices, as_timeout
@@ -31,6 +32,7 @@ from pipesched.executors.messages import look
 from pipesched.executors.parts import RankTimeline
 from pipesched.executors.rendezvous import Rendezvous
 from pipesched.layered import Layered, LayerError
+from pipesched.links import Link, Links
 from pipesched.overheads import Overheads
 from pipesched.partitioning.answer import Partition, StageSummary
 from pipesched.payload import Payload
@@ -47,7 +49,21 @@ T = TypeVar("T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: What ranks decide together is made of these, and of built-in types.
-_DECIDED = (Plan, Tie, Program, Columns, StageGraph, Costs, LayerCosts, Alternative, Partition, StageSummary, Overheads)
+_DECIDED = (
+    Plan,
+    Tie,
+    Program,
+    Columns,
+    StageGraph,
+    Costs,
+    LayerCosts,
+    Alternative,
+    Partition,
+    StageSummary,
+    Overheads,
+    Link,
+    Links,
+)
 
 #: Rank 0's own call, and each rank's part of it as a message.
 Deal = Callable[[Call], tuple[Call, list[Any]]]
@@ -234,7 +250,7 @@ class OverMesh:
 
         def connect() -> DistributedExecutor:
             executor = DistributedExecutor(group, device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s)
-            executor.encoding.know(*_DECIDED, *SENT_TYPES)
+            executor.encoding.know(*_DECIDED, *SENT_TYPES, *norms.SENT_TYPES)
             executor.encoding.know_own(Orders, Orders.parts, Orders.of_parts)
             executor.encoding.know_own(Looks, lambda looks: looks.values, Looks, immutable=True)
             return executor

@@ -243,6 +243,7 @@ def count_forwards(group: Group, by_itself: bool) -> None:
             for _ in range(3):
                 pipe.step(rows(8), target=rows(8))
             own = {key.split(".")[0] for key, _ in pipe.named_parameters()}
+            pipe.gather_model()  # for the next pipeline over it
         assert [layer.calls for key, layer in model.named_children() if key in own] == [3 * 4 * 2] * len(own)
 
 

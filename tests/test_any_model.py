@@ -84,11 +84,11 @@ def test_inputs_go_where_they_are_used() -> None:
     batch = Splitter(3, fixed=False).batch((), {"left": FLOATS, "right": FLOATS.flip(0)})
     with pipeline("towers", made("towers")[0], devices=["cpu"] * 3, boundaries=["left.2", "right.2"]) as pipe:
         program = pipe.plan.program
-        _, messages = dealt(Call("forward", batch), program, pipe._now.bodies)
+        _, messages = dealt(Call("forward", batch), program, pipe._now.bodies, 3)
         sent = [[type(value) for value in message[3][0][1].values()] for message in messages]
         late = (), {"left": FLOATS, "right": FLOATS.clone().requires_grad_()}
         with pytest.raises(InputError, match=r"where the inputs are used, here on ranks \[1\], and rank 0 alone"):
-            dealt(Call("forward", Splitter(3, fixed=False).batch(*late)), program, pipe._now.bodies)
+            dealt(Call("forward", Splitter(3, fixed=False).batch(*late)), program, pipe._now.bodies, 3)
     assert [[kind is Tensor for kind in kinds] for kinds in sent] == [[True, False], [False, True], [False, False]]
 
 
@@ -197,7 +197,7 @@ def optimize(group: places.Group, name: str, schedule: str, kind: Callable[..., 
             loop.step()
             loop.zero_grad()
         optimized = [p for one in pipe.optimizers.values() for group in one.param_groups for p in group["params"]]
-        assert sorted(map(id, optimized)) == sorted(map(id, pipe.parameters()))
+        assert sorted(map(id, optimized)) == sorted(id(parameter) for _, parameter in pipe.named_parameters())
         assert not [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
         assert_equal(pipe.full_state_dict(), plain.state_dict())
 

@@ -185,6 +185,7 @@ def pinned(group: Group) -> list[str]:
         **pins,
     ) as pipe:
         pipe.step(torch.ones(6, 4), target=torch.ones(6, 4))
+        pipe.gather_model()  # for the next pipeline over it
         plan = pipe.plan
     stages = plan.stages
     assert stages[1][0] == "2"
