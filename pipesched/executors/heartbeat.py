@@ -10,6 +10,7 @@ from pipesched.errors import ExecutionError
 
 __all__ = ["beating"]
 
+_STILL = 10  # times the timeout: one call may take long where layers are measured for the first time
 _Places = dict[int, tuple[int, int]]
 
 
@@ -17,8 +18,8 @@ _Places = dict[int, tuple[int, int]]
 def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
     """Call ``beat`` in a thread, four times in ``timeout_s``, while this is entered.
 
-    It is called no more once every other thread has stood in the same line of code for ``timeout_s``: a layer hangs,
-    and the others' own timeout ends their wait.
+    It is called no more once every other thread has stood in the same place of its code for ten times ``timeout_s``: a
+    layer hangs, and the others' own timeout ends their wait.
     """
     ended = threading.Event()
 
@@ -28,7 +29,7 @@ def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
             while not ended.wait(timeout_s / 4):
                 if (now := _places()) != places:
                     places, since_s = now, time.monotonic()
-                elif time.monotonic() - since_s > timeout_s:
+                elif time.monotonic() - since_s > _STILL * timeout_s:
                     return
                 beat()
 
