@@ -219,9 +219,9 @@ class InARow:
                 pass
 
         changed: Sequence[ClassAttribute] = ()
-        with untouched(self._model, self._model.training), torch.no_grad(), suppress(LayerError):
+        with untouched(self._model, True), torch.no_grad(), suppress(LayerError):
             before = class_state(self._model)
-            forward(*pytree.tree_map_only(Tensor, Tensor.detach, self.sample))
+            forward(*self.sample)
             _, changed = changed_classes(self._model, before, self.sample, forward)
         check_class_state(self._model, changed, self.layers, list(self.layers))
 
@@ -284,6 +284,8 @@ class InARow:
         written += changed
 
     def _each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[tuple[str, Any]]:
+        """Run the layers on copies of the inputs, which a layer may write to."""
+        args, kwargs = pytree.tree_map_only(Tensor, lambda one: one.detach().clone(), (args, kwargs))
         for name, layer in self.layers.items():
             device = next((own.device for own in (*layer.parameters(), *layer.buffers())), None)
             there = partial(Tensor.to, device=device)

@@ -171,8 +171,10 @@ _ARGUMENT = _call_spec(1, ())
 
 def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
     flat, spec = flatten(value)
-    if any(not isinstance(leaf, Tensor) and is_record(leaf) for leaf in flat):
-        flat, spec = flatten(opened(value))
+    for leaf in flat:
+        if not isinstance(leaf, Tensor) and is_record(leaf):
+            flat, spec = flatten(opened(value))
+            break
     if len(flat) == 1:
         return flat, (0,), spec
     leaves: list[Any] = []

@@ -53,7 +53,7 @@ def _by_torchrun(schedule: str, end: str, num_ranks: int) -> list[Exit]:
     command += [f"--nproc-per-node={num_ranks}", str(JOB), "mesh", schedule, end]
     run = subprocess.run(command, check=False, env=_environment({}), capture_output=True, text=True, timeout=PATIENCE_S)
     signals = re.findall(r"exitcode\s*: (-\d+)", run.stderr)
-    return [Exit(run.returncode, run.stdout.count("ran\n") == num_ranks, " ".join(signals))]
+    return [Exit(run.returncode, run.stdout.count("ran") == num_ranks, " ".join(signals))]
 
 
 def _environment(more: dict[str, str]) -> dict[str, str]:
