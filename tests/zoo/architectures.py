@@ -32,13 +32,15 @@ ROWS, TOKENS, VOCABULARY = 8, 12, 99
 class Specimen:
     """One model: how it is built, its keyword inputs of ROWS rows, and where it has no loss of its own a loss.
 
-    ranks: how many have layers.
+    ranks: how many have layers. rounded: a parameter that another layer reaches by a reference: its gradient is the
+    loop's within rounding.
     """
 
     build: Callable[[], nn.Module]
     inputs: dict[str, Any]
     loss_fn: Callable[[Any, Tensor], Tensor] | None = None
     ranks: int = 4
+    rounded: str | None = None
 
     def made(self) -> nn.Module:
         """The model, in training mode, with the same weights each time."""
@@ -63,6 +65,7 @@ def _specimen(
     *,
     dropout: bool = True,
     ranks: int = 4,
+    rounded: str | None = None,
     **choices: Any,
 ) -> Specimen:
     kind = getattr(transformers, architecture)
@@ -72,7 +75,7 @@ def _specimen(
         _drop(config, 0.1 if dropout else 0.0)
         return kind(config)
 
-    return Specimen(build, inputs, loss_fn, ranks)
+    return Specimen(build, inputs, loss_fn, ranks, rounded)
 
 
 def _drop(config: PreTrainedConfig, rate: float) -> None:
@@ -345,6 +348,7 @@ MORE: dict[str, Specimen] = {
     "Perceiver": _specimen(
         "PerceiverForMaskedLM",
         _TEXT,
+        rounded="perceiver.input_preprocessor.embeddings.weight",
         vocab_size=VOCABULARY,
         num_latents=8,
         d_latents=32,

@@ -72,10 +72,7 @@ def test_it_trains_as_the_loop_bit_by_bit_in_even_stages(name: str) -> None:
         pipesched.graph_of(model, specimen.rows(2))
 
 
-_ELSEWHERE = pytest.mark.xfail(reason="measuring changes this model's weights or gradients", strict=False)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_ELSEWHERE if name == "Perceiver" else ()) for name in MORE])
+@pytest.mark.parametrize("name", MORE)
 @pytest.mark.usefixtures("every_product_deferred", "one_thread")
 def test_it_trains_as_the_loop_bit_by_bit_cut_by_measured_times(name: str) -> None:
     specimen = MORE[name]
@@ -86,7 +83,10 @@ def test_it_trains_as_the_loop_bit_by_bit_cut_by_measured_times(name: str) -> No
     with pipeline(model, specimen, devices=["cpu"] * specimen.ranks, schedule="zb-h1") as pipe:
         loss = pipe.step(**specimen.inputs, **specimen.target)
     assert torch.equal(loss, due)
-    assert_equal_bits(state(model), expected)
+    actual = state(model)
+    if specimen.rounded:
+        torch.testing.assert_close(actual.pop(specimen.rounded), expected.pop(specimen.rounded))
+    assert_equal_bits(actual, expected)
 
 
 @pytest.fixture(scope="module")
