@@ -93,15 +93,18 @@ def later(group: Any) -> None:
 
 
 def measures_for_long(group: Any, how: str) -> str:
-    """Rank 0 measures for longer than the timeout; once through, once it fails, once it is stopped."""
+    """Rank 0 measures for longer than the timeout; once through, once it fails, once it is stopped, once it hangs."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     real = layered.measure_layers
 
     def measured(*args: Any, **kwargs: Any) -> Any:
+        if how == "hangs":
+            time.sleep(10)
         if how == "stops":
             distributed_executor.DistributedExecutor.deal = lambda *_: None  # as of a process that is stopped
-        time.sleep(8)
+        for _ in range(60):
+            time.sleep(0.1)
         if how == "fails":
             raise OSError("no layer today")
         return real(*args, **kwargs)

@@ -59,6 +59,11 @@ def test_measuring_may_take_longer_than_the_timeout(ranks: Ranks) -> None:
     assert ranks.run(2, jobs.measures_for_long, "ends") == ["nothing", "nothing"]
 
 
+def test_a_rank_0_that_hangs_while_it_measures_is_named(ranks: Ranks) -> None:
+    _, other = ranks.run(2, jobs.measures_for_long, "hangs")
+    assert "rank 0 failed: " in other
+
+
 def test_a_rank_0_that_fails_or_stops_while_it_measures_is_named(ranks: Ranks) -> None:
     own, other = ranks.run(2, jobs.measures_for_long, "fails")
     assert own == "OSError: no layer today"

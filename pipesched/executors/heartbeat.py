@@ -1,6 +1,5 @@
 """Heartbeat: a rank that works for longer than the others wait for a message tells them that it still does."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,28 +9,27 @@ from pipesched.errors import ExecutionError
 
 __all__ = ["beating"]
 
-_STILL = 10  # times the timeout: one call may take long where layers are measured for the first time
-_Places = dict[int, tuple[int, int]]
+_AT_MOST_S = 1.0  # between two beats
 
 
 @contextmanager
 def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
-    """Call ``beat`` in a thread, four times in ``timeout_s``, while this is entered.
+    """Call ``beat`` in a thread, eight times in ``timeout_s`` and once a second at least, while this is entered.
 
-    It is called no more once every other thread has stood in the same place of its code for ten times ``timeout_s``: a
-    layer hangs, and the others' own timeout ends their wait.
+    It is called only if the thread that entered has run since: a layer that hangs ends the beats, and the others' own
+    timeout ends their wait.
     """
     ended = threading.Event()
+    pause_s = min(timeout_s / 8, _AT_MOST_S)
+    clock = time.pthread_getcpuclockid(threading.get_ident()) if hasattr(time, "pthread_getcpuclockid") else None
 
     def run() -> None:
-        places, since_s = _places(), time.monotonic()
+        ran_ns = -1
         with suppress(ExecutionError):  # of another rank: the caller meets it, too
-            while not ended.wait(timeout_s / 4):
-                if (now := _places()) != places:
-                    places, since_s = now, time.monotonic()
-                elif time.monotonic() - since_s > _STILL * timeout_s:
-                    return
-                beat()
+            while not ended.wait(pause_s):
+                before_ns, ran_ns = ran_ns, time.monotonic_ns() if clock is None else time.clock_gettime_ns(clock)
+                if ran_ns != before_ns:
+                    beat()
 
     thread = threading.Thread(target=run, name="pipesched heartbeat", daemon=True)
     thread.start()
@@ -40,9 +38,3 @@ def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _places() -> _Places:
-    """Where each thread but this one is: its frame, and the instruction in it."""
-    own = threading.get_ident()
-    return {thread: (id(frame), frame.f_lasti) for thread, frame in sys._current_frames().items() if thread != own}
