@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesched.arguments import as_call, as_device
 from pipesched.body import Body, Chain
-from pipesched.capture import record
 from pipesched.captured import Captured, Cut
 from pipesched.checks import shown
 from pipesched.class_state import ClassAttribute, changed_classes, check_class_state, class_state
@@ -25,6 +24,7 @@ from pipesched.payload import pytree
 from pipesched.profiler import QUICK, Effort, measure_layers
 from pipesched.profiles import LayerCosts
 from pipesched.program import Program
+from pipesched.recorder import record
 from pipesched.stale import check_not_stale
 from pipesched.ties import Ties, Use
 from pipesched.untouched import is_of_user, names_of, set_aside, unchanged, untouched

@@ -17,11 +17,12 @@ from pipesched.dependencies import chain
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.interpreter import StageLike
 from pipesched.executors.local import Work
+from pipesched.executors.rendezvous import collective
 from pipesched.links import Link, Links
 from pipesched.lowering import lower
 from pipesched.payload import Payload
 from pipesched.program import Program
-from pipesched.sites import OverMesh, collective
+from pipesched.sites import OverMesh
 from pipesched.trace import Span
 
 __all__ = ["find_links", "measure_links", "probe_links"]

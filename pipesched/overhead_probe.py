@@ -32,13 +32,14 @@ from pipesched.costs import Costs
 from pipesched.dependencies import chain
 from pipesched.errors import DeviceCountError, InputError
 from pipesched.executors.local import Work
+from pipesched.executors.rendezvous import collective
 from pipesched.feed import Feed
 from pipesched.links import Link
 from pipesched.lowering import lower
 from pipesched.overheads import Overheads
 from pipesched.program import Program
 from pipesched.simulator import simulate
-from pipesched.sites import OverMesh, Site, collective, site_for
+from pipesched.sites import OverMesh, Site, site_for
 from pipesched.stage import Stage
 from pipesched.trace import Trace
 

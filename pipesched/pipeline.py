@@ -21,6 +21,7 @@ from pipesched.compiled import compiler
 from pipesched.ends import bring_ends, end_of
 from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline
+from pipesched.executors.rendezvous import collective
 from pipesched.feed import Feed
 from pipesched.gathered import Gathered
 from pipesched.initial import Init, Initial, built, check_model
@@ -38,7 +39,7 @@ from pipesched.program import Program
 from pipesched.reductions import LossReduction, resolve_loss
 from pipesched.sampled import Form, explained
 from pipesched.search import Offload, limits_of
-from pipesched.sites import InProcess, Inputs, OverMesh, collective, site_for
+from pipesched.sites import InProcess, Inputs, OverMesh, site_for
 from pipesched.stage_module import Wrap
 from pipesched.stream import Stream
 

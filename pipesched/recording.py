@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.capture import Capture, record
+from pipesched.capture import Capture
 from pipesched.class_state import ClassState, changed_classes, class_state, set_class_state
 from pipesched.containers import set_attributes
 from pipesched.errors import GraphError
+from pipesched.recorder import record
 from pipesched.untouched import names_of, no_graph, untouched
 
 __all__ = ["Recording", "recorded"]

@@ -3,9 +3,8 @@
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from functools import wraps
 from threading import Lock
-from typing import Any, Literal, NoReturn, Protocol, TypeVar, cast, get_args
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ from pipesched.executors.heartbeat import beating
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.executors.messages import look
 from pipesched.executors.parts import RankTimeline
-from pipesched.executors.rendezvous import Rendezvous
 from pipesched.layered import Layered, LayerError
 from pipesched.links import Link, Links
 from pipesched.overheads import Overheads
@@ -43,10 +41,9 @@ from pipesched.program import Program
 from pipesched.replay import Looks
 from pipesched.trace import Span
 
-__all__ = ["Executor", "InProcess", "Inputs", "OverMesh", "Parts", "Site", "collective", "site_for"]
+__all__ = ["Executor", "InProcess", "Inputs", "OverMesh", "Parts", "Site", "site_for"]
 
 T = TypeVar("T")
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: What ranks decide together is made of these, and of built-in types.
 _DECIDED = (
@@ -411,36 +408,6 @@ class OverMesh:
 
     def close(self) -> None:
         self.executor.close()
-
-
-def collective(function: _Function) -> _Function:
-    """A function that all ranks of a ``mesh=`` call: where it raises before they have met, the others hear of it too.
-
-    A method that makes ``_site`` ends that where it raises.
-    """
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        rendezvous = _rendezvous(kwargs.get("mesh", args[0] if args else None))
-        before = 0 if rendezvous is None else rendezvous.count
-        try:
-            return function(*args, **kwargs)
-        except BaseException as error:
-            site = getattr(args[0], "_site", None) if args else None
-            if site is not None:
-                site.abandon("making a pipeline", error)
-            elif rendezvous is not None and rendezvous.count == before:
-                rendezvous.fail(f"{type(error).__name__}: {error}")
-            raise
-
-    return cast(_Function, call)
-
-
-def _rendezvous(mesh: Any) -> Rendezvous | None:
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        return None
-    group = mesh.get_group()
-    return Rendezvous(group.get_group_store(), group.rank(), group.size())
 
 
 def site_for(

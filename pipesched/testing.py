@@ -13,7 +13,7 @@ from pipesched.arguments import as_function, as_seed, as_threads
 from pipesched.backward import edge_of
 from pipesched.batch import SplitDims, Splitter
 from pipesched.caller import Caller
-from pipesched.capture import Capture, record
+from pipesched.capture import Capture
 from pipesched.checks import is_count, shown
 from pipesched.costs import Costs, check_costs
 from pipesched.errors import InputError, ModelTypeError, ScheduleError
@@ -28,6 +28,7 @@ from pipesched.order import OrderFunction, Schedule
 from pipesched.order import schedule as schedule_of
 from pipesched.program import Program, check_program
 from pipesched.randomness import Key
+from pipesched.recorder import record
 from pipesched.reductions import LossReduction, resolve_loss
 from pipesched.simulator import simulate
 from pipesched.sites import InProcess

@@ -16,6 +16,7 @@ from pipesched.boundaries import Boundaries
 from pipesched.checks import as_list, is_count, shown
 from pipesched.confirmation import Run, confirmed_plan
 from pipesched.errors import DeviceCountError, InputError, PartitionError
+from pipesched.executors.rendezvous import collective
 from pipesched.keeping import Checkpoint
 from pipesched.layered import as_model, layered
 from pipesched.links import Links
@@ -27,7 +28,7 @@ from pipesched.profiles import Profile
 from pipesched.profiling import as_loss
 from pipesched.profiling import profile as measure
 from pipesched.search import Offload, Search
-from pipesched.sites import OverMesh, Site, collective, site_for
+from pipesched.sites import OverMesh, Site, site_for
 from pipesched.trace import Trace
 from pipesched.trial import Trial
 from pipesched.tuner import find_plan, too_small

@@ -200,7 +200,7 @@ def test_who_reads_the_word_in_the_store_can_run_nothing(tmp_path: Path) -> None
     store = distributed.HashStore()
     port = SocketPort(store, 1, "127.0.0.1", 5.0)
     stranger = SocketPort(store, 0, "127.0.0.1", 5.0)
-    incoming = Incoming(Ports(port, None), 0, 0)  # type: ignore[arg-type]
+    incoming = Incoming(Ports(port, None), 0, 0, Encoding())  # type: ignore[arg-type]
     incoming.open(("one",))
     poison = pickle.dumps(Runs(tmp_path / "ran"))
     header = bytearray(_HEADER)

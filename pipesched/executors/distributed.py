@@ -98,7 +98,7 @@ class DistributedExecutor:
             self._alarm.on_fault(connections.hang_up)
             self._links = links = connections.links
             ends = None if links is None else ends_over(links, connections.sockets, self.rank, self.encoding)
-            self._wire = Wire(Ports(connections.sockets, connections.port), _IDENTITY, ends, self.encoding)
+            self._wire = Wire(Ports(connections.sockets, connections.port), _IDENTITY, self.encoding, ends)
         with self._one_at_a_time("making a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
         end_in_children(self)

@@ -12,14 +12,18 @@ it: whoever changes it first, the rank or rank 0, decides.
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.errors import ExecutionError
 
-__all__ = ["AbsentError", "Rendezvous"]
+__all__ = ["AbsentError", "Rendezvous", "collective"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LOOK_S = 0.2  # how long rank 0 waits for one rank until it looks whether others have failed
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between two looks into the store
@@ -187,3 +191,33 @@ class Rendezvous:
             f"a rank that fails stops all; {text}, in making a pipeline; rank {self._rank} of {self._num_ranks} "
             f"stopped; mend the cause and make a new pipeline"
         )
+
+
+def collective(function: _Function) -> _Function:
+    """A function that all ranks of a ``mesh=`` call: where it raises before they have met, the others hear of it too.
+
+    A method that makes ``_site`` ends that where it raises.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        rendezvous = _rendezvous(kwargs.get("mesh", args[0] if args else None))
+        before = 0 if rendezvous is None else rendezvous.count
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            site = getattr(args[0], "_site", None) if args else None
+            if site is not None:
+                site.abandon("making a pipeline", error)
+            elif rendezvous is not None and rendezvous.count == before:
+                rendezvous.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    return cast(_Function, call)
+
+
+def _rendezvous(mesh: Any) -> Rendezvous | None:
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        return None
+    group = mesh.get_group()
+    return Rendezvous(group.get_group_store(), group.rank(), group.size())

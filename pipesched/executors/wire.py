@@ -70,12 +70,12 @@ class Outgoing:
         ports: Ports,
         peer: int,
         tag: int,
+        encoding: Encoding,
         counts: Counts | None = None,
         way: int = 0,
-        encoding: Encoding | None = None,
     ) -> None:
         self.book = Book()
-        self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding or Encoding()
+        self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding
         self._counts, self._way = counts or Counts.none(), way
         self._position = 0
         self._sent: deque[_Sent] = deque()
@@ -193,13 +193,13 @@ class Incoming:
         ports: Ports,
         peer: int,
         tag: int,
+        encoding: Encoding,
         counts: Counts | None = None,
         way: int = 0,
-        encoding: Encoding | None = None,
     ) -> None:
         self.book = Book()
         self.taken = 0
-        self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding or Encoding()
+        self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding
         self._counts, self._way = counts or Counts.none(), way
         self._posted: deque[_Posted] = deque()
         self._next = 0
@@ -289,7 +289,7 @@ class _Neighbour:
         self._port, self.peer = ports.short, peer
         counts = Counts.none()
         made: list[tuple[Any, Any]] = [
-            (Outgoing(ports, peer, tag, counts, way, encoding), Incoming(ports, peer, tag, counts, way, encoding))
+            (Outgoing(ports, peer, tag, encoding, counts, way), Incoming(ports, peer, tag, encoding, counts, way))
             if ends is None
             else ends(peer, tag, tag == _BACKWARD)
             for way, tag in enumerate((_FORWARD, _BACKWARD))
@@ -347,15 +347,13 @@ Messages = Mapping[int, Mapping[tuple[bool, bool], Sequence[Hashable]]]
 class Wire:
     """All channels of one rank; made when first used. names: what the parts of an identity are, for errors.
 
-    ends: makes those of runs; without it they go through the ports, as values beside runs always do. encoding: of
-    plain values.
+    encoding: of plain values. ends: makes those of runs; without it they go through the ports, as values beside runs
+    always do.
     """
 
-    def __init__(
-        self, ports: Ports, names: Sequence[str], ends: Ends | None = None, encoding: Encoding | None = None
-    ) -> None:
+    def __init__(self, ports: Ports, names: Sequence[str], encoding: Encoding, ends: Ends | None = None) -> None:
         self._ports, self._names, self._ends = ports, names, ends
-        self._encoding = encoding or Encoding()
+        self._encoding = encoding
         self._neighbours: dict[int, _Neighbour] = {}
         self._single: dict[tuple[bool, int, int], Outgoing | Incoming] = {}
 
@@ -390,7 +388,7 @@ class Wire:
 
     def tell(self, peer: int, tag: int, value: Any) -> None:
         """Send one value outside of runs, or beside them, without waiting."""
-        channel = self._single.setdefault((True, peer, tag), Outgoing(self._ports, peer, tag, encoding=self._encoding))
+        channel = self._single.setdefault((True, peer, tag), Outgoing(self._ports, peer, tag, self._encoding))
         assert isinstance(channel, Outgoing)
         channel.open(_ONE)
         channel.send(value)
@@ -402,7 +400,7 @@ class Wire:
 
     def ask(self, peer: int, tag: int) -> Callable[[], Any]:
         """Post the receive of such a value; what is returned waits for it."""
-        channel = self._single.setdefault((False, peer, tag), Incoming(self._ports, peer, tag, encoding=self._encoding))
+        channel = self._single.setdefault((False, peer, tag), Incoming(self._ports, peer, tag, self._encoding))
         assert isinstance(channel, Incoming)
         channel.open(_ONE)
         channel.post()

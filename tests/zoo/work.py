@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipesched import partition
-from pipesched.capture import tensors_in
 from pipesched.captured import Captured
+from pipesched.pattern import tensors_in
 from pipesched.untouched import untouched
 
 __all__ = ["counted", "even_boundaries", "shares"]
