@@ -1,7 +1,6 @@
 """Assembly: the parts of a model on a site, for one plan: what each of its stages runs, holds and updates."""
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from pipesched.stage_module import Wrap, wrapped_bodies
 from pipesched.stage_sizing import StageSizes
 from pipesched.ties import Ties
 from pipesched.updates import optimizers_for
+from pipesched.user_warning import warn
 from pipesched.versions import Uses
 
 __all__ = ["Assembly", "Division", "Whole"]
@@ -176,7 +176,7 @@ class Assembly:
             )
             if not isinstance(site, InProcess) or site.devices[home] != site.devices[rank]:
                 raise GraphError(what)
-            warnings.warn(f"{what}; its gradient agrees with an unpipelined loop's within rounding", stacklevel=2)
+            warn(f"{what}; its gradient agrees with an unpipelined loop's within rounding")
 
     def _written(self) -> list[set[str]]:
         """The names of buffers that forwards of each part write to; of a loss module all: it has not been seen."""

@@ -1,7 +1,6 @@
 """Automatic: schedule="auto": what of a pipeline's plan is searched for, and with which numbers."""
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -29,6 +28,7 @@ from pipesched.profiling import put_updates
 from pipesched.reductions import reduces
 from pipesched.search import Offload, Search, check_offload
 from pipesched.tuner import find_plan, too_small
+from pipesched.user_warning import warn
 
 __all__ = ["Automatic", "adds_up", "as_profile", "cores_of", "on_devices"]
 
@@ -118,7 +118,7 @@ class Automatic:
         )
         plan = find_plan(search)
         if why := too_small(plan, len(self.devices)):
-            warnings.warn(why, stacklevel=5)
+            warn(why)
         rows = -(-size // plan.program.num_microbatches)
         graph, beside = known.graph(rows), plan.costs.overheads if plan.costs else None
         return plan, {name: costs_of(graph, name) for name in graph}, beside, rows

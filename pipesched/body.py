@@ -1,6 +1,5 @@
 """Body: what a stage computes from what arrives: a chain of layers, or its part of a model's own forward."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.randomness import KeyedRandom, outside_state
+from pipesched.user_warning import warn
 
 __all__ = ["Body", "CallLayer", "Chain", "call_with"]
 
@@ -83,11 +83,10 @@ def _watching(call: CallLayer) -> CallLayer:
         before = outside_state()
         result = call(name, number, layer, args, kwargs)
         if outside_state() != before:
-            warnings.warn(
+            warn(
                 f"random numbers are keyed where the capture of a model sees them; layer {name!r} of an nn.Sequential, "
                 f"which is not captured, draws from Python's or numpy's global generator, so that the result depends "
-                f"on the schedule; draw from torch's, or call the layers in the forward of a module of your own",
-                stacklevel=2,
+                f"on the schedule; draw from torch's, or call the layers in the forward of a module of your own"
             )
         return result
 

@@ -1,7 +1,6 @@
 """Captured: a model of any code as layers in the order of their calls, and the bodies of its stages."""
 
 import copy
-import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence, Set
@@ -31,6 +30,7 @@ from pipesched.randomness import KeyedRandom
 from pipesched.recording import Recording, recorded
 from pipesched.replay import Look, Looks, Replay, StandIns
 from pipesched.ties import Ties, Use
+from pipesched.user_warning import warn
 from pipesched.whole_layers import opened
 
 __all__ = ["Captured", "Cut", "Replayed"]
@@ -78,10 +78,9 @@ class Captured:
             )
         self.written = {name for one in self.recordings.values() for name in one.written}
         if weights := [name for name, _ in model.named_parameters() if name in self.written]:
-            warnings.warn(
+            warn(
                 f"making a pipeline leaves the weights as they are; forwards of {type(model).__name__} write to "
-                f"{len(weights)} of them, such as {weights[0]!r}; they were put back",
-                stacklevel=2,
+                f"{len(weights)} of them, such as {weights[0]!r}; they were put back"
             )
         self.calls = {_unit(call): call for call in own.layer_calls}
         self.layers = {

@@ -7,7 +7,6 @@ labels, fits one way of counting.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from pipesched.outline import Outline
 from pipesched.pattern import positional
 from pipesched.payload import pytree
 from pipesched.untouched import untouched
+from pipesched.user_warning import warn
 
 __all__ = ["IGNORED", "counted_labels", "counts"]
 
@@ -151,9 +151,8 @@ def _fits(weights: list[float], losses: list[Tensor]) -> bool:
 
 
 def _unknown(why: str) -> str | None:
-    warnings.warn(
+    warn(
         f"micro-batches count as many labels as the model's own mean loss is over; which these are could not be told: "
-        f"{why}; each counts its rows; pass loss_weight=, or loss_reduction='sum' for a sum, or ignore this warning",
-        stacklevel=4,
+        f"{why}; each counts its rows; pass loss_weight=, or loss_reduction='sum' for a sum, or ignore this warning"
     )
     return None

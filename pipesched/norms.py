@@ -7,7 +7,6 @@ micro-batches (Chan et al. 1983); so the bits do not depend on the schedule, and
 micro-batches, of any sizes.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pipesched.graph import normalised_over_rows, with_running_statistics
 from pipesched.interception import Handler
 from pipesched.program import Program
 from pipesched.trades import Move, Trade, moved
+from pipesched.user_warning import warn
 
 __all__ = ["SENT_TYPES", "BatchNormMode", "MiniBatchNorms", "Norms"]
 
@@ -189,19 +189,17 @@ class MiniBatchNorms:
             return
         names = normalised_over_rows(model)
         if names and program.num_microbatches > 1:
-            warnings.warn(
+            warn(
                 f"BatchNorm sees one micro-batch at a time; layer {names[0]!r} and {len(names) - 1} others normalise "
                 f"each of {program.num_microbatches} micro-batches by itself; for running statistics of the whole "
-                f"batch pass batch_norm='mini-batch', for its gradient use a norm over features, else ignore this",
-                stacklevel=4,
+                f"batch pass batch_norm='mini-batch', for its gradient use a norm over features, else ignore this"
             )
         names = with_running_statistics(model)
         if names and program.num_weights < program.num_stages:
-            warnings.warn(
+            warn(
                 f"{program.name} runs part of the micro-batches on copies of the layers, whose buffers are not kept; "
                 f"layer {names[0]!r} and {len(names) - 1} others keep running statistics, then of the other "
-                f"micro-batches alone; for those of all pass batch_norm='mini-batch', or use a schedule of one chain",
-                stacklevel=4,
+                f"micro-batches alone; for those of all pass batch_norm='mini-batch', or use a schedule of one chain"
             )
 
     def of_stage(

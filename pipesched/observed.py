@@ -1,6 +1,5 @@
 """Observed: what a pipeline shows of itself: what was decided, traces, predictions, and the profile behind them."""
 
-import warnings
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,6 +44,7 @@ from pipesched.trace import Spans, Trace
 from pipesched.units import counted, quote_bytes
 from pipesched.untouched import set_aside
 from pipesched.upkeep import another, upkeep_of
+from pipesched.user_warning import warn
 from pipesched.wrapped import Wrapped
 
 __all__ = ["Observed"]
@@ -221,11 +221,10 @@ class Observed(Wrapped):
         more than its limit. What was measured is taken in proportion to rows. Warns in the first step of other sizes.
         """
         if self._step == 0 and self._planned_rows not in (0, max(rows)) and self._site.holds(0):
-            warnings.warn(
+            warn(
                 f"the plan was found for micro-batches of {counted(self._planned_rows, 'row')}, by the sample or "
                 f"batch_size; those of the first step have {counted(max(rows), 'row')}: {sum(rows)} rows in "
-                f"{counted(len(rows), 'micro-batch')}; pass batch_size={sum(rows)} to Pipeline",
-                stacklevel=4,
+                f"{counted(len(rows), 'micro-batch')}; pass batch_size={sum(rows)} to Pipeline"
             )
         limits = self._limits
         if limits is None or max(rows) <= max(self._planned_rows, self._now.most_rows):

@@ -1,7 +1,6 @@
 """Planned: a pipeline that is given one plan after another, and goes on as if it had always had the last one."""
 
 import time
-import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from math import inf
@@ -30,6 +29,7 @@ from pipesched.refinement import refined
 from pipesched.replanning import Replanned, certain, check_steps_left, layers_moved, strayed, verdict
 from pipesched.simulator import simulate
 from pipesched.sites import InProcess
+from pipesched.user_warning import warn
 
 __all__ = ["Planned"]
 
@@ -217,10 +217,9 @@ class Planned(Observed):
         self._site, self._now, self._splitter, self._stream = other, now, splitter, None
         self._runs.clear()
         if now.undriven:
-            warnings.warn(
+            warn(
                 f"a scheduler drives the optimizers that it was made with; those of stages {now.undriven} are new, "
-                f"with the settings of now; make schedulers for them too, of pipe.optimizers",
-                stacklevel=4,
+                f"with the settings of now; make schedulers for them too, of pipe.optimizers"
             )
 
     def _replannable(self) -> InProcess:

@@ -1,6 +1,5 @@
 """Profiler: layers + one micro-batch -> measured costs. The model is left as it was: weights, buffers, grads, RNG."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pipesched.randomness import outside_kept
 from pipesched.sizing import Layer, footprint_of
 from pipesched.stage import Stage
 from pipesched.untouched import attributes_kept, unchanged
+from pipesched.user_warning import warn
 
 __all__ = ["QUICK", "Between", "Effort", "measure_calls", "measure_layers"]
 
@@ -234,10 +234,9 @@ class _Survey:
             if self._doubts(kinds).keys() & {subject.name for subject in lap}:
                 self._time(lap, known=True)
         for name, why in self._doubts(kinds).items():
-            warnings.warn(
+            warn(
                 f"a profile is of layers on a machine that does nothing else; of layer {name!r} {why}, measured twice; "
-                f"measure again on an idle machine; where that is how it is, ignore this",
-                stacklevel=2,
+                f"measure again on an idle machine; where that is how it is, ignore this"
             )
 
     def _doubts(self, kinds: Mapping[str, Any]) -> dict[str, str]:

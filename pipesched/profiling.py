@@ -1,6 +1,5 @@
 """Profiling: a model and a sample -> a Profile: what its layers cost for micro-batches of several sizes."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -29,6 +28,7 @@ from pipesched.plausibility import doubt_of_sum
 from pipesched.profiler import Between, Effort, measure_calls
 from pipesched.profiles import TIMES, LayerCosts, Profile
 from pipesched.untouched import set_aside, unchanged, untouched
+from pipesched.user_warning import warn
 
 __all__ = ["as_loss", "profile", "put_updates"]
 
@@ -156,10 +156,9 @@ def _check_sum(
     calls = {"model": (model, unchanged(batch.inputs[0]))}
     whole = measure_calls(calls, (), device, threads, _EFFORT)["model"]
     if why := doubt_of_sum(costs, whole):
-        warnings.warn(
+        warn(
             f"layers and functions between them are all that a model takes; {why}; measure again on an idle machine; "
-            f"where that is how it is, what the model's code does besides is not in the profile",
-            stacklevel=3,
+            f"where that is how it is, what the model's code does besides is not in the profile"
         )
 
 

@@ -5,7 +5,6 @@ the first step on, until the weights are gathered, hooks on the modules with suc
 called, copied or saved outside the pipeline. Hooks are all that is kept: there are none before and none after.
 """
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from weakref import ref
 from torch import nn
 
 from pipesched.errors import ExecutionError
+from pipesched.user_warning import warn
 
 __all__ = ["Placement", "StaleGuard", "StaleHook", "check_not_stale", "release_model"]
 
@@ -107,7 +107,7 @@ class StaleHook:
             self.refuse(f"state_dict() of {type(module).__name__} was called")
         if not self._warned:
             self._warned = True
-            warnings.warn(self._said(f"state_dict() of {type(module).__name__} was called"), stacklevel=3)
+            warn(self._said(f"state_dict() of {type(module).__name__} was called"))
 
     def loaded(self, module: nn.Module, incompatible: Any) -> None:
         """After load_state_dict of the model: a whole one makes it whole. Hooks that torch is going through stay."""

@@ -1,6 +1,5 @@
 """Tuning: a model, or what was measured of it, and the devices there are -> the plan to run."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from os import PathLike
@@ -32,6 +31,7 @@ from pipesched.sites import OverMesh, Site, site_for
 from pipesched.trace import Trace
 from pipesched.trial import Trial
 from pipesched.tuner import find_plan, too_small
+from pipesched.user_warning import warn
 
 __all__ = ["tune"]
 
@@ -138,7 +138,7 @@ def tune(
         with _bar(progress) as told:
             plan = confirmed_plan(search, run, count, told) if count else find_plan(search, told)
         if why := too_small(plan, num_ranks):
-            warnings.warn(why, stacklevel=3)
+            warn(why)
         return plan
 
     where: dict[str, Any] = {"devices": devices} if mesh is None else {"mesh": mesh}
