@@ -10,9 +10,11 @@ from jobs_faults import Case
 from run_faults import outcomes
 from torch import distributed
 
+from pipesched.actions import Action, Kind
 from pipesched.executors import stuck
 from pipesched.executors.activity import ENDED, SILENT, Activity, State, blamed
 from pipesched.executors.alarm import Alarm
+from pipesched.executors.interpreter import Stamps
 from pipesched.executors.notices import Fault
 from pipesched.executors.stores import StoreLostError, asked
 
@@ -100,6 +102,18 @@ def test_what_a_rank_does_is_told_by_where_its_thread_is() -> None:
     working, waiting = call(layer), call(lambda: asked(done.wait, 60))
     assert (working.doing, working.what, working.place.endswith(" in layer")) == ("works", "a step", True)
     assert waiting.doing == "waits"
+
+
+def test_a_rank_that_receives_is_not_at_work_though_it_has_given_up() -> None:
+    """Its thread then puts away what the run held."""
+    activity, order = Activity(["rank 0", "rank 1"]), (Action(0, Kind.RECV_B, 0, 1), Action(0, Kind.B, 0))
+    stamps = Stamps.room_for(order)
+    activity.begin("a step")
+    activity.run(stamps, (0, 1))
+    stamps.starts[0] = time.perf_counter()
+    assert activity.state()[:3] == ("waits", "0RECV_B0<1 (stage 0, micro-batch 0)", "")
+    stamps.ends[0] = stamps.starts[1] = time.perf_counter()
+    assert activity.state()[:2] == ("works", "0B0 (stage 0, micro-batch 0)")
 
 
 class _Group:

@@ -111,6 +111,8 @@ class Activity:
         if isinstance(start, float):  # of a host's clock; a device's is read once the step has ended
             seconds = time.perf_counter() - start
         action = stamps.order[position]
+        if action.kind in _GIVEN_BY and doing == "works":
+            doing, place = "waits", ""  # or has just given up: its thread puts away what the run held
         what = f"{action} (stage {action.stage}, micro-batch {action.microbatch})"
         return State(doing, what, place, seconds, last)
 
