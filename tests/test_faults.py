@@ -28,6 +28,8 @@ CASES = [
     Case("hang", "first forward", 0),
     Case("raise", "update", 2, "rank 0"),
     Case("SIGKILL", "while measuring", 0),
+    Case("SIGSTOP", "before construction", 0, "rank 0"),
+    Case("SIGKILL", "while connecting", 0, "rank 0"),
 ]
 SHARDED = [
     Case("raise", "first backward", 3, num_ranks=4, replicas=2),

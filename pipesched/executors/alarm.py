@@ -274,11 +274,11 @@ class Alarm:
 
     # ---- a fault ----------------------------------------------------------------------------------------------
 
-    def ring(self, text: str, doing: Doing) -> Fault:
+    def ring(self, text: str, doing: Doing, ended: int | None = None) -> Fault:
         """Tell all ranks that this one fails, and end what it waits for. Returns what happened, as all of them see it.
 
-        doing: what failed; "raised" where the cause is this rank's own, else it is looked for. Takes some seconds where
-        ranks do not answer.
+        doing: what failed; "raised" where the cause is this rank's own, else it is looked for. ended: the rank of this
+        pipeline that ended its connection with this one. Takes some seconds where ranks do not answer.
         """
         ear, heard = self._ear, self.bell.rung
         text, state = text[:_LONGEST_TEXT], self.activity.state()._replace(doing=doing)
@@ -290,12 +290,12 @@ class Alarm:
             ear.hang_up()
             ear.settled.wait(2 * _PATIENCE_S)
         else:
-            self._look_for_the_cause(Fault(self.name, text, False), state)
+            self._look_for_the_cause(Fault(self.name, text, False), state, ended)
         ear.hang_up()
         assert ear.fault is not None
         return ear.fault
 
-    def _look_for_the_cause(self, guess: Fault, state: State) -> None:
+    def _look_for_the_cause(self, guess: Fault, state: State, ended: int | None) -> None:
         ear = self._ear
         ear.hear(guess, state)
         ours = told(guess, self._others(), _PATIENCE_S, until=ear.settled.is_set)
@@ -304,9 +304,9 @@ class Alarm:
         found = blamed({self.name: state, **ours}, self._timeout_s)
         elsewhere = self._elsewhere_now()
         theirs = told(guess, elsewhere, _PATIENCE_S / 2, until=ear.settled.is_set)
-        who, why = (
-            found or blamed(theirs, self._timeout_s) or self._suspect({self.name: state, **theirs}) or ([self.name], "")
-        )
+        left = None if ended is None else ([self._names[ended]], "it has left the pipeline")
+        found = found or blamed(theirs, self._timeout_s) or left or self._suspect({self.name: state, **theirs})
+        who, why = found or ([self.name], "")
         noticed = f"{why}; {self.name} noticed: " if why else ""
         fault = Fault(", ".join(who), noticed + guess.text, True)
         ear.hear(fault)

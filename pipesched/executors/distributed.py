@@ -387,7 +387,7 @@ class DistributedExecutor:
             doing = "waits" if others else doing_at(error)
             place = "".join(f", {note}" for note in getattr(error, "__notes__", []))
             text = f"{error if others else said(error)}{place or f', in {what}'}"
-            first = self._alarm.ring(text, doing)
+            first = self._alarm.ring(text, doing, getattr(error, "ended", None))
             self._fault = str(first)
             self._drop()
             if doing == "raised" or (doing == COLLECTIVE and first.who == self._alarm.name):

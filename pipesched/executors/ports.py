@@ -69,7 +69,11 @@ class Ports(NamedTuple):
 
 
 class ConnectionLostError(ExecutionError):
-    """A message did not come, or could not be sent."""
+    """A message did not come, or could not be sent. ended: the rank that ended the connection, where one did."""
+
+    def __init__(self, text: str, ended: int | None = None) -> None:
+        super().__init__(text)
+        self.ended = ended
 
 
 def awaited(work: Work, peer: int) -> None:
@@ -86,4 +90,4 @@ def lost(peer: int, error: RuntimeError) -> ConnectionLostError:
         return ConnectionLostError(str(error))
     if "Timed out" in str(error):
         return ConnectionLostError(f"nothing came from rank {peer} within the timeout")
-    return ConnectionLostError(f"the connection with rank {peer} ended ({error})")
+    return ConnectionLostError(f"the connection with rank {peer} ended ({error})", peer)

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -20,6 +21,7 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.errors import ExecutionError
+from pipesched.executors.stores import asked
 
 __all__ = ["AbsentError", "Rendezvous", "collective"]
 
@@ -27,6 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LOOK_S = 0.2  # how long rank 0 waits for one rank until it looks whether others have failed
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between two looks into the store
+_PATIENCE_S = 2.0  # for a store that does not answer
 _WAITING, _WITHDRAWN, _TOKEN, _FAILED = "waiting", "withdrawn", "token ", "failed "
 
 
@@ -43,7 +46,12 @@ class AbsentError(ExecutionError):
 
 
 class Rendezvous:
-    """One rank's side. store: of the group. Keys are those of this start of the job: torchelastic counts restarts."""
+    """One rank's side. store: of the group. Keys are those of this start of the job: torchelastic counts restarts.
+
+    announced: how often this process has announced something.
+    """
+
+    announced = 0
 
     def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -51,24 +59,19 @@ class Rendezvous:
         self._rank, self._num_ranks = rank, num_ranks
         self._withdrawn: set[int] = set()  # ranks that came and waited for as long as this one
 
-    @property
-    def count(self) -> int:
-        """How often this rank has announced something."""
-        return int(self._store.add(f"count/{self._rank}", 0))
-
     def meet(self, timeout_s: float) -> Any:
         """Wait for the other ranks. Returns a part of the store that they alone use.
 
         Raises ExecutionError that names the ranks that have not come, or the one that failed.
         """
         end_s = time.monotonic() + timeout_s
-        number = int(self._store.add(f"count/{self._rank}", 1))
+        number = self._announce()
         token = self._answers(end_s, timeout_s) if self._rank == 0 else self._answered(number, end_s, timeout_s)
         return distributed.PrefixStore(token, self._store)  # type: ignore[attr-defined]
 
     def fail(self, text: str) -> None:
         """Announce that this rank failed before it could come. It waits for nobody."""
-        number = int(self._store.add(f"count/{self._rank}", 1))
+        number = self._announce()
         said = f"{_FAILED}rank {self._rank} failed: {text}"
         if self._rank:
             self._change(self._rank, number, "", said)
@@ -76,6 +79,11 @@ class Rendezvous:
         else:
             self._store.set("taken/0", str(number))
             self._give_up(said, dict.fromkeys(range(1, self._num_ranks)))
+
+    def _announce(self) -> int:
+        """The number of this rank's next announcement."""
+        Rendezvous.announced += 1
+        return int(self._store.add(f"count/{self._rank}", 1))
 
     # ---- a rank that is answered ------------------------------------------------------------------------------
 
@@ -130,7 +138,7 @@ class Rendezvous:
         return token
 
     def _end_attempt(self) -> None:
-        self._store.set("taken/0", str(self.count))
+        self._store.set("taken/0", str(self._store.add("count/0", 0)))
 
     def _arrival(self, rank: int) -> int | None:
         """The number of the announcement that is to be answered next; None where it has not been made."""
@@ -202,15 +210,17 @@ def collective(function: _Function) -> _Function:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         rendezvous = _rendezvous(kwargs.get("mesh", args[0] if args else None))
-        before = 0 if rendezvous is None else rendezvous.count
+        before = Rendezvous.announced
         try:
             return function(*args, **kwargs)
         except BaseException as error:
             site = getattr(args[0], "_site", None) if args else None
             if site is not None:
                 site.abandon("making a pipeline", error)
-            elif rendezvous is not None and rendezvous.count == before:
-                rendezvous.fail(f"{type(error).__name__}: {error}")
+            elif rendezvous is not None and Rendezvous.announced == before:
+                text = f"{type(error).__name__}: {error}"
+                with suppress(RuntimeError):  # the store has ended, and the other ranks hear that
+                    asked(lambda: rendezvous.fail(text), _PATIENCE_S)
             raise
 
     return cast(_Function, call)
