@@ -5,7 +5,7 @@ import warnings
 
 __all__ = ["warn"]
 
-_BETWEEN = {"pipesched", "torch", "functools", "contextlib"}  # packages whose frames are not the user's
+_BETWEEN = {"pipesched", "torch", "functools", "contextlib", "click"}  # packages whose frames are not the user's
 
 
 def warn(text: str) -> None:

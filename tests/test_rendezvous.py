@@ -85,9 +85,7 @@ def test_nothing_is_left_of_an_earlier_start_of_the_job(monkeypatch: pytest.Monk
     with pytest.raises(ExecutionError, match=r"rank 0 has not come; rank 1 waited 0\.1 s"):
         Rendezvous(store, 1, 2).meet(0.1)
     Rendezvous(store, 0, 2).fail("InputError: wrong")
-    assert Rendezvous(store, 0, 2).count == 1
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert Rendezvous(store, 0, 2).count == 0
     assert meet(store, [0, 1])[0] == meet(store, [1, 0])[0] == "met"
 
 
