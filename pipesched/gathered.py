@@ -41,10 +41,11 @@ class Gathered(Planned):
         return isinstance(self._site, InProcess) or self._site.holds(self._now.owners.rank(name))
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole model's state, on every rank. Collective under a mesh."""
+        """The whole state of the model, on every rank, also of what ``wrap=`` has sharded. Collective under a mesh."""
         if not isinstance(self._site, OverMesh):
             return self.state_dict()
-        merged = {name: value for own in self._site.executor.exchange(self.state_dict()) for name, value in own.items()}
+        own = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in self.state_dict().items()}
+        merged = {name: value for share in self._site.executor.exchange(own) for name, value in share.items()}
         names = [*self._all_state(), *merged]  # the model's order; then what wrap has added on other ranks
         return {name: merged[name] for name in names if name in merged}
 
@@ -155,7 +156,7 @@ def _collect(
         takers = [rank for rank in targets if rank != source]
         for names in _batches(share) if takers else ():
             if executor.rank == source:
-                values = [_sent(tensors[name]) for name in names]
+                values = [_whole(tensors[name]).detach().cpu() for name in names]
                 executor.trade("weights", dict.fromkeys(takers, values), ())
             elif executor.rank in takers:
                 for name, value in zip(names, executor.trade("weights", {}, (source,))[source], strict=True):
@@ -176,10 +177,9 @@ def _batches(share: _Share) -> Iterator[list[str]]:
         yield names
 
 
-def _sent(tensor: Tensor) -> Tensor:
-    """The whole tensor on the host. A sharded one is gathered over its own mesh, as the other replicas of it do."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu()
+def _whole(tensor: Tensor) -> Tensor:
+    """The whole tensor. A sharded one is gathered over its own mesh, as the other replicas of it do."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _take(mine: Tensor, value: Tensor) -> None:

@@ -363,6 +363,11 @@ def fully_sharded(group: Any, kind: str, schedule: str, sharded: str, checkpoint
                 torch.testing.assert_close(parameter.full_tensor(), due[name])
             for optimizer in optimizers:
                 optimizer.zero_grad()
+        whole_state = pipe.full_state_dict()
+        assert {*whole_state} >= {*plain.state_dict()}
+        for name, value in plain.state_dict().items():
+            assert not isinstance(whole_state[name], DTensor)
+            torch.testing.assert_close(whole_state[name], value)
         pipe.gather_model()
         sharded_here = 0
         for name, value in (*own.named_parameters(), *own.named_buffers()):
