@@ -167,6 +167,15 @@ def test_a_store_that_does_not_answer_is_left() -> None:
     assert asked(lambda: 3, 60) == 3
 
 
+def test_what_is_asked_of_a_store_ends_where_a_rank_has_failed() -> None:
+    silent, given_up = threading.Event(), threading.Event()
+    given_up.set()
+    with pytest.raises(RuntimeError, match="Connection closed: a rank has failed"):
+        asked(silent.wait, 60, given_up)
+    silent.set()
+    assert asked(lambda: 3, 60, given_up) == 3
+
+
 # ---- ranks that are stuck in a collective ---------------------------------------------------------------------------
 
 
@@ -191,12 +200,12 @@ def test_a_stuck_rank_aborts_its_nccl_groups_and_then_ends_its_process(
     monkeypatch.setenv("PIPESCHED_END_STUCK_RANKS", setting)
     activity = _InCollective(["rank 0"])
     activity.begin("a step")
-    looks = stuck.Stuck(activity, timeout_s=5.0)
+    looks = stuck.Stuck(activity)
     while not ended and now[0] < 120:
         now[0] += 0.25
         looks.look("rank 0", "rank 1 failed: it raised")
-    assert aborted == [107.0]
-    assert (ended, now[0]) == (([], 120.0) if setting == "0" else ([1], 108.0))
+    assert aborted == [102.0]
+    assert (ended, now[0]) == (([], 120.0) if setting == "0" else ([1], 103.0))
     assert ("rank 1 failed: it raised; rank 0 is stuck in a collective" in capsys.readouterr().err) == bool(ended)
 
 

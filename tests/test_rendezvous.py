@@ -12,6 +12,8 @@ from torch import distributed
 from pipesched.errors import ExecutionError
 from pipesched.executors.rendezvous import Rendezvous
 
+NAMES = ["rank 0", "rank 1", "rank 2"]
+
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -83,8 +85,8 @@ def test_nothing_is_left_of_an_earlier_start_of_the_job(monkeypatch: pytest.Monk
     """Agents of torchelastic keep one store for all starts."""
     store = distributed.HashStore()
     with pytest.raises(ExecutionError, match=r"rank 0 has not come; rank 1 waited 0\.1 s"):
-        Rendezvous(store, 1, 2).meet(0.1)
-    Rendezvous(store, 0, 2).fail("InputError: wrong")
+        Rendezvous(store, 1, NAMES[:2]).meet(0.1)
+    Rendezvous(store, 0, NAMES[:2]).fail("InputError: wrong")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert meet(store, [0, 1])[0] == meet(store, [1, 0])[0] == "met"
 
@@ -104,9 +106,9 @@ def test_a_rank_that_withdrew_is_passed_over() -> None:
     store = distributed.HashStore()
     for _ in range(3):
         with pytest.raises(ExecutionError, match=r"rank 0 and rank 2 have not come; rank 1 waited 0\.05 s"):
-            Rendezvous(store, 1, 3).meet(0.05)
+            Rendezvous(store, 1, NAMES).meet(0.05)
     with pytest.raises(ExecutionError, match=r"rank 1 and rank 2 have not come; rank 0 waited 0\.05 s"):
-        Rendezvous(store, 0, 3).meet(0.05)
+        Rendezvous(store, 0, NAMES).meet(0.05)
     assert meet(store, [2, 1, 0]) == ["met"] * 3
 
 
@@ -116,7 +118,7 @@ def meet(store: Any, ranks: list[int], parts: dict[int, Any] | None = None) -> l
 
     def come(rank: int) -> None:
         try:
-            part = Rendezvous(store, rank, len(ranks)).meet(20)
+            part = Rendezvous(store, rank, NAMES[: len(ranks)]).meet(20)
             found[rank] = "met"
             if parts is not None:
                 parts[rank] = part

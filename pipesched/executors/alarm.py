@@ -22,7 +22,7 @@ from torch import distributed
 
 from pipesched.executors.activity import Activity, Doing, State, blamed
 from pipesched.executors.notices import LONGEST, Address, Fault, told
-from pipesched.executors.rendezvous import AbsentError
+from pipesched.executors.rendezvous import AbsentError, names_of, ranks_of
 from pipesched.executors.stores import Store, StoreLostError, asked, missing
 from pipesched.executors.stuck import Stuck
 
@@ -105,7 +105,7 @@ class _Ear:
                 if self._gone:
                     self._check_gone(self._gone)
                 if self.bell.rung and self.fault is not None:
-                    self._stuck = self._stuck or Stuck(self._activity, self._timeout_s)
+                    self._stuck = self._stuck or Stuck(self._activity)
                     self._stuck.look(self._name, str(self.fault))
 
     def _leave(self) -> None:
@@ -184,7 +184,7 @@ class Alarm:
         self.rank: int = group.rank()
         self._timeout_s = timeout_s
         self._job, ranks = _job_of(group)
-        self._names = [_name(rank, ranks[rank]) for rank in range(group.size())]
+        self._names = names_of(group)
         self._own_ranks = set(ranks)
         self.activity = Activity(self._names)
         self._ear = _Ear(host, self.activity, self.name, timeout_s)
@@ -195,6 +195,7 @@ class Alarm:
         self._own = Address(self.name, ranks[self.rank], host, port, self._ear.word.decode())
         self._addresses: list[Address] = []
         self._elsewhere: dict[int, Address] = {}
+        self._store_is_lost = False
         if self._job is not None:
             asked(self._announce, timeout_s)
         self.activity.begin(_MAKING)
@@ -207,6 +208,7 @@ class Alarm:
         self._addresses = self._awaited(store)
         self.activity.end()
         self._ear.addresses = self._others()
+        self.look_around()
         if len(self._addresses) > 1:
             self._watch(self._addresses[(self.rank + 1) % len(self._addresses)])
 
@@ -246,15 +248,20 @@ class Alarm:
         keys = [f"alarm/{rank}" for rank in range(len(self._names))]
         asked(lambda: store.set(keys[self.rank], json.dumps(self._own)), self._timeout_s)
         if absent := missing(store, keys, self._timeout_s):
-            raise AbsentError(absent, len(keys), self.rank, self._timeout_s)
+            raise AbsentError(absent, self._names, self.rank, self._timeout_s)
         return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
 
     def look_around(self) -> None:
         """Read where the ranks of other pipelines listen, before anything fails. It asks the job's store."""
-        if self._job is not None:
-            with suppress(RuntimeError):
-                self._elsewhere = asked(self._read_elsewhere, _PATIENCE_S)
-                self._ear.addresses = [*self._others(), *self._elsewhere.values()]
+        if self._job is None or self._store_is_lost:
+            return
+        try:
+            self._elsewhere = asked(self._read_elsewhere, _PATIENCE_S)
+        except StoreLostError:
+            self._store_is_lost = True  # it is waited for once
+        except RuntimeError:
+            return
+        self._ear.addresses = [*self._others(), *self._elsewhere.values()]
 
     def _read_elsewhere(self) -> dict[int, Address]:
         assert self._job is not None
@@ -289,6 +296,8 @@ class Alarm:
         elif heard:
             ear.hang_up()
             ear.settled.wait(2 * _PATIENCE_S)
+            assert ear.fault is not None
+            told(ear.fault, self._elsewhere_now(), _PATIENCE_S / 4)
         else:
             self._look_for_the_cause(Fault(self.name, text, False), state, ended)
         ear.hang_up()
@@ -348,16 +357,8 @@ def _end(outside: socket.socket, thread: threading.Thread) -> None:
 
 def _job_of(group: Any) -> tuple[Store | None, list[int]]:
     """(the store of the whole job, None where all its ranks are in this group; the group's ranks in the job)."""
-    size = group.size()
-    if not distributed.is_initialized():
-        return None, list(range(size))
-    try:
-        ranks = distributed.get_process_group_ranks(group)
-    except (ValueError, KeyError):  # a group that torch.distributed does not know
+    size, ranks = group.size(), ranks_of(group)
+    if not distributed.is_initialized() or ranks is None:
         return None, list(range(size))
     world = distributed.group.WORLD
     return (None if world is None or world.size() == size else world.get_group_store()), ranks
-
-
-def _name(rank: int, in_job: int) -> str:
-    return f"rank {rank}" if rank == in_job else f"rank {rank} (global rank {in_job})"

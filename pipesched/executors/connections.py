@@ -11,7 +11,7 @@ from pipesched.errors import ExecutionError
 from pipesched.executors.alarm import Alarm
 from pipesched.executors.device_wire import Links, links_for
 from pipesched.executors.ports import ConnectionLostError
-from pipesched.executors.rendezvous import AbsentError, Rendezvous
+from pipesched.executors.rendezvous import AbsentError, Rendezvous, names_of
 from pipesched.executors.sockets import SocketPort, own_host
 from pipesched.executors.stores import StoreLostError, asked
 
@@ -30,7 +30,7 @@ class Connections:
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
-        rendezvous = Rendezvous(group.get_group_store(), self.rank, self.num_ranks)
+        rendezvous = Rendezvous(group.get_group_store(), self.rank, names_of(group))
         self.store = asked(lambda: rendezvous.meet(timeout_s), timeout_s + _PATIENCE_S)
         self._device, self._timeout_s = device, timeout_s
 

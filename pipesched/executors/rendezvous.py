@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipesched.errors import ExecutionError
 from pipesched.executors.stores import asked
 
-__all__ = ["AbsentError", "Rendezvous", "collective"]
+__all__ = ["AbsentError", "Rendezvous", "collective", "names_of", "ranks_of"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -34,29 +34,45 @@ _WAITING, _WITHDRAWN, _TOKEN, _FAILED = "waiting", "withdrawn", "token ", "faile
 
 
 class AbsentError(ExecutionError):
-    """Some ranks have not come in time. ranks: these."""
+    """Some ranks have not come in time. ranks: these; names: of all ranks of the group."""
 
-    def __init__(self, ranks: Sequence[int], num_ranks: int, waiting: int, timeout_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], names: Sequence[str], waiting: int, timeout_s: float) -> None:
         self.ranks = tuple(ranks) or (0,)
-        who = " and ".join(f"rank {rank}" for rank in self.ranks) + (" has" if len(self.ranks) == 1 else " have")
+        who = " and ".join(names[rank] for rank in self.ranks) + (" has" if len(self.ranks) == 1 else " have")
         super().__init__(
-            f"all {num_ranks} ranks make their pipeline together; {who} not come; "
-            f"rank {waiting} waited {timeout_s:g} s; make it on every rank, or raise the timeout"
+            f"all {len(names)} ranks make their pipeline together; {who} not come; "
+            f"{names[waiting]} waited {timeout_s:g} s; make it on every rank, or raise the timeout"
         )
 
 
+def ranks_of(group: Any) -> list[int] | None:
+    """The job's ranks of a group's; None for a group that torch.distributed does not know."""
+    try:
+        return distributed.get_process_group_ranks(group) if distributed.is_initialized() else None
+    except (ValueError, KeyError):
+        return None
+
+
+def names_of(group: Any) -> list[str]:
+    """How errors name the ranks of a group: where the job's numbers are others, with both."""
+    ranks = ranks_of(group) or range(group.size())
+    return [f"rank {rank}" if rank == own else f"rank {rank} (global rank {own})" for rank, own in enumerate(ranks)]
+
+
 class Rendezvous:
-    """One rank's side. store: of the group. Keys are those of this start of the job: torchelastic counts restarts.
+    """One rank's side. store: of the group. names: of its ranks.
+
+    Keys are those of this start of the job: torchelastic counts restarts.
 
     announced: how often this process has announced something.
     """
 
     announced = 0
 
-    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: Any, rank: int, names: Sequence[str]) -> None:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = distributed.PrefixStore(f"pipesched/{restarts}", store)  # type: ignore[attr-defined]
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank, self._names, self._num_ranks = rank, names, len(names)
         self._withdrawn: set[int] = set()  # ranks that came and waited for as long as this one
 
     def meet(self, timeout_s: float) -> Any:
@@ -72,7 +88,7 @@ class Rendezvous:
     def fail(self, text: str) -> None:
         """Announce that this rank failed before it could come. It waits for nobody."""
         number = self._announce()
-        said = f"{_FAILED}rank {self._rank} failed: {text}"
+        said = f"{_FAILED}{self._names[self._rank]} failed: {text}"
         if self._rank:
             self._change(self._rank, number, "", said)
             self._store.set(f"came/{self._rank}/{number}", "")
@@ -189,15 +205,15 @@ class Rendezvous:
     # ---- errors -----------------------------------------------------------------------------------------------
 
     def _missing(self, absent: Sequence[int], timeout_s: float) -> AbsentError:
-        return AbsentError(absent, self._num_ranks, self._rank, timeout_s)
+        return AbsentError(absent, self._names, self._rank, timeout_s)
 
     def _stopped(self, said: str) -> ExecutionError:
         text = said.removeprefix(_FAILED)
         if not text.startswith("rank "):
             return ExecutionError(text)  # of rank 0, about a missing one
         return ExecutionError(
-            f"a rank that fails stops all; {text}, in making a pipeline; rank {self._rank} of {self._num_ranks} "
-            f"stopped; mend the cause and make a new pipeline"
+            f"a rank that fails stops all; {text}, in making a pipeline; {self._names[self._rank]} of "
+            f"{self._num_ranks} stopped; mend the cause and make a new pipeline"
         )
 
 
@@ -230,4 +246,4 @@ def _rendezvous(mesh: Any) -> Rendezvous | None:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         return None
     group = mesh.get_group()
-    return Rendezvous(group.get_group_store(), group.rank(), group.size())
+    return Rendezvous(group.get_group_store(), group.rank(), names_of(group))

@@ -211,6 +211,7 @@ class SocketPort:
 
     def __init__(self, store: Store, rank: int, host: str, timeout_s: float) -> None:
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
+        self._hung_up = threading.Event()
         self._word = secrets.token_bytes(16)  # who does not know it from the store is a stranger
         self._name = f"\0pipesched/{secrets.token_hex(16)}"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -239,7 +240,7 @@ class SocketPort:
         return _Reader(lambda: self._accept(from_, tag)).read
 
     def _connect(self, to: int, tag: int, limit_s: float) -> socket.socket:
-        host, port, name, word = json.loads(awaited_value(self._store, f"address/{to}", self._timeout_s))
+        host, port, name, word = json.loads(awaited_value(self._store, f"address/{to}", self._timeout_s, self._hung_up))
         connection = _connected(name) or socket.create_connection((host, port), limit_s)
         connection.settimeout(None)
         if not _is_in_memory(connection):
@@ -318,6 +319,7 @@ class SocketPort:
 
     def hang_up(self) -> None:
         """End every wait of this rank, and of those that wait for it."""
+        self._hung_up.set()
         for sender in list(self._senders.values()):  # another thread may add one
             sender.hang_up()
         for end in [*self._listeners, *list(self._greeting), *list(self._accepted.values())]:

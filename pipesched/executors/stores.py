@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -12,6 +13,7 @@ from torch import distributed
 __all__ = ["Store", "StoreLostError", "asked", "awaited_value", "missing"]
 
 T = TypeVar("T")
+_GLANCE_S = 0.1  # between two looks whether a wait has been given up
 _PATIENCE_S = 2.0  # beyond the time that the store itself is to wait
 
 
@@ -43,10 +45,11 @@ class StoreLostError(RuntimeError):
         super().__init__(f"{where} the store of the process group, which {why}")
 
 
-def asked(ask: Callable[[], T], limit_s: float) -> T:
+def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None = None) -> T:
     """Call ``ask``, which asks a store. Raises what it raises, and StoreLostError where no answer comes in time.
 
     It is called in a thread of its own. A thread without an answer is left behind: torch has no way to end its wait.
+    given_up: set it to end the wait at once, with a RuntimeError.
     """
     answers: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
 
@@ -57,10 +60,17 @@ def asked(ask: Callable[[], T], limit_s: float) -> T:
             answers.put((None, error))
 
     threading.Thread(target=answer, name="pipesched store", daemon=True).start()
-    try:
-        value, error = answers.get(timeout=limit_s)
-    except Empty:
-        raise StoreLostError(f"did not answer within {limit_s:g} s") from None
+    end_s = time.monotonic() + limit_s
+    while True:
+        left_s = end_s - time.monotonic()
+        try:
+            value, error = answers.get(timeout=max(0.0, left_s if given_up is None else min(left_s, _GLANCE_S)))
+            break
+        except Empty:
+            if given_up is not None and given_up.is_set():
+                raise RuntimeError("Connection closed: a rank has failed") from None
+            if left_s <= 0:
+                raise StoreLostError(f"did not answer within {limit_s:g} s") from None
     if isinstance(error, distributed.DistNetworkError):
         raise StoreLostError(f"has ended ({str(error).splitlines()[0]})") from None
     if error is not None:
@@ -68,14 +78,14 @@ def asked(ask: Callable[[], T], limit_s: float) -> T:
     return value  # type: ignore[return-value]  # what ask returned
 
 
-def awaited_value(store: Store, key: str, timeout_s: float) -> Any:
-    """A key's value, once it is there. Raises RuntimeError where it does not come in time."""
+def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.Event | None = None) -> Any:
+    """A key's value, once it is there. Raises RuntimeError where it comes too late. given_up: as for ``asked``."""
 
     def ask() -> Any:
         store.wait([key], timedelta(seconds=timeout_s))
         return store.get(key)
 
-    return asked(ask, timeout_s + _PATIENCE_S)
+    return asked(ask, timeout_s + _PATIENCE_S, given_up)
 
 
 def missing(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:

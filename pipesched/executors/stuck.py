@@ -16,7 +16,7 @@ from pipesched.executors.activity import COLLECTIVE, Activity
 __all__ = ["Stuck"]
 
 _SETTING = "PIPESCHED_END_STUCK_RANKS"
-_GRACE_S = 2.0  # beyond the timeout; and what a rank gets that heard of the fault later than that
+_GRACE_S = 2.0  # from the moment when a rank hears of a fault
 _SEEN_S = 1.0  # for which it is seen in one collective
 EXIT_CODE = 1
 
@@ -24,8 +24,8 @@ EXIT_CODE = 1
 class Stuck:
     """Looks, from the moment when a rank hears of a fault, whether that rank is stuck in a collective."""
 
-    def __init__(self, activity: Activity, timeout_s: float) -> None:
-        self._activity, self._timeout_s = activity, timeout_s
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
         self._heard_s = time.monotonic()
         self._place: tuple[int, int] | None = None  # of the innermost call
         self._seen_s = 0.0
@@ -37,8 +37,7 @@ class Stuck:
         place = self._activity.innermost() if self._activity.doing()[0] == COLLECTIVE else None
         if place != self._place:
             self._place, self._seen_s = place, now
-        late = max(self._heard_s, self._activity.since_s + self._timeout_s) + _GRACE_S
-        if now < late:
+        if now < self._heard_s + _GRACE_S:
             return
         if not self._aborted and (self._activity.call or place is not None):
             self._aborted = True
