@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pipesched.bounds import lower_bound as lower_bound
     from pipesched.costs import Costs as Costs
     from pipesched.files import load_program as load_program
-    from pipesched.layered import graph_of as graph_of
+    from pipesched.layered_costs import graph_of as graph_of
     from pipesched.link_probe import probe_links as probe_links
     from pipesched.links import Link as Link
     from pipesched.links import Links as Links
@@ -71,7 +71,7 @@ _HOME = {
     "Span": "trace",
     "StepLog": "step_log",
     "Trace": "trace",
-    "graph_of": "layered",
+    "graph_of": "layered_costs",
     "load_program": "files",
     "lower": "lowering",
     "lower_bound": "bounds",

@@ -1,9 +1,8 @@
 """Captured: a model of any code as layers in the order of their calls, and the bodies of its stages."""
 
 import copy
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
@@ -13,17 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.body import Body, CallLayer
-from pipesched.capture import Call, Capture, FunctionCall, Value
+from pipesched.capture import Call, Capture, Value
 from pipesched.class_state import check_class_state
 from pipesched.containers import Twin
-from pipesched.contents import lacks_contents
 from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.flow import flow_of, gap, narrowest, unused, with_costs
 from pipesched.graph import installs_recorders
 from pipesched.pattern import named_leaves, positional, tensors_in
 from pipesched.payload import Apart, choose_rows, pytree
-from pipesched.profiler import QUICK, Between, Effort, measure_calls
 from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.randomness import KeyedRandom
@@ -153,34 +150,6 @@ class Captured:
                     )
         return [call.place for call in found]
 
-    def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
-        """What each layer costs, with those after it that no stage may begin with, and the functions between."""
-        capture = self.captures[self.model.training]
-        trained = capture.trained(
-            {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        )
-        calls = {}
-        for name, call in self.calls.items():
-            layer = _as_told(self.modules[call.layer], capture, call)
-            given = FunctionCall(layer, capture.examples[call.index], capture.taken[call.index])
-            calls[name] = layer, _with_grads(given, trained)
-        index_of = {name: call.index for name, call in self.calls.items()}
-        if not lacks_contents(self.model):
-            for call in capture.calls:
-                if not (call.layer or call.reads or call.sealed or call.index in capture.free):
-                    between = capture.functions[call.index]
-                    name = f"{call}:{call.index}"
-                    calls[name] = Between(between.function), _with_grads(between, trained)
-                    index_of[name] = call.index
-        calls = dict(sorted(calls.items(), key=lambda item: index_of[item[0]]))
-        begins = self._begins(capture)
-        names, starts = list(begins), list(begins.values())
-        costs: dict[str, LayerCosts] = {}
-        for name, own in measure_calls(calls, (), device, intra_op_threads, effort).items():
-            begin = names[bisect_right(starts, index_of[name]) - 1]
-            costs[begin] = costs[begin] + own if begin in costs else own
-        return costs
-
     def passed(self) -> Generator[tuple[str, Any]]:
         """Nothing: between its stages pass single tensors, and numbers."""
         yield from ()
@@ -195,7 +164,7 @@ class Captured:
         results = self.captures[self.model.training].results
         return results[0].detach() if len(results) == 1 else None
 
-    def _begins(self, capture: Capture) -> dict[str, int]:
+    def begins(self, capture: Capture) -> dict[str, int]:
         """The first call of each layer, with the code before it that belongs to it."""
         order = list(self.calls)
         return {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
@@ -203,7 +172,7 @@ class Captured:
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         """The layers as a graph, with what is known of their costs."""
         capture = self.captures[self.model.training]
-        return with_costs(flow_of(self.model, capture, self._begins(capture)), costs)
+        return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
 
     def _parts(self, cut: Cut) -> dict[bool, list[Part]]:
         """By mode, what each stage runs."""
@@ -389,25 +358,6 @@ def _tensors(layers: Iterable[nn.Module]) -> list[Tensor]:
 
 def _unit(call: Call) -> str:
     return f"{call.layer}#{call.number + 1}" if call.number else call.layer
-
-
-def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
-    """The layer with the attributes that code between layers had given to it."""
-    if call.index not in capture.told:
-        return layer
-    copy = Twin(layer).layer
-    copy.__dict__.update(capture.told[call.index])
-    return copy
-
-
-def _with_grads(between: FunctionCall, trained: Set[Value]) -> Any:
-    """The arguments of a function; of what is trained gradients are asked for."""
-    leaves, spec = pytree.tree_flatten(between.arguments)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for place, value in zip(places, between.values, strict=False):
-        if value in trained and leaves[place].is_floating_point():
-            leaves[place] = leaves[place].detach().requires_grad_()
-    return pytree.tree_unflatten(leaves, spec)
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:

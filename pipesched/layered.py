@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesched.arguments import as_call, as_device
 from pipesched.body import Body, Chain
 from pipesched.captured import Captured, Cut
 from pipesched.checks import shown
@@ -21,16 +20,15 @@ from pipesched.errors import InputError, ModelTypeError
 from pipesched.flow import flow_of, row_of, with_costs
 from pipesched.graph import check_hooks, check_initialised, is_compiled, is_in_a_row, layers_of
 from pipesched.payload import pytree
-from pipesched.profiler import QUICK, Effort, measure_layers
 from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.recorder import record
 from pipesched.stale import check_not_stale
 from pipesched.ties import Ties, Use
-from pipesched.untouched import is_of_user, names_of, set_aside, unchanged, untouched
+from pipesched.untouched import is_of_user, names_of, unchanged, untouched
 from pipesched.whole_layers import as_whole_layers
 
-__all__ = ["LayerError", "Layered", "graph_of", "as_model", "layered", "stages_of"]
+__all__ = ["LayerError", "Layered", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
@@ -64,9 +62,6 @@ class Layered(Protocol):
         """The calls of modules that run as a layer, (name, how many of it came before). again: each is to run again by
         itself. Raises GraphError where one cannot.
         """
-
-    def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
-        """What each layer costs."""
 
     sample: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -175,31 +170,6 @@ def _check_is_open(model: nn.Module) -> None:
             )
 
 
-def graph_of(
-    model: nn.Module, sample: Any, *, measured: bool = True, device: Any = "cpu", whole_layers: Collection[str] = ()
-) -> "nx.DiGraph[str]":
-    """The layers of a model as a graph, as they are cut into stages.
-
-    sample: one micro-batch, as for ``Pipeline``. Nodes are layers with which a stage may begin, under their names and
-    in the order of their calls: a layer's second call is ``name#2``; what runs between layers belongs to one of them.
-    Nodes have ``parameters`` and ``buffers`` (their names in the model; a tied one is in several nodes),
-    ``num_parameters``, ``parameter_bytes``, and ``output_bytes`` (what later layers use, and the model's output). An
-    edge leads from a layer to one that uses what it gives: ``bytes``, and ``tensors``, the bytes of each by a name: a
-    tensor that several layers use has one name. What every stage computes by itself, such as masks, makes no edge.
-    measured: each layer is run several times on ``device``, by one thread: nodes then also have ``forward_s``,
-    ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and ``activation_bytes`` (held from forward to backward).
-    whole_layers: modules that are one layer each, as for ``Pipeline``. `pipesched.partition` cuts such a graph. The
-    model is left as it was. Raises GraphError, ModelTypeError, InputError.
-    """
-    where, whole = as_device(device), as_model(model)
-    known = layered(whole, as_call(sample), whole_layers)
-    if not measured:
-        return known.graph({})
-    with set_aside(whole):
-        costs = known.measure(where, 1)
-    return known.graph(costs)
-
-
 class InARow:
     """An nn.Sequential whose layers share nothing."""
 
@@ -235,9 +205,6 @@ class InARow:
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
         """Its own."""
         return [(layer, 0)]
-
-    def measure(self, device: torch.device, intra_op_threads: int, effort: Effort = QUICK) -> dict[str, LayerCosts]:
-        return measure_layers(self.layers, self.sample, device, intra_op_threads, effort)
 
     output_form = None
 

@@ -24,6 +24,7 @@ from pipesched.executors.local import Timeline
 from pipesched.footprint import SCALARS_BYTES
 from pipesched.keeping import Checkpoint, checkpoint_in_words, offloading
 from pipesched.layered import Layered
+from pipesched.layered_costs import measure
 from pipesched.links import Links
 from pipesched.losses import with_supposed_loss
 from pipesched.memory import AHEAD, RankMemory, rank_memory
@@ -365,7 +366,7 @@ class Observed(Wrapped):
             effort = replace(QUICK, crowds=crowds and not lacks_contents(self.model))
             self._settle()  # the layers are called from this thread
             with self._guard.lifted(), set_aside(self.model, self.loss_fn):
-                profile = self._layered.measure(self._site.devices[0], self._threads, effort)
+                profile = measure(self._layered, self._site.devices[0], self._threads, effort)
                 if self.loss_fn is not None and not lacks_contents(self.model):
                     (last, costs), where = profile.popitem(), self._site.devices[0]
                     costs = with_supposed_loss(costs, self.loss_fn, self._layered.output(), where, self._threads)

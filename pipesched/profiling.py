@@ -20,6 +20,7 @@ from pipesched.contents import lacks_contents
 from pipesched.errors import InputError
 from pipesched.fingerprint import code_of, device_name, fingerprint, form_of
 from pipesched.layered import as_model, layered
+from pipesched.layered_costs import measure
 from pipesched.losses import loss_costs, with_loss_bytes
 from pipesched.offloads import host_bytes_per_s
 from pipesched.optimizer_costs import Update, measure_updates
@@ -95,7 +96,7 @@ def profile(
     for number, (count, own_passes) in product(range(_PASSES), passes.items()):
         effort = replace(_CROWDED, checks=number == _PASSES - 1)
         with set_aside(chain, loss):
-            own_passes.append(known[count].measure(where, threads, effort))
+            own_passes.append(measure(known[count], where, threads, effort))
             if count == has and effort.checks:
                 _check_sum(own_passes[-1], chain, batches[count], where, threads)
             if loss is not None:

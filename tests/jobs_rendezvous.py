@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import pipesched
-from pipesched import Pipeline, layered
+from pipesched import Pipeline, layered_costs
 from pipesched.errors import PipeschedError
 from pipesched.executors import distributed as distributed_executor
 from pipesched.testing import reference_step
@@ -96,7 +96,7 @@ def measures_for_long(group: Any, how: str) -> str:
     """Rank 0 measures for longer than the timeout; once through, once it fails, once it is stopped, once it hangs."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    real = layered.measure_layers
+    real = layered_costs.measure_layers
 
     def measured(*args: Any, **kwargs: Any) -> Any:
         if how == "hangs":
@@ -110,7 +110,7 @@ def measures_for_long(group: Any, how: str) -> str:
         return real(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layered, "measure_layers", measured)
+        patch.setattr(layered_costs, "measure_layers", measured)
         patch.setattr(distributed_executor.DistributedExecutor, "deal", distributed_executor.DistributedExecutor.deal)
         return said(lambda: trained(made(group, model, boundaries=None, schedule="1f1b", timeout=4)))
 
