@@ -20,12 +20,13 @@ from pipesched.contents import put_on
 from pipesched.ends import end_of
 from pipesched.errors import GraphError
 from pipesched.executors.local import Work
-from pipesched.feed import Feed, Head
+from pipesched.feed import Feed
 from pipesched.graph import Members
 from pipesched.inheritance import Inheritance
 from pipesched.initial import Initial
 from pipesched.keeping import keep_by_layer, offloading
 from pipesched.layered import Layered
+from pipesched.loss import Head
 from pipesched.moving import own_buffers
 from pipesched.norms import BatchNormMode, MiniBatchNorms
 from pipesched.owners import Owners

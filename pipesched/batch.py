@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipesched.checks import shown
 from pipesched.errors import InputError
-from pipesched.feed import loss_entry
+from pipesched.loss import loss_entry
 from pipesched.payload import choose_rows, gather, opened, pytree, rows_of, split, trainable_leaves
 from pipesched.reductions import LossReduction
 

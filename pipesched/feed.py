@@ -1,18 +1,16 @@
-"""Feed: what a step gives to its stages and takes from them; and how a loss comes about."""
+"""Feed: what a step gives to its stages and takes from them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from pipesched.body import call_with
-from pipesched.errors import InputError
 from pipesched.payload import Gradients, Payload
 from pipesched.randomness import Key
 
-__all__ = ["Feed", "Head", "loss_entry"]
+__all__ = ["Feed"]
 
 
 @dataclass
@@ -43,33 +41,3 @@ class Feed:
             return Key(self.seed, self.step, microbatch)
         steps, own = divmod(microbatch, self.step_size)
         return Key(self.seed, self.step + steps, own)
-
-
-@dataclass(frozen=True)
-class Head:
-    """How the loss comes about on the last stage: the user's loss function, or none for the model's own loss."""
-
-    loss_fn: Callable[[Any, Any], Any] | None
-
-    def loss(self, output: Any, target: Any, own: Mapping[str, Tensor]) -> Tensor:
-        """The scalar loss of one micro-batch. own: in place of a loss module's tensors. Raises InputError for none."""
-        if self.loss_fn is not None:
-            loss = call_with(own, self.loss_fn, (output, target), {}) if own else self.loss_fn(output, target)
-            return _scalar(loss, "what loss_fn(output, target) returns")
-        return _scalar(loss_entry(output), "without loss_fn the model's output, or its 'loss',")
-
-
-def loss_entry(output: Any) -> Any:
-    """A model's own loss: its output, or the ``loss`` there."""
-    if isinstance(output, Tensor):
-        return output
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-
-
-def _scalar(loss: Any, what: str) -> Tensor:
-    if isinstance(loss, Tensor) and loss.dim() == 0:
-        return loss
-    shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise InputError(
-        f"{what} is a scalar loss; got {shape}; pass loss_fn= and reduce it with mean() or sum(), or call forward"
-    )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.contents import lacks_contents
-from pipesched.feed import loss_entry
+from pipesched.loss import loss_entry
 from pipesched.outline import Outline
 from pipesched.pattern import positional
 from pipesched.payload import pytree

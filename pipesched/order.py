@@ -33,7 +33,7 @@ from pipesched.errors import ScheduleError
 from pipesched.placement import Placement, PlacementRule
 from pipesched.program import Program
 
-__all__ = ["Order", "Schedule", "Shape", "loop", "linear", "schedule", "v"]
+__all__ = ["Order", "Schedule", "Shape", "linear", "loop", "schedule", "v"]
 
 linear, loop, v = placement.linear, placement.loop, placement.v
 

@@ -17,9 +17,10 @@ from pipesched.backward import Deferral, edge_of, enter
 from pipesched.body import Body, Chain, call_with
 from pipesched.compiled import Compiled
 from pipesched.errors import ExecutionError, InputError
-from pipesched.feed import Feed, Head
+from pipesched.feed import Feed
 from pipesched.interception import Intercept
 from pipesched.keeping import Keep
+from pipesched.loss import Head
 from pipesched.moving import Moving
 from pipesched.norms import Norms
 from pipesched.offloads import Offloads, addresses

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from pipesched.caller import Caller
 from pipesched.captured import Captured, Cut
 from pipesched.costs import Costs
-from pipesched.feed import Feed, Head
+from pipesched.feed import Feed
 from pipesched.footprint import Footprint, of_stage
 from pipesched.keeping import Keep
 from pipesched.ledger import books_of
+from pipesched.loss import Head
 from pipesched.memory import Message
 from pipesched.payload import Apart, Payload, pytree
 from pipesched.program import Program

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pipesched.arguments import as_call
 from pipesched.batch import SplitDims, Splitter
 from pipesched.contents import is_expanded
-from pipesched.feed import loss_entry
 from pipesched.layered import as_model, layered
+from pipesched.loss import loss_entry
 from pipesched.payload import pytree
 from pipesched.pipeline import Pipeline
 from pipesched.plan import Plan

@@ -13,7 +13,8 @@ from pipesched.batch import Splitter
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import Work
 from pipesched.executors.messages import look
-from pipesched.feed import Feed, Head
+from pipesched.feed import Feed
+from pipesched.loss import Head
 from pipesched.lowering import add_recompute, halves, lower
 from pipesched.stage import Stage
 from pipesched.testing import reference_step

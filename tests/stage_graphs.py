@@ -17,8 +17,9 @@ from pipesched.body import Chain
 from pipesched.executors.distributed import DistributedExecutor
 from pipesched.executors.local import Work
 from pipesched.executors.messages import look
-from pipesched.feed import Feed, Head
+from pipesched.feed import Feed
 from pipesched.interception import Intercept
+from pipesched.loss import Head
 from pipesched.lowering import lower
 from pipesched.payload import Apart, pytree
 from pipesched.randomness import Key, KeyedRandom

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 import pipesched
-from pipesched.feed import Feed, Head
+from pipesched.feed import Feed
 from pipesched.interception import COMPOSITES, Intercept
+from pipesched.loss import Head
 from pipesched.payload import Payload
 from pipesched.randomness import Key, KeyedRandom
 from pipesched.stage import Stage

@@ -14,7 +14,7 @@ from pipesched.errors import ExecutionError
 from pipesched.payload import Apart
 from pipesched.program import Program
 
-__all__ = ["Rank", "Stamps", "StageLike", "Timer", "Transport", "interpret"]
+__all__ = ["Rank", "StageLike", "Stamps", "Timer", "Transport", "interpret"]
 
 
 class StageLike(Protocol):
