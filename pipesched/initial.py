@@ -26,7 +26,7 @@ from pipesched.contents import give_contents, lacks_contents
 from pipesched.errors import GraphError, InputError, ModelTypeError
 from pipesched.graph import is_in_a_row, layers_of
 from pipesched.owners import Owners
-from pipesched.sites import Site
+from pipesched.trades import RankDevices
 from pipesched.weight_files import WeightFiles
 
 __all__ = ["Init", "Initial", "built", "check_model"]
@@ -150,7 +150,7 @@ class Initial:
         state = self._model.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
-    def fill(self, owners: Owners, site: Site) -> None:
+    def fill(self, owners: Owners, site: RankDevices) -> None:
         """Make the contents of what belongs to the ranks of this process, and of the buffers that lie in no layer.
 
         Raises GraphError that names what nothing fills; over a mesh other ranks hear of it.

@@ -150,4 +150,5 @@ class Loose(nn.Module):
                 self.register_buffer(name.replace(".", "/"), buffers[name])
 
     def forward(self) -> list[Tensor]:
+        """The tensors that stand for them now."""
         return [*self.parameters(), *self.buffers()]

@@ -1,14 +1,14 @@
 """Trades: what ranks give each other beside a program's messages, all that one has for another in one message."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from pipesched.contents import is_expanded
 
-__all__ = ["Move", "Trade", "copy_into", "moved"]
+__all__ = ["Move", "RankDevices", "Trade", "copy_into", "moved"]
 
 #: (rank that has a value, rank that gets it, what makes it)
 Move = tuple[int, int, Callable[[], Any]]
@@ -22,6 +22,20 @@ class Trade(Protocol):
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
         """Give values to other ranks, and take what those in ``sources`` give to this one."""
+
+
+class RankDevices(Protocol):
+    """Which device each rank has, and which ranks run in this process."""
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """One a rank."""
+
+    def holds(self, rank: int) -> bool:
+        """Whether the rank runs in this process."""
+
+    def fail(self, what: str, error: Exception) -> NoReturn:
+        """Raise the error, and tell the ranks of other processes."""
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:

@@ -6,15 +6,49 @@ forwards by turns, and weight gradients where it would wait or where memory is f
 combinations are tried, and the shortest wins.
 """
 
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from pipesched.costs import Costs
 from pipesched.errors import ScheduleError
 from pipesched.order import Order, Shape
 
-__all__ = ["zero_bubble"]
+__all__ = ["StageTimes", "zero_bubble"]
+
+
+class StageTimes(Protocol):
+    """What the heuristic reads of ``pipesched.Costs``: seconds, one a stage, and of a transfer."""
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages."""
+
+    @property
+    def forward_s(self) -> Sequence[float]:
+        """Of F."""
+
+    @property
+    def input_grad_s(self) -> Sequence[float]:
+        """Of I."""
+
+    @property
+    def weight_grad_s(self) -> Sequence[float]:
+        """Of W."""
+
+    @property
+    def transfer_s(self) -> float:
+        """Of a message between neighbours."""
+
+
+class _Equal(NamedTuple):
+    """Every action takes a second, and no message any time."""
+
+    num_stages: int
+    forward_s: Sequence[float]
+    input_grad_s: Sequence[float]
+    weight_grad_s: Sequence[float]
+    transfer_s: float = 0
 
 
 class Switches(NamedTuple):
@@ -26,7 +60,7 @@ class Switches(NamedTuple):
 
 
 def zero_bubble(
-    shape: Shape, costs: Costs | None, *, max_in_flight: int | None, weight_grad_share: float
+    shape: Shape, costs: StageTimes | None, *, max_in_flight: int | None, weight_grad_share: float
 ) -> list[Order]:
     """The orders of all ranks, one stage each, with the shortest span that the heuristic finds.
 
@@ -35,7 +69,9 @@ def zero_bubble(
     1 counts it whole until the end of W. ZB-H1 competes too, where the limit allows it, so the span is no longer.
     Raises ScheduleError for costs of another number of stages, a limit below 1 and a share that is none.
     """
-    costs = Costs.uniform(shape.num_stages) if costs is None else costs
+    if costs is None:
+        ones = [1.0] * shape.num_stages
+        costs = _Equal(shape.num_stages, forward_s=ones, input_grad_s=ones, weight_grad_s=ones)
     limit = shape.num_ranks if max_in_flight is None else max_in_flight
     _check(shape, costs, limit, weight_grad_share)
     choices: list[Switches | None] = [Switches(*each) for each in product((False, True), repeat=3)]
@@ -46,8 +82,8 @@ def zero_bubble(
     return [rank.order for rank in best.ranks]
 
 
-def _check(shape: Shape, costs: Costs, limit: int, share: float) -> None:
-    if not isinstance(costs, Costs):
+def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
+    if not all(hasattr(costs, name) for name in _Equal._fields):
         raise ScheduleError(f"costs are pipesched.Costs, one number a stage; got {costs!r}; pass Costs(...)")
     if costs.num_stages != shape.num_stages:
         raise ScheduleError(
@@ -63,7 +99,7 @@ def _check(shape: Shape, costs: Costs, limit: int, share: float) -> None:
 class _Rank:
     """One rank and its only stage: what it has run, on its own clock."""
 
-    def __init__(self, shape: Shape, stage: int, costs: Costs, share: float) -> None:
+    def __init__(self, shape: Shape, stage: int, costs: StageTimes, share: float) -> None:
         self.order = Order(shape)
         self.stage = stage
         self.forward_s = costs.forward_s[stage]
@@ -126,7 +162,7 @@ class _Rank:
 class _Pipeline:
     """All ranks of one candidate: the heuristic with its choices made, or ZB-H1 where there are none."""
 
-    def __init__(self, shape: Shape, costs: Costs, limit: int, share: float, switches: Switches | None) -> None:
+    def __init__(self, shape: Shape, costs: StageTimes, limit: int, share: float, switches: Switches | None) -> None:
         self.ranks = [_Rank(shape, stage, costs, share) for stage in range(shape.num_stages)]
         self._transfer_s = costs.transfer_s
         self._m = shape.num_microbatches

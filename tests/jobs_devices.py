@@ -20,8 +20,9 @@ from torch import Tensor, distributed
 
 from pipesched import Costs, schedules
 from pipesched.executors import connections
-from pipesched.executors.device_wire import Links, channels_of
+from pipesched.executors.device_wire import Links
 from pipesched.executors.distributed import DistributedExecutor
+from pipesched.executors.messages import channels_of
 from pipesched.executors.ports import ConnectionLostError
 from pipesched.lowering import lower
 from pipesched.payload import Payload

@@ -37,16 +37,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, distributed
 
-from pipesched.actions import Kind
 from pipesched.errors import ExecutionError
 from pipesched.executors.book import Book
 from pipesched.executors.encoding import Encoding
 from pipesched.executors.forms import Form, Packed, describe
 from pipesched.executors.ports import ShortPort, lost
 from pipesched.executors.wire import Ends
-from pipesched.program import Program
 
-__all__ = ["Channel", "Link", "Links", "Maker", "Sending", "channels_of", "ends_over", "links_for"]
+__all__ = ["Channel", "Link", "Links", "Maker", "Sending", "ends_over", "links_for"]
 
 _LENGTH = Struct("<q")  # of a header: the bytes of a form that follows it; 0: the form is the foreseen one
 _AS_FORESEEN = _LENGTH.pack(0)
@@ -62,16 +60,6 @@ class Channel(NamedTuple):
     giver: int
     taker: int
     backward: bool
-
-
-def channels_of(program: Program) -> set[Channel]:
-    """Those that a lowered program uses."""
-    sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
-    return {
-        Channel(program.placement[stage], program.placement[peer], kind is Kind.SEND_B)
-        for stage, kind, _, peer in sends
-        if peer is not None
-    }
 
 
 class Sending(Protocol):

@@ -35,14 +35,14 @@ from pipesched.executors.book import digest
 from pipesched.executors.clock import clock_offset
 from pipesched.executors.connections import met
 from pipesched.executors.courier import Courier
-from pipesched.executors.device_wire import channels_of, ends_over
+from pipesched.executors.device_wire import ends_over
 from pipesched.executors.encoding import Encoding
 from pipesched.executors.exchange import DEALT, Exchange
 from pipesched.executors.forked import Forked, end_in_children, forget
 from pipesched.executors.forms import Form, describe
 from pipesched.executors.interpreter import Rank, Stamps, interpret
 from pipesched.executors.local import Work
-from pipesched.executors.messages import ChannelEnds, OrderMessages, digest_of
+from pipesched.executors.messages import ChannelEnds, OrderMessages, channels_of, digest_of
 from pipesched.executors.parts import RankRun, RankTimeline
 from pipesched.executors.ports import ConnectionLostError, Ports
 from pipesched.executors.shared import Shared

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from pipesched.actions import Action, Kind
 from pipesched.executors.book import digest
+from pipesched.executors.device_wire import Channel
 from pipesched.executors.interpreter import Rank
 from pipesched.executors.wire import Messages, Wire
 from pipesched.payload import flatten
 from pipesched.program import Program
 
-__all__ = ["ChannelEnds", "OrderMessages", "digest_of", "look"]
+__all__ = ["ChannelEnds", "OrderMessages", "channels_of", "digest_of", "look"]
 
 _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
@@ -87,6 +88,16 @@ class ChannelEnds:
     def receiver(self, action: Action) -> Callable[[], Any]:
         """What waits for the value of this action, and returns it on this rank's device."""
         return self._wire.receiver(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
+
+
+def channels_of(program: Program) -> set[Channel]:
+    """Those that a lowered program uses."""
+    sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
+    return {
+        Channel(program.placement[stage], program.placement[peer], kind is Kind.SEND_B)
+        for stage, kind, _, peer in sends
+        if peer is not None
+    }
 
 
 def digest_of(program: Program) -> bytes:
