@@ -22,7 +22,7 @@ from pipesched.errors import GraphError
 from pipesched.executors.local import Work
 from pipesched.feed import Feed
 from pipesched.graph import Members
-from pipesched.inheritance import Inheritance
+from pipesched.inheritance import Inheritance, optimizers_for
 from pipesched.initial import Initial
 from pipesched.keeping import keep_by_layer, offloading
 from pipesched.layered import Layered
@@ -39,7 +39,6 @@ from pipesched.stage import Stage
 from pipesched.stage_module import Wrap, wrapped_bodies
 from pipesched.stage_sizing import StageSizes
 from pipesched.ties import Ties
-from pipesched.updates import optimizers_for
 from pipesched.user_warning import warn
 from pipesched.versions import Uses
 

@@ -1,10 +1,10 @@
-"""Inheritance: what the optimizers of one plan's stages hand on to those of the next.
+"""Optimizers of the stages, and what those of one plan hand on to those of the next.
 
 Each parameter's state goes with it, and so do the settings of its group, such as a learning rate. A stage of the same
 number keeps its optimizer, the object, so that what drives it, such as a learning rate scheduler, still does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from pipesched.errors import ModelTypeError
 from pipesched.payload import pytree
+from pipesched.stage import Stage
 
-__all__ = ["Inheritance"]
+__all__ = ["Inheritance", "optimizers_for"]
 
 _Group = dict[str, Any]
 _NO_SETTINGS = ("params", "param_names")  # of a group
@@ -141,3 +142,22 @@ def _near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
         return tensor if on_host else tensor.to(parameter.device)
 
     return pytree.tree_map_only(Tensor, moved, state)
+
+
+def optimizers_for(
+    optimizer: Callable[[list[Any]], Any],
+    stages: Mapping[int, Stage],
+    tied: Collection[nn.Parameter],
+    home: Callable[[nn.Parameter], int | None],
+    before: Mapping[int, Optimizer],
+) -> Inheritance:
+    """The optimizers of stages, as the function makes them, or handed on by the stages before.
+
+    tied: parameters that several stages may hold: the one where their home is has their only optimizer, which steps
+    when their gradients are summed.
+    Raises ModelTypeError where ``optimizer`` makes something else.
+    """
+    for index, stage in stages.items():
+        stage.elsewhere = {parameter for parameter in tied if home(parameter) != index}
+        stage.late = any(home(parameter) == index for parameter in tied)
+    return Inheritance(optimizer, before, {index: stage.parameters for index, stage in stages.items()})

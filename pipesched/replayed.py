@@ -21,7 +21,7 @@ from pipesched.ties import Ties
 if TYPE_CHECKING:
     from pipesched.captured import Captured
 
-__all__ = ["Replayed", "Loose"]
+__all__ = ["Loose", "Replayed"]
 
 
 _BETWEEN = "(between layers)"
