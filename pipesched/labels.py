@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from pipesched.contents import lacks_contents
+from pipesched.containers import Shells, find_layers
+from pipesched.contents import call_beside, lacks_contents, stand_in
 from pipesched.loss import loss_entry
-from pipesched.outline import Outline
 from pipesched.pattern import positional
 from pipesched.payload import pytree
-from pipesched.untouched import untouched
+from pipesched.untouched import unchanged, untouched
 from pipesched.user_warning import warn
 
-__all__ = ["IGNORED", "counted_labels", "counts"]
+__all__ = ["IGNORED", "Outline", "counted_labels", "counts"]
 
 #: The label that torch's losses leave out.
 IGNORED = -100
@@ -156,3 +157,35 @@ def _unknown(why: str) -> str | None:
         f"{why}; each counts its rows; pass loss_weight=, or loss_reduction='sum' for a sum, or ignore this warning"
     )
     return None
+
+
+class Outline(TorchFunctionMode):
+    """Called as the model. The rows of what a layer gives are all alike, so that a batch's parts are its rows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        layers = find_layers(model)
+        self._root = Shells(model, layers, self._layer, layers).model
+        self._inside = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives, of the form and with the rows that it has."""
+        with self:
+            return self._root(*args, **kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inside:
+            return func(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: stand_in(tensor, weight=True), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside:
+            return layer(*args, **kwargs)
+        self._inside = True
+        try:
+            before = unchanged((args, kwargs))
+            result = call_beside(layer, args, kwargs, lambda: before)
+            return pytree.tree_map_only(Tensor, stand_in, result)
+        finally:
+            self._inside = False
