@@ -14,10 +14,10 @@ from pipesched.alternatives import Alternative
 from pipesched.body import Body
 from pipesched.boundaries import Cutter
 from pipesched.caller import Caller, intra_op
+from pipesched.calls import end_of
 from pipesched.captured import Cut
 from pipesched.compiled import Compiled
 from pipesched.contents import put_on
-from pipesched.ends import end_of
 from pipesched.errors import GraphError
 from pipesched.executors.local import Work
 from pipesched.feed import Feed

@@ -16,9 +16,8 @@ from pipesched.assembly import Assembly, Whole
 from pipesched.automatic import Automatic, adds_up
 from pipesched.batch import Batch, SplitDims, Splitter
 from pipesched.boundaries import Boundaries, Pins
-from pipesched.calls import Call, dealt
+from pipesched.calls import Call, bring_ends, dealt, end_of
 from pipesched.compiled import compiler
-from pipesched.ends import bring_ends, end_of
 from pipesched.errors import InputError
 from pipesched.executors.local import LocalExecutor, Timeline
 from pipesched.executors.rendezvous import collective
