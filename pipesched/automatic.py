@@ -15,6 +15,7 @@ from pipesched.batch import SplitDims, Splitter
 from pipesched.checks import is_count, shown
 from pipesched.errors import InputError, PartitionError
 from pipesched.graph import normalised_over_rows
+from pipesched.layer_costs import LayerCosts, costs_of
 from pipesched.layered import Layered, stages_of
 from pipesched.links import Links
 from pipesched.offloads import host_bytes_per_s
@@ -22,7 +23,7 @@ from pipesched.optimizer_costs import measure_updates
 from pipesched.overheads import Machine, Overheads, RanksAre
 from pipesched.plan import Plan
 from pipesched.planning import MICROBATCHES_PER_RANK, Wishes
-from pipesched.profiles import LayerCosts, Profile, costs_of
+from pipesched.profiles import Profile
 from pipesched.profiling import profile as measure
 from pipesched.profiling import put_updates
 from pipesched.reductions import reduces

@@ -17,9 +17,9 @@ from pipesched.cut import Part, cut_at
 from pipesched.errors import GraphError, ScheduleError
 from pipesched.flow import flow_of, gap, narrowest, unused, with_costs
 from pipesched.graph import installs_recorders
+from pipesched.layer_costs import LayerCosts
 from pipesched.pattern import tensors_in
 from pipesched.payload import choose_rows
-from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.recording import Recording, recorded
 from pipesched.replayed import Loose, Replayed

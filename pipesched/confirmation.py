@@ -17,8 +17,9 @@ from pipesched.alternatives import Alternative
 from pipesched.candidates import Candidate
 from pipesched.comparison import Pair, StageComparison, compared
 from pipesched.correction import Known, StageTimes
+from pipesched.layer_costs import TIMES, LayerCosts, costs_of
 from pipesched.plan import Plan
-from pipesched.profiles import TIMES, LayerCosts, Profile, costs_of
+from pipesched.profiles import Profile
 from pipesched.replanning import certain, strayed
 from pipesched.search import Search
 from pipesched.searched import WORTH, Searched, simplest

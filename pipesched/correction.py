@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipesched.costs import Costs
-from pipesched.profiles import TIMES, LayerCosts
+from pipesched.layer_costs import TIMES, LayerCosts
 
 __all__ = ["Known", "StageTimes", "slowed"]
 

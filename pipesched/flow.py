@@ -10,7 +10,7 @@ import networkx as nx
 from torch import Tensor, nn
 
 from pipesched.capture import INPUT, Capture, Value
-from pipesched.profiles import LayerCosts
+from pipesched.layer_costs import LayerCosts
 
 __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 

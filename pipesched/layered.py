@@ -19,8 +19,8 @@ from pipesched.class_state import ClassAttribute, changed_classes, check_class_s
 from pipesched.errors import InputError, ModelTypeError
 from pipesched.flow import flow_of, row_of, with_costs
 from pipesched.graph import check_hooks, check_initialised, is_compiled, is_in_a_row, layers_of
+from pipesched.layer_costs import LayerCosts
 from pipesched.payload import pytree
-from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.recorder import record
 from pipesched.stale import check_not_stale

@@ -13,10 +13,10 @@ from pipesched.capture import Call, Capture, FunctionCall, Value
 from pipesched.captured import Captured
 from pipesched.containers import Twin
 from pipesched.contents import lacks_contents
+from pipesched.layer_costs import LayerCosts
 from pipesched.layered import Layered, as_model, layered
 from pipesched.payload import pytree
 from pipesched.profiler import QUICK, Between, Effort, measure_calls, measure_layers
-from pipesched.profiles import LayerCosts
 from pipesched.untouched import set_aside
 
 __all__ = ["graph_of", "measure"]

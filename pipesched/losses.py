@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipesched.layer_costs import LayerCosts
 from pipesched.payload import pytree
 from pipesched.profiler import QUICK, Effort, measure_calls
-from pipesched.profiles import LayerCosts
 
 __all__ = ["loss_costs", "with_loss_bytes", "with_supposed_loss"]
 

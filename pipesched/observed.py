@@ -23,6 +23,7 @@ from pipesched.errors import MemoryLimitError
 from pipesched.executors.local import Timeline
 from pipesched.footprint import SCALARS_BYTES
 from pipesched.keeping import Checkpoint, checkpoint_in_words, offloading
+from pipesched.layer_costs import LayerCosts, costs_of, stage_costs, treated
 from pipesched.layered import Layered
 from pipesched.layered_costs import measure
 from pipesched.links import Links
@@ -33,7 +34,7 @@ from pipesched.overheads import Overheads
 from pipesched.plan import Plan, Tie
 from pipesched.planning import Programs
 from pipesched.profiler import QUICK
-from pipesched.profiles import LayerCosts, Profile, costs_of, stage_costs, treated
+from pipesched.profiles import Profile
 from pipesched.program import Program
 from pipesched.reports import Report
 from pipesched.simulator import simulate

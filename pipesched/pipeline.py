@@ -25,6 +25,7 @@ from pipesched.feed import Feed
 from pipesched.gathered import Gathered
 from pipesched.initial import Init, Initial, built, check_model
 from pipesched.keeping import Checkpoint, as_checkpoint
+from pipesched.layer_costs import LayerCosts
 from pipesched.layered import as_model, layered, stages_of
 from pipesched.links import Links
 from pipesched.lowering import halves
@@ -33,7 +34,7 @@ from pipesched.open_pass import OpenPass, attach, deliver_input_grads
 from pipesched.order import Schedule
 from pipesched.plan import Plan
 from pipesched.planning import Programs, Wishes
-from pipesched.profiles import LayerCosts, Profile
+from pipesched.profiles import Profile
 from pipesched.program import Program
 from pipesched.reductions import LossReduction, resolve_loss
 from pipesched.sampled import Form, explained

@@ -18,12 +18,12 @@ from pipesched.correction import Known, StageTimes
 from pipesched.costs import Costs
 from pipesched.errors import InputError
 from pipesched.keeping import offloading
+from pipesched.layer_costs import TIMES
 from pipesched.memory import rank_memory
 from pipesched.observed import Observed
 from pipesched.payload import pytree
 from pipesched.plan import Plan
 from pipesched.planning import Programs, Wishes
-from pipesched.profiles import TIMES
 from pipesched.program import Program
 from pipesched.refinement import refined
 from pipesched.replanning import Replanned, certain, check_steps_left, layers_moved, strayed, verdict

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pipesched.profiles import LayerCosts
+from pipesched.layer_costs import LayerCosts
 
 __all__ = ["Measured", "doubt", "doubt_of_sum", "is_heavy"]
 

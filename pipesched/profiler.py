@@ -16,9 +16,9 @@ from pipesched.contents import lacks_contents, stand_in
 from pipesched.crowding import crowd
 from pipesched.feed import Feed
 from pipesched.lap import Lap, Subject
+from pipesched.layer_costs import TIMES, LayerCosts
 from pipesched.payload import Payload, pytree
 from pipesched.plausibility import Measured, doubt
-from pipesched.profiles import TIMES, LayerCosts
 from pipesched.randomness import outside_kept
 from pipesched.sizing import Layer, footprint_of
 from pipesched.stage import Stage

@@ -19,6 +19,7 @@ from pipesched.checks import as_list, as_path, is_count, shown
 from pipesched.contents import lacks_contents
 from pipesched.errors import InputError
 from pipesched.fingerprint import code_of, device_name, fingerprint, form_of
+from pipesched.layer_costs import TIMES, LayerCosts
 from pipesched.layered import as_model, layered
 from pipesched.layered_costs import measure
 from pipesched.losses import loss_costs, with_loss_bytes
@@ -27,7 +28,7 @@ from pipesched.optimizer_costs import Update, measure_updates
 from pipesched.overheads import Machine
 from pipesched.plausibility import doubt_of_sum
 from pipesched.profiler import Between, Effort, measure_calls
-from pipesched.profiles import TIMES, LayerCosts, Profile
+from pipesched.profiles import Profile
 from pipesched.untouched import set_aside, unchanged, untouched
 from pipesched.user_warning import warn
 

@@ -29,6 +29,7 @@ from pipesched.executors.heartbeat import beating
 from pipesched.executors.local import LocalExecutor, Timeline, Work
 from pipesched.executors.messages import look
 from pipesched.executors.parts import RankTimeline
+from pipesched.layer_costs import LayerCosts
 from pipesched.layered import Layered, LayerError
 from pipesched.links import Link, Links
 from pipesched.overheads import Overheads
@@ -36,7 +37,6 @@ from pipesched.partitioning.answer import Partition, StageSummary
 from pipesched.payload import Payload
 from pipesched.pending import pending
 from pipesched.plan import Plan, Tie
-from pipesched.profiles import LayerCosts
 from pipesched.program import Program
 from pipesched.replay import Looks
 from pipesched.trace import Span

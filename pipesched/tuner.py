@@ -24,10 +24,10 @@ from pipesched.bounds import lower_bound
 from pipesched.candidates import LADDER, Candidate
 from pipesched.costs import Costs
 from pipesched.infeasible import Fits, infeasible, leanest, no_cut
+from pipesched.layer_costs import costs_of
 from pipesched.links import Links
 from pipesched.placement import Placement
 from pipesched.plan import Plan, Tie
-from pipesched.profiles import costs_of
 from pipesched.refinement import refined
 from pipesched.room import A_SEARCH, AT_LEAST, Room
 from pipesched.search import Search

@@ -11,8 +11,8 @@ from pipesched import simulate
 from pipesched.boundaries import Pins
 from pipesched.confirmation import confirmed_plan, corrected
 from pipesched.keeping import keep_by_layer
+from pipesched.layer_costs import TIMES, costs_of
 from pipesched.plan import Plan
-from pipesched.profiles import TIMES, costs_of
 from pipesched.reports import Report
 from pipesched.search import Search
 from pipesched.trace import Spans

@@ -26,7 +26,7 @@ from pipesched import Pipeline, Plan
 from pipesched.errors import ExecutionError, GraphError, ScheduleError
 from pipesched.feed import Feed
 from pipesched.keeping import as_checkpoint, checkpoint_in_words
-from pipesched.profiles import LayerCosts
+from pipesched.layer_costs import LayerCosts
 from pipesched.stage import Stage
 from pipesched.testing import reference_step
 

@@ -14,12 +14,13 @@ from torch import nn
 from pipesched import Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import ExecutionError, ScheduleError
 from pipesched.keeping import offloading
+from pipesched.layer_costs import LayerCosts, stage_costs
 from pipesched.lowering import add_offloading, add_recompute
 from pipesched.memory import rank_memory
 from pipesched.offloads import Offloads, host_bytes_per_s
 from pipesched.overheads import Machine
 from pipesched.planning import Programs, Wishes
-from pipesched.profiles import LayerCosts, Profile, stage_costs
+from pipesched.profiles import Profile
 from pipesched.testing import run_fake
 
 COPIES = (Kind.OFFLOAD, Kind.FREE, Kind.FETCH)

@@ -14,9 +14,10 @@ from pipesched.actions import Kind
 from pipesched.comparison import measured_costs
 from pipesched.dependencies import StageGraph
 from pipesched.errors import ScheduleError
+from pipesched.layer_costs import LayerCosts
 from pipesched.links import Link, Links
 from pipesched.overheads import Machine, Overheads
-from pipesched.profiles import LayerCosts, Profile
+from pipesched.profiles import Profile
 
 TWO = "microbatches 1\nrank 0: 0F0 0I0 0W0\nrank 1: 1F0 1B0"
 

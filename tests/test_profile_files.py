@@ -19,8 +19,9 @@ import pipesched
 from pipesched import graph_of
 from pipesched.errors import InputError, ScheduleError
 from pipesched.fitting import figure_at
+from pipesched.layer_costs import LayerCosts, costs_of, messages
 from pipesched.layered import InARow
-from pipesched.profiles import LayerCosts, Profile, costs_of, messages
+from pipesched.profiles import Profile
 
 
 def model() -> nn.Sequential:

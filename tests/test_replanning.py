@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from pipesched import Costs, Pipeline, simulate
 from pipesched.correction import Known, StageTimes
+from pipesched.layer_costs import TIMES, LayerCosts
 from pipesched.plan import Plan
-from pipesched.profiles import TIMES, LayerCosts
 from pipesched.replanning import Replanned, strayed, verdict
 
 X, Y = torch.zeros(8, 3), torch.zeros(8, 3)
