@@ -22,7 +22,8 @@ from pipesched.offloads import host_bytes_per_s
 from pipesched.optimizer_costs import measure_updates
 from pipesched.overheads import Machine, Overheads, RanksAre
 from pipesched.plan import Plan
-from pipesched.planning import MICROBATCHES_PER_RANK, Wishes
+from pipesched.plan_request import Wishes
+from pipesched.planning import MICROBATCHES_PER_RANK
 from pipesched.profiles import Profile
 from pipesched.profiling import profile as measure
 from pipesched.profiling import put_updates

@@ -16,9 +16,9 @@ __all__ = [
     "TIMES",
     "LayerCosts",
     "Stages",
-    "joined_costs",
-    "costs_of_stage",
     "costs_of",
+    "costs_of_stage",
+    "joined_costs",
     "messages",
     "stage_costs",
     "treated",
@@ -167,7 +167,6 @@ def costs_of_stage(
         footprints.append(layers[-1].loss)
     whole = of_stage(footprints)
     row: dict[str, Any] = {name: getattr(whole, name) for name in _SIZES}
-    """Of stages given by their columns, one row each; others: what is not by stage."""
     row["dropping_transient_bytes"] = dropping_bytes(footprints)
     row.update((name, sum(getattr(layer, name) for layer in layers)) for name in _SUMS)
     row["weight_bytes"] = sum(layer.parameter_bytes for layer in layers)
@@ -180,6 +179,7 @@ def costs_of_stage(
 
 
 def joined_costs(stages: Sequence[Mapping[str, Any]], **others: Any) -> Costs:
+    """The costs of stages, each given by what ``costs_of_stage`` says. others: what stages have in common."""
     columns: dict[str, Any] = {name: tuple(row[name] for row in stages) for name in stages[0]}
     return Costs(**columns, **others)
 

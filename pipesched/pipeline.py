@@ -33,7 +33,8 @@ from pipesched.norms import BatchNormMode
 from pipesched.open_pass import OpenPass, attach, deliver_input_grads
 from pipesched.order import Schedule
 from pipesched.plan import Plan
-from pipesched.planning import Programs, Wishes
+from pipesched.plan_request import Wishes
+from pipesched.planning import Programs
 from pipesched.profiles import Profile
 from pipesched.program import Program
 from pipesched.reductions import LossReduction, resolve_loss

@@ -23,7 +23,8 @@ from pipesched.memory import rank_memory
 from pipesched.observed import Observed
 from pipesched.payload import pytree
 from pipesched.plan import Plan
-from pipesched.planning import Programs, Wishes
+from pipesched.plan_request import Wishes
+from pipesched.planning import Programs
 from pipesched.program import Program
 from pipesched.refinement import refined
 from pipesched.replanning import Replanned, certain, check_steps_left, layers_moved, strayed, verdict

@@ -15,7 +15,7 @@ from pipesched.links import Links
 from pipesched.memory import AHEAD
 from pipesched.order import Schedule
 from pipesched.overheads import RanksAre
-from pipesched.planning import Wishes
+from pipesched.plan_request import Wishes
 from pipesched.profiles import Profile
 from pipesched.program import Program
 

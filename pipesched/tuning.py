@@ -22,7 +22,7 @@ from pipesched.links import Links
 from pipesched.order import Schedule
 from pipesched.overheads import RanksAre
 from pipesched.plan import Plan
-from pipesched.planning import Wishes
+from pipesched.plan_request import Wishes
 from pipesched.profiles import Profile
 from pipesched.profiling import as_loss
 from pipesched.profiling import profile as measure

@@ -19,7 +19,8 @@ from pipesched.lowering import add_offloading, add_recompute
 from pipesched.memory import rank_memory
 from pipesched.offloads import Offloads, host_bytes_per_s
 from pipesched.overheads import Machine
-from pipesched.planning import Programs, Wishes
+from pipesched.plan_request import Wishes
+from pipesched.planning import Programs
 from pipesched.profiles import Profile
 from pipesched.testing import run_fake
 
