@@ -7,13 +7,15 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import distributed
 
 from pipesched.actions import Action, Kind
-from pipesched.executors.interpreter import Stamps
+
+if TYPE_CHECKING:
+    from pipesched.executors.interpreter import Stamps
 
 __all__ = ["COLLECTIVE", "ENDED", "SILENT", "Activity", "Doing", "State", "blamed", "doing_at", "said"]
 
@@ -72,7 +74,7 @@ class Activity:
         """It has ended."""
         self.call, self.since_s, self._stamps = "", time.monotonic(), None
 
-    def run(self, stamps: Stamps, placement: Sequence[int]) -> None:
+    def run(self, stamps: "Stamps", placement: Sequence[int]) -> None:
         """An order runs, as these stamps say."""
         self._placement, self._stamps = placement, stamps
 
