@@ -34,14 +34,14 @@ from typing import Any
 import networkx as nx
 
 from pipesched import Costs, Plan, Profile, Program, Trace, load_program, schedules, simulate, validate
+from pipesched.cli.options import read_links
 from pipesched.errors import PipeschedError
 from pipesched.json_files import load_json
-from pipesched.links import Link, Links
-from pipesched.lowering import lower
-from pipesched.memory import rank_memory
-from pipesched.options import read_links
-from pipesched.overheads import Machine, Overheads
-from pipesched.reports import Report
+from pipesched.planning.report import Report
+from pipesched.program.lowering import lower
+from pipesched.simulation.links import Link, Links
+from pipesched.simulation.memory import rank_memory
+from pipesched.simulation.overheads import Machine, Overheads
 from pipesched.viz.text import text_timeline
 
 FILES, LIMIT_S = 400, 20.0
@@ -312,7 +312,7 @@ def _read_options(path: Path) -> None:
 
 
 def _read_weights(path: Path) -> None:
-    from pipesched.weight_files import WeightFiles
+    from pipesched.model.safetensors_files import WeightFiles
 
     for name in ("a", "b"):
         other = path.parent / f"{name}.safetensors"
@@ -596,8 +596,7 @@ def _work(pipe: Any, folder: str, name: str, first: int, stop: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     sort = next(sort for sort in SORTS if sort.name == name)
     path = Path(folder) / f"broken{sort.ending}"
-    import pipesched.testing
-    import pipesched.weight_files  # noqa: F401  which take seconds, and not of the first file
+    import pipesched.model.safetensors_files  # noqa: F401  which take seconds, and not of the first file
 
     _seeds(name)
     pipe.send("ready")

@@ -28,8 +28,8 @@ from torch.nn import functional
 
 import pipesched
 from pipesched import Pipeline, Plan, schedules
-from pipesched.candidates import synchronous
-from pipesched.profiles import Profile
+from pipesched.planning.candidates import synchronous
+from pipesched.simulation.profile import Profile
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from waiting import Waiting

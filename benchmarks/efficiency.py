@@ -25,8 +25,8 @@ from torch.nn import functional
 from versus_torch import blocks
 
 from pipesched import Pipeline, Program, Trace, simulate
-from pipesched.comparison import measured_costs
-from pipesched.walk import Timing, walk
+from pipesched.program.traversal import Timing, walk
+from pipesched.simulation.comparison import measured_costs
 
 RANKS, MICROBATCHES, ROWS = 2, 8, 32
 CHUNKS = {"interleaved-1f1b": 2, "interleaved-zb": 2, "zb-v": 2}

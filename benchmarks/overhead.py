@@ -18,13 +18,13 @@ from measure import machine
 from torch import nn
 
 import pipesched
-from pipesched.actions import Kind, Lane
-from pipesched.executors.local import LocalExecutor, Work
-from pipesched.feed import Feed
-from pipesched.lowering import lower
-from pipesched.payload import Apart, Payload
-from pipesched.program import Program
-from pipesched.stage import Stage
+from pipesched.program.actions import Kind, Lane
+from pipesched.program.lowering import lower
+from pipesched.program.program import Program
+from pipesched.runtime.executors.threads import LocalExecutor, Work
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.tensors.payload import Apart, Payload
 
 NAMES = ["1f1b", "gpipe", "interleaved-1f1b", "interleaved-zb", "zb-h1", "zb-v"]
 

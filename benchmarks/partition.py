@@ -21,7 +21,7 @@ import numpy as np
 from measure import machine
 
 from pipesched import partition
-from pipesched.partitioner import balance
+from pipesched.partitioning.partition import balance
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from partition_graphs import branches, chain, residual

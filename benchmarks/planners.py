@@ -13,7 +13,7 @@ parameters       as many parameters a stage (DeepSpeed's default, partition_meth
 unit moves       torchgpipe's block partition (Barany and Grinberg 2015) over measured times
 equal, any       "equal, ends" with the fastest of the schedules that torch.distributed.pipelining has, tried one by one
 balanced         the smallest bottleneck (proposed for torch.distributed.pipelining, pytorch/pytorch#179212)
-ours             `pipesched.tuner`: schedule, chunks and cuts are searched
+ours             `pipesched.planning.tuner`: schedule, chunks and cuts are searched
 ours, lean       the same, where no rank may need more memory than the one that needs the most does with "balanced"
 
 The bound holds for every plan: the work of all micro-batches in even shares, or the bound of `pipesched.lower_bound`
@@ -32,13 +32,13 @@ from cost_tables import TABLES, table
 from partition import max_min, unit_moves
 
 from pipesched import lower_bound, schedules, simulate
-from pipesched.boundaries import Pins
-from pipesched.links import Link, Links
-from pipesched.memory import rank_memory
-from pipesched.partitioner import balance
-from pipesched.profiles import Profile
-from pipesched.search import Search
-from pipesched.tuner import find_plan
+from pipesched.partitioning.partition import balance
+from pipesched.planning.search_request import Search
+from pipesched.planning.stage_cutter import Pins
+from pipesched.planning.tuner import find_plan
+from pipesched.simulation.links import Link, Links
+from pipesched.simulation.memory import rank_memory
+from pipesched.simulation.profile import Profile
 
 HOST = 8  # ranks
 LINKS = Links(inside=Link(5e-6, 250e9), between=Link(10e-6, 25e9), hosts=tuple(rank // HOST for rank in range(64)))

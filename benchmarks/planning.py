@@ -15,12 +15,12 @@ import networkx as nx
 from measure import machine
 
 from pipesched import schedules
-from pipesched.boundaries import Cutter, Pins
-from pipesched.candidates import microbatch_counts
-from pipesched.overheads import Machine
-from pipesched.profiles import Profile
-from pipesched.search import Search
-from pipesched.tuner import find_plan
+from pipesched.planning.candidates import microbatch_counts
+from pipesched.planning.search_request import Search
+from pipesched.planning.stage_cutter import Cutter, Pins
+from pipesched.planning.tuner import find_plan
+from pipesched.simulation.overheads import Machine
+from pipesched.simulation.profile import Profile
 from pipesched.units import quote_bytes, quote_time
 
 WIDTH, TOKENS, VOCABULARY = 4096, 2048, 128_000

@@ -39,9 +39,9 @@ from torch.nn import functional
 
 import pipesched
 from pipesched import Costs, Pipeline, Program, partition, schedules, simulate
-from pipesched.overhead_probe import waited_s
-from pipesched.overheads import Machine, Overheads, RanksAre
-from pipesched.profiles import Profile
+from pipesched.profiling.overhead_probe import waited_s
+from pipesched.simulation.overheads import Machine, Overheads, RanksAre
+from pipesched.simulation.profile import Profile
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from waiting import Waiting

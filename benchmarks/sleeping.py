@@ -32,12 +32,12 @@ from torch.nn import functional
 from versus_torch import same_gradients, seconds, torch_step
 
 from pipesched import Costs, Pipeline, Trace, lower, schedules, simulate
-from pipesched.actions import Action, Kind
-from pipesched.executors.distributed import DistributedExecutor
-from pipesched.executors.local import Work
-from pipesched.executors.sockets import SocketPort
-from pipesched.payload import Apart, Payload
-from pipesched.trace import Span
+from pipesched.program.actions import Action, Kind
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.transport.sockets import SocketPort
+from pipesched.simulation.trace import Span
+from pipesched.tensors.payload import Apart, Payload
 
 SECONDS = 0.010  # F, I and W
 ROWS, WIDTH = 16, 256  # of a micro-batch: the smallest product whose weight gradient is left to W

@@ -18,8 +18,8 @@ from measure import machine
 from torch import nn
 
 import pipesched
-from pipesched.executors.interpreter import Stamps
-from pipesched.executors.streams import lane_for
+from pipesched.runtime.executors.device_streams import lane_for
+from pipesched.runtime.executors.interpreter import Stamps
 
 _LOOPS = 100_000
 _ALLOWED = 0.01

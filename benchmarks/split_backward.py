@@ -16,9 +16,9 @@ from measure import Ratio, machine, ratio
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched.feed import Feed
-from pipesched.payload import Payload
-from pipesched.stage import Stage
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.tensors.payload import Payload
 
 
 class Block(nn.Module):

@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from pipesched import Pipeline
-from pipesched.executors import sockets
-from pipesched.executors.sockets import SocketPort
+from pipesched.runtime.transport import sockets
+from pipesched.runtime.transport.sockets import SocketPort
 from pipesched.testing import reference_step
 
 PATIENCE_S = 20.0  # for strangers to come, and for ranks to answer

@@ -20,14 +20,14 @@ from overhead import real_stages
 from torch import distributed
 
 from pipesched import lower, schedules
-from pipesched.actions import Lane
-from pipesched.executors.distributed import DistributedExecutor
-from pipesched.executors.local import Work
-from pipesched.executors.ports import Ports
-from pipesched.executors.sockets import SocketPort, own_host
-from pipesched.executors.wire import Wire
-from pipesched.feed import Feed
-from pipesched.payload import Payload
+from pipesched.program.actions import Lane
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.transport.channels import Wire
+from pipesched.runtime.transport.ports import Ports
+from pipesched.runtime.transport.sockets import SocketPort, own_host
+from pipesched.tensors.payload import Payload
 
 SIZES = (64, 256 * 1024, 4 << 20)  # bytes
 NUM_MICROBATCHES = 64

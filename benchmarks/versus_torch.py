@@ -30,8 +30,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipesched import Pipeline, simulate
-from pipesched.comparison import measured_costs
-from pipesched.lowering import add_recompute
+from pipesched.program.lowering import add_recompute
+from pipesched.simulation.comparison import measured_costs
 
 NAMES = {  # ours -> (torch's, stages a rank, whether stages lie in a V)
     "gpipe": (schedules.ScheduleGPipe, 1, False),

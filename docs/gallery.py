@@ -25,14 +25,14 @@ from matplotlib import style
 from matplotlib.figure import Figure
 
 from pipesched import schedules
-from pipesched.costs import Costs
 from pipesched.errors import ScheduleError
 from pipesched.order import Schedule
-from pipesched.plan import Plan
-from pipesched.program import Program
-from pipesched.reports import Report
-from pipesched.simulator import simulate
-from pipesched.trace import Trace
+from pipesched.planning.plan import Plan
+from pipesched.planning.report import Report
+from pipesched.program.program import Program
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.simulator import simulate
+from pipesched.simulation.trace import Trace
 from pipesched.units import quote_time
 from pipesched.viz import plot_timeline
 

@@ -15,8 +15,8 @@ from statistics import median_low
 import torch
 
 import pipesched
-from pipesched.boundaries import Pins
-from pipesched.tuner import Search
+from pipesched.planning.stage_cutter import Pins
+from pipesched.planning.tuner import Search
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent / "examples"))

@@ -23,66 +23,66 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipesched import schedules as schedules
     from pipesched import viz as viz
-    from pipesched.actions import Action as Action
-    from pipesched.actions import Kind as Kind
-    from pipesched.bounds import lower_bound as lower_bound
-    from pipesched.costs import Costs as Costs
-    from pipesched.files import load_program as load_program
-    from pipesched.layered_costs import graph_of as graph_of
-    from pipesched.link_probe import probe_links as probe_links
-    from pipesched.links import Link as Link
-    from pipesched.links import Links as Links
-    from pipesched.lowering import lower as lower
-    from pipesched.order import Order as Order
-    from pipesched.order import Schedule as Schedule
-    from pipesched.order import Shape as Shape
-    from pipesched.order import schedule as schedule
-    from pipesched.overhead_probe import probe_overheads as probe_overheads
-    from pipesched.partitioner import Partition as Partition
-    from pipesched.partitioner import partition as partition
-    from pipesched.pipeline import Pipeline as Pipeline
-    from pipesched.plan import Plan as Plan
-    from pipesched.profiles import Profile as Profile
-    from pipesched.profiling import profile as profile
-    from pipesched.program import Program as Program
-    from pipesched.reports import Report as Report
-    from pipesched.simulator import simulate as simulate
-    from pipesched.step_log import StepLog as StepLog
-    from pipesched.trace import Span as Span
-    from pipesched.trace import Trace as Trace
-    from pipesched.tuning import tune as tune
-    from pipesched.validation import validate as validate
+    from pipesched.partitioning.partition import Partition as Partition
+    from pipesched.partitioning.partition import partition as partition
+    from pipesched.pipeline.pipeline import Pipeline as Pipeline
+    from pipesched.pipeline.step_log import StepLog as StepLog
+    from pipesched.pipeline.tune import tune as tune
+    from pipesched.planning.plan import Plan as Plan
+    from pipesched.planning.report import Report as Report
+    from pipesched.profiling.layered_costs import graph_of as graph_of
+    from pipesched.profiling.link_probe import probe_links as probe_links
+    from pipesched.profiling.overhead_probe import probe_overheads as probe_overheads
+    from pipesched.profiling.profile_model import profile as profile
+    from pipesched.program.actions import Action as Action
+    from pipesched.program.actions import Kind as Kind
+    from pipesched.program.loading import load_program as load_program
+    from pipesched.program.lowering import lower as lower
+    from pipesched.program.order import Order as Order
+    from pipesched.program.order import Schedule as Schedule
+    from pipesched.program.order import Shape as Shape
+    from pipesched.program.order import schedule as schedule
+    from pipesched.program.program import Program as Program
+    from pipesched.program.validation import validate as validate
+    from pipesched.simulation.bounds import lower_bound as lower_bound
+    from pipesched.simulation.costs import Costs as Costs
+    from pipesched.simulation.links import Link as Link
+    from pipesched.simulation.links import Links as Links
+    from pipesched.simulation.profile import Profile as Profile
+    from pipesched.simulation.simulator import simulate as simulate
+    from pipesched.simulation.trace import Span as Span
+    from pipesched.simulation.trace import Trace as Trace
 
 _HOME = {
-    "Action": "actions",
-    "Costs": "costs",
-    "Kind": "actions",
-    "Link": "links",
-    "Links": "links",
-    "Order": "order",
-    "Partition": "partitioner",
-    "Pipeline": "pipeline",
-    "Plan": "plan",
-    "Profile": "profiles",
-    "Program": "program",
-    "Report": "reports",
-    "Schedule": "order",
-    "Shape": "order",
-    "Span": "trace",
-    "StepLog": "step_log",
-    "Trace": "trace",
-    "graph_of": "layered_costs",
-    "load_program": "files",
-    "lower": "lowering",
-    "lower_bound": "bounds",
-    "partition": "partitioner",
-    "probe_links": "link_probe",
-    "probe_overheads": "overhead_probe",
-    "profile": "profiling",
-    "schedule": "order",
-    "simulate": "simulator",
-    "tune": "tuning",
-    "validate": "validation",
+    "Action": "program.actions",
+    "Costs": "simulation.costs",
+    "Kind": "program.actions",
+    "Link": "simulation.links",
+    "Links": "simulation.links",
+    "Order": "program.order",
+    "Partition": "partitioning.partition",
+    "Pipeline": "pipeline.pipeline",
+    "Plan": "planning.plan",
+    "Profile": "simulation.profile",
+    "Program": "program.program",
+    "Report": "planning.report",
+    "Schedule": "program.order",
+    "Shape": "program.order",
+    "Span": "simulation.trace",
+    "StepLog": "pipeline.step_log",
+    "Trace": "simulation.trace",
+    "graph_of": "profiling.layered_costs",
+    "load_program": "program.loading",
+    "lower": "program.lowering",
+    "lower_bound": "simulation.bounds",
+    "partition": "partitioning.partition",
+    "probe_links": "profiling.link_probe",
+    "probe_overheads": "profiling.overhead_probe",
+    "profile": "profiling.profile_model",
+    "schedule": "program.order",
+    "simulate": "simulation.simulator",
+    "tune": "pipeline.tune",
+    "validate": "program.validation",
 }
 _PACKAGES = ("errors", "schedules", "testing", "viz")
 

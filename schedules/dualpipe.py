@@ -1,7 +1,7 @@
 """DualPipe: two pipelines in opposite directions over the same weights (DeepSeek-V3, 2024, arXiv:2412.19437)."""
 
-from pipesched.dual_pipe import eight_steps
 from pipesched.order import Order, Shape, schedule, v
+from pipesched.program.generators.dual_pipe import eight_steps
 
 
 @schedule("dualpipe", placement=v, num_chains=2)

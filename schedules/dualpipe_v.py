@@ -1,7 +1,7 @@
 """DualPipeV: DualPipe cut in half, on a V of two chunks a rank (DeepSeek-AI 2025; Qi 2025, "cut-in-half")."""
 
-from pipesched.dual_pipe import eight_steps
 from pipesched.order import Order, Shape, schedule, v
+from pipesched.program.generators.dual_pipe import eight_steps
 
 
 @schedule("dualpipe-v", placement=v, chunks_per_rank=2)

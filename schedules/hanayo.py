@@ -1,7 +1,7 @@
 """Hanayo: waves of stages, down the ranks and up again (Liu et al. 2023, arXiv:2308.15762)."""
 
-from pipesched.list_scheduling import backward_first, whole_waves
 from pipesched.order import Order, Shape, schedule, v
+from pipesched.program.generators.list_scheduling import backward_first, whole_waves
 
 
 @schedule("hanayo", placement=v, chunks_per_rank=2)

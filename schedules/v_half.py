@@ -1,7 +1,7 @@
 """V-Half: about half of 1F1B's memory (Qi et al. 2024, arXiv:2405.15362)."""
 
-from pipesched.building_blocks import repeated
 from pipesched.order import Order, Shape, schedule, v
+from pipesched.program.generators.building_blocks import repeated
 
 
 @schedule("v-half", placement=v, chunks_per_rank=2)

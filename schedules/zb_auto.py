@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 from pipesched.order import Order, Shape, schedule
-from pipesched.zero_bubble import zero_bubble
+from pipesched.program.generators.zero_bubble import zero_bubble
 
 if TYPE_CHECKING:
-    from pipesched.costs import Costs
+    from pipesched.simulation.costs import Costs
 
 
 @schedule("zb-auto")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipesched import Pipeline, schedules
-from pipesched.interception import Intercept
-from pipesched.randomness import Key, KeyedRandom
+from pipesched.tensors.function_mode import Intercept
+from pipesched.tensors.keyed_random import Key, KeyedRandom
 
 ASYNCHRONOUS = [name for name in schedules.names() if name not in synchronous_names()]
 VERTICAL = schedules.get("pipedream").with_options(vertical_sync=True)

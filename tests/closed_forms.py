@@ -9,7 +9,7 @@ from fractions import Fraction
 from hypothesis import strategies as st
 
 from pipesched import Costs, schedules, simulate
-from pipesched.holdings import peak_in_flight
+from pipesched.program.liveness import peak_in_flight
 
 RANKS, MICROBATCHES, SECONDS = st.integers(1, 8), st.integers(1, 24), st.integers(1, 9)
 

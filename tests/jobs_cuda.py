@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from pipesched import Pipeline, schedules
-from pipesched.executors.distributed import DistributedExecutor
-from pipesched.lowering import lower
-from pipesched.payload import Payload
+from pipesched.program.lowering import lower
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.tensors.payload import Payload
 from pipesched.testing import reference_step
 
 X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.arange(19) % 4

@@ -19,13 +19,13 @@ from jobs_programs import Checks, checked_run, work
 from torch import Tensor, distributed
 
 from pipesched import Costs, schedules
-from pipesched.executors import connections
-from pipesched.executors.device_wire import Links
-from pipesched.executors.distributed import DistributedExecutor
-from pipesched.executors.messages import channels_of
-from pipesched.executors.ports import ConnectionLostError
-from pipesched.lowering import lower
-from pipesched.payload import Payload
+from pipesched.program.lowering import lower
+from pipesched.runtime.executors.channel_plan import channels_of
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.transport import connections
+from pipesched.runtime.transport.device_channels import Links
+from pipesched.runtime.transport.ports import ConnectionLostError
+from pipesched.tensors.payload import Payload
 
 DATA, POSTED, HANG_UP = 0, 1, 2  # tags
 made: Counter[str] = Counter()

@@ -9,9 +9,9 @@ from jobs_programs import Checks, checked_run, work
 
 from pipesched import Action, Costs, Kind, schedules
 from pipesched.errors import ExecutionError
-from pipesched.executors.distributed import DistributedExecutor
-from pipesched.executors.fake import FakeStage
-from pipesched.lowering import lower
+from pipesched.program.lowering import lower
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.testing.fake_executor import FakeStage
 
 
 class Raises(FakeStage):

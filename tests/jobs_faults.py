@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from pipesched import Pipeline
-from pipesched.executors import distributed as executor
+from pipesched.runtime.executors import processes as executor
 
 WIDTH, ROWS, MICROBATCHES = 16, 8, 4
 STORES = ("of its own", "rank 0")  # in which process the store lies

@@ -15,8 +15,9 @@ from models import assert_as
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import Pipeline, weight_files
+from pipesched import Pipeline
 from pipesched.errors import InputError, PipeschedError
+from pipesched.model import safetensors_files as weight_files
 from pipesched.testing import reference_step
 
 TEXT = torch.arange(10 * 6).view(10, 6) % 11 + 1

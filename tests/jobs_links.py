@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipesched.executors.distributed import DistributedExecutor
-from pipesched.executors.ports import Ports
-from pipesched.link_probe import measure_links
-from pipesched.links import Links
-from pipesched.overhead_probe import probe_overheads
-from pipesched.overheads import Overheads
+from pipesched.profiling.link_probe import measure_links
+from pipesched.profiling.overhead_probe import probe_overheads
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.transport.ports import Ports
+from pipesched.simulation.links import Links
+from pipesched.simulation.overheads import Overheads
 
 
 class Delivery:

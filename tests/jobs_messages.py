@@ -8,9 +8,9 @@ from jobs_programs import checked_run, work
 from torch import Tensor
 
 from pipesched import schedules
-from pipesched.executors.distributed import DistributedExecutor
-from pipesched.lowering import lower
-from pipesched.payload import Apart, Payload
+from pipesched.program.lowering import lower
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.tensors.payload import Apart, Payload
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 PLAIN = [None, 3, 3.0, True, "text", float("nan"), (), -0.0]

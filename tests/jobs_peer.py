@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipesched import Pipeline, schedules, viz
-from pipesched.actions import Lane
 from pipesched.errors import ExecutionError, InputError
+from pipesched.program.actions import Lane
 from pipesched.testing import reference_step
 
 WIDTH = 8

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from pipesched import Costs, Kind, Program, schedules
-from pipesched.executors.distributed import DistributedExecutor
-from pipesched.executors.fake import FakeStage
-from pipesched.executors.local import Work
-from pipesched.lowering import lower
-from pipesched.payload import Apart, Payload
+from pipesched.program.lowering import lower
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.executors.threads import Work
+from pipesched.tensors.payload import Apart, Payload
+from pipesched.testing.fake_executor import FakeStage
 
 
 def work(program: Program, stages: dict[int, Any], **others: Any) -> Work:

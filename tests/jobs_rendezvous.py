@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import pipesched
-from pipesched import Pipeline, layered_costs
+from pipesched import Pipeline
 from pipesched.errors import PipeschedError
-from pipesched.executors import distributed as distributed_executor
+from pipesched.profiling import layered_costs
+from pipesched.runtime.executors import processes as distributed_executor
 from pipesched.testing import reference_step
 
 X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(3)), torch.arange(16) % 4

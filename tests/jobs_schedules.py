@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Pipeline, backward, schedules
+from pipesched import Pipeline, schedules
 from pipesched.errors import ExecutionError
-from pipesched.executors.wire import Outgoing
+from pipesched.runtime.stage import split_backward as backward
+from pipesched.runtime.transport.channels import Outgoing
 
 X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.arange(19) % 4
 SEED = 5

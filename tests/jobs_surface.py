@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pipesched import Pipeline, Program, schedules
 from pipesched.errors import ExecutionError, PipeschedError
-from pipesched.executors.wire import _HEADER, SHARE
+from pipesched.runtime.transport.channels import _HEADER, SHARE
 from pipesched.testing import reference_step
 
 X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.arange(19) % 4

@@ -8,15 +8,16 @@ from models import gradients, mixed_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import Program, backward, schedules
-from pipesched.batch import Splitter
-from pipesched.executors.distributed import DistributedExecutor
-from pipesched.executors.local import Work
-from pipesched.executors.messages import look
-from pipesched.feed import Feed
-from pipesched.loss import Head
-from pipesched.lowering import add_recompute, halves, lower
-from pipesched.stage import Stage
+from pipesched import Program, schedules
+from pipesched.capture.loss import Head
+from pipesched.program.lowering import add_recompute, halves, lower
+from pipesched.runtime.executors.channel_plan import look
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.microbatches import Splitter
+from pipesched.runtime.stage import split_backward as backward
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.step_data import Feed
 from pipesched.testing import reference_step
 
 

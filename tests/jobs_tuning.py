@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import pipesched
-from pipesched import Pipeline, Plan, trial
+from pipesched import Pipeline, Plan
+from pipesched.pipeline import plan_trials as trial
 from pipesched.testing import reference_step
 
 X, Y = (torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
@@ -48,7 +49,7 @@ def a_plan_is_confirmed_by_all(group: Any) -> dict[str, Any]:
 
 def only_rank_0_measures(group: Any) -> tuple[int, dict[str, Any]]:
     """And the others wait for it."""
-    from pipesched import tuning
+    from pipesched.pipeline import tune as tuning
 
     real, calls = tuning.measure, []
 

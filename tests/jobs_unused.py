@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from pipesched import Pipeline, Profile, graph_of
-from pipesched.overheads import Machine
+from pipesched.simulation.overheads import Machine
 from pipesched.testing import reference_step
 
 X, Y = torch.randn(18, 8, generator=torch.Generator().manual_seed(1)), torch.arange(18) % 4

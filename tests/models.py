@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import Pipeline, backward, schedules
+from pipesched import Pipeline, schedules
+from pipesched.runtime.stage import split_backward as backward
 from pipesched.testing import reference_step
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from pipesched import Pipeline
-from pipesched.keeping import CheckpointMode
-from pipesched.layered import as_model
-from pipesched.payload import gather
+from pipesched.capture.layered_model import as_model
+from pipesched.program.checkpointing import CheckpointMode
+from pipesched.tensors.payload import gather
 from pipesched.testing import reference_step
 
 ROWS = 8

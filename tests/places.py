@@ -11,7 +11,8 @@ import pytest
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipesched import Pipeline, backward, schedules
+from pipesched import Pipeline, schedules
+from pipesched.runtime.stage import split_backward as backward
 
 
 class OneProcess:

@@ -2,7 +2,7 @@
 
 import networkx as nx
 
-from pipesched.profiles import Profile
+from pipesched.simulation.profile import Profile
 
 
 def row(times, *, rows=1, fixed_s=0.0, split=1.0, parameter_bytes=1000, activation_bytes=100, output_bytes=10):

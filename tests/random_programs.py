@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from pipesched import Action, Costs, Kind, Program, schedules
-from pipesched.dependencies import StageGraph, chain
+from pipesched.program.dependencies import StageGraph, chain
 
 quick = settings(max_examples=60)
 

@@ -11,20 +11,21 @@ from random_programs import random_program
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import Program, backward
-from pipesched.batch import Splitter
-from pipesched.body import Chain
-from pipesched.executors.distributed import DistributedExecutor
-from pipesched.executors.local import Work
-from pipesched.executors.messages import look
-from pipesched.feed import Feed
-from pipesched.interception import Intercept
-from pipesched.loss import Head
-from pipesched.lowering import lower
-from pipesched.payload import Apart, pytree
-from pipesched.randomness import Key, KeyedRandom
-from pipesched.stage import Stage
-from pipesched.validation import validate
+from pipesched import Program
+from pipesched.capture.loss import Head
+from pipesched.capture.stage_body import Chain
+from pipesched.program.lowering import lower
+from pipesched.program.validation import validate
+from pipesched.runtime.executors.channel_plan import look
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.microbatches import Splitter
+from pipesched.runtime.stage import split_backward as backward
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.tensors.function_mode import Intercept
+from pipesched.tensors.keyed_random import Key, KeyedRandom
+from pipesched.tensors.payload import Apart, pytree
 
 WIDTH = 6
 NUM_RANKS = 3

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 from random_programs import quick
 
 from pipesched import Action, Kind
-from pipesched.actions import KINDS, Holding, Lane
 from pipesched.errors import ScheduleError
+from pipesched.program.actions import KINDS, Holding, Lane
 
 TRANSFERS = {Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}
 index = st.integers(0, 10**4)

@@ -27,9 +27,9 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 from pipesched import Pipeline
-from pipesched.batch import Splitter
-from pipesched.calls import Call, dealt
 from pipesched.errors import GraphError, InputError, ModelTypeError, ScheduleError
+from pipesched.runtime.microbatches import Splitter
+from pipesched.runtime.minibatch import Call, dealt
 from pipesched.testing import reference_step
 
 SCHEDULES = ["1f1b", "zb-h1", "interleaved-1f1b"]

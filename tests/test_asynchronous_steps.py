@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from pipesched import Kind, Pipeline
 from pipesched.errors import ExecutionError, InputError, ModelTypeError, ScheduleError
-from pipesched.executors.streams import CpuLane
+from pipesched.runtime.executors.device_streams import CpuLane
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

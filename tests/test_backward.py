@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipesched.errors import ExecutionError
-from pipesched.feed import Feed
-from pipesched.payload import Payload
-from pipesched.stage import Stage
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.tensors.payload import Payload
 
 CPU = torch.device("cpu")
 

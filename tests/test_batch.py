@@ -10,9 +10,9 @@ from random_programs import quick
 from torch import nn
 
 from pipesched import Pipeline
-from pipesched.batch import Splitter
 from pipesched.errors import InputError
-from pipesched.payload import gather, split
+from pipesched.runtime.microbatches import Splitter
+from pipesched.tensors.payload import gather, split
 
 
 def cut(*args, parts=2, fixed=False, target=None, split_dims=0, **kwargs):

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from random_programs import costs_for, programs, quick
 
 from pipesched import Costs, Kind, lower_bound, schedules, simulate
-from pipesched.bounds import program_bound
 from pipesched.errors import ScheduleError
-from pipesched.lowering import add_recompute
-from pipesched.placement import loop, v
-from pipesched.validation import peak_in_flight
+from pipesched.program.lowering import add_recompute
+from pipesched.program.placement import loop, v
+from pipesched.program.validation import peak_in_flight
+from pipesched.simulation.bounds import program_bound
 
 thorough = settings(quick, max_examples=300)
 RANKS, MICROBATCHES, SECONDS = st.integers(1, 8), st.integers(1, 24), st.integers(0, 9)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from pipesched import Costs, Links, Plan, Profile, Program, Trace, load_program, schedules, simulate, validate
+from pipesched.cli.options import read_links
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.json_files import load_json, parse_json
-from pipesched.lowering import lower
-from pipesched.options import read_links
-from pipesched.overheads import Machine, Overheads
+from pipesched.program.lowering import lower
+from pipesched.simulation.overheads import Machine, Overheads
 from pipesched.testing import run_fake
 
 PLACE = Path(__file__).parent.parent / "benchmarks" / "broken_files.py"

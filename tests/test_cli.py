@@ -5,10 +5,11 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from pipesched import Program, __version__, cli, schedules
-from pipesched.cli import main
+from pipesched import Program, __version__, schedules
+from pipesched.cli import main as cli
+from pipesched.cli.main import main
 from pipesched.errors import ScheduleError
-from pipesched.links import Link, Links
+from pipesched.simulation.links import Link, Links
 
 WRONG_ORDER = "microbatches 2\nrank 0: 0F0 0B0 0F1 0B1\nrank 1: 1B0 1F0 1F1 1B1\n"
 DEADLOCK = "microbatches 2\nrank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0\n"
@@ -326,8 +327,8 @@ def test_version():
 
 def test_the_command_imports_neither_torch_nor_matplotlib():
     code = (
-        "import sys, pipesched.cli\n"
-        "pipesched.cli.main(['show', 'zb-h1', '--width', '120'], standalone_mode=False)\n"
+        "import sys, pipesched.cli.main\n"
+        "pipesched.cli.main.main(['show', 'zb-h1', '--width', '120'], standalone_mode=False)\n"
         "print([name for name in ('torch', 'matplotlib', 'networkx') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,7 +1,7 @@
 """Measured traces as costs: the medians of what the actions took, sizes from the profile."""
 
 from pipesched import Action, Costs, Kind, Span, Trace
-from pipesched.comparison import measured_costs
+from pipesched.simulation.comparison import measured_costs
 
 
 def trace(*spans):

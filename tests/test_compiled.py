@@ -11,7 +11,7 @@ from torch import nn
 
 from pipesched import Pipeline
 from pipesched.errors import InputError
-from pipesched.randomness import Key, KeyedRandom
+from pipesched.tensors.keyed_random import Key, KeyedRandom
 from pipesched.testing import reference_step
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from profile_graphs import profile
 
 from pipesched import simulate
-from pipesched.boundaries import Pins
-from pipesched.confirmation import confirmed_plan, corrected
-from pipesched.keeping import keep_by_layer
-from pipesched.layer_costs import TIMES, costs_of
-from pipesched.plan import Plan
-from pipesched.reports import Report
-from pipesched.search import Search
-from pipesched.trace import Spans
-from pipesched.tuner import Tuner, find_plan
+from pipesched.planning.confirmation import confirmed_plan, corrected
+from pipesched.planning.plan import Plan
+from pipesched.planning.report import Report
+from pipesched.planning.search_request import Search
+from pipesched.planning.stage_cutter import Pins
+from pipesched.planning.tuner import Tuner, find_plan
+from pipesched.program.checkpointing import keep_by_layer
+from pipesched.simulation.layer_costs import TIMES, costs_of
+from pipesched.simulation.trace import Spans
 
 
 def search(known, ranks=2, counts=(8,), **asked):

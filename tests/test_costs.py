@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from random_programs import quick
 
 from pipesched import Action, Costs
-from pipesched.actions import Holding
 from pipesched.errors import ScheduleError
-from pipesched.links import Link, Links
-from pipesched.overheads import Overheads
+from pipesched.program.actions import Holding
+from pipesched.simulation.links import Link, Links
+from pipesched.simulation.overheads import Overheads
 
 NAMES = [field.name for field in fields(Costs)]
 SCALARS = ["transfer_s", "overlap"]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from pipesched import crowding
-from pipesched.caller import Caller
-from pipesched.crowding import crowd
-from pipesched.lap import Subject
-from pipesched.payload import Payload
-from pipesched.profiler import QUICK, measure_layers
+from pipesched.profiling import contention as crowding
+from pipesched.profiling.contention import crowd
+from pipesched.profiling.layer_profiler import QUICK, measure_layers
+from pipesched.profiling.timing_run import Subject
+from pipesched.tensors.caller_context import Caller
+from pipesched.tensors.payload import Payload
 
 CPU = torch.device("cpu")
 
@@ -96,7 +96,7 @@ def test_of_layers_that_cannot_be_copied_nothing_is_known():
 
 @pytest.mark.parametrize(("ratios", "crowded_s"), [([1.2, 1.5, 1.25], 0.25), ([0.9], 0), ([], 0)])
 def test_the_median_counts_and_nothing_below_none(monkeypatch, ratios, crowded_s):
-    monkeypatch.setattr("pipesched.profiler.crowd", lambda *_: ratios)
+    monkeypatch.setattr("pipesched.profiling.layer_profiler.crowd", lambda *_: ratios)
     layers = {str(at): nn.Linear(4, 4) for at in range(2)}
     effort = replace(QUICK, crowds=True)
     for costs in measure_layers(layers, ((torch.ones(2, 4),), {}), CPU, 1, effort).values():

@@ -3,9 +3,9 @@ from hypothesis import given
 from random_programs import programs, quick
 
 from pipesched import Action, Program, lower
-from pipesched.dependencies import StageGraph, chain, needs
-from pipesched.lowering import add_recompute
-from pipesched.walk import walk
+from pipesched.program.dependencies import StageGraph, chain, needs
+from pipesched.program.lowering import add_recompute
+from pipesched.program.traversal import walk
 
 SKIP = StageGraph.of(3, [(0, 1), (1, 2), (0, 2)])
 

@@ -15,8 +15,8 @@ from random_programs import random_program
 from ranks import Ranks
 
 from pipesched import Action, schedules
-from pipesched.actions import Lane
-from pipesched.validation import validate
+from pipesched.program.actions import Lane
+from pipesched.program.validation import validate
 
 pytestmark = pytest.mark.timeout(60)
 

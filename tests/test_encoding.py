@@ -18,12 +18,12 @@ from torch import distributed
 from torch.utils import _pytree as pytree
 
 from pipesched.errors import ExecutionError
-from pipesched.executors.encoding import Encoding
-from pipesched.executors.forms import Form, describe
-from pipesched.executors.ports import Ports
-from pipesched.executors.sockets import SocketPort
-from pipesched.executors.wire import _FIELDS, _HEADER, Incoming
-from pipesched.payload import Payload
+from pipesched.runtime.transport.channels import _FIELDS, _HEADER, Incoming
+from pipesched.runtime.transport.encoding import Encoding
+from pipesched.runtime.transport.message_layout import Form, describe
+from pipesched.runtime.transport.ports import Ports
+from pipesched.runtime.transport.sockets import SocketPort
+from pipesched.tensors.payload import Payload
 
 ROOT = Path(__file__).parent.parent
 

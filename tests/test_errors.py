@@ -10,9 +10,11 @@ from test_pipeline_errors import linears, mse
 from wrong_values import STRANGE, but, cases, refused
 
 import pipesched
-from pipesched import Costs, Link, Links, Plan, Profile, Program, Trace, options, reports, viz
-from pipesched.cli import main
+from pipesched import Costs, Link, Links, Plan, Profile, Program, Trace, viz
+from pipesched.cli import options
+from pipesched.cli.main import main
 from pipesched.errors import PipeschedError, ScheduleError
+from pipesched.planning import report as reports
 from pipesched.testing import MemoryMeter, check_schedule, reference_step, run_fake
 
 PROGRAM = pipesched.schedules.get("1f1b").program(2, 4)

@@ -17,13 +17,13 @@ from torch import nn
 from torch.nn import functional
 
 from pipesched import Action, Costs, Pipeline, Program, lower, schedules, simulate
-from pipesched.actions import Lane
 from pipesched.errors import DeadlockError, ExecutionError
-from pipesched.executors import local
-from pipesched.executors.local import LocalExecutor, Work
-from pipesched.lowering import add_recompute
+from pipesched.program.actions import Lane
+from pipesched.program.lowering import add_recompute
+from pipesched.runtime.executors import threads as local
+from pipesched.runtime.executors.threads import LocalExecutor, Work
+from pipesched.simulation.trace import Trace
 from pipesched.testing import FakeStage, run_fake
-from pipesched.trace import Trace
 
 X, Y = torch.randn(16, 8), torch.randint(0, 4, (16,))
 

@@ -10,13 +10,13 @@ from jobs_faults import Case
 from run_faults import outcomes
 from torch import distributed
 
-from pipesched.actions import Action, Kind
-from pipesched.executors import stuck
-from pipesched.executors.activity import ENDED, SILENT, Activity, State, blamed
-from pipesched.executors.alarm import Alarm
-from pipesched.executors.interpreter import Stamps
-from pipesched.executors.notices import Fault
-from pipesched.executors.stores import StoreLostError, asked
+from pipesched.program.actions import Action, Kind
+from pipesched.runtime.coordination import stuck_collectives as stuck
+from pipesched.runtime.coordination.failure_alarm import Alarm
+from pipesched.runtime.coordination.failure_notices import Fault
+from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, Activity, State, blamed
+from pipesched.runtime.coordination.stores import StoreLostError, asked
+from pipesched.runtime.executors.interpreter import Stamps
 
 TIMEOUT_S = 10.0
 

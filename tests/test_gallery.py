@@ -14,7 +14,7 @@ import pytest
 from pipesched import schedules
 from pipesched.errors import ScheduleError
 from pipesched.order import Order, schedule, v
-from pipesched.simulator import simulate
+from pipesched.simulation.simulator import simulate
 
 ROOT = Path(__file__).parent.parent
 FEW = ("__init__.py", "gpipe.py", "one_f_one_b.py", "pipedream.py")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from random_programs import quick
 
 from pipesched import Costs, Kind, schedules, simulate, validate
-from pipesched.building_blocks import repeated
 from pipesched.errors import ScheduleError
 from pipesched.order import Shape, linear, schedule
+from pipesched.program.generators.building_blocks import repeated
 
 SIZES = [*range(2, 9), 12, 16]
 

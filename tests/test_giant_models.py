@@ -21,10 +21,10 @@ from ranks import Ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipesched.captured import Captured
+from pipesched.capture.captured_model import Captured
 from pipesched.errors import GraphError, InputError, ModelTypeError
+from pipesched.model.safetensors_files import WeightFiles
 from pipesched.testing import reference_step
-from pipesched.weight_files import WeightFiles
 
 
 def test_weights_do_not_depend_on_who_makes_them(run: places.Run) -> None:

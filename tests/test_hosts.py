@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from pipesched import graph_of, partition, schedules, simulate
-from pipesched.layer_costs import LayerCosts, stage_costs
-from pipesched.links import Links
+from pipesched.simulation.layer_costs import LayerCosts, stage_costs
+from pipesched.simulation.links import Links
 
 SLOW, SLOW_BYTES_PER_S = (1, 2), 2.5e6
 

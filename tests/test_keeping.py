@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched import Pipeline, Plan
 from pipesched.errors import ExecutionError, GraphError, ScheduleError
-from pipesched.feed import Feed
-from pipesched.keeping import as_checkpoint, checkpoint_in_words
-from pipesched.layer_costs import LayerCosts
-from pipesched.stage import Stage
+from pipesched.program.checkpointing import as_checkpoint, checkpoint_in_words
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.testing import reference_step
 
 pytestmark = pytest.mark.usefixtures("every_product_deferred")

@@ -13,8 +13,8 @@ from random_programs import quick
 
 from pipesched import partition
 from pipesched.errors import PartitionError
+from pipesched.partitioning.activation_choices import Choice
 from pipesched.partitioning.bisection import INFINITE
-from pipesched.partitioning.choices import Choice
 from pipesched.partitioning.knapsack import Knapsack
 
 ON_DEVICE = 3  # of a layer's offloaded micro-batches

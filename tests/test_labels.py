@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipesched import Pipeline
-from pipesched.labels import IGNORED, counted_labels, counts
+from pipesched.capture.label_counts import IGNORED, counted_labels, counts
 from pipesched.testing import reference_step
 
 VOCABULARY = 11

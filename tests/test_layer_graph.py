@@ -10,9 +10,9 @@ from any_models import MODELS, Tied, made
 from torch import Tensor, nn
 
 from pipesched import graph_of, partition
-from pipesched.capture import INPUT
-from pipesched.captured import Captured
-from pipesched.layered import layered
+from pipesched.capture.capture import INPUT
+from pipesched.capture.captured_model import Captured
+from pipesched.capture.layered_model import layered
 
 FLOAT = 4
 

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from pipesched.cli import main
+from pipesched.cli.main import main
 from pipesched.errors import PartitionError
 from pipesched.viz import plot_layers
 from pipesched.viz.routes import HEIGHT, WIDTH, Layout

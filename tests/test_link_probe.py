@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from ranks import Ranks
 
 from pipesched import Costs, validate
-from pipesched.executors.fake import run_virtual
-from pipesched.executors.sockets import own_host
-from pipesched.link_probe import find_links
-from pipesched.links import Link, Links
+from pipesched.profiling.link_probe import find_links
+from pipesched.runtime.transport.sockets import own_host
+from pipesched.simulation.links import Link, Links
+from pipesched.testing.fake_executor import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,9 +10,9 @@ from random_programs import costs_for, programs, quick
 
 from pipesched import Costs, Program, lower, schedules, simulate
 from pipesched.errors import ScheduleError
-from pipesched.executors.fake import run_virtual
-from pipesched.links import Link, Links
-from pipesched.lowering import add_recompute
+from pipesched.program.lowering import add_recompute
+from pipesched.simulation.links import Link, Links
+from pipesched.testing.fake_executor import run_virtual
 
 TWO = "microbatches 2\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1"
 

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_programs import quick
 
-from pipesched import Program, list_scheduling, lower, simulate, validate
-from pipesched.costs import Costs
+from pipesched import Program, lower, simulate, validate
 from pipesched.errors import ScheduleError
-from pipesched.list_scheduling import backward_first
 from pipesched.order import Shape, linear, loop, v
+from pipesched.program.generators import list_scheduling
+from pipesched.program.generators.list_scheduling import backward_first
 from pipesched.schedules.hanayo import hanayo
+from pipesched.simulation.costs import Costs
 
 WAVES = st.integers(1, 4)
 

@@ -17,8 +17,8 @@ from torch.nn.modules import loss as torch_losses
 from torch.overrides import TorchFunctionMode
 
 from pipesched import Pipeline
-from pipesched.automatic import adds_up
 from pipesched.errors import InputError
+from pipesched.pipeline.auto_plan import adds_up
 from pipesched.testing import reference_step
 
 ROWS, CLASSES = 7, 5

@@ -9,8 +9,8 @@ from random_programs import fitting, programs, quick
 
 from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import ScheduleError
-from pipesched.lowering import add_recompute, forward_then_backward, halves
-from pipesched.walk import walk
+from pipesched.program.lowering import add_recompute, forward_then_backward, halves
+from pipesched.program.traversal import walk
 
 SENDS = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 

@@ -2,10 +2,10 @@ import pytest
 
 from pipesched import Costs, Program, schedules
 from pipesched.errors import ScheduleError
-from pipesched.footprint import Footprint, dropping_bytes
-from pipesched.lowering import add_offloading, add_recompute, add_updates, lower
-from pipesched.memory import RankMemory, rank_memory
-from pipesched.simulator import simulate
+from pipesched.program.lowering import add_offloading, add_recompute, add_updates, lower
+from pipesched.simulation.layer_memory import Footprint, dropping_bytes
+from pipesched.simulation.memory import RankMemory, rank_memory
+from pipesched.simulation.simulator import simulate
 
 SIZES = {
     "weight_bytes": 1000,

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 from pipesched import Pipeline, graph_of, schedules
-from pipesched.actions import Kind
-from pipesched.executors import local
-from pipesched.lowering import lower
+from pipesched.program.actions import Kind
+from pipesched.program.lowering import lower
+from pipesched.runtime.executors import threads as local
 from pipesched.testing import MemoryMeter
 
 MICROBATCHES = 4

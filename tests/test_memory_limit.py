@@ -1,4 +1,4 @@
-"""What a search says fits is what the pipeline says that it needs: both are told by `pipesched.memory`."""
+"""What a search says fits is what the pipeline says that it needs: both are told by `pipesched.simulation.memory`."""
 
 from functools import partial
 from itertools import pairwise

@@ -12,10 +12,10 @@ from torch.nn import functional
 import pipesched
 from pipesched import Pipeline, schedules
 from pipesched.errors import ExecutionError
-from pipesched.ledger import Ledger
-from pipesched.meter import _Metered
+from pipesched.profiling.optimizer_memory import upkeep_of
+from pipesched.tensors.memory_tracker import Ledger
 from pipesched.testing import MemoryMeter
-from pipesched.upkeep import upkeep_of
+from pipesched.testing.memory_meter import _Metered
 
 FLOAT_BYTES = 4
 WIDTH, ROWS, CLASSES = 64, 16, 50

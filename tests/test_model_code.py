@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipesched import Pipeline, graph_of, profile
 from pipesched.errors import GraphError, InputError, ModelTypeError
-from pipesched.payload import gather, split
+from pipesched.tensors.payload import gather, split
 from pipesched.testing import reference_step
 
 __all__ = ["every_product_deferred", "one_thread"]  # fixtures

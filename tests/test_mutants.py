@@ -11,7 +11,7 @@ from random_programs import fitting
 
 from pipesched import schedules, validate
 from pipesched.errors import DeadlockError, ExecutionError, ScheduleError
-from pipesched.program import Program
+from pipesched.program.program import Program
 from pipesched.testing import run_fake
 
 MUTANTS = 1500

@@ -15,19 +15,19 @@ from torch import nn
 
 import pipesched
 from pipesched import Pipeline, Plan, schedules
-from pipesched.automatic import on_devices
-from pipesched.boundaries import Pins
-from pipesched.candidates import Candidate
 from pipesched.errors import MemoryLimitError, PartitionError
-from pipesched.offloads import host_bytes_per_s
-from pipesched.overheads import Machine
-from pipesched.profiles import Profile
-from pipesched.reports import Report
-from pipesched.search import Search
-from pipesched.searched import Searched
-from pipesched.simulator import step_time
+from pipesched.pipeline.auto_plan import on_devices
+from pipesched.planning.candidates import Candidate
+from pipesched.planning.evaluated_candidate import Searched
+from pipesched.planning.report import Report
+from pipesched.planning.search_request import Search
+from pipesched.planning.stage_cutter import Pins
+from pipesched.planning.tuner import find_plan
+from pipesched.runtime.stage.offloading import host_bytes_per_s
+from pipesched.simulation.overheads import Machine
+from pipesched.simulation.profile import Profile
+from pipesched.simulation.simulator import step_time
 from pipesched.testing import reference_step
-from pipesched.tuner import find_plan
 
 WORDS = (None, "recompute", "offload")
 

@@ -13,15 +13,15 @@ from torch import nn
 
 from pipesched import Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import ExecutionError, ScheduleError
-from pipesched.keeping import offloading
-from pipesched.layer_costs import LayerCosts, stage_costs
-from pipesched.lowering import add_offloading, add_recompute
-from pipesched.memory import rank_memory
-from pipesched.offloads import Offloads, host_bytes_per_s
-from pipesched.overheads import Machine
-from pipesched.plan_request import Wishes
-from pipesched.planning import Programs
-from pipesched.profiles import Profile
+from pipesched.planning.plan_request import Wishes
+from pipesched.planning.program_factory import Programs
+from pipesched.program.checkpointing import offloading
+from pipesched.program.lowering import add_offloading, add_recompute
+from pipesched.runtime.stage.offloading import Offloads, host_bytes_per_s
+from pipesched.simulation.layer_costs import LayerCosts, stage_costs
+from pipesched.simulation.memory import rank_memory
+from pipesched.simulation.overheads import Machine
+from pipesched.simulation.profile import Profile
 from pipesched.testing import run_fake
 
 COPIES = (Kind.OFFLOAD, Kind.FREE, Kind.FETCH)

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional
 
 import pipesched
-from pipesched.feed import Feed
-from pipesched.interception import COMPOSITES, Intercept
-from pipesched.loss import Head
-from pipesched.payload import Payload
-from pipesched.randomness import Key, KeyedRandom
-from pipesched.stage import Stage
+from pipesched.capture.loss import Head
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.tensors.function_mode import COMPOSITES, Intercept
+from pipesched.tensors.keyed_random import Key, KeyedRandom
+from pipesched.tensors.payload import Payload
 
 CPU = torch.device("cpu")
 OURS = str(Path(pipesched.__file__).parent)

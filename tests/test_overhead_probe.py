@@ -3,10 +3,10 @@
 import pytest
 
 from pipesched import Costs, simulate
-from pipesched.actions import Kind
-from pipesched.links import Link
-from pipesched.overhead_probe import Ran, find_overheads
-from pipesched.overheads import Overheads
+from pipesched.profiling.overhead_probe import Ran, find_overheads
+from pipesched.program.actions import Kind
+from pipesched.simulation.links import Link
+from pipesched.simulation.overheads import Overheads
 
 
 def virtual(overheads):

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from random_programs import costs_for, programs, quick
 
 from pipesched import Action, Costs, Program, lower, simulate
-from pipesched.actions import Kind
-from pipesched.comparison import measured_costs
-from pipesched.dependencies import StageGraph
 from pipesched.errors import ScheduleError
-from pipesched.layer_costs import LayerCosts
-from pipesched.links import Link, Links
-from pipesched.overheads import Machine, Overheads
-from pipesched.profiles import Profile
+from pipesched.program.actions import Kind
+from pipesched.program.dependencies import StageGraph
+from pipesched.simulation.comparison import measured_costs
+from pipesched.simulation.layer_costs import LayerCosts
+from pipesched.simulation.links import Link, Links
+from pipesched.simulation.overheads import Machine, Overheads
+from pipesched.simulation.profile import Profile
 
 TWO = "microbatches 1\nrank 0: 0F0 0I0 0W0\nrank 1: 1F0 1B0"
 

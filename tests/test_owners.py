@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipesched import Pipeline
 from pipesched.errors import GraphError, PartitionError
-from pipesched.owners import Owners
+from pipesched.model.weight_owners import Owners
 
 
 class Spare(nn.Module):

@@ -11,10 +11,11 @@ from partition_graphs import branches, chain, residual, u_net, weights_as_layers
 from partition_oracle import as_good, best, named_tensors, random_chain, random_graph, sent
 from random_programs import quick
 
-from pipesched import partition, placement
+from pipesched import partition
 from pipesched.errors import PartitionError
 from pipesched.partitioning import search
 from pipesched.partitioning.bisection import INFINITE, Fails, Found, smallest
+from pipesched.program import placement
 
 SEEDS = st.integers(0, 10**6)
 

@@ -10,7 +10,7 @@ from random_programs import quick
 
 from pipesched import partition
 from pipesched.errors import PartitionError, PipeschedError
-from pipesched.partitioner import balance
+from pipesched.partitioning.partition import balance
 
 TIMES = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 FLOATS = st.lists(st.floats(0, 1e3), min_size=1, max_size=7)

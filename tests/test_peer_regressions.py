@@ -30,7 +30,7 @@ from places import Run
 from torch import nn
 
 from pipesched import Program, schedules
-from pipesched.actions import Kind
+from pipesched.program.actions import Kind
 
 pytestmark = pytest.mark.timeout(60)
 

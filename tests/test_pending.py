@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed
 
-from pipesched.pending import pending
+from pipesched.tensors.pending_tensor import pending
 
 USES = {
     "float": float,

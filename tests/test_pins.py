@@ -11,9 +11,9 @@ from places import Group, Run, place
 from torch import Tensor, nn
 
 from pipesched import Pipeline, Plan, schedules
-from pipesched.boundaries import Cutter, Pins
 from pipesched.errors import PartitionError
-from pipesched.links import Link, Links
+from pipesched.planning.stage_cutter import Cutter, Pins
+from pipesched.simulation.links import Link, Links
 
 MS = 1e-3
 
@@ -126,7 +126,9 @@ def test_known_links_count_and_unknown_ones_do_not() -> None:
         assert (stages == ["abc", "def"]) == (bottleneck_s == 3 * MS)
     for unknown in (None, Links()):
         assert cut(graph, 2, links=unknown)[0] == ["abc", "def"]
-    with pytest.raises(PartitionError, match=r"links is a pipesched.links.Links; got 'fast'; pass what probe_links"):
+    with pytest.raises(
+        PartitionError, match=r"links is a pipesched.simulation.links.Links; got 'fast'; pass what probe_links"
+    ):
         cut(graph, 2, links="fast")  # type: ignore[arg-type]
 
 

@@ -22,7 +22,7 @@ from pipesched.errors import (
     PipeschedError,
     ScheduleError,
 )
-from pipesched.partitioner import balance
+from pipesched.partitioning.partition import balance
 
 
 def mse(output, target):

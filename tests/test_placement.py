@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from random_programs import quick
 
 from pipesched.errors import ScheduleError
-from pipesched.placement import chunks_of, linear, loop, table, v
+from pipesched.program.placement import chunks_of, linear, loop, table, v
 
 
 def test_rules_lay_stages_out_as_their_papers_draw_them():

@@ -11,9 +11,9 @@ from models import synchronous_names
 from torch import nn
 
 from pipesched import Costs, Order, Pipeline, Plan, schedule, schedules, simulate
-from pipesched.alternatives import Alternative
 from pipesched.errors import DeadlockError, DeviceCountError, ScheduleError
-from pipesched.lowering import add_recompute
+from pipesched.planning.alternatives import Alternative
+from pipesched.program.lowering import add_recompute
 
 
 def mse(output, target):

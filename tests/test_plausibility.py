@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import pipesched
-from pipesched.layer_costs import LayerCosts
-from pipesched.plausibility import Measured, doubt, doubt_of_sum
+from pipesched.profiling.plausibility import Measured, doubt, doubt_of_sum
+from pipesched.simulation.layer_costs import LayerCosts
 
 
 def layer_costs(forward_s, backward_s, **others):

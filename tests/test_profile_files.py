@@ -17,11 +17,11 @@ from torch import nn
 
 import pipesched
 from pipesched import graph_of
+from pipesched.capture.layered_model import InARow
 from pipesched.errors import InputError, ScheduleError
-from pipesched.fitting import figure_at
-from pipesched.layer_costs import LayerCosts, costs_of, messages
-from pipesched.layered import InARow
-from pipesched.profiles import Profile
+from pipesched.simulation.layer_costs import LayerCosts, costs_of, messages
+from pipesched.simulation.profile import Profile
+from pipesched.simulation.size_interpolation import figure_at
 
 
 def model() -> nn.Sequential:

@@ -10,8 +10,8 @@ from torch import nn
 import pipesched
 from pipesched import Costs
 from pipesched.errors import InputError
-from pipesched.layer_costs import LayerCosts, costs_of, stage_costs
-from pipesched.profiler import _BYTES, _Kind, measure_layers
+from pipesched.profiling.layer_profiler import _BYTES, _Kind, measure_layers
+from pipesched.simulation.layer_costs import LayerCosts, costs_of, stage_costs
 
 CPU = torch.device("cpu")
 FLOAT_BYTES = 4

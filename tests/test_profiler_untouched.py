@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pipesched
-from pipesched.profiler import measure_layers
+from pipesched.profiling.layer_profiler import measure_layers
 
 
 def measure(model, sample):

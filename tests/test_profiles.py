@@ -11,8 +11,8 @@ import pytest
 
 from pipesched import partition
 from pipesched.errors import PartitionError
+from pipesched.partitioning.activation_choices import Choice
 from pipesched.partitioning.bisection import smallest
-from pipesched.partitioning.choices import Choice
 from pipesched.partitioning.request import Request
 from pipesched.partitioning.search import solve
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from random_programs import fitting, programs, quick
 
 from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate
-from pipesched.dependencies import StageGraph, chain
 from pipesched.errors import ScheduleError
-from pipesched.lowering import add_recompute
+from pipesched.program.dependencies import StageGraph, chain
+from pipesched.program.lowering import add_recompute
 
 TEXT = """\
 # a skip connection, one rank without a stage of its own

@@ -10,7 +10,7 @@ from models import assert_equal_bits, gradients
 from torch import Tensor, nn
 
 from pipesched import Pipeline
-from pipesched.randomness import outside_state
+from pipesched.tensors.keyed_random import outside_state
 from pipesched.testing import reference_step
 
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))

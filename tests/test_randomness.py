@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
-from pipesched.interception import COMPOSITES, Intercept
-from pipesched.randomness import InBackward, Key, KeyedRandom, is_random
+from pipesched.tensors.function_mode import COMPOSITES, Intercept
+from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom, is_random
 
 CPU = torch.device("cpu")
 

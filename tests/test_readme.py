@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipesched import schedules
-from pipesched.costs import Costs
-from pipesched.simulator import simulate
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.simulator import simulate
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)

@@ -10,7 +10,7 @@ from ranks import Ranks
 from torch import distributed
 
 from pipesched.errors import ExecutionError
-from pipesched.executors.rendezvous import Rendezvous
+from pipesched.runtime.coordination.rendezvous import Rendezvous
 
 NAMES = ["rank 0", "rank 1", "rank 2"]
 

@@ -13,9 +13,10 @@ from models import ScaledLoss, assert_equal_bits, gradients, mixed_model
 from torch import nn
 from torch.nn import functional
 
-from pipesched import Pipeline, assembly
+from pipesched import Pipeline
 from pipesched.errors import DeviceCountError, ExecutionError, InputError, PartitionError
-from pipesched.plan import Plan
+from pipesched.pipeline import assembly
+from pipesched.planning.plan import Plan
 from pipesched.testing import reference_step
 
 pytestmark = [

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 from pipesched import Costs, Pipeline, simulate
-from pipesched.correction import Known, StageTimes
-from pipesched.layer_costs import TIMES, LayerCosts
-from pipesched.plan import Plan
-from pipesched.replanning import Replanned, strayed, verdict
+from pipesched.planning.cost_correction import Known, StageTimes
+from pipesched.planning.plan import Plan
+from pipesched.planning.replan_verdict import Replanned, strayed, verdict
+from pipesched.simulation.layer_costs import TIMES, LayerCosts
 
 X, Y = torch.zeros(8, 3), torch.zeros(8, 3)
 EQUAL = dict.fromkeys("01234567", 1e-3)

@@ -16,10 +16,10 @@ from torch import nn
 
 import pipesched
 from pipesched import Costs, Kind, Pipeline, Plan, Report, Trace, schedules, simulate
-from pipesched.alternatives import Alternative
-from pipesched.cli import main
-from pipesched.comparison import Pair, compared, measured_costs
+from pipesched.cli.main import main
 from pipesched.errors import InputError, ScheduleError
+from pipesched.planning.alternatives import Alternative
+from pipesched.simulation.comparison import Pair, compared, measured_costs
 from pipesched.viz import page
 
 GIB = 2**30
@@ -329,7 +329,7 @@ def test_rich_shows_the_same_in_colour():
 def test_text_needs_no_rich(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     assert "Stages" in str(Report(plan_of()))
-    assert importlib.util.find_spec("pipesched.reports")
+    assert importlib.util.find_spec("pipesched.planning.report")
 
 
 def test_a_pipeline_reports_its_last_step():

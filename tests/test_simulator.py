@@ -5,7 +5,7 @@ from random_programs import costs_for, fitting, programs, quick
 
 from pipesched import Costs, Program, lower, schedules, simulate
 from pipesched.errors import DeadlockError, ScheduleError
-from pipesched.lowering import add_recompute
+from pipesched.program.lowering import add_recompute
 
 
 def times(trace):

@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn import functional
 
 import pipesched
-from pipesched import Costs, Pipeline, Plan, Profile, graph_of, profiler
-from pipesched.overheads import Machine, Overheads
+from pipesched import Costs, Pipeline, Plan, Profile, graph_of
+from pipesched.planning.tuner import too_small
+from pipesched.profiling import layer_profiler as profiler
+from pipesched.simulation.overheads import Machine, Overheads
 from pipesched.testing import reference_step
-from pipesched.tuner import too_small
 
 SAID = r"too small to gain from a pipeline: one device takes [\d.]+ [mu]?s, the best plan of several [\d.]+ [mu]?s"
 

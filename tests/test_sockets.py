@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from pipesched.executors import sockets
-from pipesched.executors.sockets import SocketPort
+from pipesched.runtime.transport import sockets
+from pipesched.runtime.transport.sockets import SocketPort
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -10,8 +10,8 @@ import torch
 from ranks import Ranks
 
 from pipesched import Program
-from pipesched.actions import Kind
-from pipesched.executors.local import LocalExecutor
+from pipesched.program.actions import Kind
+from pipesched.runtime.executors.threads import LocalExecutor
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("every_product_deferred", "one_thread")]
 

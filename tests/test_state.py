@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from pipesched import Pipeline, backward
+from pipesched import Pipeline
 from pipesched.errors import InputError, PartitionError, ScheduleError
-from pipesched.stage import Stage
+from pipesched.runtime.stage import split_backward as backward
+from pipesched.runtime.stage.stage import Stage
 from pipesched.testing import reference_step
 
 pytestmark = pytest.mark.timeout(60)

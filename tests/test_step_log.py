@@ -7,7 +7,7 @@ from torch import nn
 
 from pipesched import Pipeline, StepLog
 from pipesched.errors import InputError
-from pipesched.step_log import StepFigures
+from pipesched.pipeline.step_log import StepFigures
 
 X = torch.ones(8, 4)
 

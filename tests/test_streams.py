@@ -12,12 +12,14 @@ from torch import distributed
 from torch.nn import functional
 
 from pipesched import Pipeline
-from pipesched.executors import connections, device_wire, local
-from pipesched.executors.courier import Courier
-from pipesched.executors.device_wire import Nccl
-from pipesched.executors.distributed import DistributedExecutor
-from pipesched.executors.ports import ConnectionLostError
-from pipesched.executors.streams import CudaLane, lane_for
+from pipesched.runtime.executors import threads as local
+from pipesched.runtime.executors.device_streams import CudaLane, lane_for
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.transport import connections
+from pipesched.runtime.transport import device_channels as device_wire
+from pipesched.runtime.transport.device_channels import Nccl
+from pipesched.runtime.transport.host_copies import Courier
+from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.testing import reference_step
 
 CPU = torch.device("cpu")
@@ -239,27 +241,33 @@ PACKAGE = Path(__file__).parent.parent / "pipesched"
 WAITS = {"item", "cpu", "tolist", "synchronize", "numpy", "nonzero", "block_current_stream"}
 #: Where a host may wait for a device, by file and function, and why.
 MAY_WAIT = {
-    ("executors/streams.py", "seconds"),  # who reads times
-    ("executors/streams.py", "unpack"),  # a CPU rank that takes a value from a GPU
-    ("batch.py", "_numbers"),  # counting targets on a device: once a step, as docs/design.md says
-    ("calls.py", "_read"),  # numbers that rank 0 dealt, which lie on the host
-    ("executors/courier.py", "_carry"),  # a thread of its own
-    ("executors/device_wire.py", "drain"),  # when links are made and closed
-    ("executors/device_wire.py", "_read"),  # bytes of a header, which lie on the host
+    ("runtime/executors/device_streams.py", "seconds"),  # who reads times
+    ("runtime/executors/device_streams.py", "unpack"),  # a CPU rank that takes a value from a GPU
+    ("runtime/microbatches.py", "_numbers"),  # counting targets on a device: once a step, as docs/design.md says
+    ("runtime/minibatch.py", "_read"),  # numbers that rank 0 dealt, which lie on the host
+    ("runtime/transport/host_copies.py", "_carry"),  # a thread of its own
+    ("runtime/transport/device_channels.py", "drain"),  # when links are made and closed
+    ("runtime/transport/device_channels.py", "_read"),  # bytes of a header, which lie on the host
 }
 STEP = [
     *(
-        "stage.py",
-        "backward.py",
-        "weights.py",
-        "payload.py",
-        "randomness.py",
-        "interception.py",
-        "batch.py",
-        "calls.py",
+        "runtime/stage/stage.py",
+        "runtime/stage/split_backward.py",
+        "runtime/stage/weight_stash.py",
+        "tensors/payload.py",
+        "tensors/keyed_random.py",
+        "tensors/function_mode.py",
+        "runtime/microbatches.py",
+        "runtime/minibatch.py",
     ),
-    *("caller.py", "stream.py", "executors/interpreter.py", "executors/local.py", "executors/streams.py"),
-    *("executors/device_wire.py", "executors/courier.py"),
+    *(
+        "tensors/caller_context.py",
+        "runtime/async_steps.py",
+        "runtime/executors/interpreter.py",
+        "runtime/executors/threads.py",
+        "runtime/executors/device_streams.py",
+    ),
+    *("runtime/transport/device_channels.py", "runtime/transport/host_copies.py"),
 ]
 
 

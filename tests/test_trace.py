@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from random_programs import costs_for, programs, quick
 
 from pipesched import Action, Costs, Kind, Program, Span, Trace, lower, schedules, simulate
-from pipesched.actions import Lane
 from pipesched.errors import ScheduleError
+from pipesched.program.actions import Lane
 
 
 def trace_of(*spans, num_ranks=1, costs=None):

@@ -13,11 +13,11 @@ from torch import nn
 from waiting import Waiting
 
 import pipesched
-from pipesched import trial
-from pipesched.cli import main
+from pipesched.cli.main import main
 from pipesched.errors import InputError, ScheduleError
-from pipesched.profiles import Profile
-from pipesched.sites import site_for
+from pipesched.pipeline import plan_trials as trial
+from pipesched.runtime.rank_host import site_for
+from pipesched.simulation.profile import Profile
 
 mse = nn.functional.mse_loss
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from profile_graphs import profile, row
 
 from pipesched import schedules, simulate, validate
-from pipesched.boundaries import Pins
-from pipesched.candidates import microbatch_counts, synchronous
 from pipesched.errors import MemoryLimitError, PartitionError
-from pipesched.links import Link, Links
-from pipesched.memory import rank_memory
-from pipesched.profiles import Profile
-from pipesched.search import Search
-from pipesched.tuner import find_plan
+from pipesched.planning.candidates import microbatch_counts, synchronous
+from pipesched.planning.search_request import Search
+from pipesched.planning.stage_cutter import Pins
+from pipesched.planning.tuner import find_plan
+from pipesched.simulation.links import Link, Links
+from pipesched.simulation.memory import rank_memory
+from pipesched.simulation.profile import Profile
 
 TIMES = [1.0, 2.0, 1.0, 3.0, 1.0, 1.0, 2.0]
 
@@ -158,7 +158,7 @@ HEAVY = {"activation_bytes": 10_000, "output_bytes": 100, "parameter_bytes": 100
 
 
 def peaks(plan):
-    from pipesched.lowering import add_recompute
+    from pipesched.program.lowering import add_recompute
 
     return [each.total_bytes for each in rank_memory(add_recompute(plan.program, plan.checkpoint), plan.costs)]
 

@@ -12,12 +12,12 @@ from torch import nn
 
 import pipesched
 from pipesched import Pipeline, Plan
-from pipesched.automatic import adds_up
-from pipesched.cli import main
+from pipesched.cli.main import main
 from pipesched.errors import InputError, MemoryLimitError, PartitionError, ScheduleError
-from pipesched.links import Link, Links
-from pipesched.overheads import Machine, Overheads
-from pipesched.profiles import Profile
+from pipesched.pipeline.auto_plan import adds_up
+from pipesched.simulation.links import Link, Links
+from pipesched.simulation.overheads import Machine, Overheads
+from pipesched.simulation.profile import Profile
 from pipesched.testing import reference_step
 
 mse = nn.functional.mse_loss

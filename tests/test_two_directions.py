@@ -14,7 +14,7 @@ from random_programs import quick
 
 from pipesched import Costs, Order, Program, lower, schedule, schedules, simulate, validate
 from pipesched.errors import ScheduleError
-from pipesched.lowering import add_recompute, forward_then_backward
+from pipesched.program.lowering import add_recompute, forward_then_backward
 
 EVEN, MORE = st.sampled_from([2, 4, 6, 8]), st.integers(0, 6)
 HALF = Fraction(1, 2)

@@ -20,9 +20,9 @@ from whole_state import check_nothing_changes, quick, unchanged
 import pipesched
 from pipesched import Pipeline
 from pipesched.errors import GraphError
-from pipesched.ledger import Ledger
+from pipesched.model.state_guard import names_of, untouched
+from pipesched.tensors.memory_tracker import Ledger
 from pipesched.testing import reference_step
-from pipesched.untouched import names_of, untouched
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -29,10 +29,10 @@ from torch.nn import functional
 
 from pipesched import Costs, Order, Pipeline, Plan, Program, Shape, lower, schedule, schedules, simulate
 from pipesched.errors import ScheduleError
-from pipesched.lowering import add_recompute
 from pipesched.order import v
-from pipesched.segments import Segments, enough_steps
-from pipesched.versions import used_versions
+from pipesched.program.lowering import add_recompute
+from pipesched.program.segments import Segments, enough_steps
+from pipesched.program.weight_versions import used_versions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

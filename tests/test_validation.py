@@ -9,8 +9,8 @@ from random_programs import fitting, programs, quick
 
 from pipesched import Action, Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
-from pipesched.holdings import peak_in_flight, peaks_of_stages
-from pipesched.lowering import add_updates
+from pipesched.program.liveness import peak_in_flight, peaks_of_stages
+from pipesched.program.lowering import add_updates
 
 SKIP = "microbatches 1\nedges 0-1 0-2 1-2\n"
 

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from random_programs import fitting
 
 from pipesched import Action, Costs, Kind, Span, Trace, schedules, simulate, viz
-from pipesched.actions import Lane
 from pipesched.errors import PipeschedError
-from pipesched.lowering import add_recompute
+from pipesched.program.actions import Lane
+from pipesched.program.lowering import add_recompute
 from pipesched.units import counted, quote_bytes, quote_time
 from pipesched.viz.bars import gaps
 from pipesched.viz.colours import colour

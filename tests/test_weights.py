@@ -6,8 +6,8 @@ import pytest
 
 from pipesched import Costs, Program, lower, schedules, simulate, validate
 from pipesched.errors import DeadlockError, ScheduleError
-from pipesched.lowering import add_recompute
 from pipesched.order import Order, Shape, schedule, v
+from pipesched.program.lowering import add_recompute
 
 UPDATES = "microbatches 2\nrank 0: 0F0 0F1 0B0 0UPDATE0 0B1 0UPDATE1\nrank 1: 1F0 1B0 1UPDATE0 1F1 1B1 1UPDATE1\n"
 

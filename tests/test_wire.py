@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipesched.executors.wire import Incoming, Outgoing, Ports
-from pipesched.payload import Payload
+from pipesched.runtime.transport.channels import Incoming, Outgoing, Ports
+from pipesched.tensors.payload import Payload
 
 
 class Memory:

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import pipesched
-from pipesched import Pipeline, profiler, profiling, trial
+from pipesched import Pipeline
+from pipesched.pipeline import plan_trials as trial
+from pipesched.profiling import layer_profiler as profiler
+from pipesched.profiling import profile_model as profiling
 
 #: Whose contents are written down; of other objects only which one it is.
 PLAIN = bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device

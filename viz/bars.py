@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipesched.actions import Kind
-from pipesched.trace import Span, Trace
+from pipesched.program.actions import Kind
+from pipesched.simulation.trace import Span, Trace
 
 __all__ = ["Bar", "bars", "chunks_visited", "gaps", "kinds", "num_chunks"]
 

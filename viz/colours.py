@@ -3,7 +3,7 @@
 All of them are light enough for dark numbers. A rank's later chunks are lighter.
 """
 
-from pipesched.actions import Kind
+from pipesched.program.actions import Kind
 
 __all__ = ["BUBBLE", "GREY", "HATCH", "INK", "colour", "lighter", "stage_colour", "towards_white"]
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pipesched.checks import as_list, shown
 from pipesched.errors import InputError
-from pipesched.trace import Trace, check_trace
+from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import time_unit
 from pipesched.viz.headline import headline
 from pipesched.viz.legend import patches

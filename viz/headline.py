@@ -1,6 +1,6 @@
 """Headline: the one line that heads every picture."""
 
-from pipesched.trace import Trace
+from pipesched.simulation.trace import Trace
 from pipesched.units import quote_time
 from pipesched.viz.bars import chunks_visited
 

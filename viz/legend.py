@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pipesched.trace import Trace
+from pipesched.simulation.trace import Trace
 from pipesched.viz.bars import gaps, kinds, num_chunks
 from pipesched.viz.colours import BUBBLE, GREY, HATCH, colour, lighter
 

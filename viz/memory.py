@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pipesched.trace import Trace, check_trace
+from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import byte_unit, quote_bytes, time_unit
 from pipesched.viz.timeline import DPI, check_axes
 

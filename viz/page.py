@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from pipesched.trace import Trace
+from pipesched.simulation.trace import Trace
 from pipesched.viz.bars import kinds, num_chunks
 from pipesched.viz.colours import GREY, INK, colour, lighter
 from pipesched.viz.compare import plot_compare

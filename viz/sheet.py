@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipesched.comparison import Comparison
-from pipesched.trace import Trace
+from pipesched.simulation.comparison import Comparison
+from pipesched.simulation.trace import Trace
 from pipesched.units import quote_time, time_unit
 from pipesched.viz.colours import BUBBLE, HATCH, INK, colour, towards_white
 from pipesched.viz.headline import headline

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from html import escape
 from math import floor, log10
 
-from pipesched.trace import Trace
+from pipesched.simulation.trace import Trace
 from pipesched.units import Unit, quote_time, time_unit
 from pipesched.viz.bars import Bar, bars, num_chunks
 from pipesched.viz.colours import colour

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pipesched.checks import is_whole, shown
 from pipesched.errors import InputError
-from pipesched.trace import Trace, check_trace
+from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import quote_time
 from pipesched.viz.bars import Bar, bars, num_chunks
 from pipesched.viz.headline import headline

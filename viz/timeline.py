@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipesched.checks import shown
 from pipesched.errors import ArgumentError
-from pipesched.trace import Trace, check_trace
+from pipesched.simulation.trace import Trace, check_trace
 from pipesched.units import Unit, time_unit
 from pipesched.viz.bars import Bar, bars, gaps, num_chunks
 from pipesched.viz.colours import BUBBLE, HATCH, INK, colour

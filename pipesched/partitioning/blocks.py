@@ -8,8 +8,8 @@ from heapq import heapify, heappop, heappush
 import networkx as nx
 import numpy as np
 
-from pipesched.columns import Ints
-from pipesched.partitioning.layers import Layers
+from pipesched.partitioning.layer_arrays import Layers
+from pipesched.program.action_arrays import Ints
 
 __all__ = ["Blocks", "Cuts", "Tensor", "contract", "cuts_of", "reduce_blocks"]
 

@@ -13,10 +13,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesched.columns import Ints
 from pipesched.partitioning.bisection import INFINITE, Fails, Found
 from pipesched.partitioning.blocks import Cuts
 from pipesched.partitioning.slots import LineUp, Slot, Toll
+from pipesched.program.action_arrays import Ints
 
 __all__ = ["Chain"]
 

@@ -6,14 +6,14 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from pipesched.columns import Ints
-from pipesched.partitioning.answer import Partition, StageSummary, span
+from pipesched.partitioning.activation_choices import Choice, with_copies
 from pipesched.partitioning.bisection import Found
 from pipesched.partitioning.blocks import Cuts, cuts_of
-from pipesched.partitioning.choices import Choice, with_copies
 from pipesched.partitioning.problem import Problem
+from pipesched.partitioning.result import Partition, StageSummary, span
 from pipesched.partitioning.search import Solution
 from pipesched.partitioning.slots import Slot, Toll
+from pipesched.program.action_arrays import Ints
 from pipesched.units import quote_bytes, quote_time
 
 __all__ = ["explained"]

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipesched.partitioning.bisection import Found
 from pipesched.partitioning.blocks import cuts_of
-from pipesched.partitioning.kept_ranks import KeptRanks
+from pipesched.partitioning.checkpointed_interleaving import KeptRanks
 from pipesched.partitioning.problem import Problem
 from pipesched.partitioning.search import Solution, filled_up, solve
 from pipesched.partitioning.slots import Rank, fixed_order

@@ -13,9 +13,9 @@ from fractions import Fraction
 
 import numpy as np
 
-from pipesched.columns import Ints
+from pipesched.partitioning.activation_choices import Choice, with_copies
 from pipesched.partitioning.bisection import INFINITE
-from pipesched.partitioning.choices import Choice, with_copies
+from pipesched.program.action_arrays import Ints
 
 __all__ = ["Knapsack"]
 

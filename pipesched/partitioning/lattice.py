@@ -12,11 +12,11 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesched.columns import Ints
 from pipesched.partitioning.bisection import INFINITE, Fails, Found
-from pipesched.partitioning.fronts import Front
-from pipesched.partitioning.ideals import Ideals
+from pipesched.partitioning.order_ideals import Ideals
+from pipesched.partitioning.pareto_fronts import Front
 from pipesched.partitioning.slots import LineUp, Slot, Toll
+from pipesched.program.action_arrays import Ints
 
 __all__ = ["Lattice"]
 

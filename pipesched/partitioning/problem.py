@@ -8,14 +8,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesched.links import Link
+from pipesched.partitioning.activation_choices import Choice
 from pipesched.partitioning.blocks import Blocks, Cuts, cuts_of
 from pipesched.partitioning.chain import Chain
-from pipesched.partitioning.choices import Choice
-from pipesched.partitioning.ideals import Ideals
-from pipesched.partitioning.kept_chain import KeptChain
+from pipesched.partitioning.checkpointed_chain import KeptChain
 from pipesched.partitioning.lattice import Lattice
+from pipesched.partitioning.order_ideals import Ideals
 from pipesched.partitioning.slots import LineUp, Toll
+from pipesched.simulation.links import Link
 
 __all__ = ["Communication", "Pin", "Problem"]
 

@@ -10,13 +10,13 @@ import networkx as nx
 
 from pipesched.checks import as_list, check_number, check_type, is_whole, shown
 from pipesched.errors import PartitionError, ScheduleError
-from pipesched.keeping import Keep
-from pipesched.links import Link
+from pipesched.partitioning.activation_choices import Choice, choices_of
 from pipesched.partitioning.blocks import contract
-from pipesched.partitioning.choices import Choice, choices_of
-from pipesched.partitioning.layers import Layers, read
+from pipesched.partitioning.layer_arrays import Layers, read
 from pipesched.partitioning.problem import Communication, Pin, Problem
 from pipesched.partitioning.slots import LineUp, Rank, fixed_order, free_order, placed
+from pipesched.program.checkpointing import Keep
+from pipesched.simulation.links import Link
 
 __all__ = ["InFlight", "Request"]
 
@@ -78,7 +78,9 @@ class Request:
             as_list(self.in_flight, rule, "pass such as [4, 3, 2, 1]")
         if self.placement is not None:
             as_list(
-                self.placement, "a placement is a list with a rank for each stage", "make it by pipesched.placement"
+                self.placement,
+                "a placement is a list with a rank for each stage",
+                "make it by pipesched.program.placement",
             )
 
     def _check_checkpoint(self) -> None:
@@ -97,7 +99,7 @@ class Request:
         if len(ranks) != self.num_stages or not all(map(is_whole, ranks)) or set(ranks) != {*range(max(ranks) + 1)}:
             raise PartitionError(
                 f"a placement is a rank for each stage, and each rank has a stage; got {shown(ranks)} for "
-                f"{self.num_stages} stages; make one with pipesched.placement"
+                f"{self.num_stages} stages; make one with pipesched.program.placement"
             )
         if self.any_order:
             raise PartitionError("a placement says where stages are; any_order cannot be kept beside it; leave one out")

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from pipesched.partitioning.bisection import INFINITE, Found, smallest
 from pipesched.partitioning.blocks import cuts_of, reduce_blocks
-from pipesched.partitioning.ideals import Ideals, enumerate_ideals
-from pipesched.partitioning.orders import linear_orders
+from pipesched.partitioning.linear_orders import linear_orders
+from pipesched.partitioning.order_ideals import Ideals, enumerate_ideals
 from pipesched.partitioning.problem import Problem
 
 __all__ = ["Solution", "fill_up", "solve"]

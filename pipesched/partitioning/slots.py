@@ -11,8 +11,8 @@ from itertools import product
 
 import numpy as np
 
-from pipesched.columns import Ints
 from pipesched.partitioning.blocks import Cuts
+from pipesched.program.action_arrays import Ints
 
 __all__ = ["LineUp", "Rank", "Slot", "Toll", "fixed_order", "free_order", "placed"]
 

@@ -10,9 +10,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipesched import partition
-from pipesched.captured import Captured
-from pipesched.pattern import tensors_in
-from pipesched.untouched import untouched
+from pipesched.capture.captured_model import Captured
+from pipesched.model.state_guard import untouched
+from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["counted", "even_boundaries", "shares"]
 

@@ -1,0 +1,242 @@
+"""Captured: a model of any code as layers in the order of their calls, and the bodies of its stages."""
+
+from collections import Counter
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor, nn
+
+from pipesched.capture.capture import Call, Capture
+from pipesched.capture.layer_graph import flow_of, gap, narrowest, unused, with_costs
+from pipesched.capture.recording import Recording, recorded
+from pipesched.capture.replayed_body import Loose, Replayed
+from pipesched.capture.stage_body import Body
+from pipesched.capture.stage_parts import Part, cut_at
+from pipesched.capture.whole_layers import opened
+from pipesched.errors import GraphError, ScheduleError
+from pipesched.model.class_state import check_class_state
+from pipesched.model.module_tree import installs_recorders
+from pipesched.model.tied_weights import Ties, Use
+from pipesched.program.program import Program
+from pipesched.simulation.layer_costs import LayerCosts
+from pipesched.tensors.payload import choose_rows
+from pipesched.tensors.tree_structure import tensors_in
+from pipesched.user_warning import warn
+
+__all__ = ["Captured", "Cut"]
+
+
+#: The names of each stage's layers.
+Cut = tuple[tuple[str, ...], ...]
+
+
+class Captured:
+    """A model, seen once in each of its modes. sample: (args, kwargs).
+
+    layers: what may begin a stage, by name, in the order of calls: a layer's second call is ``name#2``. sample: as
+    given, of two rows at least. whole_layers: modules that are not opened. written: the names of weights and buffers
+    that forwards write to.
+    """
+
+    def __init__(
+        self, model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
+    ) -> None:
+        self.model = model
+        self.sample = _two_rows(sample)
+        self.recordings: dict[bool, Recording] = {}
+        look = partial(self._recorded, model.training)
+        try:
+            self.modules, own = opened(model, look, whole_layers)
+        except Exception:
+            if not installs_recorders(model):  # without which code between layers may miss what they record
+                raise
+            self.modules, own = opened(model, look, whole_layers)
+        self.captures = {model.training: own}
+        self.missing: Exception | None = None  # why the model does not run in its other mode
+        try:
+            other = self._recorded(not model.training, self.modules)
+        except Exception as error:  # as of a detector that takes targets only where it trains
+            self.missing = error
+        else:
+            if [_unit(call) for call in own.layer_calls] == [_unit(call) for call in other.layer_calls]:
+                self.captures[not model.training] = other
+        for one in self.recordings.values():
+            check_class_state(
+                model, one.capture.changed_classes, self.modules, [call.layer for call in own.layer_calls]
+            )
+        self.written = {name for one in self.recordings.values() for name in one.written}
+        if weights := [name for name, _ in model.named_parameters() if name in self.written]:
+            warn(
+                f"making a pipeline leaves the weights as they are; forwards of {type(model).__name__} write to "
+                f"{len(weights)} of them, such as {weights[0]!r}; they were put back"
+            )
+        self.calls = {_unit(call): call for call in own.layer_calls}
+        self.layers = {
+            name: self.modules[call.layer]
+            for position, (name, call) in enumerate(self.calls.items())
+            if position == 0 or all(gap(capture, position) for capture in self.captures.values())
+        }
+        self.parts = lru_cache(maxsize=1)(self._parts)
+
+    def _recorded(self, mode: bool, layers: Mapping[str, nn.Module]) -> Capture:
+        args, kwargs = self.sample
+        self.recordings[mode] = recorded(self.model, layers, mode, args, kwargs)
+        return self.recordings[mode].capture
+
+    def check(self, program: Program) -> None:
+        """Raise ScheduleError for what stages of captured models cannot do, so far."""
+        hidden = self.captures[self.model.training].hidden
+        if hidden and program.num_weights > len(self.layers):
+            raise GraphError(
+                f"what passes between stages is what calls return; {hidden[0][0]} hands a tensor to {hidden[0][1]} by "
+                f"an attribute or in an object, so both stay in one stage, as in {len(hidden) - 1} other cases, and "
+                f"the model has {len(self.layers)} layers for {program.num_weights} stages; return it"
+            )
+        calls = self.captures[self.model.training].calls
+        named = dict(self.model.named_parameters())
+        users = Counter(name for call in calls for name in _trained(call) if name in named)
+        tied = [name for name, count in users.items() if count > 1]
+        if program.has_updates and tied:
+            raise ScheduleError(
+                f"an asynchronous schedule updates each stage when it has its own gradients, and later stages go on "
+                f"with newer weights; {program.name!r} would leave the uses of {tied[0]!r}, which {users[tied[0]]} "
+                f"calls share, at different versions, and its gradients are whole only when the first use has its "
+                f"own; give each layer a weight of its own, or choose a synchronous schedule"
+            )
+
+    def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:
+        """The calls that use parameters, and on which rank each runs. ranks: of the stages."""
+        parameters = {name for name, _ in self.model.named_parameters()}
+        rank_of = {
+            index: rank
+            for part, rank in zip(self.parts(cut)[self.model.training], ranks, strict=True)
+            for index in part.own
+        }
+        return [
+            Use(call.place, rank_of[call.index], [name for name in _trained(call) if name in parameters])
+            for call in self.captures[self.model.training].calls
+            if call.index in rank_of
+        ]
+
+    def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
+        """Its own, and those behind it that begin no stage. again: they are to run again by themselves.
+
+        Raises GraphError where a backward could not make one of them again: it depends on what is not passed to it.
+        """
+        begin = layer
+        found: list[Call] = []
+        for name, call in self.calls.items():
+            begin = name if name in self.layers else begin
+            if begin == layer and (found or name == layer):
+                found.append(call)
+        for capture in self.captures.values() if again else ():
+            apart = {call.place for pair in capture.hidden for call in pair}
+            apart |= {capture.calls[index].place for index in capture.told}
+            for call in found:
+                if call.place in apart:
+                    raise GraphError(
+                        f"a layer that runs again in its backward takes all that it uses as arguments; {call} has "
+                        f"attributes that other code sets, or shares tensors with other layers in objects; take it "
+                        f"out of checkpoint=, or pass what it uses"
+                    )
+        return [call.place for call in found]
+
+    def passed(self) -> Generator[tuple[str, Any]]:
+        """Nothing: between its stages pass single tensors, and numbers."""
+        yield from ()
+
+    @property
+    def output_form(self) -> Any:
+        """Of its output."""
+        return self.captures[self.model.training].output_form
+
+    def output(self) -> Any:
+        """What it gave; of several tensors nothing is known but these."""
+        results = self.captures[self.model.training].results
+        return results[0].detach() if len(results) == 1 else None
+
+    def begins(self, capture: Capture) -> dict[str, int]:
+        """The first call of each layer, with the code before it that belongs to it."""
+        order = list(self.calls)
+        return {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
+
+    def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
+        """The layers as a graph, with what is known of their costs."""
+        capture = self.captures[self.model.training]
+        return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
+
+    def _parts(self, cut: Cut) -> dict[bool, list[Part]]:
+        """By mode, what each stage runs."""
+        order = list(self.calls)
+        begins = [order.index(names[0]) for names in cut[1:]]
+        return {
+            mode: cut_at(capture, [0, *(narrowest(capture, position) for position in begins)])
+            for mode, capture in self.captures.items()
+        }
+
+    def written_by(self, cut: Cut) -> Sequence[Collection[str]]:
+        """Functions between layers that read a buffer may lie in another stage than those that write to it."""
+        found: list[set[str]] = [set() for _ in cut]
+        for mode, parts in self.parts(cut).items():
+            calls = self.captures[mode].calls
+            for part, names in zip(parts, found, strict=True):
+                names.update(*(calls[index].uses for index in part.own if calls[index].layer or calls[index].changes))
+        return [names & self.written for names in found]
+
+    def reached(self, cut: Cut) -> list[tuple[str, str, int]]:
+        """Of the mode in which it trains, or is now."""
+        parts, calls = self.parts(cut)[self.model.training], self.captures[self.model.training].calls
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return [
+            (calls[index].layer, name, stage)
+            for stage, part in enumerate(parts)
+            for index in sorted(part.own)
+            for name in calls[index].reached
+            if name in trained
+        ]
+
+    def edges(self, cut: Cut) -> list[tuple[int, int]]:
+        """Which stage gives to which."""
+        along = set(pairwise(range(len(cut))))
+        for parts in self.parts(cut).values():
+            along |= {(giver, taker) for taker, part in enumerate(parts) for giver in part.receives}
+        return sorted(along)
+
+    def bodies(self, cut: Cut, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
+        """The stages' bodies. What no call uses lies in the stage of what is registered before it."""
+        parts, edges = self.parts(cut), self.edges(cut)
+        bodies = [Replayed(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
+        held = [_tensors(body.layers.values()) for body in bodies]
+        for stage, names in unused(self.model, held).items():
+            bodies[stage].layers["(never used)"] = Loose(self.model, names)
+        return bodies
+
+
+def _trained(call: Call) -> Sequence[str]:
+    """What a call uses that may get a gradient by it."""
+    return () if call.reads else call.uses
+
+
+def _tensors(layers: Iterable[nn.Module]) -> list[Tensor]:
+    return [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+
+
+def _unit(call: Call) -> str:
+    return f"{call.layer}#{call.number + 1}" if call.number else call.layer
+
+
+def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A sample of one row is repeated: code may treat a single row apart."""
+    tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
+    if not tensors or any(len(tensor) != 1 for tensor in tensors):
+        return sample
+
+    def repeat(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor]) if tensor.dim() else tensor
+
+    repeated: tuple[tuple[Any, ...], dict[str, Any]] = choose_rows(sample, repeat, [0, 0])
+    return repeated

@@ -1,0 +1,191 @@
+"""Labels: what a micro-batch counts where a model computes a mean loss over its ``labels`` that are not ignored.
+
+Padding is ignored, so micro-batches have unequal numbers of labels, and a loss that is a mean over them counts as many
+as it has. Which ones the model's mean is over, its own code decides: a language model that shifts its labels drops the
+first of each row. So the model is asked: the loss of four rows beside those of two and two, with unequal numbers of
+labels, fits one way of counting.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pipesched.capture.loss import loss_entry
+from pipesched.model.containers import Shells, find_layers
+from pipesched.model.state_guard import unchanged, untouched
+from pipesched.tensors.meta_tensors import call_beside, lacks_contents, stand_in
+from pipesched.tensors.payload import pytree
+from pipesched.tensors.tree_structure import positional
+from pipesched.user_warning import warn
+
+__all__ = ["IGNORED", "Outline", "counted_labels", "counts"]
+
+#: The label that torch's losses leave out.
+IGNORED = -100
+_NAME = "labels"
+_ROUNDING = 32  # units of the last place that losses may differ by
+
+
+def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
+    """What a micro-batch of a model counts, as ``counted_labels`` found; None for its rows."""
+    if way is None:
+        return None
+    count = _WAYS[way]
+
+    def loss_weight(*args: Any, **kwargs: Any) -> float:
+        return count(_labels_in(model, args, kwargs))
+
+    return loss_weight
+
+
+def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
+    """Over which labels a model's own loss is a mean; None: over the rows, or there are none.
+
+    sample: (args, kwargs). Where no way of counting fits, or several do, a warning says so. The model runs three times,
+    in evaluation mode, and is left as it was; one without contents with stand-ins for what its layers give.
+    """
+    given = _labels_of(model, sample)
+    if given is None:
+        return None
+    try:
+        losses = _losses(model, *_probe(model, sample, given)) if _may_try(model, given) else None
+    except Exception as error:  # whatever a model raises that does not take such labels
+        return _unknown(f"it failed on four rows with some labels {IGNORED}: {type(error).__name__}: {error}")
+    if losses is None:
+        return _unknown("it gives no loss, or is not on a CPU and the sample has none to ignore")
+    weights = {way: [count(part) for part in _marked(given)] for way, count in _WAYS.items()}
+    fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
+    if given.dim() == 1 and "labels" in fitting:
+        return "labels"  # one a row: what counts otherwise only where some are ignored
+    if len(fitting) != 1:
+        return _unknown(f"its loss fits {'none' if not fitting else 'each'} of: {', '.join(fitting or _WAYS)}")
+    return None if fitting[0] == "rows" else fitting[0]
+
+
+def _count(labels: Tensor) -> float:
+    return float((labels != IGNORED).sum())
+
+
+def _count_shifted(labels: Tensor) -> float:
+    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # a way of no model
+
+
+_WAYS: Mapping[str, Callable[[Tensor], float]] = {
+    "rows": lambda labels: float(len(labels)),
+    "labels": _count,
+    "labels but each row's first": _count_shifted,
+}
+
+
+def _labels_of(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor | None:
+    labels = _labels_in(model, *sample)
+    whole = isinstance(labels, Tensor) and labels.dim() > 0 and labels.numel() and not labels.is_floating_point()
+    return labels if whole and labels.dtype is not torch.bool else None
+
+
+def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return {**dict(zip(positional(model.forward), args, strict=False)), **kwargs}.get(_NAME)
+
+
+def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels of two rows and two more: many, and few."""
+    rows = labels[torch.arange(4) % len(labels)]
+    valid = rows[rows != IGNORED]
+    rows = torch.where(rows == IGNORED, valid[0] if len(valid) else 0, rows)
+    if rows.dim() == 1:
+        rows[3] = IGNORED
+    else:
+        rows[:2, ..., 2:-1] = IGNORED
+        rows[2:, ..., :-1] = IGNORED
+    return rows[:2], rows[2:]
+
+
+def _probe(
+    model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], labels: Tensor
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The model's inputs: four rows, and their halves."""
+    marked = torch.cat(_marked(labels))
+
+    def rows(chosen: slice) -> Any:
+        def of(tensor: Tensor) -> Tensor:
+            return tensor[torch.arange(4)[chosen] % len(tensor)] if tensor.dim() else tensor
+
+        args, kwargs = pytree.tree_map_only(Tensor, of, sample)
+        if _NAME in kwargs:  # by its name: the same tensor may be another argument, too
+            return args, {**kwargs, _NAME: marked[chosen]}
+        place = [*inspect.signature(model.forward).parameters].index(_NAME)
+        return (*args[:place], marked[chosen], *args[place + 1 :]), kwargs
+
+    return [rows(slice(0, 4)), rows(slice(0, 2)), rows(slice(2, 4))]
+
+
+def _losses(model: nn.Module, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Tensor] | None:
+    losses = []
+    run = Outline(model) if lacks_contents(model) else model
+    with untouched(model, False), torch.no_grad():
+        for args, kwargs in inputs:
+            output = run(*args, **kwargs)
+            loss = loss_entry(output)
+            if not isinstance(loss, Tensor) or loss.dim():
+                return None
+            losses.append(loss)
+    return losses
+
+
+def _may_try(model: nn.Module, labels: Tensor) -> bool:
+    """Whether a model may be run with labels to ignore: a label out of bounds ends a GPU's context."""
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    return devices <= {"cpu", "meta"} or bool((labels == IGNORED).any())
+
+
+def _fits(weights: list[float], losses: list[Tensor]) -> bool:
+    """Whether the whole's loss is the mean of the parts', weighted so."""
+    if min(weights) < 0:
+        return False
+    whole, *parts = (float(loss) for loss in losses)
+    mean = sum(weight * part for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+    return abs(whole - mean) <= _ROUNDING * torch.finfo(losses[0].dtype).eps * max(map(abs, (whole, *parts)))
+
+
+def _unknown(why: str) -> str | None:
+    warn(
+        f"micro-batches count as many labels as the model's own mean loss is over; which these are could not be told: "
+        f"{why}; each counts its rows; pass loss_weight=, or loss_reduction='sum' for a sum, or ignore this warning"
+    )
+    return None
+
+
+class Outline(TorchFunctionMode):
+    """Called as the model. The rows of what a layer gives are all alike, so that a batch's parts are its rows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        layers = find_layers(model)
+        self._root = Shells(model, layers, self._layer, layers).model
+        self._inside = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives, of the form and with the rows that it has."""
+        with self:
+            return self._root(*args, **kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inside:
+            return func(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: stand_in(tensor, weight=True), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside:
+            return layer(*args, **kwargs)
+        self._inside = True
+        try:
+            before = unchanged((args, kwargs))
+            result = call_beside(layer, args, kwargs, lambda: before)
+            return pytree.tree_map_only(Tensor, stand_in, result)
+        finally:
+            self._inside = False

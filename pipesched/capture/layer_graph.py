@@ -1,0 +1,125 @@
+"""Flow: a captured forward as a graph of layers: where a stage may begin, and what each layer gives to later ones."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+import networkx as nx
+from torch import Tensor, nn
+
+from pipesched.capture.capture import INPUT, Capture, Value
+from pipesched.simulation.layer_costs import LayerCosts
+
+__all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
+
+
+def gap(capture: Capture, position: int) -> list[int]:
+    """Where a stage that begins with the position-th layer call may begin: after the layer call before it."""
+    legal, (before, own) = capture.legal_cuts, capture.layer_calls[position - 1 : position + 1]
+    first, last = before.index + 1, own.index
+    return legal[bisect_left(legal, first) : bisect_left(legal, last + 1)]
+
+
+def narrowest(capture: Capture, position: int) -> int:
+    """Where in the gap before a layer the fewest bytes cross; the latest of several."""
+    return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
+
+
+def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "nx.DiGraph[str]":
+    """The layers of a captured forward as a graph; see `pipesched.graph_of`. begins: the first call of each.
+
+    Functions between layers belong to the layer in whose calls they lie; what any stage may compute makes no edge.
+    """
+    names, starts = list(begins), list(begins.values())
+    layer_of = [names[bisect_right(starts, call.index) - 1] for call in capture.calls]
+    graph = _nodes(model, names, _uses(model, capture, names, layer_of))
+    given: dict[Value, str] = {}
+    uses = [(value, call.index) for call in capture.calls if call.index not in capture.free for value in call.takes]
+    outputs = [(value, len(capture.calls) - 1) for value in capture.output]
+    for value, user in [*uses, *outputs]:
+        index, place = value
+        if index == INPUT or index in capture.free:
+            continue
+        size, ends = capture.nbytes[value], (layer_of[index], layer_of[user])
+        if ends[0] != ends[1]:
+            if not graph.has_edge(*ends):
+                graph.add_edge(*ends, tensors={}, bytes=0)
+            graph.edges[ends]["tensors"][f"{capture.calls[index]}:{index}.{place}"] = size
+        if ends[0] != ends[1] or (value, user) in outputs:
+            given[value] = ends[0]
+    for value, name in given.items():
+        graph.nodes[name]["output_bytes"] += capture.nbytes[value]
+    for _, _, edge in graph.edges(data=True):
+        edge["bytes"] = sum(edge["tensors"].values())
+    return graph
+
+
+def row_of(model: nn.Module, layers: Mapping[str, nn.Module], costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
+    """Layers that feed each other in a row, as a graph."""
+    own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    uses = {
+        name: [own[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())] for name, layer in layers.items()
+    }
+    graph = _nodes(model, list(layers), uses)
+    for name, size in costs.items():
+        graph.nodes[name]["output_bytes"] = size.output_bytes
+    graph.add_edges_from((a, b, {"bytes": costs[a].output_bytes}) for a, b in pairwise(layers))
+    return graph
+
+
+def with_costs(graph: "nx.DiGraph[str]", costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
+    """The graph, its nodes with what was measured."""
+    for name, own in costs.items():
+        graph.nodes[name].update({key: value for key, value in asdict(own).items() if key not in graph.nodes[name]})
+    return graph
+
+
+def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[str]]) -> "nx.DiGraph[str]":
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    parameters = dict(model.named_parameters())
+    sizes = {name: (parameter.numel(), parameter.nbytes) for name, parameter in parameters.items()}
+    buffers = {name: buffer.nbytes for name, buffer in model.named_buffers()}
+    for name in names:
+        own = [tensor for tensor in uses[name] if tensor in sizes]
+        others = [tensor for tensor in uses[name] if tensor not in sizes]
+        graph.add_node(
+            name,
+            parameters=tuple(own),
+            buffers=tuple(others),
+            buffer_bytes=sum(buffers.get(tensor, 0) for tensor in others),
+            gradient_bytes=sum(sizes[tensor][1] for tensor in own if parameters[tensor].requires_grad),
+            num_parameters=sum(sizes[tensor][0] for tensor in own),
+            parameter_bytes=sum(sizes[tensor][1] for tensor in own),
+            output_bytes=0,
+        )
+    graph.graph["parameters"] = sizes
+    return graph
+
+
+def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Sequence[str]) -> dict[str, list[str]]:
+    """The parameters and buffers of each layer by name; what no call uses lies with what is registered before it."""
+    uses: dict[str, dict[str, None]] = {name: {} for name in names}
+    for call in capture.calls:
+        uses[layer_of[call.index]].update(dict.fromkeys(call.uses))
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    held = [[tensors[name] for name in used if name in tensors] for used in uses.values()]
+    for position, others in unused(model, held).items():
+        uses[names[position]].update(dict.fromkeys(others))
+    return {name: list(used) for name, used in uses.items()}
+
+
+def unused(model: nn.Module, holders: Sequence[Iterable[Tensor]]) -> dict[int, list[str]]:
+    """The parameters and buffers that none holds, for each holder: of that which is registered before them."""
+    holder_of: dict[Any, int] = {tensor: holder for holder, tensors in enumerate(holders) for tensor in tensors}
+    found: dict[int, list[str]] = {}
+    holder = 0
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor in holder_of:
+                holder = holder_of[tensor]
+            else:
+                holder_of[tensor] = holder
+                found.setdefault(holder, []).append(f"{prefix}.{name}" if prefix else name)
+    return found

@@ -1,0 +1,162 @@
+"""Reductions: how a loss comes to one number, and so what the loss of each micro-batch counts in the batch's.
+
+The losses of ``torch.nn`` and ``torch.nn.functional`` say it themselves. Most means are over elements: rows count.
+Cross entropy and ``nll_loss`` divide by the targets that they do not ignore, each with the weight of its class.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.capture.label_counts import IGNORED, counted_labels, counts
+from pipesched.errors import InputError
+
+__all__ = ["LossReduction", "reduces", "resolve_loss"]
+
+LossReduction = Literal["mean", "sum"]
+_Option = Callable[[str, Any], Any]  # (name, what it is where a loss has none)
+
+_MEANS: dict[str, LossReduction] = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
+_ABSENT = object()
+
+
+def resolve_loss(
+    model: nn.Module,
+    sample: tuple[tuple[Any, ...], dict[str, Any]],
+    loss_fn: Any,
+    loss_weight: Callable[..., Any] | None,
+    loss_reduction: LossReduction | None,
+    split_dims: Any,
+    agreed: Callable[[Callable[[], str | None]], str | None] = lambda make: make(),
+) -> tuple[Callable[..., Any] | None, LossReduction]:
+    """What the loss of a micro-batch counts (None: its rows), and whether the batch's loss is a mean or a sum.
+
+    loss_weight, loss_reduction: as the user gave them; default: as the loss says, else rows and a mean. model: counts
+    its labels where it computes its own loss, loss_fn=None. sample: (args, kwargs) of it. agreed: runs a function once
+    for all ranks. Raises InputError for a loss that is not reduced, and where it contradicts what was given.
+    """
+    if loss_reduction is not None and loss_reduction not in get_args(LossReduction):
+        raise InputError(
+            f"loss_reduction is one of {', '.join(get_args(LossReduction))}; got {loss_reduction!r}; "
+            f"say how loss_fn reduces over rows"
+        )
+    option = _options(loss_fn)
+    says = None if option is None else _reduction(loss_fn, option)
+    if says is not None and loss_reduction not in (None, _MEANS[says]):
+        raise InputError(
+            f"loss_reduction is how loss_fn reduces; {_name(loss_fn)} has reduction={says!r}; got "
+            f"loss_reduction={loss_reduction!r}; leave loss_reduction out, or change the loss"
+        )
+    reduction = loss_reduction or _MEANS[says or "mean"]
+    if reduction == "sum" and loss_weight is not None:
+        raise InputError(
+            "loss_weight is for a mean; this loss is a sum, in which all micro-batches count alike; leave loss_weight "
+            "out, or let loss_fn return a mean"
+        )
+    if reduction == "sum" or loss_weight is not None:
+        return loss_weight, reduction
+    if loss_fn is None and split_dims == 0:
+        return counts(model, agreed(lambda: counted_labels(model, sample))), reduction
+    dim = split_dims.get("target", 0) if isinstance(split_dims, Mapping) else split_dims
+    if says == "batchmean" and dim != 0:
+        raise InputError(
+            f"reduction='batchmean' divides by dim 0, which is not that of the rows with split_dims={split_dims!r}; "
+            f"pass reduction='mean' or 'sum'"
+        )
+    if option is None or not _counts(option):
+        return None, reduction
+    return _Counted(_name(loss_fn), option, dim if isinstance(dim, int) else 0), reduction
+
+
+def reduces(loss_fn: Any) -> bool:
+    """Whether this is a loss of torch, which is known to be a sum, or a mean over what it counts."""
+    return _options(loss_fn) is not None
+
+
+def _options(loss_fn: Any) -> _Option | None:
+    """Reads the options of a loss of torch: of a module as they are now, of a function, or of a partial of one."""
+    if isinstance(loss_fn, nn.Module):
+        inherited = type(loss_fn).forward.__module__ == "torch.nn.modules.loss"
+        return partial(getattr, loss_fn) if inherited else None
+    function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    if not inspect.isfunction(function) or function.__module__ != "torch.nn.functional":
+        return None
+    options = {name: taken.default for name, taken in inspect.signature(loss_fn).parameters.items()}
+    return options.get if "reduction" in options else None
+
+
+def _reduction(loss_fn: Any, option: _Option) -> str:
+    """Raises InputError for a loss that is not reduced."""
+    reduction, average, reduce = (option(name, None) for name in ("reduction", "size_average", "reduce"))
+    if average is not None or reduce is not None:  # the older options, which functions let take precedence
+        reduction = "none" if reduce is False else "sum" if average is False else "mean"
+    if reduction not in _MEANS:
+        raise InputError(
+            f"a loss is one number; {_name(loss_fn)} has reduction={reduction!r}; pass reduction='mean' or 'sum'"
+        )
+    return str(reduction)
+
+
+def _name(loss_fn: Any) -> str:
+    function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _counts(option: _Option) -> bool:
+    """Whether a mean loss may divide by anything but its rows."""
+    weights = (option(name, None) for name in ("weight", "pos_weight"))
+    return option("ignore_index", _ABSENT) is not _ABSENT or any(weight is not None for weight in weights)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Counts what a mean loss of torch divides by, of the target of a micro-batch. dim: of its rows."""
+
+    name: str
+    option: _Option
+    dim: int
+    remedy = (
+        "a target counts unless it is ignore_index or its class has weight 0; with label smoothing a micro-batch of "
+        "nothing but classes of weight 0 does not; skip this batch, or use fewer micro-batches"
+    )
+
+    def __call__(self, target: Any) -> Any:
+        ignored = self.option("ignore_index", _ABSENT)
+        if not isinstance(target, Tensor) or target.is_floating_point() or ignored is _ABSENT:
+            return self._rows(target)  # probabilities of classes, too: torch divides by the number of rows
+        target, weight = target.long(), self.option("weight", None)
+        kept = target != (IGNORED if ignored is None else ignored)
+        if weight is None:
+            return kept.sum()
+        weights = weight.detach().to(target.device)[target.masked_fill(~kept, 0)]
+        total = weights.where(kept, 0).sum(dtype=torch.float64)
+        if self.option("label_smoothing", 0):  # adds a part of the loss that such a micro-batch divides by 0
+            total = total.masked_fill((total == 0) & kept.any(), torch.nan)
+        return total
+
+    def _rows(self, target: Any) -> int:
+        if not isinstance(target, Tensor):
+            return 1  # torch says what is wrong
+        place = self.dim - target.dim() if self.dim >= 0 else self.dim
+        for name in ("weight", "pos_weight") if target.is_floating_point() else ():
+            weight = self.option(name, None)
+            if (
+                isinstance(weight, Tensor)
+                and weight.dim() >= -place
+                and weight.shape[place]
+                not in (
+                    1,
+                    target.shape[place],
+                )
+            ):
+                raise InputError(
+                    f"a loss's weights are not split with the batch; {self.name} has a {name} of shape "
+                    f"{list(weight.shape)}, one for each row, and a micro-batch targets of shape {list(target.shape)}; "
+                    f"pass weights within target=, and multiply by them in loss_fn"
+                )
+        return target.numel()

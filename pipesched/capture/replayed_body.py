@@ -1,0 +1,154 @@
+"""Replayed: the body of a stage that runs its part of a model's own forward."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.capture.capture import Value
+from pipesched.capture.replay import Look, Looks, Replay, StandIns
+from pipesched.capture.stage_body import CallLayer
+from pipesched.capture.stage_parts import Part
+from pipesched.errors import GraphError
+from pipesched.model.containers import Twin
+from pipesched.model.tied_weights import Ties
+from pipesched.tensors.keyed_random import KeyedRandom
+from pipesched.tensors.payload import Apart, pytree
+from pipesched.tensors.tree_structure import named_leaves, positional
+
+if TYPE_CHECKING:
+    from pipesched.capture.captured_model import Captured
+
+__all__ = ["Loose", "Replayed"]
+
+
+_BETWEEN = "(between layers)"
+
+
+class Replayed:
+    """The body of a stage that runs its part of a model's own forward."""
+
+    def __init__(
+        self,
+        captured: "Captured",
+        parts: Mapping[bool, Sequence[Part]],
+        edges: Sequence[tuple[int, int]],
+        stage: int,
+        device: torch.device,
+        ties: Ties,
+    ) -> None:
+        self._model, self._missing = captured.model, captured.missing
+        self._parts = {mode: of_mode[stage] for mode, of_mode in parts.items()}
+        self._part = self._parts[captured.model.training]
+        last = stage == len(next(iter(parts.values()))) - 1
+        self._positional = positional(captured.model.forward)
+        self._givers = [giver for giver, taker in edges if taker == stage]
+        self._takers = [taker for giver, taker in edges if giver == stage]
+        self.late_inputs = True
+        self._next, self._last = stage + 1, last
+        calls = captured.captures[captured.model.training].calls
+        own, *others = sorted(parts[captured.model.training], key=lambda part: part is not self._part)
+        away = [calls[index] for part in others for index in part.own]
+        looked_into = {name for call in away if not call.layer for name in call.uses}  # as self.embed.weight is
+        elsewhere = {call.layer for call in away}
+        elsewhere |= {calls[index].layer for index in own.own if looked_into & {*calls[index].uses}}
+        names = dict.fromkeys(calls[index].layer for index in sorted(own.own) if calls[index].layer)
+        self._twins = {name: Twin(captured.modules[name]) for name in names if name in elsewhere}
+        self.layers: dict[str, nn.Module] = {
+            name: self._twins[name].layer if name in elsewhere else captured.modules[name] for name in names
+        }
+        tied = {calls[index].place: ties.stand_ins(calls[index].place, device) for index in own.own}
+        self._captured = captured
+        self._replays = self._replayed(self.layers, device, tied)
+        self._draw_outside = {mode: capture.outside for mode, capture in captured.captures.items()}
+        self._loose: list[Tensor] = []
+        if loose := [name for index in sorted(own.own) for name in calls[index].loose]:
+            self.layers[_BETWEEN] = Loose(captured.model, loose)
+            self._loose += self.layers[_BETWEEN]()
+
+    def _replayed(self, own: Mapping[str, nn.Module], device: torch.device, tied: StandIns) -> dict[bool, Replay]:
+        model, layers, captures = self._captured.model, self._captured.modules, self._captured.captures
+        return {
+            mode: Replay(model, layers, captures[mode], part, device, tied, own, last=self._last)
+            for mode, part in self._parts.items()
+        }
+
+    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Replayed":
+        """The same part. What is tied is not, here: what comes to each copy goes to its own use."""
+        other = copy.copy(self)
+        other.layers, other._twins = dict(layers), {}
+        other._replays = self._replayed(other.layers, device, {})
+        return other
+
+    def begin(self) -> None:
+        """Choose the part of the model's mode."""
+        mode = self._model.training
+        if mode not in self._replays:
+            raise GraphError(
+                f"a model runs in the mode in which it was captured; with the sample it calls other layers, or fails, "
+                f"when training is {mode}; make a pipeline in that mode"
+            ) from self._missing
+        self._replay, self._part, self._outside = self._replays[mode], self._parts[mode], self._draw_outside[mode]
+        self._captured.recordings[mode].set_up()
+        self._replay.refresh()
+        for twin in self._twins.values():
+            twin.refresh()
+
+    def inputs(self, inputs: Any) -> Any:
+        """Tensors that are not needed here have no contents."""
+        leaves, spec = pytree.tree_flatten(inputs)
+        needed = self._parts.get(self._model.training, self._part).inputs
+        for place, (name, leaf) in enumerate(named_leaves(self._positional, *inputs)):
+            if isinstance(leaf, Tensor) and name not in needed:
+                leaves[place] = torch.empty_like(leaf, device="meta", requires_grad=False)
+        return pytree.tree_unflatten(leaves, spec)
+
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
+        """Run the part."""
+        args, kwargs = inputs
+        received: dict[Value, Any] = {}
+        looks: Mapping[Value, Look] = {}
+        for giver, (values, seen) in zip(self._givers, arrived, strict=True):
+            received.update(zip(self._part.receives.get(giver, ()), values, strict=True))
+            looks = dict(seen.values) if seen is not None else looks
+
+        def call_own(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if name not in self._outside:
+                return call(name, number, layer, args, kwargs)
+            with random.outside(name, number):
+                return call(name, number, layer, args, kwargs)
+
+        now = call(_BETWEEN, 0, self.layers[_BETWEEN], (), {}) if self._loose else ()
+        present = {own: tensor for own, tensor in zip(self._loose, now, strict=True) if tensor is not own}
+        made, looks, output = self._replay.run(args, kwargs, received, looks, present, call_own, random)
+        if self._last:
+            return output
+        seen = Looks.of(looks)
+        return Apart(
+            (
+                [made[value] for value in self._part.gives.get(taker, ())],
+                seen if taker == self._next else None,
+            )
+            for taker in self._takers
+        )
+
+
+class Loose(nn.Module):
+    """Parameters and buffers that are no layer's own, under names without dots. Called as a layer it gives what stands
+    for them now, such as an older version, or a copy for a recomputation.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        for name in dict.fromkeys(names):
+            if name in parameters:
+                self.register_parameter(name.replace(".", "/"), parameters[name])
+            else:
+                self.register_buffer(name.replace(".", "/"), buffers[name])
+
+    def forward(self) -> list[Tensor]:
+        """The tensors that stand for them now."""
+        return [*self.parameters(), *self.buffers()]

@@ -1,0 +1,104 @@
+"""Body: what a stage computes from what arrives: a chain of layers, or its part of a model's own forward."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.tensors.keyed_random import KeyedRandom, outside_state
+from pipesched.user_warning import warn
+
+__all__ = ["Body", "CallLayer", "Chain", "call_with"]
+
+#: (name, how many calls of it came before, the layer, args, kwargs) -> what it returns
+CallLayer = Callable[[str, int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Body(Protocol):
+    """What a stage runs for each micro-batch.
+
+    late_inputs: it gets the model's inputs also where something arrives from other stages.
+    """
+
+    late_inputs: bool
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers that it calls, by name; who replaces one before the first run puts it there."""
+
+    def begin(self) -> None:
+        """A step begins: modes and flags of the model may have changed."""
+
+    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Body":
+        """The same over copies of the layers, for another thread."""
+
+    def inputs(self, inputs: Any) -> Any:
+        """What is needed here of the model's inputs (args, kwargs)."""
+
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
+        """The stage's output, as Apart where its consumers get different ones; on the last stage the model's.
+
+        random: knows the micro-batch; call tells it the layer.
+        """
+
+
+class Chain:
+    """Layers in a row: the first takes one argument a producer, or the model's inputs; each further one the output.
+
+    watched: warn of random numbers that have no key, where the first run that trains draws some.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], *, watched: bool = False) -> None:
+        self.layers = dict(layers)
+        self._watched = watched
+        self.late_inputs = False
+
+    def begin(self) -> None:
+        """Nothing to do: layers have their own modes."""
+
+    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Chain":
+        """A chain of these."""
+        return Chain(layers)
+
+    def inputs(self, inputs: Any) -> Any:
+        """All of them."""
+        return inputs
+
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
+        """Call one after the other."""
+        args, kwargs = (arrived, {}) if inputs is None else inputs
+        if self._watched and any(layer.training for layer in self.layers.values()):
+            self._watched = False
+            call = _watching(call)
+        for name, layer in self.layers.items():
+            args, kwargs = (call(name, 0, layer, args, kwargs),), {}
+        return args[0]
+
+
+def _watching(call: CallLayer) -> CallLayer:
+    """The same, with a warning of a layer that draws outside torch."""
+
+    def watched(name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = outside_state()
+        result = call(name, number, layer, args, kwargs)
+        if outside_state() != before:
+            warn(
+                f"random numbers are keyed where the capture of a model sees them; layer {name!r} of an nn.Sequential, "
+                f"which is not captured, draws from Python's or numpy's global generator, so that the result depends "
+                f"on the schedule; draw from torch's, or call the layers in the forward of a module of your own"
+            )
+        return result
+
+    return watched
+
+
+def call_with(
+    own: Mapping[str, Tensor], module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a module; with buffers or weights given, on those and not on its own, which stay as they are. A dict of them
+    has afterwards what the module has put in their place.
+    """
+    if own and isinstance(module, nn.Module):
+        return torch.func.functional_call(module, own if isinstance(own, dict) else dict(own), args, kwargs)
+    return module(*args, **kwargs)

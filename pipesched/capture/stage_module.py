@@ -1,0 +1,202 @@
+"""Stage module: a stage as one nn.Module, for what is done to a module as a whole, such as ``fully_shard``.
+
+Its layers lie in it under their qualified names; a call of it calls them one by one, as the model's code does. A stage
+then runs through the module that ``wrap`` returned, whose hooks see the stage's tensors.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipesched.capture.stage_body import Body, CallLayer
+from pipesched.errors import ExecutionError, GraphError, ModelTypeError, ScheduleError
+from pipesched.program.program import Program
+from pipesched.tensors.keyed_random import KeyedRandom
+from pipesched.tensors.meta_tensors import put_on
+from pipesched.tensors.payload import Apart, pytree
+from pipesched.tensors.tree_structure import Pattern, tensors_in
+
+__all__ = ["StageModule", "Wrap", "wrapped_bodies"]
+
+#: (a stage as a module, the stage's number) -> the module to run
+Wrap = Callable[[nn.Module, int], nn.Module]
+
+
+class StageModule(nn.Module):
+    """The layers of a stage, each under its qualified name. It is called by the pipeline alone."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._turn: Callable[..., Any] | None = None
+        for name, layer in layers.items():
+            *path, last = name.split(".")
+            holder: nn.Module = self
+            for part in path:
+                if part not in dict(holder.named_children()):
+                    holder.add_module(part, nn.Module())
+                holder = holder.get_submodule(part)
+            holder.add_module(last, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layers one by one. Of an nn.Sequential's stage: the output of the one before -> the last one's."""
+        if self._turn is None:
+            raise ExecutionError(
+                "a stage module is run by its pipeline, once for each micro-batch; this call came from elsewhere; "
+                "call pipe.step, pipe.evaluate or the model itself"
+            )
+        return self._turn(*args, **kwargs)
+
+    def run(self, module: nn.Module, turn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a module that calls this one, which then takes ``turn``."""
+        turns = []
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            turns.append(turn)
+            return turn(*args, **kwargs)
+
+        self._turn = once
+        try:
+            output = module(*args, **kwargs)
+        finally:
+            self._turn = None
+        if len(turns) != 1:
+            raise ExecutionError(
+                f"the module that wrap returns calls the stage module that it was given once; "
+                f"{type(module).__name__} called it {len(turns)} times; call it in forward, or return the module itself"
+            )
+        return output
+
+
+class _Wrapped:
+    """A body that runs through a module."""
+
+    def __init__(self, body: Body, inner: StageModule, module: nn.Module) -> None:
+        self._body, self._inner, self._module = body, inner, module
+        self.late_inputs = body.late_inputs
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        return self._body.layers
+
+    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> Body:
+        """Not asked for: ``wrap`` goes with one chain alone."""
+        return self._body.over(layers, device)
+
+    def begin(self) -> None:
+        self._body.begin()
+
+    def inputs(self, inputs: Any) -> Any:
+        return self._body.inputs(inputs)
+
+    def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
+        """As the body. Of a row the module takes and gives what the layers do, else the tensors among it."""
+        if not self._body.late_inputs:
+            args, kwargs = (arrived, {}) if inputs is None else inputs
+            return self._inner.run(
+                self._module, lambda *args, **kwargs: self._body.run((args, kwargs), (), call, random), args, kwargs
+            )
+        leaves, spec = pytree.tree_flatten((inputs, arrived))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_meta]
+        pattern, apart = Pattern(None), False
+
+        def turn(*tensors: Tensor) -> tuple[Tensor, ...]:
+            nonlocal pattern, apart
+            for place, tensor in zip(places, tensors, strict=True):
+                leaves[place] = tensor
+            given, came = pytree.tree_unflatten(leaves, spec)
+            output = self._body.run(given, came, call, random)
+            apart = isinstance(output, Apart)
+            output = tuple(output) if apart else output
+            pattern = Pattern(output)
+            return tuple(tensors_in(output))
+
+        given = self._inner.run(self._module, turn, [leaves[place] for place in places], {})
+        output = pattern.build(iter(given))
+        return Apart(output) if apart else output
+
+
+def wrapped_bodies(
+    wrap: Wrap | None,
+    model: nn.Module,
+    layers: dict[str, nn.Module],
+    bodies: Sequence[Body],
+    program: Program,
+    devices: Sequence[torch.device],
+    holds: Callable[[int], bool],
+    tied: Collection[nn.Parameter],
+) -> list[Body]:
+    """The bodies of a program's stages, as ``wrap`` makes them where they are in this process.
+
+    layers: the model's; those that are replaced are replaced there. devices: of the stages. tied: parameters that
+    several calls use. Raises ScheduleError, ModelTypeError and GraphError for what cannot be wrapped, or not so.
+    """
+    if wrap is None:
+        return list(bodies)
+    if program.num_weights < program.num_stages:
+        raise ScheduleError(
+            f"wrap= changes the layers of a stage; {program.name} runs {program.num_weights} stages and copies of "
+            f"them; choose a schedule of one chain, such as 1f1b or zb-v"
+        )
+    made = list(bodies)
+    for stage, body in enumerate(bodies):
+        if holds(program.placement[stage]):
+            for layer in body.layers.values():
+                put_on(layer, devices[stage])
+            made[stage] = _wrapped(wrap, model, layers, body, stage, tied)
+    return made
+
+
+def _wrapped(
+    wrap: Wrap,
+    model: nn.Module,
+    layers: dict[str, nn.Module],
+    body: Body,
+    stage: int,
+    tied: Collection[nn.Parameter],
+) -> Body:
+    inner = StageModule(body.layers)
+    own = dict(model.named_modules())
+    kept = {p for p in inner.parameters() if p in tied}
+    copies = {name: _parts(layer) for name, layer in body.layers.items() if own.get(name) is not layer}
+    module = wrap(inner, stage)
+    if not isinstance(module, nn.Module):
+        raise ModelTypeError(
+            f"wrap(stage_module, stage) returns the module to run; for stage {stage} it returned "
+            f"{type(module).__name__}; return the stage module itself, or one that calls it"
+        )
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        raise GraphError(
+            f"DistributedDataParallel reduces gradients once, at the end of one backward through its module; stage "
+            f"{stage} runs a backward for each micro-batch, in parts, and would be reduced too early and too often; "
+            f"use fully_shard, or reduce the gradients after pipe.step"
+        )
+    extra = {id(p) for p in module.parameters()} - {id(p) for p in inner.parameters()}
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in extra]
+    if names:
+        raise GraphError(
+            f"parameters that wrap adds belong to layers, so that they have names in the model; {names[0]!r} and "
+            f"{len(names) - 1} others of stage {stage} are the returned module's own; add them to the stage's layers"
+        )
+    for name, layer in list(body.layers.items()):
+        now = dict(inner.named_modules()).get(name)
+        if name in copies and (now is not layer or _parts(layer) != copies[name]):
+            now = None
+        if now is None or not kept <= set(inner.parameters()):
+            raise GraphError(
+                f"wrap leaves the layers of a stage in their places, and what several calls share as it is; layer "
+                f"{name!r} of stage {stage} was {'removed or ' * (now is None)}changed, and shares; exclude it"
+            )
+        if now is not layer:
+            body.layers[name] = now
+            if name in layers:
+                layers[name] = now
+            holder, _, last = name.rpartition(".")
+            model.get_submodule(holder).add_module(last, now)
+    return _Wrapped(body, inner, module)
+
+
+def _parts(layer: nn.Module) -> list[int]:
+    return [id(part) for part in (*layer.modules(), *layer.parameters())]

@@ -1,0 +1,81 @@
+"""Cut: which calls of a captured forward each stage runs, and what the stages hand to each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from pipesched.capture.capture import INPUT, Capture, Value
+
+__all__ = ["Part", "cut_at"]
+
+
+@dataclass
+class Part:
+    """One stage's part. runs: the calls it runs, its own and the free ones that it needs; inputs: the model's inputs,
+    by name.
+
+    receives: from each earlier stage, what it takes; gives: to each later one. A value with several users goes from
+    user to user, so that its gradient comes back as one running sum, the last user's first, as autograd adds it up.
+    """
+
+    own: frozenset[int]
+    runs: frozenset[int] = frozenset()
+    inputs: frozenset[Any] = frozenset()
+    receives: dict[int, list[Value]] = field(default_factory=dict)
+    gives: dict[int, list[Value]] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """The last call that it runs for others."""
+        return max(self.own)
+
+
+def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
+    """The parts that begin with these calls, the first with the first call."""
+    free = capture.free
+    ends = [*starts[1:], len(capture.calls)]
+    parts = [
+        Part(frozenset(index for index in range(start, end) if index not in free))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    home = {index: stage for stage, part in enumerate(parts) for index in part.own}
+    users: dict[Value, list[int]] = {}
+    for stage, part in enumerate(parts):
+        part.runs, part.inputs, taken = _needed(capture, part.own, last=stage == len(parts) - 1)
+        for value in sorted(taken):
+            users.setdefault(value, []).append(stage)
+    for value in sorted(users):
+        way = [home[value[0]], *users[value]]
+        for giver, taker in pairwise(way):
+            parts[giver].gives.setdefault(taker, []).append(value)
+            parts[taker].receives.setdefault(giver, []).append(value)
+    return parts
+
+
+def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[frozenset[int], frozenset[Any], set[Value]]:
+    """(the calls to run, the model's inputs needed, what comes from other stages). last: it gives the output."""
+    free = capture.free
+    runs: set[int] = set()
+    inputs: set[Any] = set()
+    taken: set[Value] = set()
+    end = len(capture.calls) if last else max(own, default=INPUT) + 1
+    before = [call for call in capture.calls[:end] if call.index in free]
+    looked_at = {index for index, _ in capture.looked_at}  # no other stage tells what they look like
+    asked = [*own, *(call.index for call in before if call.reads or not call.takes or call.index in looked_at)]
+    values = list(capture.output) if last else []
+    while asked or values:
+        if not values:
+            index = asked.pop()
+            values += () if index in runs else capture.calls[index].takes
+            runs.add(index)
+            continue
+        giver, which = value = values.pop()
+        if giver == INPUT:
+            inputs.add(which)
+        elif giver in own or giver in free:
+            asked.append(giver)
+        else:
+            taken.add(value)
+    taken |= {(call.index, 0) for call in capture.calls[:end] if call.reads and call.index not in free | own}
+    return frozenset(runs), frozenset(inputs), taken

@@ -1,0 +1,6 @@
+"""``python -m pipesched.cli``."""
+
+from pipesched.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Class state: what forwards change on the classes of a model's modules, where several stages would share it."""
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.errors import GraphError
+from pipesched.model.state_guard import GROWING, attributes_of, has_attributes, is_of_user, same_bits, unchanged
+from pipesched.tensors.payload import pytree
+from pipesched.units import counted
+
+__all__ = ["ClassAttribute", "ClassState", "changed_classes", "check_class_state", "class_state", "set_class_state"]
+
+_PLAIN = int, float, complex, str, bytes, type(None), torch.dtype, torch.device  # compared by value
+
+
+class ClassAttribute(NamedTuple):
+    """An attribute of a class."""
+
+    owner: type
+    name: str
+
+
+class _Held(NamedTuple):
+    """What a class attribute holds. value: it, or a copy of a container. parts: so that no id is used again."""
+
+    value: Any
+    form: Any
+    parts: tuple[Any, ...] = ()
+
+
+ClassState = Mapping[ClassAttribute, _Held]
+
+
+class _Contents:
+    """A tensor's contents, compared by its version and its bits, which writes by way of ``.data`` change."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+        self._copy = tensor.detach().clone()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Contents) or self._tensor is not other._tensor or self._version != other._version:
+            return False
+        return same_bits(self._copy, other._copy) or not same_bits(self._copy, self._copy)  # it cannot be known
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def class_state(model: nn.Module) -> ClassState:
+    """What the classes of a model's modules, torch's own excepted, hold now."""
+    owners = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+    return {
+        ClassAttribute(owner, name): _held(value)
+        for owner in owners
+        if is_of_user(owner)
+        for name, value in attributes_of(owner).items()
+    }
+
+
+def set_class_state(made: ClassState) -> None:
+    """Set attributes of classes to what they held."""
+    for (owner, name), held in made.items():
+        setattr(owner, name, held.value)
+
+
+def _held(value: Any) -> _Held:
+    parts = tuple(vars(value).values()) if has_attributes(value) else ()
+    return _Held(copy.copy(value) if isinstance(value, GROWING) else value, _form(value), parts)
+
+
+def _form(value: Any, *, inside: bool = True) -> Any:
+    """Equal for values between which no forward could tell. inside: the contents of containers count."""
+    if isinstance(value, Tensor):
+        return _Contents(value)
+    if inside and isinstance(value, dict):
+        return {key: _form(one, inside=False) for key, one in value.items()}
+    if inside and isinstance(value, GROWING):
+        return [_form(one, inside=False) for one in value]
+    if isinstance(value, tuple):
+        return tuple(_form(one, inside=False) for one in value)
+    if inside and has_attributes(value):
+        return {key: _form(one, inside=False) for key, one in vars(value).items()}
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def _differing(one: ClassState, other: ClassState) -> tuple[ClassAttribute, ...]:
+    keys = dict.fromkeys([*one, *other])
+    return tuple(key for key in keys if key not in one or key not in other or one[key].form != other[key].form)
+
+
+def changed_classes(
+    model: nn.Module,
+    before: ClassState,
+    sample: tuple[tuple[Any, ...], dict[str, Any]],
+    forward: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+) -> tuple[ClassState, tuple[ClassAttribute, ...]]:
+    """(what a forward that began with ``before`` has set, the class attributes that each forward changes).
+
+    Where it has set any, another one runs, with other contents of the sample: what forwards make once, or set to a
+    constant, is not among the latter.
+    """
+    first = class_state(model)
+    changed = _differing(before, first)
+    made = {key: first[key] for key in changed if key in first}
+    if not changed:
+        return made, ()
+    for inputs in (pytree.tree_map_only(Tensor, _other, sample), sample):
+        with suppress(Exception):  # such contents may be no input of the model
+            forward(*unchanged(inputs))
+            return made, _differing(first, class_state(model))
+    return made, changed
+
+
+def _other(tensor: Tensor) -> Tensor:
+    """Other contents of the same kind: numbers between 0 and 1 stay there."""
+    rows = tensor.detach().flip(0) if tensor.dim() else tensor.detach().clone()
+    return rows * 0.5 + 0.25 if rows.is_floating_point() else rows
+
+
+def check_class_state(
+    model: nn.Module, changed: Iterable[ClassAttribute], layers: Mapping[str, nn.Module], calls: Collection[str]
+) -> None:
+    """Raise GraphError for an attribute that forwards change on a class whose modules are not all within one layer.
+
+    calls: the layer of each call.
+    """
+    for owner, name in changed:
+        users = [key for key, module in model.named_modules() if isinstance(module, owner)]
+        homes = {
+            next((one for one, layer in layers.items() if layer is model or f"{key}.".startswith(f"{one}.")), "")
+            for key in users
+        }
+        if len(homes) == 1 and (home := homes.pop()) and list(calls).count(home) == 1:
+            continue
+        raise GraphError(
+            f"layers run in the order of a schedule, so they share no state by way of their class; forwards change "
+            f"{owner.__name__}.{name}, and {owner.__name__} is the class of {counted(len(users), 'module')}, such as "
+            f"{users[0] or type(model).__name__!r}, not all within one layer that is called once; keep it on the "
+            f"instance, as self.{name} or a buffer, or keep these modules in one piece with whole_layers=[...]"
+        )

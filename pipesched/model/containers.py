@@ -1,0 +1,322 @@
+"""Containers: which modules of a model are its layers, and copies of the rest that hand each layer's call over.
+
+A container is a module whose forward we look into: the model itself, and what holds lists of blocks. Everything else
+is a layer and is called as one. The model's own code runs in shells: shallow copies of the containers, in which every
+layer is replaced by one that hands its call over. So the model stays as it is, and several threads may run it at once.
+"""
+
+import functools
+import operator
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy as shallow
+from functools import partial
+from inspect import currentframe
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipesched.model.module_tree import hooks_of, is_compiled
+
+__all__ = ["Shells", "Twin", "as_whole", "find_layers", "is_small", "set_attributes"]
+
+_LARGEST = 4  # a layer holds at most a quarter of the parameters, where its module can be opened
+
+#: (the layer's name, the layer, args, kwargs) -> what its call returns
+LayerCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def as_whole(model: nn.Module) -> dict[str, nn.Module]:
+    """A model whose forward calls no module, as one layer."""
+    return {"(model)": model}
+
+
+def find_layers(model: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.Module]:
+    """The layers by qualified name, in the order of registration; a module that is used twice, under its first name.
+
+    closed: modules that are not to be opened. It depends on the model alone: not on devices, stages or batches.
+    """
+    total = _size(model)
+    layers: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        for child_name, child in module.named_children():
+            name = f"{prefix}{child_name}"
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            if name not in closed and _opens(child, total):
+                walk(child, f"{name}.")
+            else:
+                layers[name] = child
+
+    walk(model, "")
+    return layers
+
+
+def _opens(module: nn.Module, total: int) -> bool:
+    if is_compiled(module):
+        return False
+    if _is_list(module):
+        return True
+    if hooks_of(module) or isinstance(module, torch.jit.ScriptModule):
+        return False  # they see the module's call as one
+    if any(_is_list(inner) and _parametrised(inner) > 1 for inner in module.modules()):
+        return not _is_parametrised_by_torch(module)
+    return not _is_of_torch(module) and _size(module) * _LARGEST > total and _parametrised(module) > 1
+
+
+def is_small(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a module may be one layer of a model, by its size."""
+    return _size(module) * _LARGEST <= _size(model)
+
+
+def _is_list(module: nn.Module) -> bool:
+    if isinstance(module, nn.Sequential):
+        return type(module).forward is nn.Sequential.forward and not hooks_of(module)
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+def _is_parametrised_by_torch(module: nn.Module) -> bool:
+    return nn.utils.parametrize.is_parametrized(module)
+
+
+def _parametrised(module: nn.Module) -> int:
+    return sum(any(True for _ in child.parameters()) for child in module.children())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class _Copies:
+    """Copies of a model's modules, which refer to each other as those do."""
+
+    _shares = True  # lists and the like that refer to no module are those of the modules
+
+    def __init__(self, model: nn.Module) -> None:
+        self._translated: dict[int, tuple[Any, Any]] = {}
+        self._own = {id(module): name for name, module in model.named_modules()}
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        raise NotImplementedError
+
+    def _in_copies(self, value: Any) -> Any:
+        """A list, function or the like that refers to modules of the model, referring to what stands for them."""
+        if id(value) in self._own:
+            return self._copy(value)
+        if not isinstance(value, _REFERRING):
+            return value
+        if type(value) in (list, dict, set, deque):
+            if type(value) in (list, dict):
+                return self._rebuilt(value)
+            return value if self._shares else shallow(value)
+        if id(value) not in self._translated:
+            self._translated[id(value)] = value, value  # where it refers to itself
+            self._translated[id(value)] = value, self._rebuilt(value)
+        return self._translated[id(value)][1]
+
+    def _rebuilt(self, value: Any) -> Any:
+        parts, build = _parts_of(value)
+        others = [self._in_copies(part) for part in parts]
+        same = (self._shares or type(value) not in _GROWING) and all(map(operator.is_, parts, others))
+        return value if same else build(others)
+
+
+class Shells(_Copies):
+    """Copies of a model's containers around its own layers, whose calls go to ``call``.
+
+    called: by name, the modules that calls run here; their attributes are those of what stands for them in the
+    containers, whichever of both a forward changes.
+    """
+
+    _shares = False
+
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, nn.Module], call: LayerCall, called: Mapping[str, nn.Module]
+    ) -> None:
+        super().__init__(model)
+        self._call, self._called = call, called
+        self._names = {id(layer): name for name, layer in layers.items()}
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        self._copies: dict[int, nn.Module] = {}
+        self._before: dict[int, dict[str, Any]] = {}
+        self._contents: dict[int, dict[str, list[Any]]] = {}
+        self.model = self._copy(model)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over what has changed in the containers: modes, flags, and other plain attributes.
+
+        Lists and the like are copied: each stage's code changes its own.
+        """
+        for own, copy in self._pairs:
+            _follow(own, copy, ("_modules", "_buffers"))
+            copy.__dict__["_buffers"] = dict(own._buffers)
+            for name, value in own.__dict__.items():
+                if type(value) in _GROWING or isinstance(value, _REFERRING):
+                    copy.__dict__[name] = self._in_copies(value)
+            self._before[id(copy)] = {**copy.__dict__, **copy._buffers}
+            self._contents[id(copy)] = {
+                name: list(value) for name, value in copy.__dict__.items() if type(value) in _GROWING
+            }
+
+    def changed(self) -> dict[tuple[nn.Module, str], Any]:
+        """The attributes of containers, buffers among them, that the forward has set or filled, and with what."""
+        changed: dict[tuple[nn.Module, str], Any] = {}
+        for own, copy in self._pairs:
+            before, contents = self._before[id(copy)], self._contents[id(copy)]
+            for name, value in (*copy.__dict__.items(), *copy._buffers.items()):
+                filled = name in contents and not _alike(contents[name], list(value))
+                if value is not before.get(name, self) or filled:
+                    changed[own, name] = value
+        return changed
+
+    def running(self) -> str:
+        """The innermost container whose code runs now, by name; empty for the model itself."""
+        names: dict[int, str] = {id(copy): self._own[id(own)] for own, copy in self._pairs}
+        frame = currentframe()
+        while frame is not None:
+            name = names.get(id(frame.f_locals.get("self")))
+            if name is not None:
+                return name
+            frame = frame.f_back
+        return ""
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        known = self._copies.get(id(module))
+        if known is not None:
+            return known
+        copy = self._copies[id(module)] = object.__new__(type(module))
+        copy.__dict__.update(module.__dict__)
+        name = self._names.get(id(module))
+        if name is None:
+            self._pairs.append((module, copy))
+            copy.__dict__["_modules"] = dict(self._children(module))
+        else:
+            copy.__class__ = _handing_over(name, module, self._call, self._called)
+        return copy
+
+    def _children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module | None]]:
+        for name, child in module._modules.items():
+            yield name, None if child is None else self._copy(child)
+
+
+def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
+    """Set attributes of modules, buffers among them."""
+    for (module, name), value in values.items():
+        setattr(module, name, value)
+
+
+class Twin(_Copies):
+    """A copy of a layer around its own tensors, so that two threads may call the layer with tensors in their place."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self._copies: dict[int, nn.Module] = {}
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        self.layer = self._copy(layer)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over what has changed in the layer: tensors, modes, flags."""
+        self._translated.clear()
+        for own, copy in self._pairs:
+            _follow(own, copy, ("_modules", "_parameters", "_buffers"))
+            for name, value in own.__dict__.items():
+                if isinstance(value, _REFERRING) and name not in ("_modules", "_parameters", "_buffers"):
+                    copy.__dict__[name] = self._in_copies(value)
+            copy._parameters.update(own._parameters)
+            copy._buffers.update(own._buffers)
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        if id(module) not in self._copies:
+            copy = self._copies[id(module)] = object.__new__(type(module))
+            copy.__dict__.update(module.__dict__)
+            copy.__dict__.update(_parameters=dict(module._parameters), _buffers=dict(module._buffers))
+            children = module._modules.items()
+            copy.__dict__["_modules"] = {name: None if child is None else self._copy(child) for name, child in children}
+            self._pairs.append((module, copy))
+        return self._copies[id(module)]
+
+
+def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
+    """Make a copy's attributes those of its own, but for some."""
+    copy.__dict__.update({name: value for name, value in own.__dict__.items() if name not in kept})
+
+
+def _handing_over(name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module]) -> type[nn.Module]:
+    """The layer's own class, but for its call: code that asks for attributes or the type finds what it expects."""
+    seen = dict(layer.__dict__)
+
+    def hand_over(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called = all_called.get(name)
+        if called is None:
+            return call(name, layer, args, kwargs)
+        for key, value in shell.__dict__.items():
+            if value is not seen.get(key):
+                setattr(called, key, value)
+        try:
+            return call(name, layer, args, kwargs)
+        finally:
+            shell.__dict__.update(called.__dict__)
+            seen.update(called.__dict__)
+
+    kind = type(layer)
+    names: dict[str, Any] = {"__call__": hand_over, "__module__": kind.__module__}
+    if not (hooks_of(layer) or isinstance(layer, torch.jit.ScriptModule)):
+        names["forward"] = functools.wraps(kind.forward)(hand_over)
+    return type(kind.__name__, (kind,), names)
+
+
+_GROWING = list, dict, set, deque
+_REFERRING = list, tuple, dict, types.FunctionType, types.MethodType, functools.partial
+
+
+def _parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """What a value refers to, and what makes another one of other parts; nothing of a kind that is not known."""
+    if type(value) in (list, tuple):
+        return list(value), type(value)
+    if type(value) is dict:
+        return list(value.values()), lambda parts: dict(zip(value, parts, strict=True))
+    if isinstance(value, types.MethodType):
+        return [value.__self__], lambda parts: types.MethodType(value.__func__, *parts)
+    if isinstance(value, functools.partial):
+        parts = [value.func, value.args, value.keywords]
+        return parts, lambda parts: functools.partial(parts[0], *parts[1], **parts[2])
+    if isinstance(value, types.FunctionType) and value.__module__ != "torch" and _may_refer(value):
+        cells = [cell for cell in value.__closure__ or () if _filled(cell)]
+        return [*(cell.cell_contents for cell in cells), value.__defaults__], partial(_function, value, cells)
+    return [], type
+
+
+def _alike(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _may_refer(function: types.FunctionType) -> bool:
+    return bool(function.__closure__ or function.__defaults__)
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _function(function: types.FunctionType, cells: Sequence[types.CellType], parts: Sequence[Any]) -> Any:
+    """A function with other contents of its closure, and other defaults."""
+    *contents, defaults = parts
+    new = {id(cell): types.CellType(content) for cell, content in zip(cells, contents, strict=True)}
+    closure = tuple(new.get(id(cell), cell) for cell in function.__closure__ or ())
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure or None)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

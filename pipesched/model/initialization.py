@@ -1,0 +1,367 @@
+"""Initial: where the weights of a model on the meta device come from, once it is known which of them belong here.
+
+A model of any size is built without contents, captured and cut; then each rank makes the weights of its own stages.
+What a module draws for its weights is keyed by (seed, the module's name): the bits depend neither on the cut nor on who
+makes them.
+"""
+
+import hashlib
+import inspect
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from pipesched.checks import shown
+from pipesched.errors import GraphError, InputError, ModelTypeError
+from pipesched.model.containers import find_layers
+from pipesched.model.module_tree import is_in_a_row, layers_of
+from pipesched.model.safetensors_files import WeightFiles
+from pipesched.model.weight_owners import Owners
+from pipesched.tensors.exchange import RankDevices
+from pipesched.tensors.meta_tensors import give_contents, lacks_contents
+from pipesched.torch_checks import as_function
+
+__all__ = ["Init", "Initial", "built", "check_model"]
+
+#: What fills a model on the meta device: "reset", init_fn(module), tensors by name, or safetensors files.
+Init = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Tensor] | Callable[[nn.Module], Any]
+
+_RESET = "reset"
+_SHOWN = 5
+
+
+# ---- building without contents ----------------------------------------------------------------------------------
+
+
+def check_model(model: Any) -> None:
+    """Raise ModelTypeError for what is neither a module nor a function that can be called to build one."""
+    if isinstance(model, nn.Module):
+        return
+    try:
+        inspect.signature(model).bind()
+    except (TypeError, ValueError):  # of a class that is not written in Python nothing is known
+        raise ModelTypeError(
+            f"the model is an nn.Module; got {type(model).__name__}; pass the module itself, or a function without "
+            f"arguments that builds it"
+        ) from None
+
+
+def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
+    """What a function builds, its parameters on the meta device and its buffers with contents; a module as it is.
+
+    Parameters lose their contents when modules register them, so that at most one at a time has any. Random numbers of
+    buffers are keyed by the seed. Raises ModelTypeError for a function that does not return a module.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    handle = register_module_parameter_registration_hook(_Emptying())  # type: ignore[arg-type]  # it may return one
+    try:
+        with _drawing(seed, "buffers"):
+            made = model()
+    finally:
+        handle.remove()
+    if not isinstance(made, nn.Module):
+        raise ModelTypeError(
+            f"a function that builds the model returns an nn.Module; {model!r} returned {type(made).__name__}; pass "
+            f"the module, or such a function"
+        )
+    return made
+
+
+class _Emptying:
+    """Hands modules of this thread parameters on the meta device; what is registered twice stays one."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._known: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
+
+    def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or threading.get_ident() != self._thread:
+            return None
+        known = self._known.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            empty.__dict__.update(parameter.__dict__)
+            known = self._known[id(parameter)] = weakref.ref(parameter), empty
+        return known[1]
+
+
+@contextmanager
+def _drawing(seed: int, name: str) -> Iterator[None]:
+    """Random numbers on the CPU that depend on these alone."""
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/init/{name}".encode(), digest_size=8).digest(), "little") >> 1
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(key)
+        yield
+
+
+# ---- giving contents ----------------------------------------------------------------------------------------------
+
+
+class Initial:
+    """Fills a model. init: as ``Pipeline`` takes it; None is "reset". loss_fn: it is not filled.
+
+    Raises InputError where there is nothing to fill, and for names and shapes that are not the model's; GraphError for
+    hooks on parameters without contents.
+    """
+
+    def __init__(self, model: nn.Module, init: Init | None, seed: int, loss_fn: Any = None) -> None:
+        self._model, self._seed = model, seed
+        self._empty = lacks_contents(model)
+        if init is not None and not self._empty:
+            raise InputError(
+                f"init= fills a model without contents; every weight of this {type(model).__name__} has some; build it "
+                f"under torch.device('meta'), pass a function that builds it, or use load_state_dict"
+            )
+        if isinstance(loss_fn, nn.Module) and lacks_contents(loss_fn):
+            raise GraphError(
+                f"the stages of a model are filled; the loss module has no contents ({type(loss_fn).__name__}); build "
+                f"it outside torch.device('meta')"
+            )
+        _check_hooks(model)
+        self._init_fn = as_function(init, "init", ["module"]) if callable(init) else None
+        self._given = self._weights(init)
+
+    def _weights(self, init: Init | None) -> Mapping[str, Tensor] | None:
+        if init is None or callable(init) or init == _RESET:
+            return None
+        paths = [init] if isinstance(init, str | os.PathLike) else init
+        if not isinstance(init, Mapping) and not (
+            isinstance(paths, Sequence) and all(isinstance(path, str | os.PathLike) for path in paths)
+        ):
+            raise InputError(
+                f"init is 'reset', a function of a module, tensors by name, or safetensors files; got "
+                f"{type(init).__name__}; pass one of them"
+            )
+        given = init if isinstance(init, Mapping) else WeightFiles(init)
+        _check_names(self._state(), given)
+        return given
+
+    def _state(self) -> dict[str, Tensor]:
+        """The tensors of the model's state, the objects themselves, tied ones under all their names."""
+        state = self._model.state_dict(keep_vars=True)
+        return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+    def fill(self, owners: Owners, site: RankDevices) -> None:
+        """Make the contents of what belongs to the ranks of this process, and of the buffers that lie in no layer.
+
+        Raises GraphError that names what nothing fills; over a mesh other ranks hear of it.
+        """
+        if not self._empty:
+            return
+        recurrent = [module for module in self._model.modules() if isinstance(module, nn.RNNBase)]
+        for module in recurrent:
+            module._flat_weight_refs.clear()  # weak references, with which no weight gets contents
+        units = _units(self._model)
+        wanted = {id(buffer): site.devices[0] for unit in units for buffer in unit.loose}
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            if site.holds(owners.rank(name)):
+                wanted[id(tensor)] = site.devices[owners.rank(name)]
+        try:
+            self._fill(units, wanted)
+        except Exception as error:
+            site.fail("filling the model", error)
+        for module in recurrent:
+            module.to(next(module.parameters()).device)  # which makes them anew
+        self._empty, self._given = False, None  # it is filled once, whatever plans come
+
+    def _fill(self, units: "Sequence[_Unit]", wanted: Mapping[int, torch.device]) -> None:
+        given = self._given or {}
+        loaded = {id(tensor): name for name, tensor in self._state().items() if name in given and id(tensor) in wanted}
+        drawn = {key: device for key, device in wanted.items() if key not in loaded}
+        made: list[tuple[Tensor, Tensor]] = []
+        unfilled: list[str] = []
+        for unit in units:
+            if any(id(tensor) in drawn for _, tensor in unit.empty):
+                for name, tensor, full in self._drawn(unit):
+                    if id(tensor) in drawn:
+                        unfilled += [name] * _is_unwritten(full)
+                        made.append((tensor, full.data.to(drawn[id(tensor)])))
+        _check_filled(unfilled)
+        for tensor, full in made:
+            give_contents(tensor, full)
+        for tensor in _distinct(self._state().values()):
+            if id(tensor) in loaded:
+                _load(given, loaded[id(tensor)], tensor, wanted[id(tensor)])
+
+    @staticmethod
+    def _fill_own(name: str, module: nn.Module, init_fn: Callable[[nn.Module], Any]) -> None:
+        try:
+            init_fn(module)
+        except Exception as error:
+            error.add_note(f"while init filled {name or 'the model'!r}")
+            raise
+
+    def _drawn(self, unit: "_Unit") -> list[tuple[str, Tensor, Tensor]]:
+        """Run a unit's own code while all of its tensors have contents, and no other of the model has: so what it draws
+        does not depend on what else is made here. Returns (name, tensor, contents).
+        """
+        held = [(place, tensor, _unwritten(tensor)) for place, tensor in unit.empty]
+        for _, tensor, full in held:
+            give_contents(tensor, full)
+        for name, module in unit.modules:
+            with _drawing(self._seed, name), torch.no_grad():
+                reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+                if callable(reset):
+                    reset()
+                if self._init_fn is not None:
+                    self._fill_own(name, module, self._init_fn)
+        drawn = []
+        for place, tensor, full in held:
+            put = place.put_back(tensor)
+            torch.utils.swap_tensors(tensor, full)
+            drawn.append((place.name, tensor, full if put is None else put))
+        return drawn
+
+
+def _check_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            raise GraphError(
+                f"hooks of a parameter lie with its contents; {name!r} has hooks and no contents yet; register them "
+                f"when the pipeline is made"
+            )
+
+
+def _check_names(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    there = {id(tensor) for name, tensor in state.items() if name in given}
+    missing = [name for name, tensor in state.items() if tensor.is_meta and id(tensor) not in there]
+    unexpected = [name for name in given if name not in state and not str(name).endswith("_extra_state")]
+    if missing or unexpected:
+        raise InputError(
+            f"weights have the names of the model's state_dict; of its {len(state)} names missing: {_some(missing)}; "
+            f"of {len(given)} given names unknown: {_some(unexpected)}; rename them, or leave them out"
+        )
+    if isinstance(given, dict | WeightFiles):  # others may have to make what they are asked for
+        for name in given:
+            if name in state:
+                _check_form(given, name, state[name])
+
+
+def _check_form(given: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
+    files = isinstance(given, WeightFiles)
+    if not files and (not isinstance(given[name], Tensor) or given[name].is_meta):
+        raise InputError(
+            f"weights are tensors with contents, by name; {name!r} is {shown(given[name])}; pass a state_dict of a "
+            f"model that has some"
+        )
+    shape = given.shape(name) if isinstance(given, WeightFiles) else tuple(given[name].shape)
+    dtype = given.dtype(name) if isinstance(given, WeightFiles) else given[name].dtype
+    if shape != tuple(tensor.shape) or dtype.is_floating_point != tensor.is_floating_point():
+        raise InputError(
+            f"a weight is given in its shape, and numbers for numbers; {name!r} is {tensor.dtype} of shape "
+            f"{list(tensor.shape)}, {'in the files' if files else 'given'} {dtype} of {list(shape)}; use weights "
+            f"of such a model"
+        )
+
+
+@torch.no_grad()
+def _load(given: Mapping[str, Tensor], name: str, tensor: Tensor, device: torch.device) -> None:
+    full = torch.empty_like(tensor, device=device, requires_grad=False) if tensor.is_meta else tensor
+    if isinstance(given, WeightFiles):
+        given.read_into(name, full)
+    else:
+        _check_form(given, name, tensor)
+        full.copy_(given[name])
+    if tensor.is_meta:
+        give_contents(tensor, full)
+
+
+def _check_filled(unfilled: Sequence[str]) -> None:
+    if unfilled:
+        raise GraphError(
+            f"every weight of a model on the meta device is filled; nothing fills {_some(unfilled)}; give their "
+            f"modules a reset_parameters, or pass init= a function of a module that fills them, or a state_dict; for "
+            f"buffers that __init__ computes pass a function that builds the model, such as lambda: Model(config)"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(str, names[:_SHOWN])) + more if names else "none"
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+# ---- what is filled together ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module holds a tensor."""
+
+    module: nn.Module
+    key: str
+    name: str
+
+    def put_back(self, tensor: Tensor) -> Tensor | None:
+        """The tensor is held here again; what the module's code has put here instead."""
+        own: dict[str, Any] = self.module._parameters if isinstance(tensor, nn.Parameter) else self.module._buffers
+        put: Tensor | None = own[self.key]
+        own[self.key] = tensor
+        return None if put is tensor else put
+
+
+@dataclass
+class _Unit:
+    """Modules that are filled together: a layer, or a container without what it contains.
+
+    modules: those that lack contents, submodules first. empty: the tensors without contents that no unit before it
+    holds. loose: a container's own buffers.
+    """
+
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    empty: list[tuple[_Place, Tensor]] = field(default_factory=list)
+    loose: list[Tensor] = field(default_factory=list)
+
+
+def _units(model: nn.Module) -> list[_Unit]:
+    layers = layers_of(model) if is_in_a_row(model) else find_layers(model)
+    units: dict[str, _Unit] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        layer = next((layer for layer in layers if f"{name}.".startswith(f"{layer}.")), None)
+        unit = units.setdefault(name if layer is None else layer, _Unit())
+        if lacks_contents(module):
+            unit.modules.insert(0, (name, module))
+        if layer is None:
+            unit.loose += [buffer for buffer in module._buffers.values() if buffer is not None]
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_meta and id(tensor) not in seen:
+                seen.add(id(tensor))
+                unit.empty.append((_Place(module, key, f"{name}.{key}".removeprefix(".")), tensor))
+    return list(units.values())
+
+
+def _unwritten(tensor: Tensor) -> Tensor:
+    """The same on the CPU, with contents by which it is known whether anything was written."""
+    full = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    if full.is_floating_point() or full.is_complex():
+        return full.fill_(torch.nan)
+    return full if full.dtype == torch.bool else full.fill_(torch.iinfo(full.dtype).max)
+
+
+def _is_unwritten(tensor: Tensor) -> bool:
+    """Whether a tensor that was unwritten still is; it looks until it sees something else, nearly always at once."""
+    if tensor.is_meta:
+        return True
+    if tensor.dtype == torch.bool:
+        return tensor._version == 0
+    for piece in tensor.detach().reshape(-1).split(1 << 16):
+        if piece.is_floating_point() or piece.is_complex():
+            blank = (piece if piece.is_complex() else piece.float()).isnan()
+        else:
+            blank = piece == torch.iinfo(piece.dtype).max
+        if not blank.all():
+            return False
+    return tensor.numel() > 0

@@ -1,0 +1,160 @@
+"""Graph: what a model is made of: layers in a row, what holds them, hooks, norms over rows."""
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from pipesched.errors import GraphError, ModelTypeError
+from pipesched.model.stale_weights import StaleHook
+
+__all__ = [
+    "Members",
+    "check_hooks",
+    "check_initialised",
+    "hooks_of",
+    "is_compiled",
+    "is_in_a_row",
+    "layers_of",
+    "normalised_over_rows",
+    "recorders_of",
+    "with_running_statistics",
+]
+
+
+def layers_of(model: nn.Module, whole: Collection[str] = ()) -> dict[str, nn.Module]:
+    """The layers of an nn.Sequential in order, by qualified name; nested plain Sequentials are flattened, but for those
+    that stay whole.
+    """
+    return dict(_flatten(model, "", whole))
+
+
+def is_in_a_row(model: nn.Module) -> bool:
+    """Whether a model is nothing but layers in a row, each with parameters and buffers of its own."""
+    if not _is_plain(model) or hooks_of(model):
+        return False
+    layers = list(layers_of(model).values())
+    tensors = [id(tensor) for layer in layers for tensor in {*layer.parameters(), *layer.buffers()}]
+    own = {id(parameter) for parameter in model.parameters()}
+    return len({id(layer) for layer in layers}) == len(layers) and own <= {*tensors} and len({*tensors}) == len(tensors)
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Raise ModelTypeError where parameters or buffers have no shapes yet."""
+    lazy = [name for name, own in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(own)]
+    if lazy:
+        raise ModelTypeError(
+            f"a model has its shapes before it is cut; {lazy[0]!r} and {len(lazy) - 1} others are of lazy modules that "
+            f"have not run; call the model once with a sample, under torch.no_grad()"
+        )
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raise GraphError where the model itself has hooks on its backward: no stage runs all of it."""
+    hooks = [*model._backward_hooks.values(), *model._backward_pre_hooks.values()]
+    if hooks:
+        raise GraphError(
+            f"layers run backward in their stages, the model as a whole does not; it has {len(hooks)} hooks on its "
+            f"backward that would never run; register them on its first or last layer"
+        )
+
+
+def normalised_over_rows(model: nn.Module) -> list[str]:
+    """The layers that normalise over the rows of a batch, such as BatchNorm, while they train."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is for replicas
+    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
+
+
+def with_running_statistics(model: nn.Module) -> list[str]:
+    """The layers that change buffers of theirs while they train: means and variances of what they have seen."""
+    return [name for name, module in model.named_modules() if _tracks(module) and module.training]
+
+
+def _tracks(module: nn.Module) -> bool:
+    return bool(getattr(module, "track_running_stats", False))
+
+
+def _is_plain(module: Any) -> bool:
+    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return plain and not is_compiled(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's calls are those of one compiled graph, by its ``compile()`` or by ``torch.compile``."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """What the user has registered on a module's forward and backward."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [hook for name in names for hook in getattr(module, name).values()]
+    return [
+        hook for hook in hooks if not _is_recorder(hook) and not isinstance(getattr(hook, "__self__", None), StaleHook)
+    ]
+
+
+_RECORDING = "transformers.utils.output_capturing"
+
+
+def recorders_of(module: nn.Module) -> list[Any]:
+    """The hooks by which transformers hands what layers give to the code of the module above."""
+    return [hook for hook in module._forward_hooks.values() if _is_recorder(hook)]
+
+
+def installs_recorders(model: nn.Module) -> bool:
+    """Register these hooks now, where transformers would do so in a forward. Returns whether there are any new ones."""
+    capturing = sys.modules.get(_RECORDING)
+    before = sum(len(recorders_of(module)) for module in model.modules())
+    if capturing is not None:
+        for module in model.modules():
+            if getattr(module, "_can_record_outputs", None):
+                capturing.maybe_install_capturing_hooks(module)
+    return sum(len(recorders_of(module)) for module in model.modules()) > before
+
+
+def _is_recorder(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == _RECORDING
+
+
+def _flatten(module: nn.Module, prefix: str, whole: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_modules(remove_duplicate=False):
+        if name and "." not in name:
+            if _is_plain(child) and not hooks_of(child) and f"{prefix}{name}" not in whole:
+                yield from _flatten(child, f"{prefix}{name}.", whole)
+            else:
+                yield f"{prefix}{name}", child
+
+
+class Members:
+    """The modules that a model's containers hold on the way to its layers, as they are now.
+
+    A pipeline runs the layers that there were when it was made: one that has taken a layer's place since would not be
+    trained, and nobody would know.
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[str]) -> None:
+        ways: dict[str, dict[str, None]] = {}
+        for layer in layers:
+            parts = layer.split(".")
+            for depth, part in enumerate(parts):
+                ways.setdefault(".".join(parts[:depth]), {})[part] = None
+        self._held: list[tuple[str, Mapping[str, nn.Module | None], list[str] | None, list[Any]]] = []
+        for name, keys in ways.items():
+            holder = model.get_submodule(name)
+            modules = holder._modules
+            # Of a list all that it holds runs; other code calls what it names.
+            own = None if isinstance(holder, nn.Sequential | nn.ModuleList) else list(keys)
+            self._held.append((name, modules, own, list(modules.values() if own is None else map(modules.get, own))))
+
+    def check(self) -> None:
+        """Raise GraphError where a module is another one, or gone."""
+        for name, modules, keys, known in self._held:
+            now = list(modules.values() if keys is None else map(modules.get, keys))
+            if now != known:
+                others = [key for key, module in zip(keys or modules, now, strict=False) if module not in known]
+                what = f"{others[0]!r} is another module" if others else f"it has {len(now)} modules of {len(known)}"
+                raise GraphError(
+                    f"a pipeline runs the layers that its model had when it was made; in {name or 'the model'} {what} "
+                    f"now; put the old ones back, or close this pipeline and make a new one of the model"
+                )

@@ -1,0 +1,357 @@
+"""Untouched: runs that leave a model as it was: its tensors, gradients, hooks, modes, attributes and random numbers."""
+
+import copy
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+# As in ledger.py: public modes do not see operations on ``.data``, nor those inside torch's own functions.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipesched.tensors.keyed_random import outside_kept
+from pipesched.tensors.meta_tensors import is_expanded
+from pipesched.tensors.payload import memory_of, pytree
+
+__all__ = [
+    "GROWING",
+    "attributes_kept",
+    "attributes_of",
+    "has_attributes",
+    "is_of_user",
+    "names_of",
+    "no_graph",
+    "same_bits",
+    "set_aside",
+    "unchanged",
+    "untouched",
+]
+
+GROWING = (list, dict, set, deque)  # and what is derived from them, such as a module's own table of buffers
+
+
+def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
+    """The modules, containers, tensors, generators and classes that these hold, each object once, in no order.
+
+    Modules hold their attributes and their classes, classes their attributes, containers their items, functions their
+    closures, their defaults and the globals that they name, methods and partials what they are made of. Other objects
+    are not looked into.
+    """
+    kinds = (*_HOLDERS, type, *(_FUNCTIONS if functions else ()))
+    found: dict[int, Any] = {}
+    left = list(roots)
+    while left:
+        one = left.pop()
+        if isinstance(one, kinds) and id(one) not in found:
+            found[id(one)] = one
+            left += _parts(one)
+    return list(found.values())
+
+
+def is_of_user(kind: type) -> bool:
+    """Whether a class is the user's, or a library's, and not torch's or Python's."""
+    return kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing")
+
+
+def attributes_of(kind: type) -> dict[str, Any]:
+    """A class's own attributes, without those that Python sets."""
+    return {key: value for key, value in vars(kind).items() if not key.startswith("__")}
+
+
+_FUNCTIONS = types.FunctionType, types.MethodType, partial
+_HOLDERS = (nn.Module, tuple, Tensor, torch.Generator, *GROWING)
+
+
+def _parts(one: Any) -> Iterable[Any]:
+    if isinstance(one, nn.Module):  # a scripted one has its own tables
+        scripted = [*one.parameters(False), *one.buffers(False), *one.children()]
+        return [*one.__dict__.values(), *scripted, *filter(is_of_user, type(one).__mro__)]
+    if isinstance(one, dict | type):
+        return one.values() if isinstance(one, dict) else _holders(attributes_of(one).values())
+    if isinstance(one, list | tuple | set | deque):
+        return _holders(one, *_FUNCTIONS)
+    if isinstance(one, types.MethodType):
+        return [one.__self__]
+    if isinstance(one, partial):
+        return [one.func, one.args, one.keywords]
+    return _parts_of_function(one) if isinstance(one, types.FunctionType) else ()
+
+
+def _holders(values: Iterable[Any], *also: type) -> list[Any]:
+    return [value for value in values if isinstance(value, (*_HOLDERS, *also))]
+
+
+def _parts_of_function(function: types.FunctionType) -> list[Any]:
+    if (function.__module__ or "").partition(".")[0] == "torch":
+        return []
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    parts: list[Any] = [part for part in named if isinstance(part, nn.Module | Tensor)]
+    parts += [function.__defaults__, function.__kwdefaults__]
+    for cell in function.__closure__ or ():
+        try:
+            parts.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    return parts
+
+
+@contextmanager
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Afterwards each attribute, of modules and of their classes, is the object that it was, lists, dicts and sets hold
+    what they held, objects in attributes, such as configurations, have the attributes that they had, and generators
+    draw what they would have.
+    """
+    held = _held_by(modules)
+    tables: list[Any] = [one.__dict__ for one in held if isinstance(one, nn.Module)]
+    classes = [(one, attributes_of(one)) for one in held if isinstance(one, type) and is_of_user(one)]
+    known = [*tables, *(own for _, own in classes)]
+    parts = {id(part): part for table in known for part in table.values() if has_attributes(part)}
+    tables += [*map(vars, parts.values()), *(one for one in held if isinstance(one, GROWING))]
+    contents = [_content(table) for table in tables]
+    states = [(generator, generator.get_state()) for generator in held if isinstance(generator, torch.Generator)]
+    try:
+        yield
+    finally:
+        for table, content in zip(tables, contents, strict=True):
+            _restore(table, content)
+        for kind, own in classes:
+            _restore_class(kind, own)
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether an object is of a class of the user's, or of a library's, with attributes in a table."""
+    inner = isinstance(value, (*_HOLDERS, *_FUNCTIONS, type, types.ModuleType))
+    return not inner and hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] != "torch"
+
+
+def _content(table: Any) -> Any:
+    return dict(table) if isinstance(table, dict) else set(table) if isinstance(table, set) else list(table)
+
+
+def _restore(table: Any, content: Any) -> None:
+    now = _content(table)
+    parts = [(*one.keys(), *one.values()) if isinstance(one, dict) else tuple(one) for one in (now, content)]
+    alike = now == content if isinstance(now, set) else len(now) == len(content) and all(map(is_, *parts))
+    if not alike:
+        table.clear()
+        (table.extend if isinstance(content, list) else table.update)(content)
+
+
+def _restore_class(kind: type, content: dict[str, Any]) -> None:
+    now = attributes_of(kind)
+    for name in now.keys() - content.keys():
+        delattr(kind, name)
+    for name, value in content.items():
+        if name not in now or now[name] is not value:
+            setattr(kind, name, value)
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------
+
+
+def _memory(tensor: Tensor) -> int:
+    """As ``memory_of``; 0 also for what has no memory of its own: wrappers, and what is not initialised."""
+    try:
+        return memory_of(tensor)
+    except (RuntimeError, ValueError):
+        return 0
+
+
+class _Copies:
+    """Takes copies of tensors before they are written to, by whatever operation of this thread."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.taken: dict[int, Tensor] = {}
+        self._at: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            self._at.setdefault(_memory(tensor), []).append(tensor)
+        self._at.pop(0, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for position, name in _written(func):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, Tensor):
+                    own = self._at.pop(_memory(tensor), ())
+                    self.taken |= {id(other): other.detach().clone() for other in own}
+        return func(*args, **kwargs)
+
+
+class _CopiesOfWritten(_Copies, TorchDispatchMode):
+    """Its method is of another class for the reason that ledger.py gives."""
+
+    supports_higher_order_operators = True
+
+
+@lru_cache(maxsize=4096)
+def _written(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments an operator writes to: their positions and names."""
+    schema = getattr(operator, "_schema", None)  # operators of higher order have none
+    arguments = schema.arguments if schema is not None and schema.is_mutable else ()
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@contextmanager
+def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
+    """Afterwards tensors have the bits that they had. Gives a list, in which those are then that were written to.
+
+    copied: those that are copied now, whichever thread writes to them, by whatever means; of the others those to which
+    an operation of this thread is about to write.
+    """
+    before = {id(tensor): copy.deepcopy(tensor.data) for tensor in copied if not is_expanded(tensor)}
+    own = [(tensor, tensor.data) for tensor in tensors if not (is_lazy(tensor) or is_expanded(tensor))]
+    written: list[Tensor] = []
+    try:
+        with _CopiesOfWritten([tensor for tensor, _ in own]) as watch:
+            yield written
+    finally:
+        for tensor, data in own:
+            replaced = tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape
+            if replaced:
+                tensor.data = data  # code has given it other memory
+            known = before.get(id(tensor), watch.taken.get(id(tensor)))
+            differs = known is not None and not same_bits(data, known)
+            if known is not None and differs:
+                with torch.no_grad():
+                    data.copy_(known)
+            if replaced or differs or id(tensor) in watch.taken:
+                written.append(tensor)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors of one shape hold the same bits; not where that cannot be known."""
+    if one.is_meta:
+        return True
+    if type(one) is not Tensor or one.layout is not torch.strided or one.is_quantized or one.is_conj():
+        return False  # or it is not known
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+@contextmanager
+def _gradients_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within, leaves have no gradients, and their hooks do not fire; afterwards they have those that they had."""
+    leaves = [tensor for tensor in tensors if tensor.is_leaf]
+    grads = [leaf.grad for leaf in leaves]
+    hooks = [own for leaf in leaves for own in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if own]
+    contents = [dict(own) for own in hooks]
+    for leaf in leaves:
+        leaf.grad = None
+    for own in hooks:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, content in zip(hooks, contents, strict=True):
+            _restore(own, content)
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad
+
+
+@contextmanager
+def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
+    modes = [(one, one.training) for one in held if isinstance(one, nn.Module)]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+# ---- what is run ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
+    """Run the model in a mode, in this thread, and leave it as it was: attributes, modes, weights, buffers, random
+    numbers. Gives a list, in which the weights and buffers are afterwards that were written to, or replaced.
+
+    Buffers are copied, weights only where they are written to.
+    """
+    held = _held_by([model])
+    tensors = [one for one in held if isinstance(one, Tensor)]
+    places = [
+        (module, key, buffer)
+        for module in held
+        if isinstance(module, nn.Module)
+        for key, buffer in module.named_buffers(recurse=False)
+    ]
+    with (
+        _modes_kept(held),
+        torch.random.fork_rng(),
+        outside_kept(),
+        _bits_kept(tensors, {id(buffer): buffer for *_, buffer in places}.values()) as written,
+        attributes_kept([model]),
+    ):
+        if mode != model.training:
+            model.train(mode)
+        yield written
+        written += [buffer for module, key, buffer in places if module._buffers.get(key) is not buffer]
+
+
+def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
+    """The names of a model's parameters and buffers that are among these."""
+    known = set(map(id, tensors))
+    return [name for name, own in (*model.named_parameters(), *model.named_buffers()) if id(own) in known]
+
+
+@contextmanager
+def set_aside(*roots: Any) -> Iterator[None]:
+    """Around measuring, whichever threads it uses: the tensors that these hold have no gradients, and no hooks that
+    fire; all is left as it was. Weights must not be written to: who measures runs layers on copies of theirs.
+
+    A layer may reach any weight of its model: through a module among its arguments, or a reference of its own.
+    """
+    held = _held_by(roots)
+    tensors = [one for one in held if isinstance(one, Tensor)]
+    weights = {_memory(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)} - {0}
+    own = [one for one in _held_by(roots, functions=False) if isinstance(one, Tensor)]
+    others = [one for one in own if not isinstance(one, nn.Parameter) and _memory(one) not in weights]
+    modules = [one for one in held if isinstance(one, nn.Module)]
+    with _modes_kept(held), _bits_kept(others, others), _gradients_aside(tensors), attributes_kept(modules):
+        yield
+
+
+@contextmanager
+def no_graph(model: nn.Module) -> Iterator[None]:
+    """Run the model in grad mode, but keep nothing for a backward: its parameters require no gradient."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad = False
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad = True
+
+
+class _SharedTensors(TorchFunctionMode):
+    """Copies share tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def unchanged(value: Any) -> Any:
+    """The value with copies, around the same tensors, of objects that a layer may change: caches of keys grow."""
+    leaves, spec = pytree.tree_flatten(value)
+    plain = Tensor, int, float, str, bytes, type(None), nn.Module
+    with _SharedTensors():
+        copies = [leaf if isinstance(leaf, plain) else copy.deepcopy(leaf) for leaf in leaves]
+    return pytree.tree_unflatten(copies, spec)

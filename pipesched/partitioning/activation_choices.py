@@ -1,0 +1,105 @@
+"""What may be done with what a layer saves for its backward: hold it, compute it again, or take it to the host."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import networkx as nx
+import numpy as np
+
+from pipesched.errors import PartitionError
+from pipesched.partitioning.layer_arrays import Layers, numbers
+from pipesched.program.checkpointing import Keep
+
+__all__ = ["Choice", "choices_of", "with_copies"]
+
+_ON_DEVICE = 3  # micro-batches whose offloaded activations are there at once: one leaves, one is used, one comes back
+_MOST = 2**59  # ticks of all copies one way; leaves room in 64 bits
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a layer's choices, and what it costs.
+
+    keep: what is done with the activations; None: they are held. ticks: forward and backward, with a second forward
+    where that is done. copy_ticks: of a copy to the host, and of one back, which go on beside (``with_copies``).
+    fixed_bytes: held throughout; flight_bytes: for each micro-batch in flight, but for no more than
+    ``most_in_flight``. working_bytes: while the layer runs; of a rank's layers one runs at a time. forward_ticks: of
+    the first forward, the same for all choices of a layer.
+    """
+
+    keep: Keep | None
+    ticks: int
+    fixed_bytes: int
+    flight_bytes: int
+    working_bytes: int = 0
+    copy_ticks: int = 0
+    most_in_flight: int | None = None
+    forward_ticks: int = 0
+
+    def held_bytes(self, in_flight: int) -> int:
+        """What the layer holds with so many micro-batches in flight."""
+        counted = in_flight if self.most_in_flight is None else min(in_flight, self.most_in_flight)
+        return self.fixed_bytes + self.flight_bytes * counted
+
+
+def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
+    """What a stage takes for a micro-batch: numbers, or an array of each. ticks: all that it computes.
+
+    One action lies between the begin of a copy and what waits for its end: of 1F1B a backward, while a copy leaves, and
+    a forward, while one comes back; of GPipe the other way round. So neither is shorter than the copy beside it.
+    """
+    return np.maximum(forward, copies) + np.maximum(ticks - forward, copies)
+
+
+def choices_of(
+    graph: "nx.DiGraph[Any]", layers: Layers, allowed: Collection[Keep], offload_bytes_per_s: float | None
+) -> list[tuple[Choice, ...]]:
+    """The choices of each layer, those that hold everything first. Raises PartitionError for costs that are missing."""
+    _check(allowed, offload_bytes_per_s)
+    made = []
+    for place, name in enumerate(layers.names):
+        node = graph.nodes[name]
+        state, held = int(layers.state_bytes[place]), int(layers.activation_bytes[place])
+        ticks, working = int(layers.ticks[place]), _working(node)
+        again = round(float(numbers([node["forward_s"]], "forward_s of layer")[0]) * layers.ticks_per_s)
+        choices = [Choice(None, ticks, state, held, working)]
+        if "recompute" in allowed:
+            given = min(_input_bytes(graph, name), held)
+            choices.append(Choice("recompute", ticks + again, state, given, working + held))
+        if "offload" in allowed and offload_bytes_per_s:
+            copies = min(round(held / offload_bytes_per_s * layers.ticks_per_s), _MOST // len(layers))
+            choices.append(Choice("offload", ticks, state, held, working, copies, _ON_DEVICE))
+        made.append(tuple(replace(choice, forward_ticks=min(again, ticks)) for choice in choices))
+    return made
+
+
+def _check(allowed: Collection[Keep], offload_bytes_per_s: float | None) -> None:
+    known = "recompute", "offload"  # what the others spare and cost is not measured
+    if isinstance(allowed, str) or not isinstance(allowed, Collection) or not all(word in known for word in allowed):
+        raise PartitionError(
+            f"checkpoint says what may be done with saved activations, some of {', '.join(map(repr, known))}; got "
+            f"{allowed!r}; pass a tuple, such as ('recompute',)"
+        )
+    if "offload" in allowed and not offload_bytes_per_s:
+        raise PartitionError(
+            "copies to the host take time; checkpoint allows 'offload', offload_bytes_per_s is missing; pass the "
+            "bandwidth between a rank's device and its host, such as 20e9"
+        )
+
+
+def _working(node: Mapping[str, Any]) -> int:
+    sizes = [node.get("forward_transient_bytes", 0), node.get("backward_transient_bytes", 0)]
+    return round(float(numbers(sizes, "transient bytes of layer").max()))
+
+
+def _input_bytes(graph: "nx.DiGraph[Any]", layer: Any) -> int:
+    """What a layer is given: measured, or what edges bring, each tensor once."""
+    if "input_bytes" in graph.nodes[layer]:
+        return round(float(numbers([graph.nodes[layer]["input_bytes"]], "input_bytes of layer")[0]))
+    brought: dict[Any, float] = {}
+    along: list[tuple[Any, Any, Any]] = list(graph.in_edges(layer, data="tensors"))
+    for maker, _, tensors in along:
+        own = {None: graph.nodes[maker].get("output_bytes", 0)} if tensors is None else tensors
+        brought.update({(maker, name): size for name, size in own.items()})
+    return round(sum(brought.values()))

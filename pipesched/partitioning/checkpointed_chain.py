@@ -1,0 +1,236 @@
+"""Stages along one order of the blocks, with what each layer's activations cost it: what is within a bound.
+
+The time of a stage is the least with which its layers fit into its rank's memory (`knapsack`). It can only grow with
+the layers, so the places where a stage may end, from all places where it may begin, are runs without a gap: up to the
+furthest from the last begin, broken where a layer does not fit a rank even alone. So it is enough to look for one end
+a run.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.bisection import INFINITE, Fails, Found
+from pipesched.partitioning.knapsack import Knapsack
+from pipesched.partitioning.slots import LineUp, Slot, Toll
+
+__all__ = ["KeptChain"]
+
+Run = tuple[int, int]  # cuts from the first to the last, both included
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The layers in their order, and before which of them each block begins."""
+
+    layers: Sequence[int]
+    begins: Sequence[int]
+    fastest: Sequence[int]  # ticks of all blocks before each cut, at least
+
+
+class KeptChain:
+    """The cuts of one order of the blocks, and what may be between them.
+
+    members: the layers of each block, in order. choices: of each layer. spans: for each number of stages, the first and
+    the last cut where that many may be closed.
+    """
+
+    def __init__(
+        self,
+        order: list[int],
+        members: Sequence[Sequence[int]],
+        choices: Sequence[Sequence[Choice]],
+        toll: Toll,
+        line_up: LineUp,
+        spans: Sequence[Run],
+    ) -> None:
+        self._order, self._end = order, len(order)
+        self._toll, self._line_up, self._spans = toll.ticks.tolist(), line_up, spans
+        in_order = [members[block] for block in order]
+        fastest = [sum(min(c.ticks for c in choices[layer]) for layer in block) for block in in_order]
+        self._row = _Row(
+            [layer for block in in_order for layer in block],
+            [0, *accumulate(map(len, in_order))],
+            [0, *accumulate(fastest)],
+        )
+        self.knapsack = Knapsack(choices)
+        self._items: dict[int, list[int]] = {}
+        sorts: dict[tuple[object, ...], dict[Run, int]] = {}
+        self._times = [sorts.setdefault((s.in_flight, s.limit, s.speed), {}) for s in line_up.slots]
+        self._alone: list[list[int]] = [[] for _ in line_up.slots]
+
+    # ---- what a stage costs -----------------------------------------------------------------------------------------
+
+    def _held(self, slot: Slot, begin: int, end: int) -> list[int]:
+        if slot.in_flight not in self._items:
+            self._items[slot.in_flight] = [self.knapsack.item(layer, slot.in_flight) for layer in self._row.layers]
+        return self._items[slot.in_flight][self._row.begins[begin] : self._row.begins[end]]
+
+    def time(self, slot: Slot, begin: int, end: int) -> int:
+        """The least ticks of a stage there; INFINITE where it does not fit."""
+        known = self._times[slot.stage]
+        ticks = known.get((begin, end))
+        if ticks is None:
+            ticks = known[begin, end] = self.knapsack.least(self._held(slot, begin, end), slot.limit, slot.speed)
+        return ticks
+
+    def with_choices(self, found: Found) -> Found:
+        """A partition, with what is chosen for each layer."""
+        chosen: list[Choice] = []
+        for slot, (begin, end) in zip(found.slots, pairwise([0, *found.ends]), strict=True):
+            chosen += self.knapsack.chosen(self._held(slot, begin, end), slot.limit, slot.speed)
+        of_layer = dict(zip(self._row.layers, chosen, strict=True))
+        return replace(found, chosen=tuple(of_layer[layer] for layer in range(len(of_layer))))
+
+    # ---- what can be reached ----------------------------------------------------------------------------------------
+
+    def probe(self, bound: int) -> Found | Fails:
+        """A partition within the bound, of which the first stages are the largest."""
+        line_up, following, bound = self._line_up, INFINITE, min(bound, INFINITE - 1)
+        reached: list[list[Run]] = [[(0, 0)]]
+        for slot in line_up.slots:
+            ends: list[Run] = []
+            for begins in reached[-1]:
+                for first, last in self._fitting(slot, begins, bound):
+                    end = self._furthest(slot, last, bound)
+                    ends.append((first + 1, end))
+                    if end < self._end:
+                        following = min(following, self.time(slot, last, end + 1))
+            following = min(following, self._next_alone(slot, reached[-1], bound))
+            if self._may_be_empty(slot):
+                ends += reached[-1]
+            ends = _joined(ends, *self._spans[slot.stage + 1])
+            following = min(following, self._next_toll(ends, bound))
+            reached.append(self._allowed(ends, bound))
+        if not _holds(reached[-1], self._end):
+            return Fails(following)
+        return self._found(reached, bound)
+
+    def _may_be_empty(self, slot: Slot) -> bool:
+        return slot.stage >= self._line_up.skippable
+
+    def _single(self, slot: Slot) -> list[int]:
+        """The ticks of each block alone, and the most of them behind."""
+        if not self._alone[slot.stage]:
+            kinds = [tuple(self._held(slot, block, block + 1)) for block in range(self._end)]
+            ticks = {kind: self.knapsack.least(kind, slot.limit, slot.speed) for kind in {*kinds}}
+            own = [ticks[kind] for kind in kinds]
+            self._alone[slot.stage] = [*own, max(own)]
+        return self._alone[slot.stage]
+
+    def _fitting(self, slot: Slot, begins: Run, bound: int) -> Iterator[Run]:
+        """The runs of begins behind which a block fits alone."""
+        first, last = begins[0], min(begins[1], self._end - 1)
+        single = self._single(slot)
+        for begin in range(first, last + 1) if single[-1] > bound else ():
+            if single[begin] > bound:
+                if first < begin:
+                    yield first, begin - 1
+                first = begin + 1
+        if first <= last:
+            yield first, last
+
+    def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
+        """The least bound at which one more block fits alone."""
+        single = self._single(slot)
+        if single[-1] <= bound:
+            return INFINITE
+        own = (single[begin] for first, last in begins for begin in range(first, min(last + 1, self._end)))
+        return min((ticks for ticks in own if ticks > bound), default=INFINITE)
+
+    def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
+        """The last end of a stage that begins there; one block fits."""
+        fastest, speed = self._row.fastest, slot.speed
+        within = fastest[begin] + bound * speed.numerator // speed.denominator
+        last = bisect_right(fastest, within, begin + 1) - 1
+        if self.time(slot, begin, last) <= bound:
+            return last
+        ends = range(begin + 2, last)
+        return begin + 1 + bisect_right(ends, bound, key=lambda end: self.time(slot, begin, end))
+
+    def _next_toll(self, ends: Sequence[Run], bound: int) -> int:
+        if len(self._toll) == 1:
+            return INFINITE
+        own = (self._toll[end] for first, last in ends for end in range(first, last + 1))
+        return min((ticks for ticks in own if ticks > bound), default=INFINITE)
+
+    def _allowed(self, ends: list[Run], bound: int) -> list[Run]:
+        """Those at which what crosses is within the bound."""
+        if len(self._toll) == 1:
+            return ends
+        return _joined([(e, e) for first, last in ends for e in range(first, last + 1) if self._toll[e] <= bound])
+
+    # ---- a partition ------------------------------------------------------------------------------------------------
+
+    def _found(self, reached: Sequence[Sequence[Run]], bound: int) -> Found:
+        ends, slots, stop = [], [], self._end
+        for begins, slot in zip(reached[-2::-1], self._line_up.slots[::-1], strict=True):
+            begin = _last_before(begins, stop)
+            if begin is not None and self.time(slot, begin, stop) <= bound:
+                ends.append(stop)
+                slots.append(slot)
+                stop = begin
+        return self._as_found(ends[::-1], slots[::-1])
+
+    def _as_found(self, ends: list[int], slots: list[Slot]) -> Found:
+        times = [self.time(slot, begin, end) for slot, (begin, end) in zip(slots, pairwise([0, *ends]), strict=True)]
+        if len(self._toll) > 1:
+            times += [self._toll[end] for end in ends]
+        return Found(max(times), self._order, ends, slots)
+
+    def settled(self, found: Found) -> Found:
+        """Of all partitions as good the one of which all stages together take least, and then are most alike; with its
+        choices. (With stages left out, the one that was found.)
+        """
+        slots, fastest, bottleneck = self._line_up.slots, self._row.fastest, found.bottleneck
+        if len(found.slots) < len(slots):
+            return self.with_choices(found)
+        best: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]  # ticks, squares, begin; by end
+        rooms = [bottleneck * slot.speed.numerator // slot.speed.denominator for slot in slots]
+        left = sum(rooms)
+        for slot, room in zip(slots, rooms, strict=True):
+            left -= room
+            first, high = self._spans[slot.stage + 1]
+            first = max(first, bisect_left(fastest, fastest[-1] - left))  # what is behind must find room
+            ends: dict[int, tuple[int, int, int]] = {}
+            for begin, (ticks, squares, _) in best[-1].items():
+                last = bisect_right(fastest, fastest[begin] + room, begin, high + 1) - 1
+                for end in range(max(first, begin + 1), last + 1):
+                    own = self.time(slot, begin, end) if self._toll_of(end) <= bottleneck else INFINITE
+                    value = ticks + own, squares + own * own, begin
+                    if own <= bottleneck and (end not in ends or value < ends[end]):
+                        ends[end] = value
+            best.append(ends)
+        cuts = [self._end]
+        for ends in best[:0:-1]:
+            cuts.append(ends[cuts[-1]][2])
+        return self.with_choices(self._as_found(cuts[-2::-1], list(slots)))
+
+    def _toll_of(self, cut: int) -> int:
+        return self._toll[cut] if len(self._toll) > 1 else 0
+
+
+def _joined(runs: Sequence[Run], first: int = 0, last: int = INFINITE) -> list[Run]:
+    """The runs between two cuts, ascending and apart."""
+    joined: list[Run] = []
+    for low, high in sorted(runs):
+        begin, end = max(low, first), min(high, last)
+        if begin > end:
+            continue
+        if joined and begin <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _holds(runs: Sequence[Run], cut: int) -> bool:
+    return any(first <= cut <= last for first, last in runs)
+
+
+def _last_before(runs: Sequence[Run], cut: int) -> int | None:
+    """The last cut of the runs before one."""
+    at = bisect_left(runs, (cut, 0))
+    return min(runs[at - 1][1], cut - 1) if at else None

@@ -1,0 +1,170 @@
+"""A graph with measured costs -> arrays of whole numbers, layers in topological order."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesched.errors import PartitionError, ScheduleError
+from pipesched.program.action_arrays import Ints
+from pipesched.simulation.links import Link, check_times
+
+__all__ = ["Layers", "Tensors", "numbers", "read", "ticks_per_s"]
+
+_FINEST = 10**12  # whole numbers of picoseconds, so that sums are exact and ties are ties
+_MOST = 2**60  # ticks in all; leaves room in 64 bits
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What layers give: the layer that makes each, and its bytes; and the uses: of which tensor, by which layer."""
+
+    makers: Ints
+    sizes: Ints
+    used: Ints
+    users: Ints
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers in topological order, with edges from ``tails`` to ``heads`` (positions).
+
+    ticks: forward and backward time, ``ticks_per_s`` to the second. parameter_bytes, num_parameters: of each layer.
+    state_bytes: the parameters with all that an optimizer keeps of them. activation_bytes: what a layer holds for
+    each micro-batch in flight. tensors: what layers give to others.
+    """
+
+    names: list[Any]
+    ticks: Ints
+    ticks_per_s: int
+    parameter_bytes: Ints
+    num_parameters: Ints
+    state_bytes: Ints
+    activation_bytes: Ints
+    tails: Ints
+    heads: Ints
+    tensors: "Tensors"
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def seconds(self, ticks: int) -> float:
+        """The time of so many ticks."""
+        return ticks / self.ticks_per_s
+
+
+def ticks_per_s(total_s: float, scale: int = 1) -> int:
+    """How finely time is counted: picoseconds, or coarser where the sum, times ``scale``, would leave 64 bits."""
+    per_s = _FINEST
+    while total_s * per_s * scale > _MOST and per_s:
+        per_s //= 10
+    if not per_s:
+        raise PartitionError(f"times add up to less than {_MOST // scale} s; these are {total_s:g} s; correct the unit")
+    return per_s
+
+
+def numbers(values: Sequence[Any], what: str) -> NDArray[np.float64]:
+    """The values as floats. Raises PartitionError for what is no finite number, or negative."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # a list among numbers
+        array = np.empty(0, object)
+    try:
+        if array.dtype.kind not in "fiu" or not (np.isfinite(array) & (array >= 0)).all():
+            check_times(values, what)  # says which one; or takes it, such as a fraction
+    except ScheduleError as error:
+        raise PartitionError(str(error)) from None
+    return array.astype(np.float64)
+
+
+def read(
+    graph: "nx.DiGraph[Any]", needed: Sequence[str], *, link: Link, weight_copies: float = 1, scale: int = 1
+) -> Layers:
+    """The layers of a graph with the attributes ``needed`` besides times; others that are not there count as 0.
+
+    A layer gives its output to all behind it, unless edges say which ``tensors`` they stand for: names, and bytes.
+    link: what is between stages. scale: what times are multiplied with before they are compared. Raises
+    PartitionError for a graph with a cycle, without layers, or with an attribute missing or of no finite number.
+    """
+    if not graph.is_directed() or not len(graph):
+        raise PartitionError(
+            f"the layers form a directed graph without cycles; got {graph}; "
+            f"pass a networkx.DiGraph with an edge from each layer to those that use its output"
+        )
+    names, tails, heads = _ordered(graph)
+    attributes = dict(graph.nodes(data=True))
+    nodes = [attributes[name] for name in names]
+    forward, backward = (_column(names, nodes, name, required=True) for name in ("forward_s", "backward_s"))
+    times = forward + backward
+    along: list[tuple[Any, Any, Any]] = list(graph.edges.data("tensors"))
+    named = any(tensors is not None for _, _, tensors in along)
+    outputs, parameters, counts = (
+        _column(names, nodes, name, required=name in needed and not (named and name == "output_bytes"))
+        for name in ("output_bytes", "parameter_bytes", "num_parameters")
+    )
+    held = [node.get("activation_bytes", node.get("output_bytes", 0)) for node in nodes]
+    activations = numbers(held, "activation_bytes of layer")
+    tensors = Tensors(np.arange(len(names)), _whole(outputs), tails, heads)
+    if named:
+        tensors = _named_tensors(names, along, outputs)
+    crossing = 2 * (link.latency_s + link.byte_s * float(tensors.sizes.sum()))
+    per_s = ticks_per_s(float(times.sum()) + crossing, scale)
+    states = np.ceil(parameters * weight_copies)
+    ticks, parameter, count, state, activation = map(_whole, (times * per_s, parameters, counts, states, activations))
+    return Layers(names, ticks, per_s, parameter, count, state, activation, tails, heads, tensors)
+
+
+def _whole(values: NDArray[np.float64]) -> Ints:
+    return np.rint(values).astype(np.int64)
+
+
+def _named_tensors(
+    names: Sequence[Any], along: Sequence[tuple[Any, Any, Mapping[Any, float] | None]], outputs: NDArray[np.float64]
+) -> Tensors:
+    """The tensors that edges name; on an edge that names none, the producer's output."""
+    place = {name: position for position, name in enumerate(names)}
+    sizes: dict[tuple[int, Any], float] = {}
+    uses: list[tuple[tuple[int, Any], int]] = []
+    for tail, head, tensors in along:
+        maker = place[tail]
+        for name, size in ({None: outputs[maker]} if tensors is None else tensors).items():
+            sizes.setdefault((maker, name), size)
+            uses.append(((maker, name), place[head]))
+    number = {tensor: position for position, tensor in enumerate(sizes)}
+    makers = np.array([maker for maker, _ in sizes], np.int64)
+    used = np.array([number[tensor] for tensor, _ in uses], np.int64)
+    users = np.array([user for _, user in uses], np.int64)
+    return Tensors(makers, _whole(numbers(list(sizes.values()), "the bytes of tensor")), used, users)
+
+
+def _ordered(graph: "nx.DiGraph[Any]") -> tuple[list[Any], Ints, Ints]:
+    """Layers in topological order, of all that are possible the first in the graph's own; and the edges' ends."""
+    names = list(graph)
+    number = {name: position for position, name in enumerate(names)}
+    if any(number[a] >= number[b] for a, b in graph.edges):
+        try:
+            names = list(nx.lexicographical_topological_sort(graph, number.__getitem__))
+        except nx.NetworkXUnfeasible:
+            around = [edge[0] for edge in nx.find_cycle(graph)]
+            raise PartitionError(
+                f"the layers form a graph without cycles; {' -> '.join(map(repr, [*around, around[0]]))} is one; "
+                f"make the layers of a cycle one layer"
+            ) from None
+        number = {name: position for position, name in enumerate(names)}
+    ends = np.fromiter((number[end] for edge in graph.edges for end in edge), np.int64, 2 * graph.number_of_edges())
+    return names, ends[::2], ends[1::2]
+
+
+def _column(names: list[Any], nodes: Sequence[Mapping[str, Any]], name: str, *, required: bool) -> NDArray[np.float64]:
+    values = [node.get(name, 0) for node in nodes]
+    if required:
+        missing = [layer for layer, node in zip(names, nodes, strict=True) if name not in node]
+        if missing:
+            raise PartitionError(
+                f"a layer has the attributes forward_s and backward_s, with communication output_bytes, and with a "
+                f"memory limit parameter_bytes; {missing[0]!r} has no {name}; measure it"
+            )
+    return numbers(values, f"{name} of layer")

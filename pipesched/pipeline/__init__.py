@@ -1,0 +1,1 @@
+"""The front door: Pipeline, tune, replanning, the step log."""

@@ -1,0 +1,257 @@
+"""Assembly: the parts of a model on a site, for one plan: what each of its stages runs, holds and updates."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pipesched.capture.captured_model import Cut
+from pipesched.capture.layered_model import Layered
+from pipesched.capture.loss import Head
+from pipesched.capture.stage_body import Body
+from pipesched.capture.stage_module import Wrap, wrapped_bodies
+from pipesched.errors import GraphError
+from pipesched.model.initialization import Initial
+from pipesched.model.module_tree import Members
+from pipesched.model.tied_weights import Ties
+from pipesched.model.weight_owners import Owners
+from pipesched.partitioning.partition import Partition
+from pipesched.planning.alternatives import Alternative
+from pipesched.planning.program_factory import Programs
+from pipesched.planning.stage_cutter import Cutter
+from pipesched.profiling.stage_sizing import StageSizes
+from pipesched.program.checkpointing import keep_by_layer, offloading
+from pipesched.program.program import Program
+from pipesched.program.weight_versions import Uses
+from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.minibatch import end_of
+from pipesched.runtime.rank_host import InProcess, Site
+from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
+from pipesched.runtime.stage.buffer_copies import own_buffers
+from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.weight_copies import Replicas
+from pipesched.tensors.caller_context import Caller, intra_op
+from pipesched.tensors.meta_tensors import put_on
+from pipesched.user_warning import warn
+
+__all__ = ["Assembly", "Division", "Whole"]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model, and what is asked of it whatever the plan, as ``Pipeline`` takes it.
+
+    layers: those of the model by name; ``wrap`` may replace some.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], Any] | None
+    layered: Layered
+    layers: dict[str, nn.Module]
+    initial: Initial
+    batch_norm: BatchNormMode
+    compiled: Callable[[torch.device], Compiled | None]
+    wrap: Wrap | None
+    optimizer: Callable[[list[Any]], Optimizer] | None
+
+
+@dataclass
+class Division:
+    """Which layers each stage has, who cut them, and what they cost and why, once that is known.
+
+    alternatives: what was weighed against it, where it was searched for.
+    """
+
+    cut: Cut
+    cutter: Cutter
+    partition: Partition | None
+    alternatives: tuple[Alternative, ...] = ()
+
+
+class Assembly:
+    """A model in stages on the ranks of a site. Layers are moved to the devices of their ranks, and filled.
+
+    stages: those of this process, by number. bodies: what the stages that hold weights of their own run. members: the
+    modules that the model holds. keep: what becomes of what calls save. sizes: what the stages need in memory, where
+    they were run for it. optimizers: given those of the assembly before; its own once it has taken over.
+
+    Raises GraphError, ModelTypeError, InputError and ScheduleError for what does not go together.
+    """
+
+    def __init__(
+        self,
+        whole: Whole,
+        site: Site,
+        programs: Programs,
+        division: Division,
+        optimizers: Mapping[int, Optimizer] | None = None,
+    ) -> None:
+        begin, self._filling_s = time.perf_counter(), 0.0
+        self.programs, self.division = programs, division
+        self._whole, self._site = whole, site
+        going = offloading(programs.checkpoint, self.cut)
+        program = programs.connect(whole.layered.edges(self.cut), going)
+        ranks = [program.placement[index] for index in range(program.num_weights)]
+        self.ties = Ties(whole.model, whole.layered.uses(self.cut, ranks), site)
+        self._replicas = Replicas(site, self.ties.own)
+        self.norms = MiniBatchNorms(whole.batch_norm, site)
+        self.norms.check(whole.model, program, streams=programs.streams)
+        layers = keep_by_layer(programs.checkpoint).items()
+        self.keep = {
+            call: word for layer, word in layers for call in whole.layered.calls_of(layer, again=word != "offload")
+        }
+        self.sizes: Sequence[StageSizes] | None = None
+        self.bodies = self._bodies()
+        self.owners = self._owners(self.bodies)
+        self._check_reached()
+        self.stages = self._stages()
+        self.members = Members(whole.model, whole.layered.layers)
+        #: How long it took to make, without what is done once: filling the model, making optimizers.
+        self.made_s = time.perf_counter() - begin - self._filling_s
+        #: Of a micro-batch, with which ranks were found to stay within their memory, beyond those that were planned.
+        self.most_rows = 0
+        self.optimizers: dict[int, Optimizer] = {}
+        self._inheritance: Inheritance | None = None
+        if whole.optimizer is not None:
+            tied, home = self.ties.parameters, self.owners.stage
+            self._inheritance = optimizers_for(whole.optimizer, self.stages, tied, home, optimizers or {})
+
+    def take_over(self) -> None:
+        """From now on its stages' optimizers update the parameters; those of the assembly before do no more."""
+        if self._inheritance is not None:
+            self.optimizers = self._inheritance.take()
+            for index, optimizer in self.optimizers.items():
+                self.stages[index].optimizer = optimizer
+
+    @property
+    def undriven(self) -> list[int]:
+        """The stages that have new optimizers, where a scheduler drives those that the others have kept."""
+        return [] if self._inheritance is None else self._inheritance.undriven
+
+    @property
+    def cut(self) -> Cut:
+        """The layers of each stage."""
+        return self.division.cut
+
+    @property
+    def program(self) -> Program:
+        """That of a full batch, as its author wrote it."""
+        return self.programs.plain(self.programs.num_microbatches)
+
+    def _bodies(self) -> Sequence[Body]:
+        whole, program, tied = self._whole, self.program, self.ties.parameters
+        devices = [self._site.devices[program.placement[index]] for index in range(program.num_weights)]
+        bodies = whole.layered.bodies(self.cut, devices, self.ties)
+        begin = time.perf_counter()
+        whole.initial.fill(self._owners(bodies), self._site)
+        self._filling_s = time.perf_counter() - begin
+        holds = self._site.holds
+        return wrapped_bodies(whole.wrap, whole.model, whole.layers, bodies, program, devices, holds, tied)
+
+    def _owners(self, bodies: Sequence[Body]) -> Owners:
+        homes = [(self.program.placement[part], body.layers) for part, body in enumerate(bodies)]
+        return Owners(self._whole.model, homes, end_of(self.program), self.ties.parameters)
+
+    def _check_reached(self) -> None:
+        """Raise GraphError where a layer uses a parameter of another rank that it is not given: it would be an old one,
+        or on another device, and its gradient would not come back.
+        """
+        site, placement = self._site, self.program.placement
+        for layer, name, stage in self._whole.layered.reached(self.cut):
+            home, rank = self.owners.rank(name), placement[stage]
+            if home == rank:
+                continue
+            what = (
+                f"a layer uses its own weights, and those that it is given as tensors; {layer!r} of stage {stage} on "
+                f"rank {rank} reaches {name!r} of rank {home} through a module or a reference; pass the weight itself "
+                f"to the layer, or keep both layers in one stage with together="
+            )
+            if not isinstance(site, InProcess) or site.devices[home] != site.devices[rank]:
+                raise GraphError(what)
+            warn(f"{what}; its gradient agrees with an unpipelined loop's within rounding")
+
+    def _written(self) -> list[set[str]]:
+        """The names of buffers that forwards of each part write to; of a loss module all: it has not been seen."""
+        whole = self._whole
+        written = whole.layered.written_by(self.cut) if any(own_buffers(whole.model)) else [()] * len(self.cut)
+        own = list(own_buffers(whole.loss_fn)) if isinstance(whole.loss_fn, nn.Module) else []
+        return [{*names, *(f"loss_fn.{key}" for key, *_ in own)} for names in written]
+
+    def _stages(self) -> dict[int, Stage]:
+        program, site, written = self.program, self._site, self._written()
+        stages: dict[int, Stage] = {}
+        for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
+            rank, last = program.placement[index], not program.graph.consumers[index]
+            device, body = site.devices[rank], self.bodies[part]
+            loss_fn = self._whole.loss_fn if last else None
+            if index != part:  # the stage of this number runs the same layers
+                replica = self._replicas.add(body.layers, loss_fn, device, (program.placement[part], rank))
+                if replica is not None:
+                    body, loss_fn = body.over(replica.layers, device), replica.loss_fn
+            modules = {**body.layers, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+            norms = self.norms.of_stage((index, part), (rank, program.placement[part]), modules)
+            if not site.holds(rank):
+                continue
+            if index == part:
+                for module in modules.values():
+                    put_on(module, device)
+            ties = self.ties.for_layers(body.layers, device)
+            head = Head(loss_fn) if last else None
+            compiled, keep = self._whole.compiled(device), self.keep
+            own: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "keep": keep}
+            stages[index] = Stage(body, device, head, **own, written=written[part])
+        return dict(sorted(stages.items()))
+
+    def put_back(self) -> None:
+        """Layers lie on the devices of its ranks again, where another assembly has not come about."""
+        for index, stage in reversed(self.stages.items()):
+            if index == self.program.weights[index]:
+                for module in stage.modules.values():
+                    put_on(module, stage.device)
+
+    # ---- a run ------------------------------------------------------------------------------------------------------
+
+    def work(
+        self,
+        program: Program,
+        feed: Feed,
+        stages: dict[int, Stage] | None = None,
+        uses: Mapping[int, Uses] | None = None,
+    ) -> Work:
+        """A run of a lowered program. stages: its own unless given. uses: the versions of weights that they use."""
+        own = self.stages if stages is None else stages
+
+        def begin(caller: Caller) -> None:
+            feed.autocast = caller.autocast
+            self.ties.refresh()
+            self._replicas.refresh()
+            for index, stage in own.items():
+                stage.begin(feed, (uses or {}).get(index))
+
+        def end(failed: bool) -> None:
+            for stage in own.values():
+                stage.end(failed)
+
+        return Work(program, own, begin, finish=end)
+
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Around a run that computes gradients: those of ties and copies go to the parameters. Collective."""
+        with ExitStack() as stack:
+            stack.enter_context(self.ties.delivering())
+            stack.enter_context(self._replicas.delivering())
+            yield
+
+    def update_late(self, intra_op_threads: int) -> None:
+        """The updates that have waited for the gradients of tied parameters."""
+        with intra_op(intra_op_threads):
+            for stage in self.stages.values():
+                stage.update_late()

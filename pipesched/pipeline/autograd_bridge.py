@@ -1,0 +1,127 @@
+"""Open pass: a forward through the pipeline whose backward the caller starts, by differentiating the output.
+
+And what a step hands to the caller's graph before the inputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesched.errors import ExecutionError
+from pipesched.runtime.microbatches import Batch, Weighting, loss_places
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.tensors.payload import Gradients, Payload, row_dim
+
+__all__ = ["OpenPass", "attach", "deliver_input_grads"]
+
+
+@dataclass
+class OpenPass:
+    """The forwards that ran, and how to run their backwards. weighting: of the loss in their outputs, if any."""
+
+    batch: Batch
+    feed: Feed
+    run_backwards: Callable[[], Any]
+    weighting: Weighting | None = None
+
+    def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Gradients of the whole outputs -> gradients of the wanted inputs, micro-batch by micro-batch."""
+        outputs = [self.feed.outputs[microbatch].wanted for microbatch in range(len(self.batch))]
+        columns = [
+            self._cut(grad, pieces, loss=number == self._loss)
+            for number, (grad, pieces) in enumerate(zip(grads, zip(*outputs, strict=True), strict=True))
+        ]
+        self.feed.output_grads = [
+            tuple(_beside(column[m], piece) for column, piece in zip(columns, outputs[m], strict=True))
+            for m in range(len(self.batch))
+        ]
+        self.run_backwards()
+        return [
+            _beside(grad, tensor)
+            for microbatch, tensors in enumerate(self.batch.wanted_inputs())
+            for grad, tensor in zip(self.feed.input_grads.get(microbatch, ()), tensors, strict=False)
+        ]
+
+    @property
+    def _loss(self) -> int | None:
+        """Which of the wanted outputs is the weighted loss."""
+        first = self.feed.outputs[0]
+        places = [] if self.weighting is None else loss_places(first.value)
+        return sum(first.needs_grad[: first.places[places[0]]]) if places else None
+
+    def _cut(self, grad: Tensor | None, pieces: tuple[Tensor, ...], *, loss: bool) -> Gradients:
+        """The inverse of ``Batch.gathered`` for one gradient."""
+        if grad is None:
+            return (None,) * len(pieces)
+        if loss and self.weighting is not None:  # none for one that counts nothing: its own would be 0 / 0
+            return tuple(
+                grad if factor is None else grad * factor if factor else None for factor in self.weighting.factors
+            )
+        if pieces[0].dim() == 0:
+            return grad.unbind(0)
+        dim = row_dim(pieces, self.batch.rows, self.batch.output_dim)
+        return tuple(torch.split(grad, [piece.shape[dim] for piece in pieces], dim))
+
+
+def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """A gradient on the device of its tensor: outputs of several chains of stages lie on several devices."""
+    return None if grad is None else grad.to(tensor.device)
+
+
+def attach(opened: OpenPass) -> Any:
+    """The whole output, its differentiable tensors tied to the open pass."""
+    outputs = [opened.feed.outputs[microbatch] for microbatch in range(len(opened.batch))]
+    whole = Payload.of(opened.batch.gathered([output.value for output in outputs], opened.weighting))
+    whole = replace(
+        whole, places=outputs[0].places, needs_grad=outputs[0].needs_grad, leaves=_firsts(whole, outputs[0])
+    )
+    if not any(whole.needs_grad):
+        return whole.value
+    inputs = [tensor for tensors in opened.batch.wanted_inputs() for tensor in tensors]
+    anchor = torch.empty(0, requires_grad=True)
+    results = _Through.apply(opened, whole.wanted, anchor, *inputs)  # type: ignore[no-untyped-call]
+    return whole.with_wanted(results)
+
+
+def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
+    """The leaves of ``whole``, where each place is a leaf, at the first places of the pattern's leaves."""
+    return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
+
+
+def deliver_input_grads(batch: Batch, feed: Feed) -> None:
+    """Hand the gradients of inputs that require one to the user's own graph, micro-batch by micro-batch."""
+    if not feed.input_grads:
+        return
+    parts = [
+        [(tensor, grad.to(tensor.device)) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
+        for tensors, grads in zip(batch.wanted_inputs(), map(feed.input_grads.get, range(len(batch))), strict=True)
+        if grads
+    ]
+    parts = [part for part in parts if part]
+    for index, part in enumerate(parts):
+        more = index < len(parts) - 1
+        torch.autograd.backward([tensor for tensor, _ in part], [grad for _, grad in part], retain_graph=more)
+
+
+class _Through(torch.autograd.Function):
+    """The node between the caller's graph behind the output and the one before the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, opened: OpenPass, outputs: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.opened = opened
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        opened, ctx.opened = ctx.opened, None
+        if opened is None:
+            raise ExecutionError(
+                "what a forward holds is freed by its backward; this output was differentiated a second time; "
+                "add the losses and call backward once, or call forward again"
+            )
+        return None, None, None, *opened.backward(grads)

@@ -1,0 +1,1 @@
+"""From a request to a plan: candidates, search, the plan itself, and its report."""

@@ -1,0 +1,131 @@
+"""Correction: what stages took -> what their layers cost now, and which devices are slow.
+
+A stage's time does not tell the shares of its layers, nor that of its device. So layers of a stage are scaled together,
+but for what equal layers tell that run elsewhere: they cost what they cost there, where that is less. What a stage
+takes beyond is put down to the layers that it alone has. Where it has none of these, and equal layers take less on
+other devices, it is put down to its device.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.layer_costs import TIMES, LayerCosts
+
+__all__ = ["Known", "StageTimes", "slowed"]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What a micro-batch took on a stage, in seconds. layers: its own, as they are known so far."""
+
+    layers: Sequence[str]
+    device: Hashable
+    forward_s: float
+    backward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Known:
+    """What layers cost by name, on a device that is not slow. kinds: layers of one kind are equal. slow: how many times
+    as long some devices take.
+    """
+
+    layers: Mapping[str, LayerCosts]
+    kinds: Mapping[str, Hashable]
+    slow: Mapping[Hashable, float] = field(default_factory=dict)
+
+    def slowness(self, device: Hashable) -> float:
+        """How many times as long as the others a device takes."""
+        return self.slow.get(device, 1.0)
+
+    def corrected(self, stages: Sequence[StageTimes], tolerance: float) -> "Known":
+        """With what stages took, in which every layer runs. tolerance: a share that tells nothing where a stage takes
+        so much longer than equal layers do elsewhere.
+        """
+        ratios = [self._ratio(stage) for stage in stages]
+        places: dict[Hashable, set[tuple[str, ...]]] = {}
+        devices: dict[Hashable, set[Hashable]] = {}
+        least: dict[Hashable, float] = {}
+        for stage, ratio in zip(stages, ratios, strict=True):
+            for kind in {self.kinds[name] for name in stage.layers}:
+                places.setdefault(kind, set()).add(tuple(stage.layers))
+                devices.setdefault(kind, set()).add(stage.device)
+                least[kind] = min(ratio, least.get(kind, ratio))
+        factors = {name: least[kind] for name, kind in self.kinds.items() if kind in least}
+        slow = dict(self.slow)
+        for device in dict.fromkeys(stage.device for stage in stages):
+            beyond = [
+                self._ratio(stage, factors)
+                for stage in stages
+                if stage.device == device and all(len(devices[self.kinds[name]]) > 1 for name in stage.layers)
+            ]
+            if beyond and min(beyond) > 1 + tolerance:
+                slow[device] = self.slowness(device) * min(beyond)
+        known = replace(self, slow=slow)
+        found: dict[str, list[LayerCosts]] = {}
+        for stage in stages:
+            alone = {name for name in stage.layers if len(places[self.kinds[name]]) == 1}
+            own = alone if known._ratio(stage, factors) > 1 + tolerance else set()
+            for name, costs in known._scaled(stage, factors, own).items():
+                found.setdefault(name, []).append(costs)
+        return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
+
+    def _ratio(self, stage: StageTimes, factors: Mapping[str, float] | None = None) -> float:
+        """How many times as long as is known the stage took. factors: what is already known to have changed."""
+        known = sum(
+            (self.layers[name].forward_s + self.layers[name].backward_s) * (factors or {}).get(name, 1.0)
+            for name in stage.layers
+        )
+        return stage.total_s / (known * self.slowness(stage.device)) if known else 1.0
+
+    def _scaled(self, stage: StageTimes, factors: Mapping[str, float], own: set[str]) -> dict[str, LayerCosts]:
+        """The stage's layers, such that they take what it took. own: those that alone have changed otherwise than
+        ``factors`` say; all of them, where there are none.
+        """
+        scaled = {name: self.layers[name] for name in stage.layers}
+        for time in TIMES:
+            target = getattr(stage, time) / self.slowness(stage.device)
+            parts = {name: getattr(self.layers[name], time) for name in stage.layers}
+            others = {name: part * factors[name] for name, part in parts.items() if name not in own}
+            left = sum(part for name, part in parts.items() if name in own)
+            if own and left and target > sum(others.values()):
+                rest = (target - sum(others.values())) / left
+                new = {name: others.get(name, part * rest) for name, part in parts.items()}
+            else:
+                whole = sum(parts.values())
+                new = {name: part * target / whole if whole else part for name, part in parts.items()}
+            scaled = {name: replace(costs, **{time: new[name]}) for name, costs in scaled.items()}
+        return scaled
+
+    def _with(self, layers: Mapping[str, LayerCosts], devices: set[Hashable]) -> "Known":
+        """With other layers; the fastest of the devices is not slow."""
+        fastest = min((self.slowness(device) for device in devices), default=1.0)
+        new = dict(self.layers)
+        for name, costs in layers.items():
+            times: dict[str, Any] = {time: getattr(costs, time) * fastest for time in TIMES}
+            new[name] = replace(costs, **times, crowded_s=0.0)  # of what was measured it is a part
+        slow = {device: self.slowness(device) / fastest for device in {*self.slow, *devices}}
+        return replace(self, layers=new, slow={device: own for device, own in slow.items() if own != 1})
+
+
+def _mean(costs: Sequence[LayerCosts]) -> LayerCosts:
+    times: dict[str, Any] = {time: sum(getattr(one, time) for one in costs) / len(costs) for time in TIMES}
+    return replace(costs[0], **times)
+
+
+def slowed(costs: Costs, slowness: Sequence[float]) -> Costs:
+    """What stages cost on devices that take so many times as long."""
+    times: dict[str, Any] = {
+        time: tuple(own * slow for own, slow in zip(getattr(costs, time), slowness, strict=True))
+        for time in (*TIMES, "recompute_s", "update_s", "waiting_s")
+    }
+    return replace(costs, **times)

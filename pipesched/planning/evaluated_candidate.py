@@ -1,0 +1,120 @@
+"""Searched: a candidate that was cut into stages and simulated, and how it stands beside the one that is taken."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pipesched.planning.alternatives import Alternative
+from pipesched.planning.candidates import LADDER, Candidate
+from pipesched.program.checkpointing import Checkpoint, checkpoint_in_words, offloading
+from pipesched.program.lowering import add_offloading, add_updates
+from pipesched.program.program import Program
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.memory import rank_memory
+from pipesched.simulation.simulator import simulate
+from pipesched.simulation.trace import Trace
+from pipesched.units import quote_bytes
+
+__all__ = ["WORTH", "Searched", "Stages", "label_of", "runs_of", "simplest"]
+
+Stages = tuple[tuple[str, ...], ...]
+
+WORTH = 0.005  # a saving below this share of a step is not worth a more complicated plan
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A candidate, cut into stages and simulated. limit_bytes: of each rank, where there are any. posted: receives of
+    each channel that have their memory ahead of their turn.
+    """
+
+    candidate: Candidate
+    stages: Stages
+    costs: Costs
+    step_s: float
+    limit_bytes: tuple[int, ...] | None = None
+    posted: int = 0
+
+    @cached_property
+    def runs(self) -> Program:
+        """What runs."""
+        return runs_of(self.candidate, self.stages)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The simulated step."""
+        return simulate(self.runs, self.costs)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """What each rank needs at most."""
+        program = add_updates(self.runs) if any(self.costs.update_transient_bytes) else self.runs
+        return tuple(memory.total_bytes for memory in rank_memory(program, self.costs, posted=self.posted))
+
+    @property
+    def excess_bytes(self) -> tuple[int, ...]:
+        """How much of that is beyond each rank's limit."""
+        if self.limit_bytes is None:
+            return ()
+        limits = self.limit_bytes
+        return tuple(max(0, peak - limit) for peak, limit in zip(self.peak_bytes, limits, strict=False))
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The simplest first, then what needs less memory."""
+        chunks, *others = self.candidate.order
+        return (chunks, _weight(self.candidate.checkpoint), max(self.peak_bytes), *others)
+
+    def alternative(self, label: str = "", note: str = "") -> Alternative:
+        """As plain numbers."""
+        largest = max(range(len(self.peak_bytes)), key=self.peak_bytes.__getitem__)
+        return Alternative(
+            label or label_of(self.candidate),
+            self.candidate.schedule.name,
+            self.candidate.num_ranks,
+            self.candidate.schedule.chunks_per_rank,
+            self.candidate.num_microbatches,
+            checkpoint_in_words(self.candidate.checkpoint),
+            float(self.step_s),
+            float(self.trace.bubble_ratio),
+            self.peak_bytes[largest],
+            self.limit_bytes[largest] if self.limit_bytes else None,
+            note=note,
+        )
+
+    def against(self, chosen: "Searched", label: str) -> Alternative:
+        """The same, with why another one was chosen."""
+        share = self.step_s / chosen.step_s - 1
+        if more := max(self.excess_bytes, default=0):
+            note = f"needs {quote_bytes(more)} more than a rank may hold"
+        elif share < -WORTH:
+            note = f"{-share:.1%} faster, but not as asked"
+        else:
+            note = f"{share:.1%} slower" if share > WORTH else "as fast, and not simpler"
+        return self.alternative(label, note)
+
+
+def simplest(found: Sequence[Searched]) -> Searched:
+    """The simplest of those that are as fast as the fastest."""
+    fastest = min(each.step_s for each in found)
+    near = [each for each in found if each.step_s <= fastest * (1 + WORTH)]
+    return min(near, key=lambda each: (*each.order, each.step_s))
+
+
+def runs_of(candidate: Candidate, stages: Stages) -> Program:
+    """A candidate's program with these stages: with what is recomputed, and copies to the host."""
+    return add_offloading(candidate.runs, offloading(candidate.checkpoint, stages))
+
+
+def label_of(candidate: Candidate) -> str:
+    """What a candidate is called beside others."""
+    chunks = candidate.schedule.chunks_per_rank
+    return candidate.schedule.name + (f", {chunks} chunks" if chunks > 1 else "")
+
+
+def _weight(checkpoint: Checkpoint) -> int:
+    """How much is recomputed, roughly; what also waits on the host comes last."""
+    if isinstance(checkpoint, str):
+        return LADDER.index(checkpoint)
+    return len(LADDER) if "offload" in checkpoint.values() else 1

@@ -1,0 +1,76 @@
+"""Plan request: what a user asks of a plan: schedule, stages, micro-batches, boundaries, checkpoints."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from pipesched.checks import is_count, shown
+from pipesched.errors import PartitionError, ScheduleError
+from pipesched.planning.plan import Plan
+from pipesched.planning.stage_cutter import Boundaries
+from pipesched.program.checkpointing import Checkpoint
+from pipesched.program.order import Schedule
+from pipesched.program.program import Program
+
+__all__ = ["Wishes"]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user may choose; None leaves it to us."""
+
+    schedule: str | Schedule | Program = "auto"
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    boundaries: Boundaries | None = None
+    checkpoint: Checkpoint | None = None
+    together: Sequence[Collection[str]] = ()
+    num_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        count: Any = self.num_microbatches
+        if isinstance(count, float) and count.is_integer():  # as 8.0 from a configuration file
+            object.__setattr__(self, "num_microbatches", int(count))
+        if self.num_microbatches is not None and not is_count(self.num_microbatches):
+            raise ScheduleError(
+                f"a batch is cut into a whole number of micro-batches, at least 1; got {shown(count)}; pass 1 or more"
+            )
+        if self.num_stages is not None and not is_count(self.num_stages):
+            raise PartitionError(
+                f"a pipeline has a whole number of stages, at least one; got {shown(self.num_stages)}; pass 1 or more"
+            )
+
+    def pinned(self, plan: Plan, names: list[str]) -> "Wishes":
+        """The wishes that lead to ``plan``. Raises PartitionError where it is of another model or says otherwise."""
+        if not isinstance(plan, Plan):
+            raise PartitionError(f"plan is a Plan; got {plan!r}; read a saved one with Plan.load(path)")
+        of_plan = [name for layers in plan.stages for name in layers]
+        if of_plan != names:
+            raise PartitionError(
+                f"a plan has each layer of its model in exactly one stage; it has {len(of_plan)} layers, the model "
+                f"{len(names)}; {_first_difference(of_plan, names)}; make the plan anew for this model"
+            )
+        if self != Wishes():
+            raise PartitionError("a plan holds all choices; others were made beside it; pass the plan alone")
+        program = plan.program
+        return Wishes(
+            plan.maker() or plan.chained,  # a schedule makes programs for short batches, too
+            program.num_weights,
+            program.num_microbatches,
+            plan.boundaries,
+            plan.checkpoint,
+            num_ranks=program.num_ranks,
+        )
+
+
+def _first_difference(of_plan: list[str], of_model: list[str]) -> str:
+    count = Counter(of_plan)
+    if count.keys() & {*of_model}:
+        for name in of_model:
+            if count[name] != 1:
+                return f"layer {name!r} is in {'several stages' if count[name] else 'none'}"
+    pairs = enumerate(zip_longest(of_plan, of_model))
+    position, (planned, own) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+    return f"layer {position} is {planned!r} in the plan and {own!r} in the model"

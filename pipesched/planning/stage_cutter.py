@@ -1,0 +1,381 @@
+"""Boundaries: what the user pins of a model's cut, and where the partitioner puts the rest."""
+
+from bisect import bisect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+import networkx as nx
+
+from pipesched.checks import shown
+from pipesched.errors import PartitionError
+from pipesched.partitioning.partition import Partition, partition
+from pipesched.program.checkpointing import Checkpoint
+from pipesched.program.liveness import peaks_of_stages
+from pipesched.program.program import Program
+from pipesched.simulation.links import Links
+from pipesched.simulation.tied_weight_costs import tied_bytes, tied_groups
+from pipesched.units import quote_time
+
+__all__ = ["Boundaries", "Cutter", "Pins"]
+
+#: Every later stage's first layer, by position or name; or of some layers the stage that each begins.
+Boundaries = Sequence[int | str] | Mapping[int | str, int]
+
+_COPIES = 2  # of parameters, that memory counts: the weights and their gradients; optimizers keep more
+_MOST_TIES = 8  # tied weights of which it is tried to put the users together, the largest first
+_MOST_IDEALS = 5_000  # of a graph whose other orders are searched, for comparison
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user asked for. Raises PartitionError for layers that there are not, and for pins that cannot be kept.
+
+    layers: in order. together: groups of layers that share a stage.
+    """
+
+    layers: Sequence[str]
+    boundaries: Boundaries | None = None
+    together: Sequence[Collection[str]] = ()
+
+    def __post_init__(self) -> None:
+        if self.complete:
+            self.starts_of_all()
+        else:
+            self._check_ascending()
+        if isinstance(self.together, str | Mapping) or not isinstance(self.together, Iterable):
+            raise PartitionError(
+                f"together is a list of groups of layers; got {shown(self.together)}; pass [(first, second)]"
+            )
+        for group in self.together:
+            if isinstance(group, str) or not isinstance(group, Collection):
+                raise PartitionError(f"together is a list of groups of layers; got {group!r}; pass [(first, second)]")
+            for layer in group:
+                _position(layer, self.layers, "together names layers")
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to choose."""
+        return self.boundaries is not None and not isinstance(self.boundaries, Mapping)
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Of each layer, its place in the row."""
+        return {layer: place for place, layer in enumerate(self.layers)}
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """The layers that are to begin stages."""
+        if not isinstance(self.boundaries, Mapping):
+            return {}
+        places = {_position(name, self.layers): (name, stage) for name, stage in self.boundaries.items()}
+        for place, (name, _) in places.items():
+            if not 0 <= place < len(self.layers):
+                raise PartitionError(
+                    f"boundaries says of layers which stages they begin; there are {len(self.layers)}; got {name!r}; "
+                    f"pass a position from 0 on, or a name"
+                )
+        return {self.layers[place]: stage for place, (_, stage) in places.items()}
+
+    def _check_ascending(self) -> None:
+        starts = sorted(self.starts.items(), key=lambda pin: self.layers.index(pin[0]))
+        for layer, stage in starts:
+            if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+                raise PartitionError(
+                    f"boundaries says which stage a layer begins; {layer!r} is to begin stage {stage!r}; "
+                    f"pass its number, such as {{{layer!r}: 1}}"
+                )
+        for (one, before), (other, behind) in pairwise(starts):
+            if before >= behind:
+                raise PartitionError(
+                    f"later layers begin later stages; {one!r} is to begin stage {before} and {other!r}, which is "
+                    f"behind it, stage {behind}; exchange them, or leave one out"
+                )
+
+    def starts_of_all(self) -> list[int]:
+        """Where each stage begins. Raises PartitionError for unknown, misplaced or unordered boundaries."""
+        starts = [0]
+        if isinstance(self.boundaries, str) or not isinstance(self.boundaries, Sequence):
+            raise PartitionError(
+                f"boundaries is a list of layers, or says of some layers which stages they begin; got "
+                f"{self.boundaries!r}; pass a list, such as [{self.boundaries!r}]"
+            )
+        for boundary in self.boundaries:
+            start = _position(boundary, self.layers)
+            if not 0 < start < len(self.layers):
+                raise PartitionError(
+                    f"a boundary is the first layer of a stage after stage 0, one of 1..{len(self.layers) - 1} of "
+                    f"{len(self.layers)} layers; got {boundary!r}; leave it out or move it"
+                )
+            if start <= starts[-1]:
+                raise PartitionError(
+                    f"boundaries ascend; got {boundary!r} (layer {start}) after layer {starts[-1]}; sort them, each "
+                    f"once"
+                )
+            starts.append(start)
+        return starts
+
+    def stages(self, starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+        """The layers of the stages that begin at these places."""
+        return tuple(tuple(self.layers[begin:end]) for begin, end in pairwise([*starts, len(self.layers)]))
+
+    def allows(self, starts: Sequence[int]) -> bool:
+        """Whether stages that begin at these places keep what was asked of a cut that is open."""
+        begins = all(starts[stage] == place for place, stage in self._begins)
+        return begins and all(bisect(starts, first) == bisect(starts, last) for first, last in self._groups)
+
+    @cached_property
+    def _begins(self) -> list[tuple[int, int]]:
+        return [(self.places[layer], stage) for layer, stage in self.starts.items()]
+
+    @cached_property
+    def _groups(self) -> list[tuple[int, int]]:
+        """The first and the last place of each group."""
+        places = [[self.places[layer] for layer in group] for group in self.together if group]
+        return [(min(group), max(group)) for group in places]
+
+    def check_together(self, starts: Sequence[int]) -> None:
+        """Raise PartitionError where boundaries tear a group apart."""
+        for group in self.together:
+            stages = {layer: bisect(starts, self.places[layer]) - 1 for layer in group}
+            if len({*stages.values()}) > 1:
+                raise PartitionError(
+                    f"layers kept together share a stage; the boundaries put {_listed(stages)}; move a boundary, or "
+                    f"leave that group out"
+                )
+
+
+def _listed(stages: Mapping[str, int]) -> str:
+    return ", ".join(f"{name!r} into stage {stage}" for name, stage in stages.items())
+
+
+def _position(boundary: Any, names: Sequence[str], rule: str = "a boundary names a layer") -> int:
+    if isinstance(boundary, str):
+        if boundary not in names:
+            raise PartitionError(
+                f"{rule}; got {boundary!r}; the layers are {', '.join(names[:12])}"
+                f"{', ...' if len(names) > 12 else ''}; use one of these names, or a position"
+            )
+        return names.index(boundary)
+    if isinstance(boundary, bool) or not isinstance(boundary, int):
+        raise PartitionError(f"a boundary is a layer's position or name; got {boundary!r}; pass an int or a str")
+    return boundary
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Cuts a model's layers into the stages of a program.
+
+    graph: measured, as `pipesched.graph_of` gives it; called where it is needed. links: between ranks, where they are
+    known: then what crosses a cut counts. memory_limit_bytes: of each rank, for weights, gradients and activations.
+    speeds: of some ranks' devices, as shares of the others'. choices: what may be done with activations to keep the
+    limit, layer by layer; the partition says what was chosen. host_bytes_per_s: of ranks, for those that may go there.
+    """
+
+    pins: Pins
+    program: Program
+    graph: Callable[[], "nx.DiGraph[str]"]
+    checkpoint: Checkpoint = "never"
+    links: Links | None = None
+    memory_limit_bytes: Sequence[float] | None = None
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    choices: Collection[Literal["recompute", "offload"]] = ()
+    host_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.links is not None and not isinstance(self.links, Links):
+            raise PartitionError(
+                f"links is a pipesched.simulation.links.Links; got {self.links!r}; pass what probe_links returns"
+            )
+
+    def cut(self) -> tuple[tuple[tuple[str, ...], ...], Partition | None]:
+        """The layers of each stage, and what they cost and why, where that was measured.
+
+        Raises PartitionError where there are more stages than layers, or the boundaries do not fit.
+        """
+        layers, num_stages = list(self.pins.layers), self.program.num_weights
+        if num_stages > max(1, len(layers)):
+            raise PartitionError(
+                f"every stage holds at least one layer; {num_stages} stages on {self.program.num_ranks} ranks, but the "
+                f"model has {len(layers)} layers; use fewer devices, or fewer chunks a rank"
+            )
+        found: Partition | None = None
+        if self.pins.complete:
+            starts = self.pins.starts_of_all()
+            found = self._given([layers[start] for start in starts]) if self.choices else None
+        elif self.choices or 1 < num_stages < len(layers) or self.pins.starts or self.pins.together:
+            found = self._solved()
+            starts = [self.pins.places[stage[0]] for stage in found.stages]
+        else:
+            starts = list(range(num_stages))
+        if len(starts) != num_stages:
+            raise PartitionError(
+                f"boundaries name the first layer of every stage but stage 0; {len(starts) - 1} boundaries make "
+                f"{len(starts)} stages, but {num_stages} are asked for; give {num_stages - 1}, or {{layer: stage}} "
+                f"for some"
+            )
+        self.pins.check_together(starts)
+        return self.pins.stages(starts), found
+
+    def of(self, stages: Sequence[Sequence[str]], why: str = "the boundaries are given") -> Partition:
+        """What these stages cost, why they are cut so, and how far they are from the best."""
+        graph = self.graph()
+        row = _in_a_row(graph)
+        own = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
+        best = self._partition(row)
+        own = replace(own, lower_bound_s=best.lower_bound_s)
+        return self._explained(graph, own, f"{why}; {_against(own, best, 'others')}")
+
+    def _given(self, firsts: Sequence[str]) -> Partition:
+        """Where the stages begin with these layers."""
+        graph = self.graph()
+        own = self._partition(_in_a_row(graph), {name: stage for stage, name in enumerate(firsts) if stage})
+        return self._explained(graph, own, "the boundaries are given")
+
+    def _solved(self) -> Partition:
+        graph = self.graph()
+        row = _in_a_row(graph)
+        starts, together = self.pins.starts, tuple(tuple(group) for group in self.pins.together)
+        found = self._partition(row, starts, together)
+        for users in _tied(graph)[:_MOST_TIES]:
+            try:
+                other = self._partition(row, starts, (*together, users))
+            except PartitionError:
+                continue
+            if self._cost(graph, other) <= self._cost(graph, found):
+                found, together = other, (*together, users)
+        why = found.reason
+        if starts or self.pins.together:
+            best = self._partition(row)
+            found = replace(found, lower_bound_s=best.lower_bound_s)
+            why = f"{why}; boundaries and groups of layers are given, {_against(found, best, 'without them stages')}"
+        elif graph.number_of_edges() < row.number_of_edges() and not self._chunks:
+            best = self._partition(graph)
+            if best.proved and best.bottleneck_s < found.bottleneck_s:
+                why = f"{why}; {_against(found, best, 'another order of the layers')}"
+        return self._explained(graph, found, why)
+
+    @cached_property
+    def in_flight(self) -> list[int]:
+        """The micro-batches that each stage holds at once, as the program runs; with its twin, where it has one."""
+        held = [0] * self.program.num_weights
+        for part, peak in zip(self.program.weights, peaks_of_stages(self.program.columns).tolist(), strict=True):
+            held[part] += peak
+        return held
+
+    # ---- what the partitioner is asked ------------------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> list[int]:
+        return list(self.program.placement[: self.program.num_weights])
+
+    @property
+    def _chunks(self) -> bool:
+        """Whether ranks have several stages, of one chain."""
+        return len({*self._ranks}) < len(self._ranks) and self.program.num_weights == self.program.num_stages
+
+    def _partition(
+        self,
+        graph: "nx.DiGraph[str]",
+        starts: Mapping[str, int] | None = None,
+        together: Sequence[Collection[str]] = (),
+    ) -> Partition:
+        named = sorted({*self._ranks})
+        link = self._link()
+        return partition(
+            graph,
+            len(self._ranks),
+            communication="none" if link is None else "overlap",
+            bandwidth_bytes_per_s=None if link is None else link[1],
+            latency_s=0 if link is None else link[0],
+            memory_limit_bytes=self.memory_limit_bytes,
+            in_flight=self.in_flight if self.checkpoint == "never" else [1] * len(self._ranks),
+            weight_copies=_COPIES,
+            speeds=self._speeds(named),
+            starts=starts,
+            together=together,
+            exactly=bool(starts or together or link or self.memory_limit_bytes or self.speeds),
+            placement=[named.index(rank) for rank in self._ranks] if self._chunks else None,
+            checkpoint=self.choices,
+            offload_bytes_per_s=self.host_bytes_per_s,
+            max_ideals=_MOST_IDEALS,
+        )
+
+    def _speeds(self, named: Sequence[int]) -> list[float] | None:
+        """Of the ranks where they have several stages, else of the stages."""
+        ranks = named if self._chunks else self._ranks
+        return [self.speeds.get(rank, 1.0) for rank in ranks] if self.speeds else None
+
+    def _link(self) -> tuple[float, float] | None:
+        """Latency and bandwidth of the slowest link between neighbours; none where none is known to take time."""
+        if self.links is None:
+            return None
+        pairs = {pair for pair in pairwise(self._ranks) if pair[0] != pair[1]}
+        both = [self.links.link(*pair) for one, other in pairs for pair in ((one, other), (other, one))]
+        slowest = max((link.byte_s for link in both), default=0)
+        return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
+
+    def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
+        """(Seconds of a step as far as the cut decides them, bytes of tied weights)."""
+        rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
+        sizes = graph.graph["parameters"]
+        moved = 0
+        for users, names in tied_groups(graph).items():
+            ranks = [rank_of[user] for user in users]
+            moved += tied_bytes(sum(sizes[name][1] for name in names), ranks)
+        link = self._link()
+        travel = 0 if link is None else moved / link[1]
+        return found.bottleneck_s * self.program.num_microbatches + travel, moved
+
+    # ---- what is told -----------------------------------------------------------------------------------------------
+
+    def _explained(self, graph: "nx.DiGraph[str]", found: Partition, reason: str) -> Partition:
+        """The partition with its ranks' own numbers, each parameter once a stage, and what checkpoints spare."""
+        held = self.in_flight
+        summaries = []
+        for names, rank, count, own in zip(found.stages, self._ranks, held, found.summaries, strict=True):
+            used = {name for layer in names for name in graph.nodes[layer]["parameters"]}
+            sizes = [graph.graph["parameters"][name] for name in used]
+            activations = sum(graph.nodes[layer].get("activation_bytes", 0) for layer in names)
+            weights = sum(size for _, size in sizes)
+            if self.choices:
+                activations = own.memory_bytes - _COPIES * weights
+            elif self.checkpoint in ("always", "except_last"):
+                activations += count * own.bytes_in
+            else:
+                activations *= count
+            summaries.append(
+                replace(
+                    own,
+                    rank=rank,
+                    num_parameters=sum(number for number, _ in sizes),
+                    parameter_bytes=weights,
+                    activation_bytes=activations,
+                    memory_bytes=_COPIES * weights + activations,
+                )
+            )
+        return replace(found, ranks=tuple(self._ranks), summaries=tuple(summaries), reason=reason)
+
+
+def _against(found: Partition, best: Partition, what: str) -> str:
+    if found.bottleneck_s <= best.bottleneck_s:
+        return f"{what} would not be faster"
+    less = 1 - best.bottleneck_s / found.bottleneck_s
+    return f"{what} could reach {quote_time(best.bottleneck_s)}, {less:.1%} less"
+
+
+def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
+    """The layers in the order of their calls: each waits for the one before it, whether it takes anything or not."""
+    row = graph.copy()
+    row.add_edges_from(
+        (one, other, {"tensors": {}}) for one, other in pairwise(graph) if not graph.has_edge(one, other)
+    )
+    return row
+
+
+def _tied(graph: "nx.DiGraph[str]") -> list[tuple[str, ...]]:
+    """The groups of layers that use the same parameters, those with the most bytes first."""
+    sizes, groups = graph.graph["parameters"], tied_groups(graph)
+    return sorted(groups, key=lambda users: -sum(sizes[name][1] for name in groups[users]))

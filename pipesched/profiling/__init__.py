@@ -1,0 +1,1 @@
+"""Measures layers, losses, optimizers, links and overheads."""

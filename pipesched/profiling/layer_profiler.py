@@ -1,0 +1,366 @@
+"""Profiler: layers + one micro-batch -> measured costs. The model is left as it was: weights, buffers, grads, RNG."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.model.state_guard import attributes_kept, unchanged
+from pipesched.profiling.contention import crowd
+from pipesched.profiling.layer_sizing import Layer, footprint_of
+from pipesched.profiling.plausibility import Measured, doubt
+from pipesched.profiling.timing_run import Lap, Subject
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.simulation.layer_costs import TIMES, LayerCosts
+from pipesched.tensors.caller_context import Caller, intra_op
+from pipesched.tensors.keyed_random import outside_kept
+from pipesched.tensors.meta_tensors import lacks_contents, stand_in
+from pipesched.tensors.payload import Payload, pytree
+from pipesched.user_warning import warn
+
+__all__ = ["QUICK", "Between", "Effort", "measure_calls", "measure_layers"]
+
+#: By name: a layer, and its arguments; None for what the one before it gives.
+Calls = Mapping[str, tuple[nn.Module, Payload | None]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How well is measured: rounds, of which no further one begins once so many seconds are spent on the layers that
+    are measured together. checks: what cannot be true is measured again, and if it still cannot, a warning names it.
+    crowds: it is also measured how much longer layers take beside others.
+    """
+
+    rounds: int = 3
+    enough_s: float = 0.5
+    checks: bool = False
+    crowds: bool = False
+
+
+#: Enough to cut a model by.
+QUICK = Effort()
+
+#: Layers are measured together up to so many bytes, so that caches do not keep what they would not keep in a step.
+_TOGETHER_BYTES = 1 << 26
+
+
+def measure_layers(
+    layers: Mapping[str, nn.Module],
+    sample: Any,
+    device: torch.device,
+    intra_op_threads: int,
+    effort: Effort = QUICK,
+) -> dict[str, LayerCosts]:
+    """Run one micro-batch through the layers on ``device``, several times; the medians count. Of equal layers that
+    get equal shapes the first ones are measured, for all.
+
+    sample: (args, kwargs) of the first layer. Layers are measured in training mode; where some train and some do not,
+    each in its own.
+    """
+    arrived = Payload.of(pytree.tree_map_only(Tensor, stand_in, sample))
+    calls = {name: (layer, None if at else arrived) for at, (name, layer) in enumerate(layers.items())}
+    return _measured(calls, device, intra_op_threads, effort)
+
+
+def measure_calls(
+    calls: Mapping[str, tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]],
+    wanted: Collection[str],
+    device: torch.device,
+    intra_op_threads: int,
+    effort: Effort = QUICK,
+) -> dict[str, LayerCosts]:
+    """As ``measure_layers``, for layers that are called with arguments of their own.
+
+    wanted: the calls of whose arguments all gradients are asked for; of others those of tensors that require them.
+    """
+    given = {
+        name: (layer, Payload.of(pytree.tree_map_only(Tensor, _wanting if name in wanted else _as_given, arguments)))
+        for name, (layer, arguments) in calls.items()
+    }
+    return _measured(given, device, intra_op_threads, effort)
+
+
+def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) -> dict[str, LayerCosts]:
+    """In a thread of its own, as ranks are: allocators differ between threads."""
+    caller = replace(Caller.here([device.type], grad=True), inference=False)
+    layers = [layer for layer, _ in calls.values()]
+
+    def run() -> dict[str, LayerCosts]:
+        generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with intra_op(threads), caller.held(), _training(layers), generators, outside_kept():
+            return _Survey(device, caller, threads, effort).of(calls)
+
+    with ThreadPoolExecutor(1, "pipesched-profiler") as pool:
+        return pool.submit(run).result()
+
+
+def _as_given(tensor: Tensor) -> Tensor:
+    made = stand_in(tensor)
+    return made if made is tensor else made.requires_grad_(tensor.requires_grad)
+
+
+def _wanting(tensor: Tensor) -> Tensor:
+    return stand_in(tensor).detach().requires_grad_(tensor.is_floating_point())
+
+
+@dataclass
+class _Kind:
+    """Calls that cost the same. sizes: the bytes of LayerCosts; output: what each gives; subjects: those measured."""
+
+    sizes: dict[str, int]
+    output: Payload | None
+    subjects: list[Subject] = field(default_factory=list)
+    crowding: list[float] = field(default_factory=list)
+
+    def costs(self) -> LayerCosts:
+        """The medians."""
+        seconds: dict[str, list[float]] = {what: [] for what in TIMES}
+        for subject in self.subjects:
+            for what in TIMES:
+                seconds[what] += subject.seconds[what]
+        medians: dict[str, Any] = {what: median(took_s or [0.0]) for what, took_s in seconds.items()}
+        split_s = medians["input_grad_s"] + medians["weight_grad_s"]
+        if 0 < split_s < medians["backward_s"]:  # two parts do at least the work of the whole: the rest is noise
+            for part in ("input_grad_s", "weight_grad_s"):
+                medians[part] *= medians["backward_s"] / split_s
+        wholes = [medians["forward_s"], medians["backward_s"]]
+        spread = _spread(seconds["forward_s"]) * wholes[0] + _spread(seconds["backward_s"]) * wholes[1]
+        waiting_s = sum(
+            min((waited_s for subject in self.subjects for waited_s in subject.waited[what]), default=0.0)
+            for what in ("forward_s", "backward_s")
+        )
+        return LayerCosts(
+            **medians,
+            **self.sizes,
+            waiting_s=waiting_s if waiting_s > _WAITS * sum(wholes) else 0.0,
+            crowded_s=sum(wholes) * max(0.0, median(self.crowding or [1.0]) - 1),
+            spread=spread / sum(wholes) if any(wholes) else 0.0,
+        )
+
+    def measured(self, costs: LayerCosts) -> Measured:
+        """What is asked whether it can be true."""
+        each_s = [
+            median(subject.seconds["forward_s"]) + median(subject.seconds["backward_s"]) for subject in self.subjects
+        ]
+        trains = any(
+            any(subject.given.needs_grad) and any(weight.requires_grad for weight in subject.layer.parameters())
+            for subject in self.subjects
+        )
+        return Measured(costs, each_s, trains)
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """How far the middle half of some times lies apart, over their median."""
+    if len(seconds) < 2 or not median(seconds):
+        return 0.0
+    low, _, high = quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / median(seconds)
+
+
+_BYTES = [item.name for item in fields(LayerCosts) if item.default is MISSING and item.name not in TIMES]
+_WAITS = 0.1  # the part of its time from which on a layer counts as one that waits: others are interrupted at times
+
+
+class Between(nn.Module):
+    """A function that a model's code calls between layers, as a layer. One that does not run alone costs nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self._function(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """The function's name."""
+        return str(self._function)
+
+
+class _Survey:
+    """Measures the calls of a model."""
+
+    def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
+        self._device, self._caller, self._threads, self._effort = device, caller, threads, effort
+        self._kinds: dict[Any, _Kind] = {}
+        self._laps: list[Sequence[Subject]] = []
+
+    def of(self, calls: Calls) -> dict[str, LayerCosts]:
+        """Layers are taken together in the order of their calls; of known kinds only as many as there is room for."""
+        kinds: dict[str, Any] = {}
+        together: list[Subject] = []
+        room = _TOGETHER_BYTES
+        arrived: Payload | None = None
+        for name, (layer, arguments) in calls.items():
+            given: Any = arrived if arguments is None else arguments
+            kind = kinds[name] = _kind(layer, given)
+            subject = Subject(name, layer, given)
+            new = kind not in self._kinds
+            if new:
+                self._kinds[kind] = self._looked(subject)
+            own = self._kinds[kind]
+            if (new or together) and own.output is not None:
+                own.subjects.append(subject)
+                together.append(subject)
+                room -= sum(own.sizes.values())
+            if together and (room <= 0 or lacks_contents(layer)):
+                self._time(together)
+                together, room = [], _TOGETHER_BYTES
+            arrived = own.output
+        if together:
+            self._time(together)
+        if self._effort.checks:
+            self._check(kinds)
+        if self._effort.crowds and self._device.type == "cpu":
+            self._crowd(kinds)
+        return {name: self._kinds[kind].costs() for name, kind in kinds.items()}
+
+    def _crowd(self, kinds: Mapping[str, Any]) -> None:
+        for lap in self._laps:
+            effort = self._effort
+            ratios = crowd(lap, self._device, self._caller, self._threads, effort.rounds, effort.enough_s)
+            for subject in lap:
+                self._kinds[kinds[subject.name]].crowding += ratios
+
+    def _check(self, kinds: Mapping[str, Any]) -> None:
+        for lap in self._laps:
+            if self._doubts(kinds).keys() & {subject.name for subject in lap}:
+                self._time(lap, known=True)
+        for name, why in self._doubts(kinds).items():
+            warn(
+                f"a profile is of layers on a machine that does nothing else; of layer {name!r} {why}, measured twice; "
+                f"measure again on an idle machine; where that is how it is, ignore this"
+            )
+
+    def _doubts(self, kinds: Mapping[str, Any]) -> dict[str, str]:
+        """What cannot be true, of the first layer of each kind."""
+        costs = {kind: known.costs() for kind, known in self._kinds.items()}
+        all_s = sum(costs[kind].forward_s + costs[kind].backward_s for kind in kinds.values())
+        first: dict[Any, str] = {}
+        for name, kind in kinds.items():
+            first.setdefault(kind, name)
+        doubts = {name: doubt(self._kinds[kind].measured(costs[kind]), all_s) for kind, name in first.items()}
+        return {name: why for name, why in doubts.items() if why}
+
+    # ---- times --------------------------------------------------------------------------------------------------
+
+    def _time(self, together: Sequence[Subject], *, known: bool = False) -> None:
+        if not known:
+            self._laps.append(together)
+        lap = Lap(together, self._device, self._caller)
+        lap.held(lambda: self._rounds(lap))
+        lap.forget()
+
+    def _rounds(self, lap: Lap) -> None:
+        lap.round()
+        lap.weight_round(apart=True)
+        lap.clear()
+        begin = perf_counter()
+        for _ in range(self._effort.rounds):
+            lap.round()
+            lap.weight_round(apart=False)
+            lap.weight_round(apart=True)
+            if perf_counter() - begin > self._effort.enough_s:
+                break
+        lap.correct()
+
+    # ---- sizes --------------------------------------------------------------------------------------------------
+
+    def _looked(self, subject: Subject) -> _Kind:
+        lap = Lap([subject], self._device, self._caller)
+        found: _Kind
+        try:
+            found = lap.held(lambda: self._look(lap))
+        except Exception:
+            if not isinstance(subject.layer, Between):
+                raise
+            found = _Kind(dict.fromkeys(_BYTES, 0), None)
+        finally:
+            lap.forget()
+        return found
+
+    def _look(self, lap: Lap) -> _Kind:
+        subject = lap.subjects[0]
+        output = Payload.of(((lap.round().output,), {}))
+        stage = _Alone(lap, subject, self._device, self._caller)
+        weights = [tensor for tensor in lap.parameters() if tensor.requires_grad]
+        layer = Layer(stage.stage, stage.forward, stage.release, weights, _nbytes(subject.layer.buffers()))
+        sizes = asdict(footprint_of(layer, subject.given))
+        return _Kind(sizes | {"parameter_bytes": _nbytes(subject.layer.parameters())}, output)
+
+
+class _Held(nn.Module):
+    """Calls a layer whose parameters are held by somebody else: a stage that saw copies would take them for shards."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._layer = [layer]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._layer[0](*args, **kwargs)
+
+
+class _Alone:
+    """A layer as a stage of its own, which has learnt to split its backward. caller: whose autocast holds."""
+
+    def __init__(self, lap: Lap, subject: Subject, device: torch.device, caller: Caller) -> None:
+        self._lap, self._layer = lap, lap.modules_of[subject]
+        self.stage, self._caller = Stage({subject.name: _Held(self._layer)}, device), caller
+        self._feed = Feed(0, 0, [])
+        output = self.forward(subject.given.map_tensors(lambda tensor: tensor.to(device, copy=True)), split=True)
+        self.stage.input_grad(0, tuple(torch.ones_like(tensor) for tensor in output.wanted))
+        self.stage.weight_grad(0)
+
+    def forward(self, given: Payload, split: bool) -> Payload:
+        """Run it, in a step of its own."""
+        self._lap.forget_graphs(self._layer)
+        wanted = [tensor.detach().requires_grad_() for tensor in given.wanted]
+        self._feed = Feed(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
+        self.stage.begin(self._feed)
+        output: Payload = self.stage.forward(0, split=split)
+        return output
+
+    def release(self) -> None:
+        """Drop what the step has kept of its input, and of its gradients."""
+        self._feed.inputs = [None]
+        self._feed.input_grads.clear()
+
+
+def _kind(layer: nn.Module, given: Payload) -> Any:
+    """What decides what a call costs: types, shapes, settings, and which parameters are trained.
+
+    Whole numbers are no settings here: blocks of one kind have their own as names.
+    """
+    modules = tuple((name, type(module), repr(module), _settings(module)) for name, module in layer.named_modules())
+    parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+    shapes = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in given.tensors)
+    return modules, parameters, shapes, given.places, given.needs_grad
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, float | bool | str))
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@contextmanager
+def _training(layers: Any) -> Iterator[None]:
+    modules = [module for layer in layers for module in layer.modules()]
+    flags = [module.training for module in modules]
+    for module in modules:
+        module.training = module.training or not any(flags)  # a frozen BatchNorm in a model that trains stays frozen
+    try:
+        with attributes_kept(modules):
+            yield
+    finally:
+        for module, flag in zip(modules, flags, strict=True):
+            module.training = flag

@@ -1,0 +1,183 @@
+"""Sizing: what one layer needs in memory, by running it: each memory once, to the byte, by the books of its device."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# As in ledger.py: operations of backwards are seen by no public mode.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipesched.runtime.stage.recompute import is_dear
+from pipesched.runtime.stage.stage import Stage
+from pipesched.simulation.layer_memory import Footprint
+from pipesched.simulation.memory import Message
+from pipesched.tensors.memory_tracker import Books, books_of
+from pipesched.tensors.payload import Apart, Gradients, Payload, memory_of
+from pipesched.tensors.tree_structure import tensors_in
+
+__all__ = ["Layer", "Sizes", "footprint_of", "sizes_of"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that is a stage of its own, or a whole stage, and has learnt to split its backward.
+
+    run: (input, whether weight gradients are left to W) -> output, or Apart one for each taker. release: drops what a
+    pass has kept of inputs and of their gradients. weights: what is trained.
+    """
+
+    stage: Stage
+    run: Callable[[Payload, bool], Payload | Apart]
+    release: Callable[[], None]
+    weights: Sequence[Tensor]
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a stage needs. gives: what goes to each taker; its gradients are the taker's to tell. backs: the gradients
+    for each giver.
+    """
+
+    footprint: Footprint
+    gives: tuple[Message, ...]
+    backs: tuple[int, ...]
+
+
+def footprint_of(layer: Layer, arrived: Payload) -> Footprint:
+    """Run the layer forward and backward, whole and split, with copies of what arrived. Its gradients are dropped."""
+    return sizes_of(layer, arrived).footprint
+
+
+def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
+    """As ``footprint_of``, with what passes between it and others."""
+    books = books_of(layer.stage.device)
+    for weight in layer.weights:
+        weight.grad = None
+    with books.watching():
+        first, whole = (_Pass(layer, arrived, books, split=False) for _ in range(2))  # the first makes gradients
+        split = _Pass(layer, arrived, books, split=True)
+    trained = [weight for weight in layer.weights if weight.grad is not None]
+    for weight in trained:
+        weight.grad = None
+    kept = max(whole.kept, split.kept)
+    footprint = Footprint(
+        input_bytes=sum(tensor.nbytes for tensor in arrived.tensors),
+        output_bytes=whole.output_bytes,
+        activation_bytes=kept,
+        kept_input_bytes=whole.kept_input,
+        kept_output_bytes=whole.kept_output,
+        dear_bytes=whole.dear,
+        dear_output_bytes=whole.dear_output,
+        weight_grad_bytes=split.left,
+        left_input_bytes=split.left_input,
+        left_grad_bytes=split.left_grad,
+        gradient_bytes=sum(weight.nbytes for weight in trained),
+        deferred_gradient_bytes=split.deferred,
+        buffer_bytes=layer.buffer_bytes,
+        forward_transient_bytes=max(0, whole.forward - kept),
+        backward_transient_bytes=whole.backward,
+        first_backward_transient_bytes=first.backward,
+        input_grad_transient_bytes=split.backward,
+        weight_grad_transient_bytes=split.delivery,
+    )
+    return Sizes(footprint, tuple(whole.gives), tuple(whole.backs))
+
+
+class _Notes:
+    """Of a class of its own, as `pipesched.tensors.memory_tracker` has one, for the same reason."""
+
+    results: list[tuple[int, int]]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if is_dear(func):
+            self.results += _memories(tensors_in(made)).items()
+        return made
+
+
+class _Dear(_Notes, TorchDispatchMode):
+    """Notes memory and bytes of what `pipesched.runtime.stage.recompute` keeps of a layer that runs again where that is
+    cheap.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results = []
+
+
+class _Pass:
+    """A forward and a backward, and what was there meanwhile; of the input and the output only what the stage keeps.
+
+    forward: the most that the forward had, with its input. backward: the most beyond what was kept, with the gradients
+    of the output. left, delivery: of a split one, what I leaves for W, and the most that W had beyond it; left_input,
+    left_grad: of it what lies in inputs, and what are gradients of products; deferred: the gradients that are W's.
+    """
+
+    def __init__(self, layer: Layer, arrived: Payload, books: Books, *, split: bool) -> None:
+        self._books = books
+        begin = books.bytes
+        books.mark()
+        given = arrived.map_tensors(lambda tensor: tensor.to(layer.stage.device, copy=True))
+        own, inputs = {memory_of(tensor) for tensor in given.tensors}, books.bytes - begin
+        with _Dear() as dear:
+            output = layer.run(given, split)
+        self.forward = books.peak - begin
+        outputs: list[Payload] = list(output) if isinstance(output, Apart) else [output]
+        del output
+        self.output_bytes = sum(tensor.nbytes for one in outputs for tensor in one.tensors)
+        made = _memories(tensor for one in outputs for tensor in one.tensors)
+        self.dear = sum(size for _, size in dear.results)
+        self.dear_output = sum(dict(result for result in dear.results if result[0] in made).values())
+        before = books.bytes
+        grads: list[Gradients] = [tuple([torch.ones_like(tensor) for tensor in one.wanted]) for one in outputs]
+        came = books.bytes - before
+        self.gives = [self._given(outputs) for _ in grads]
+        new = sum(size for memory, size in made.items() if memory not in own)
+        self.kept_output = max(0, new - self._dropped(before + came))
+        held = books.bytes
+        del given
+        layer.release()
+        self.kept_input = max(0, inputs - self._dropped(held))  # caches may go with the input, too
+        self.kept_output += min(self.kept_input, sum(size for memory, size in made.items() if memory in own))
+        self.gives = [one._replace(kept=min(one.kept, self.kept_output)) for one in self.gives]
+        base = books.bytes - came
+        self.kept = base - begin
+        books.mark()
+        act = layer.stage.input_grad if split else layer.stage.backward
+        back = act(0, *grads)
+        self.backward = books.peak - base
+        self.backs = [sum(_memories(grad for grad in one if grad is not None).values()) for one in back]
+        del grads, back
+        layer.release()
+        self.left = self.left_input = self.left_grad = self.delivery = self.deferred = 0
+        if split:
+            left = books.bytes
+            products = [product for product in layer.stage.products(0) if product.grad is not None]
+            self.deferred = sum(weight.nbytes for weight in {weight for one in products for weight in one.weights})
+            used = _memories(product.input for product in products)
+            self.left_input = sum(size for memory, size in used.items() if memory in own)
+            self.left_grad = sum(_memories(product.grad for product in products if product.grad is not None).values())
+            del products
+            self.left = left - begin
+            books.mark()
+            layer.stage.weight_grad(0)
+            self.delivery = books.peak - left
+
+    def _given(self, outputs: list[Payload]) -> Message:
+        """What goes to the first taker that is left, which then lets go of it."""
+        before, one = self._books.bytes, outputs.pop(0)
+        arriving, made = sum(tensor.nbytes for tensor in one.tensors), _memories(one.tensors)
+        del one
+        return Message(arriving, sum(made.values()), sum(made.values()) - self._dropped(before), 0)
+
+    def _dropped(self, before: int) -> int:
+        return before - self._books.bytes
+
+
+def _memories(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The memory that tensors lie in, each once, and its bytes."""
+    return {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -1,0 +1,146 @@
+"""Link probe: measures latency and bandwidth between ranks, by programs whose messages go there and back.
+
+The programs run as all programs do, so what is measured is what a step's messages take: packing, sending and
+unpacking included. Three stages, on rank a, on rank b and on a again, and one micro-batch after the other: what lies
+between the end of the first stage and the start of the third is a round trip, and a's clock alone tells it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipesched.program.actions import Action, Kind
+from pipesched.program.dependencies import chain
+from pipesched.program.lowering import lower
+from pipesched.program.program import Program
+from pipesched.runtime.coordination.rendezvous import collective
+from pipesched.runtime.executors.interpreter import StageLike
+from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.rank_host import OverMesh
+from pipesched.simulation.links import Link, Links
+from pipesched.simulation.trace import Span
+from pipesched.tensors.payload import Payload
+
+__all__ = ["find_links", "measure_links", "probe_links"]
+
+_SHORT_TRIPS, _LONG_TRIPS = 10, 5
+_FIRST_BYTES, _GROWTH, _MOST_BYTES = 1 << 16, 8, 1 << 22
+_LONG_S = 0.02  # a message that travels so long shows its link's bandwidth, whatever its latency and a burst's start
+
+#: Runs a program whose stages' outputs have so many bytes. Returns the spans of all ranks.
+Run = Callable[[Program, Sequence[int]], Iterable[Span]]
+Pair = tuple[int, int]
+
+
+@collective
+def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
+    """Measure the links between all ranks of a one-dimensional mesh, such as ``mesh["pp"]``. Collective.
+
+    Returns on every rank the same: for each pair of ranks and each direction latency_s, half of the median round trip
+    of an empty message; bytes_per_s, from the median of messages long enough to take 20 ms, of 4 MiB at most; and
+    spread, by which to see whether they were disturbed. For ``Costs(links=...)``; ``to_dict`` gives what JSON takes.
+    Takes about a second a rank, more where links are slow: every rank talks to one other at a time, all such pairs at
+    once, so pairs that share a cable show what they have of it then. timeout: how long a rank waits for another one,
+    in seconds. Raises DeviceCountError for a mesh of several dimensions, ExecutionError where a rank does not come.
+    """
+    site = OverMesh(mesh, 1, timeout)
+    try:
+        return measure_links(site.executor)
+    finally:
+        site.close()
+
+
+def measure_links(executor: DistributedExecutor) -> Links:
+    """The same over an executor that is there already. Collective."""
+
+    def run(program: Program, sizes: Sequence[int]) -> Iterable[Span]:
+        stages = {
+            index: _Gives(sizes[index], executor.device)  # type: ignore[abstract]  # nothing but F runs
+            for index in program.chunks(executor.rank)
+        }
+        work = Work(program, stages, _nothing)
+        looks = [tuple(sizes)] * program.num_microbatches
+        executor.run(work, grad=False, looks=looks)  # from now on the messages' forms are foreseen
+        return executor.gather(executor.run(work, grad=False, looks=looks))
+
+    return find_links(executor.num_ranks, run)
+
+
+def find_links(num_ranks: int, run: Run) -> Links:
+    """The links between so many ranks, as the programs that ``run`` runs show them."""
+    special: dict[Pair, Link] = {}
+    for pairs in _rounds(num_ranks):
+        for directed in (pairs, [(b, a) for a, b in pairs]):
+            special |= _measured(directed, num_ranks, run)
+    return Links(special=tuple(special.items()), contended=True)
+
+
+def _rounds(num_ranks: int) -> Iterator[list[Pair]]:
+    """Every pair once, in rounds in which each rank is in at most one: all but one rank go around a table."""
+    seats = list(range(num_ranks + num_ranks % 2))
+    half = len(seats) // 2
+    for _ in range(1, len(seats) if num_ranks > 1 else 0):
+        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+        yield [(min(pair), max(pair)) for pair in facing if max(pair) < num_ranks]
+        seats.insert(1, seats.pop())
+
+
+def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
+    """The links from the first rank of each pair to the second."""
+    empty = _trips(dict.fromkeys(pairs, 0), num_ranks, _SHORT_TRIPS, run)
+    links: dict[Pair, Link] = {}
+    sizes = dict.fromkeys(pairs, _FIRST_BYTES)
+    while sizes:
+        longer: dict[Pair, int] = {}
+        for pair, trips in _trips(sizes, num_ranks, _LONG_TRIPS, run).items():
+            both_ways_s, trip_s = median(empty[pair]), median(trips)
+            size, travel_s = sizes[pair], trip_s - both_ways_s
+            spread = (max(trips) - min(trips)) / trip_s if trip_s else 0
+            links[pair] = Link(both_ways_s / 2, size / travel_s if travel_s > 0 else None, spread)
+            if travel_s < _LONG_S and size < _MOST_BYTES:
+                longer[pair] = size * _GROWTH
+        sizes = longer
+    return links
+
+
+def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
+    """How long so many trips took between each pair: so many bytes there, none back."""
+    program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
+    spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])
+    times = {span.action: (span.start_s, span.end_s) for span in spans}
+    return {
+        pair: [
+            times[Action(first + 2, Kind.F, trip)][0] - times[Action(first, Kind.F, trip)][1]
+            for trip in range(1, 1 + count)  # in the first one the other rank may not have been there yet
+        ]
+        for first, pair in zip(range(0, program.num_stages, 3), sizes, strict=True)
+    }
+
+
+def _there_and_back(pairs: list[Pair], num_ranks: int, trips: int) -> Program:
+    orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for first, (a, b) in zip(range(0, 3 * len(pairs), 3), pairs, strict=True):
+        for trip in range(trips):
+            orders[a] += [Action(first, Kind.F, trip), Action(first + 2, Kind.F, trip)]
+            orders[b].append(Action(first + 1, Kind.F, trip))
+    placement = tuple(rank for a, b in pairs for rank in (a, b, a))
+    graph = chain(len(placement), len(pairs))
+    return Program(orders, placement, trips, graph, forward_only=True, name="link probe")  # type: ignore[arg-type]
+
+
+class _Gives(StageLike):
+    """A stage that only runs forward, and always gives the same bytes."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._output = Payload.of(torch.empty(nbytes, dtype=torch.uint8, device=device))
+
+    def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Payload:
+        return self._output
+
+
+def _nothing(*_: Any) -> None:
+    return

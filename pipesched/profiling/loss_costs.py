@@ -1,0 +1,76 @@
+"""Losses: what a loss of a model's outputs costs: with its target, or with one that it seems to take."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.profiling.layer_profiler import QUICK, Effort, measure_calls
+from pipesched.simulation.layer_costs import LayerCosts
+from pipesched.tensors.payload import pytree
+
+__all__ = ["loss_costs", "with_loss_bytes", "with_supposed_loss"]
+
+
+def loss_costs(
+    loss_fn: Callable[[Any, Any], Any],
+    output: Any,
+    target: Any,
+    device: torch.device,
+    threads: int,
+    effort: Effort = QUICK,
+) -> LayerCosts:
+    """What a loss of such an output costs."""
+    call: tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = _OfTarget(loss_fn, target, device), ((output,), {})
+    return measure_calls({"loss_fn": call}, {"loss_fn"}, device, threads, effort)["loss_fn"]
+
+
+def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
+    """The last layer's costs with what its loss needs in memory."""
+    return replace(
+        costs,
+        loss_kept_bytes=loss.activation_bytes,
+        loss_kept_input_bytes=loss.kept_input_bytes,
+        loss_forward_bytes=loss.forward_transient_bytes,
+        loss_backward_bytes=loss.backward_transient_bytes,
+    )
+
+
+def with_supposed_loss(
+    costs: LayerCosts, loss_fn: Callable[[Any, Any], Any], output: Any, device: torch.device, threads: int
+) -> LayerCosts:
+    """As ``with_loss_bytes``, where no target is known: with one class a row, or what is like the output, whichever the
+    loss takes; of both that with which it needs less. Unchanged where it takes neither.
+    """
+    found = []
+    for target in _supposed(output):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # as of shapes that only broadcasting makes equal
+                found.append(loss_costs(loss_fn, output, target, device, threads))
+        except Exception:  # whatever a loss says of a target that is none of its own
+            continue
+    taken = [with_loss_bytes(costs, own) for own in found if own.backward_transient_bytes]
+    return min(taken, key=lambda own: own.loss_kept_bytes + own.loss_backward_bytes, default=costs)
+
+
+def _supposed(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor) and output.is_floating_point() and output.dim():
+        if output.dim() > 1:
+            yield torch.zeros(output.shape[:1] + output.shape[2:], dtype=torch.long, device=output.device)
+        yield torch.zeros_like(output)
+
+
+class _OfTarget(nn.Module):
+    """A loss of outputs alone: its target lies in the batch, and is nothing that a layer keeps."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], target: Any, device: torch.device) -> None:
+        super().__init__()
+        self._loss_fn = loss_fn
+        self._target = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), target)
+
+    def forward(self, output: Any) -> Any:
+        return self._loss_fn(output, self._target)

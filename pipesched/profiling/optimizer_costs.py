@@ -1,0 +1,85 @@
+"""Optimizer costs: what an optimizer's step takes, and what it keeps of each parameter, asked of itself.
+
+Times are those of real steps; bytes are asked of `pipesched.profiling.optimizer_memory`, which needs no memory for it.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pipesched.checks import shown
+from pipesched.errors import ModelTypeError
+from pipesched.profiling.optimizer_memory import Upkeep, upkeep_of
+from pipesched.tensors.caller_context import intra_op
+
+__all__ = ["Update", "measure_updates"]
+
+_STANDS_IN_BYTES = 1 << 26  # of parameters that an optimizer is tried on: caches hold no more
+_ROUNDS = 7
+
+
+class Update(NamedTuple):
+    """Of one parameter: its part of the optimizer's step, in seconds; what the optimizer keeps of it, in bytes, and
+    what its step needs for it alone.
+    """
+
+    update_s: float
+    optimizer_bytes: int
+    update_transient_bytes: int
+
+
+def measure_updates(
+    optimizer: Callable[[list[Any]], Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    device: torch.device,
+    intra_op_threads: int,
+) -> dict[str, Update]:
+    """Make an optimizer for parameters of these shapes, as many as a cache does not hold, and let it step.
+
+    Parameters that are not trained have no update. Times of further ones are in proportion to their bytes.
+    """
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    stands_in: dict[str, nn.Parameter] = {}
+    room = _STANDS_IN_BYTES
+    for name, parameter in trained.items():
+        if room > 0:
+            stands_in[name] = nn.Parameter(torch.zeros_like(parameter, device=device, requires_grad=False))
+            room -= parameter.nbytes
+    if not stands_in:
+        return {}
+    with intra_op(intra_op_threads), torch.enable_grad():
+        weights = list(stands_in.values())
+        made = optimizer(weights)
+        if not isinstance(made, Optimizer):
+            raise ModelTypeError(
+                f"optimizer(params) returns a torch.optim.Optimizer; got {shown(made)}; return the optimizer"
+            )
+        _step(made, weights, device)  # the first makes states
+        seconds = [_step(made, weights, device) for _ in range(_ROUNDS)]
+    total = sum(parameter.nbytes for parameter in stands_in.values())
+    each_s = median(seconds) / total
+    known: dict[Hashable, Upkeep] = {}
+    found = {}
+    for name, parameter in trained.items():
+        form = parameter.shape, parameter.dtype
+        own = known.get(form) or known.setdefault(form, upkeep_of(optimizer, [parameter]))
+        found[name] = Update(each_s * parameter.nbytes, *own)
+    return found
+
+
+def _step(optimizer: Optimizer, parameters: list[nn.Parameter], device: torch.device) -> float:
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin

@@ -1,0 +1,340 @@
+"""Overhead probe: measures what ranks take beside the work of their stages, by programs of stages that do known work.
+
+The programs run as all programs do, by the executor and the stages of every step. A stage's layer times its own work,
+so what else its actions take is known; what lies between the actions of a rank, with and without messages, and between
+those of two ranks, follows from which of them waits for the other: the work of two neighbours is 1 to 2, or 2 to 1.
+
+Ranks that wait, as for devices, run a whole pipeline: each goes on when it and its neighbour are done, so that what one
+of them comes late by now and then adds up, more than it would in any rank alone. What it takes longer than simulated
+is what waking up costs.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from pipesched.checks import is_count, shown
+from pipesched.errors import DeviceCountError, InputError
+from pipesched.program.actions import Action, Kind
+from pipesched.program.dependencies import chain
+from pipesched.program.lowering import lower
+from pipesched.program.program import Program
+from pipesched.runtime.coordination.rendezvous import collective
+from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.microbatches import Batch
+from pipesched.runtime.rank_host import OverMesh, Site, site_for
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.links import Link
+from pipesched.simulation.overheads import Overheads
+from pipesched.simulation.simulator import simulate
+from pipesched.simulation.trace import Trace
+from pipesched.tensors.caller_context import Caller
+
+__all__ = ["Ran", "find_overheads", "probe_overheads", "waited_s"]
+
+_MICROBATCHES, _MICROBATCHES_ASLEEP = 6, 16
+_DISTURBED, _TRIES = 0.02, 5  # a run is made again where other work had so much of it; so often
+_ROWS, _WIDTH, _PRODUCTS = 128, 512, 4  # of the work: some 3 ms, with as much computed for a byte as layers do
+_AGAIN = 4  # as often ranks work side by side: how they slow each other is a few percent
+_AGAIN_ASLEEP = 2  # as often all wait: how late they wake changes from run to run
+_SLEEP_S = 0.01  # a part of work that waits
+_SHORT, _LONG, _ROW_BYTES = 16, 512, 1024  # messages, in rows
+_KINDS = Kind.F, Kind.B
+
+
+class _Worked(torch.autograd.Function):
+    """Work forward and work backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.work = work
+        return work(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.work(grad), None, None
+
+
+class _Layer(nn.Module):
+    """So many parts of work, timed, in which it computes or waits. seconds: of each call, forward or backward."""
+
+    def __init__(self, parts: int, waits: bool, device: torch.device) -> None:
+        super().__init__()
+        self._sleep_s = parts * _SLEEP_S if waits else 0.0
+        self.weight = nn.Parameter(torch.zeros(1, device=device))  # so that there is a backward
+        self.seconds: list[float] = []
+        generator = torch.Generator().manual_seed(0)
+        self._given = torch.randn(_ROWS, _WIDTH, generator=generator).to(device)
+        factors = [torch.randn(_WIDTH, _WIDTH, generator=generator).to(device) for _ in range(_PRODUCTS)]
+        self._factors = [] if waits else factors * parts
+
+    def forward(self, x: Tensor) -> Any:
+        return _Worked.apply(x, self.weight, self._work)  # type: ignore[no-untyped-call]
+
+    def _work(self, given: Tensor) -> Tensor:
+        begin = time.perf_counter()
+        if self._sleep_s:
+            time.sleep(self._sleep_s)
+        for factor in self._factors:
+            functional.gelu(torch.mm(self._given, factor)).sum(-1)
+        result = given.clone()
+        self.seconds.append(time.perf_counter() - begin)
+        return result
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A program that has run: its spans, and how long each action's work took."""
+
+    trace: Trace
+    work_s: dict[Action, float]
+
+
+class Run(Protocol):
+    """Runs programs of stages that work."""
+
+    def __call__(self, program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
+        """In each action a stage does so many parts of work, and hands on so many rows of 1 KiB.
+
+        waits: it only waits, all that time.
+        """
+
+
+def _chains(over: Sequence[tuple[int, ...]], num_ranks: int, num_microbatches: int = _MICROBATCHES) -> Program:
+    """Chains of stages over these ranks, side by side: all forwards, then all backwards."""
+    orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+    placement = tuple(rank for ranks in over for rank in ranks)
+    for stage, rank in enumerate(placement):
+        orders[rank] += [Action(stage, kind, mb) for kind in (Kind.F, Kind.B) for mb in range(num_microbatches)]
+    graph = chain(len(placement), len(over))
+    return Program(orders, placement, num_microbatches, graph=graph, name="overhead probe")  # type: ignore[arg-type]
+
+
+@collective
+def probe_overheads(
+    *,
+    devices: Sequence[Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    timeout: float | None = None,
+    rounds: int = 5,
+) -> Overheads:
+    """Measure what ranks take beside the work of their stages: ranks on CPUs, as ``devices`` or over a ``mesh``.
+
+    Collective under a mesh; every rank returns the same. For a profile's ``Machine(threads=...)``, or ``processes=``:
+    predictions then have it in them. Takes some seconds; ranks beyond the machine's cores stay idle. timeout: how long
+    a rank of a mesh waits for another one, in seconds. rounds: of which the medians count. Raises InputError,
+    DeviceCountError, ExecutionError.
+    """
+    if not is_count(rounds):
+        raise InputError(f"the medians of at least one round count; got rounds={shown(rounds)}; pass 1 or more")
+    site = site_for(devices, mesh, 1, timeout, "all")
+    try:
+        if not site.devices:
+            raise DeviceCountError("overheads are of at least one rank; got no devices; pass such as ['cpu', 'cpu']")
+        others = sorted({str(device) for device in site.devices if device.type != "cpu"})
+        if others:
+            raise InputError(
+                f"overheads are measured of ranks that compute on processors; got {', '.join(others)}; "
+                f"use probe_links for what lies between devices"
+            )
+        site.start()
+        num_cores = site.agreed(lambda: os.cpu_count() or 1)
+        return find_overheads(len(site.devices), num_cores, _runner(site), rounds)
+    finally:
+        site.close()
+
+
+def _runner(site: Site) -> Run:
+    def run(program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
+        device, lowered = site.devices[0], lower(program)
+        own = {stage for stage, rank in enumerate(program.placement) if site.holds(rank)}
+        layers = {stage: _Layer(parts[stage], waits, device) for stage in sorted(own)}
+        stages = {stage: Stage({"work": layer}, device) for stage, layer in layers.items()}
+        x = torch.zeros(rows, _ROW_BYTES // 4, device=device)
+        count = program.num_microbatches
+        feed = Feed(0, 0, [((x,), {})] * count, output_grads=[(x,)] * count)
+
+        def prepare(caller: Caller) -> None:
+            for layer, stage in zip(layers.values(), stages.values(), strict=True):
+                layer.seconds.clear()
+                stage.begin(feed)
+
+        batch = Batch([((x,), {})] * count, [], [rows] * count)
+
+        def once() -> tuple[Ran, bool]:
+            before_s = waited_s()
+            timeline = site.run(Work(lowered, stages, prepare), batch, grad=True)
+            lost_s = waited_s() - before_s
+            seconds = {
+                action: took_s
+                for stage, layer in layers.items()
+                for action, took_s in zip(_of_stage(program, stage), layer.seconds, strict=True)
+            }
+            if isinstance(site, OverMesh):
+                spans = site.gather([timeline])
+                others = site.executor.exchange((seconds, lost_s))
+                seconds = {action: took_s for own, _ in others for action, took_s in own.items()}
+                lost_s = sum(lost for _, lost in others)
+            else:
+                spans = list(timeline.spans())
+            trace = Trace(spans, program.num_ranks)
+            return Ran(trace, seconds), waits or lost_s < _DISTURBED * trace.makespan_s
+
+        once()  # from now on the messages' forms are foreseen, and memory is there
+        for _ in range(_TRIES):
+            ran, undisturbed = once()
+            if undisturbed:
+                break
+        return ran
+
+    return run
+
+
+def waited_s() -> float:
+    """For how long this process's threads have waited for a core that others had, as Linux tells it; 0 elsewhere."""
+    waited_ns = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # of a thread that has ended meanwhile
+            waited_ns += int(path.read_text().split()[1])
+    return waited_ns * 1e-9
+
+
+def _of_stage(program: Program, stage: int) -> list[Action]:
+    return [action for action in program.orders[program.placement[stage]] if action.stage == stage]
+
+
+def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) -> Overheads:
+    """The overheads of so many ranks on so many cores, as the programs that ``run`` runs show them."""
+    most = max(2, min(num_ranks, num_cores)) if num_ranks > 1 else 1  # of ranks that all compute
+    seen = _Seen()
+    everybody = _chains([tuple(range(num_ranks))], num_ranks, _MICROBATCHES_ASLEEP)
+    asleep: list[tuple[Ran, Ran]] = []
+    for _ in range(rounds):
+        for count in [*range(1, most + 1)] * _AGAIN:
+            seen.side_by_side(run(_chains([(rank,) for rank in range(count)], num_ranks), [1] * count, _SHORT), count)
+        pairs = _pairs(most)
+        for rows in (_SHORT, _LONG) if pairs else ():
+            seen.first_waits(run(_chains(pairs, num_ranks), [1, 2] * len(pairs), rows), pairs, rows)
+            seen.second_waits(run(_chains(pairs, num_ranks), [2, 1] * len(pairs), rows), pairs, rows)
+        for _ in range(_AGAIN_ASLEEP):  # of all ranks: what waits needs no core
+            alone = run(_chains([(0,)], num_ranks), [1], _SHORT, waits=True)
+            asleep.append((alone, run(everybody, [1] * num_ranks, _SHORT, waits=True)))
+    awake = seen.overheads()
+    return replace(awake, waking_s=max(0.0, median(_waking_s(one, everybody, all_, awake) for one, all_ in asleep)))
+
+
+def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float:
+    """What each action takes longer where all ranks wait than it does awake, along the longest way through the program.
+
+    alone: one rank, whose work takes what it does in a profile.
+    """
+    p, work_s = program.num_stages, median(alone.work_s.values())
+    costs = Costs(
+        (work_s,) * p,
+        (work_s,) * p,
+        (0,) * p,
+        output_bytes=(_SHORT * _ROW_BYTES,) * p,
+        waiting_s=(2 * work_s,) * p,
+        overheads=awake,
+    )
+    actions = len(_KINDS) * (p + program.num_microbatches - 1)
+    return float(ran.trace.makespan_s - simulate(program, costs).makespan_s) / actions
+
+
+def _pairs(num_ranks: int) -> list[tuple[int, int]]:
+    return [(rank, rank + 1) for rank in range(0, num_ranks - 1, 2)]
+
+
+class _Seen:
+    """What programs have shown, in seconds: of actions with nothing else, with a message sent, with one received, and
+    of two of which the second waits for the first; by the kind of the action, and the rows of the message.
+    """
+
+    def __init__(self) -> None:
+        self._work: dict[int, list[float]] = {}  # each run's, by how many ranks work at once
+        self._lost: dict[tuple[str, Kind, int], list[float]] = {}
+
+    def side_by_side(self, ran: Ran, count: int) -> None:
+        """So many ranks, none of which waits for another."""
+        self._work.setdefault(count, []).append(median(ran.work_s.values()))
+        for kind in _KINDS:
+            self._note("action", kind, 0, _per_action(ran, range(count), kind))
+
+    def first_waits(self, ran: Ran, pairs: Sequence[tuple[int, int]], rows: int) -> None:
+        """Pairs of ranks whose second one has more to do: it finds what it receives, and the first one waits for it."""
+        firsts, seconds = zip(*pairs, strict=True)
+        self._note("send", Kind.F, rows, _per_action(ran, firsts, Kind.F))
+        self._note("receive", Kind.F, rows, _per_action(ran, seconds, Kind.F))
+        self._note("send", Kind.B, rows, _per_action(ran, seconds, Kind.B))
+        self._note("chained", Kind.B, rows, _chained(ran, Kind.B))
+
+    def second_waits(self, ran: Ran, pairs: Sequence[tuple[int, int]], rows: int) -> None:
+        """The other way round."""
+        self._note("receive", Kind.B, rows, _per_action(ran, [first for first, _ in pairs], Kind.B))
+        self._note("chained", Kind.F, rows, _chained(ran, Kind.F))
+
+    def _note(self, what: str, kind: Kind, rows: int, seconds: list[float]) -> None:
+        self._lost.setdefault((what, kind, rows), []).extend(seconds)
+
+    def overheads(self) -> Overheads:
+        """The medians, and what follows from them."""
+        action_s = self._seconds("action", 0)
+        crowding = [1.0]
+        for count in sorted(self._work)[1:]:
+            ratios = [some_s / one_s for some_s, one_s in zip(self._work[count], self._work[1], strict=True)]
+            crowding.append(max(crowding[-1], median(ratios)))
+        if len(crowding) == 1:
+            return Overheads(action_s)
+        sends: list[float] = []
+        receives: list[float] = []
+        links: list[float] = []
+        for rows in (_SHORT, _LONG):
+            sends.append(self._seconds("send", rows) - action_s)
+            receives.append(self._seconds("receive", rows) - action_s)
+            links.append(self._seconds("chained", rows) - 2 * action_s - sends[-1] - receives[-1])
+        return Overheads(action_s, 0, _line(sends), _line(receives), _line(links), tuple(crowding))
+
+    def _seconds(self, what: str, rows: int) -> float:
+        return sum(median(self._lost[what, kind, rows]) for kind in _KINDS) / len(_KINDS)
+
+
+def _line(seconds: Sequence[float]) -> Link:
+    """The line through what a short message takes and what a long one does."""
+    short_s, long_s = (max(0.0, took_s) for took_s in seconds)
+    byte_s = (long_s - short_s) / ((_LONG - _SHORT) * _ROW_BYTES)
+    return Link(max(0.0, short_s - byte_s * _SHORT * _ROW_BYTES), 1 / byte_s) if byte_s > 0 else Link(short_s)
+
+
+def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
+    """What lies between the starts of two actions of one kind in a row, beside the work of the first."""
+    found = []
+    for rank in ranks:
+        for one, other in pairwise(ran.trace.by_rank[rank]):
+            if one.action.kind is other.action.kind is kind:
+                found.append(other.start_s - one.start_s - ran.work_s[one.action])
+    return found
+
+
+def _chained(ran: Ran, kind: Kind) -> list[float]:
+    """What lies between the start of an action and the end of the one that waits for it, beside the work of both."""
+    spans = {span.action: span for rank in ran.trace.by_rank for span in rank}
+    found = []
+    for action, span in spans.items():
+        if action.kind is kind:
+            other = action._replace(stage=action.stage + (1 if kind is Kind.F else -1))
+            if (other.stage // 2 == action.stage // 2) and other in spans and action.microbatch > 1:
+                found.append(spans[other].end_s - span.start_s - ran.work_s[action] - ran.work_s[other])
+    return found

@@ -1,0 +1,202 @@
+"""Stage sizing: what the stages of a captured model need in memory, by running each in one piece, for one micro-batch.
+
+Layers one by one do not add up to them: a view keeps all that it lies in, what skips layers is held meanwhile, its
+gradients wait for each other, and code between layers holds on to what it names.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.capture.captured_model import Captured, Cut
+from pipesched.capture.loss import Head
+from pipesched.model.state_guard import unchanged, untouched
+from pipesched.model.tied_weights import Ties
+from pipesched.profiling.layer_sizing import Layer, Sizes, sizes_of
+from pipesched.program.checkpointing import Keep
+from pipesched.program.program import Program
+from pipesched.runtime.stage.stage import Stage
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.layer_memory import Footprint, of_stage
+from pipesched.simulation.memory import Message
+from pipesched.tensors.caller_context import Caller
+from pipesched.tensors.exchange import Trade
+from pipesched.tensors.memory_tracker import books_of
+from pipesched.tensors.payload import Apart, Payload, pytree
+
+__all__ = ["StageSizes", "costs_with", "messages_of", "stage_sizes"]
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """What a stage needs. dropping_bytes: its forward beyond its input, where it keeps nothing else. parameters: bytes
+    by name. messages: to each taker.
+    """
+
+    sizes: Sizes
+    dropping_bytes: int
+    parameters: Mapping[str, int]
+    messages: Mapping[int, Message]
+
+
+def stage_sizes(
+    captured: Captured,
+    cut: Cut,
+    devices: Sequence[torch.device],
+    trade: Trade,
+    keep: Mapping[tuple[str, int], Keep],
+    *,
+    own_loss: bool,
+) -> list[StageSizes]:
+    """Run the sample through the stages, each on its device, several times, forward and backward. The model is left as
+    it was: its parameters' memory is used, their gradients and hooks are not. own_loss: the last stage computes it.
+    """
+    caller = replace(Caller.here({device.type for device in devices}, grad=True), inference=False)
+    model = captured.model
+    aliases: dict[str, Tensor] = {
+        f"model.{name}": nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+
+    def act() -> list[StageSizes]:
+        ties = Ties(model, captured.uses(cut, range(len(cut))), trade)
+        bodies = captured.bodies(cut, devices, ties)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        edges, found, last = captured.edges(cut), list[StageSizes](), len(cut) - 1
+        sent: dict[tuple[int, int], Payload] = {}
+        for index, (body, device) in enumerate(zip(bodies, devices, strict=True)):
+            givers, takers = [one for one, two in edges if two == index], [two for one, two in edges if one == index]
+            head = Head(None) if own_loss and index == last else None
+            own_ties, written = ties.for_layers(body.layers, device), captured.written_by(cut)[index]
+            stage = Stage(body, device, head, ties=own_ties, keep=keep, written=written)
+            alone = _Alone(stage, captured.sample, caller, [sent.pop((giver, index)) for giver in givers])
+            leaves = [*ties.leaves(index), *(own for own in stage.parameters if own not in ties.parameters)]
+            sizes = alone.sizes([leaf for leaf in leaves if leaf.requires_grad])
+            for giver, back in zip(givers, sizes.backs, strict=False):
+                messages = dict(found[giver].messages)
+                messages[index] = messages[index]._replace(back=back)
+                found[giver] = replace(found[giver], messages=messages)
+            dropping = alone.dropping_bytes(sizes.footprint.buffer_bytes)
+            own = {names[parameter]: parameter.nbytes for parameter in stage.parameters}
+            found.append(StageSizes(sizes, dropping, own, dict(zip(takers, sizes.gives, strict=False))))
+            sent.update(((index, taker), given) for taker, given in zip(takers, alone.output(), strict=False))
+        return found
+
+    with untouched(model, model.training), caller.held():
+        found: list[StageSizes] = torch.func.functional_call(_Holder(model), aliases, (act,))
+    return found
+
+
+def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[int, int], Message]:
+    """What the stages of a program give each other. stages: those with weights of their own."""
+    own = program.weights
+    return {
+        (giver, taker): stages[own[giver]].messages[own[taker]]
+        for taker, givers in enumerate(program.graph.producers)
+        for giver in givers
+    }
+
+
+def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], loss: Footprint | None) -> Costs:
+    """Costs of a program's stages with what these need. loss: what that of the last stage needs beside, if it does."""
+    rows = []
+    counted: set[tuple[int, str]] = set()
+    for index, part in enumerate(program.weights):
+        stage, rank = stages[part], program.placement[index]
+        ends = loss is not None and not program.graph.consumers[index]
+        footprints = [stage.sizes.footprint, *([loss] if loss and ends else [])]
+        whole, dropping = of_stage(footprints), [stage.dropping_bytes]
+        dropping += [one.activation_bytes + one.forward_transient_bytes for one in footprints[1:]]
+        own = {name: size for name, size in stage.parameters.items() if index != part or (rank, name) not in counted}
+        counted |= {(rank, name) for name in own}
+        row = {name: getattr(whole, name) for name in _SIZES}
+        row |= {"dropping_transient_bytes": max(dropping), "weight_bytes": sum(own.values())}
+        rows.append(row)
+    inputs = [row["input_bytes"] for row in rows]
+    for index, size in enumerate(costs.input_bytes):
+        if not program.graph.producers[index]:
+            inputs[index] = size  # the batch's
+    columns: dict[str, Any] = {name: tuple(row[name] for row in rows) for name in rows[0]}
+    return replace(costs, **{**columns, "input_bytes": tuple(inputs)})
+
+
+_SIZES = {item.name for item in fields(Footprint)} & {item.name for item in fields(Costs)} - {"kept_output_bytes"}
+
+
+class _Holder(nn.Module):
+    """Acts while the model uses other parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, act: Callable[[], Any]) -> Any:
+        """What is to be done."""
+        return act()
+
+
+class _Alone:
+    """A stage apart from others. arrived: what comes to it, by giver."""
+
+    def __init__(self, stage: Stage, sample: Any, caller: Caller, arrived: Sequence[Payload]) -> None:
+        self._stage, self._caller, self._arrived = stage, caller, arrived
+        self._sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(stage.device), sample)
+        self._given = Payload.joined(arrived)
+        self._feed = Feed(0, 0, [])
+        grads = [tuple(torch.ones_like(leaf) for leaf in one.wanted) for one in self._outputs(split=True)]
+        stage.input_grad(0, *grads)  # so it learns to split
+        stage.weight_grad(0)
+
+    def sizes(self, leaves: Sequence[Tensor]) -> Sizes:
+        """leaves: what takes its gradients."""
+        buffers = {buffer for module in self._stage.modules.values() for buffer in module.buffers()}
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        return sizes_of(Layer(self._stage, self._run, self._release, leaves, nbytes), self._given)
+
+    def dropping_bytes(self, buffer_bytes: int) -> int:
+        """What a checkpointed forward needs beyond its input, and copies of its buffers."""
+        books = books_of(self._stage.device)
+        with books.watching():
+            given = self._given.map_tensors(Tensor.clone)
+            for _ in range(2):  # the first sees whether the input is modified
+                held = books.bytes
+                books.mark()
+                self._forward(given, checkpointed=True)
+                self._end()
+        return max(0, books.peak - held - buffer_bytes)
+
+    def output(self) -> list[Payload]:
+        """What it gives to each taker."""
+        outputs = self._outputs()
+        self._end()
+        return outputs
+
+    def _release(self) -> None:
+        """Drop what a pass has kept of the model's inputs."""
+        self._feed.inputs = [None]
+
+    def _end(self) -> None:
+        self._stage.begin(Feed(0, 0, []))
+
+    def _outputs(self, *, split: bool = False) -> list[Payload]:
+        made = self._run(self._given, split)
+        return list(made) if isinstance(made, Apart) else [made]
+
+    def _run(self, given: Payload, split: bool) -> Payload | Apart:
+        return self._forward(given, split=split)
+
+    def _forward(self, given: Payload, **how: bool) -> Payload | Apart:
+        factors: list[float | None] | None = None if self._stage.head is None else [1.0]
+        self._feed = Feed(0, 0, [unchanged(self._sample)], factors=factors, autocast=self._caller.autocast)
+        self._stage.begin(self._feed)
+        leaves = iter(given.leaves)
+        parts = [
+            Payload(tuple(next(leaves) for _ in one.leaves), one.places, one.spec, one.needs_grad)
+            for one in self._arrived
+        ]
+        made: Payload | Apart = self._stage.forward(0, *parts, **how)
+        return made

@@ -1,0 +1,277 @@
+"""The only statement of what must come before what.
+
+``NEEDS`` is the rule. It is read for one action (``needs``, for messages) and for all at once (``requirements``);
+the validator, the lowering, the simulator and the executors go by it.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from pipesched.checks import shown
+from pipesched.errors import ScheduleError
+from pipesched.program.action_arrays import CODES, MOST_SLOTS, NUM_KINDS, Columns, Ints
+from pipesched.program.actions import OTHER_END, Action, Kind
+
+__all__ = ["BACKWARDS", "Index", "StageGraph", "chain", "needs", "requirements"]
+
+#: The kinds that yield the gradient of a stage's input.
+BACKWARDS = (Kind.B, Kind.I)
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Which stage's output goes to which stages. ``producers[s]`` and ``consumers[s]`` are ascending."""
+
+    producers: tuple[tuple[int, ...], ...]
+    consumers: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, num_stages: int, edges: Iterable[tuple[int, int]]) -> "StageGraph":
+        """The graph with these (producer, consumer) edges."""
+        producers: list[list[int]] = [[] for _ in range(num_stages)]
+        consumers: list[list[int]] = [[] for _ in range(num_stages)]
+        for a, b in sorted(set(edges)):
+            producers[b].append(a)
+            consumers[a].append(b)
+        return cls(tuple(map(tuple, producers)), tuple(map(tuple, consumers)))
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """All (producer, consumer) pairs, ascending."""
+        return tuple((a, b) for a, ends in enumerate(self.consumers) for b in ends)
+
+    @cached_property
+    def edge_codes(self) -> Ints:
+        """A number for each edge, ascending: producer x stages + consumer."""
+        return np.array([a * len(self.consumers) + b for a, b in self.edges], np.int64)
+
+    def ends(self, table: tuple[tuple[int, ...], ...]) -> list[Ints]:
+        """``producers`` or ``consumers`` as arrays by stage: everybody's first, everybody's second; -1 for none."""
+        most = max(map(len, table), default=0)
+        return [np.array([row[nth] if nth < len(row) else -1 for row in table], np.int64) for nth in range(most)]
+
+
+@cache
+def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
+    """The default graph: every stage feeds the next one; with several chains, of equal lengths, within its own."""
+    length = num_stages // num_chains
+    return StageGraph.of(num_stages, [(s, s + 1) for s in range(num_stages - 1) if (s + 1) % length])
+
+
+class _At(Enum):
+    """Where a needed action is: at the stage itself, at those that feed it, at those that it feeds, at its peer."""
+
+    OWN = auto()
+    PRODUCERS = auto()
+    CONSUMERS = auto()
+    PEER = auto()
+
+
+class _Need(NamedTuple):
+    """One thing that must have ended: the first of these kinds that the program has; the last where it has none.
+
+    The kinds are forms of one dependency: a backward that is split (I) or whole (B), a stage that is recomputed (R),
+    an edge that is a transfer (RECV) or lies inside one rank.
+    """
+
+    at: _At
+    kinds: tuple[Kind, ...]
+
+
+_BACKWARD = (
+    _Need(_At.OWN, (Kind.FETCH, Kind.R, Kind.F)),
+    _Need(_At.CONSUMERS, (Kind.RECV_B, Kind.I, Kind.B)),
+)
+NEEDS: dict[Kind, tuple[_Need, ...]] = {
+    Kind.F: (_Need(_At.PRODUCERS, (Kind.RECV_F, Kind.F)),),
+    Kind.B: _BACKWARD,
+    Kind.I: _BACKWARD,
+    Kind.W: (_Need(_At.OWN, (Kind.I,)),),
+    Kind.R: (_Need(_At.OWN, (Kind.F,)),),
+    Kind.SEND_F: (_Need(_At.OWN, (Kind.F,)),),
+    Kind.SEND_B: (_Need(_At.OWN, (Kind.I, Kind.B)),),
+    Kind.RECV_F: (_Need(_At.PEER, (Kind.SEND_F,)),),
+    Kind.RECV_B: (_Need(_At.PEER, (Kind.SEND_B,)),),
+    Kind.OFFLOAD: (_Need(_At.OWN, (Kind.F,)),),
+    Kind.FREE: (_Need(_At.OWN, (Kind.OFFLOAD,)),),
+    Kind.FETCH: (_Need(_At.OWN, (Kind.FREE,)),),
+}
+
+
+def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iterator[Action]:
+    """Yield what must have ended before ``action`` starts.
+
+    ``present`` holds the program's actions. A needed action that the program lacks is yielded all the same, in its
+    simplest form.
+    """
+    for need in NEEDS.get(action.kind, ()):
+        for end in _ends_of(action, need.at, graph):
+            forms = [_form(action, need.at, kind, end) for kind in need.kinds]
+            yield next((form for form in forms if form in present), forms[-1])
+
+
+def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
+    match at:
+        case _At.PRODUCERS:
+            return graph.producers[action.stage]
+        case _At.CONSUMERS:
+            return graph.consumers[action.stage]
+        case _At.PEER:
+            return () if action.peer is None else (action.peer,)
+    return (action.stage,)
+
+
+def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
+    """A needed action: a transfer's end beside its stage, or a transfer's other end, or what a stage computes."""
+    if at is _At.PEER:
+        return Action(end, kind, action.microbatch, action.stage)
+    if kind in OTHER_END:
+        return Action(action.stage, kind, action.microbatch, end)
+    return Action(end, kind, action.microbatch)
+
+
+class Index:
+    """Where each action of a program stands: a row of its columns, -1 where there is none.
+
+    A table with a place for each (kind, stage, micro-batch), for transfers (kind, edge, micro-batch).
+    """
+
+    def __init__(self, columns: Columns, graph: StageGraph, num_microbatches: int) -> None:
+        self._graph = graph
+        self._num_stages = len(graph.producers)
+        self._num_microbatches = num_microbatches
+        self._bases = np.full(NUM_KINDS, -1, np.int64)
+        size = 0
+        for code in np.flatnonzero(np.bincount(columns.kind, minlength=NUM_KINDS)):
+            self._bases[code] = size
+            rows = len(graph.edge_codes) if _CODE_IS_TRANSFER[code] else self._num_stages
+            size += rows * max(0, num_microbatches)
+            if size > MOST_SLOTS * (len(columns) + 1024):
+                raise ScheduleError(
+                    f"every stage runs every micro-batch; {self._num_stages} stages and {shown(num_microbatches)} "
+                    f"micro-batches, but {len(columns)} actions in all; correct the counts or add the actions"
+                )
+        self._table = np.full(size + 1, -1, np.int32)  # the last place stays empty: for what has none
+        self.slots = self._slots(columns.kind, columns.stage, columns.microbatch, columns.peer)
+        self._table[self.slots] = np.arange(len(columns))
+        self._table[size] = -1
+
+    def _slots(self, kind: Ints, stage: Ints, microbatch: Ints, peer: Ints) -> Ints:
+        microbatch = microbatch.astype(np.int64)
+        line = stage.astype(np.int64)
+        good = (line >= 0) & (line < self._num_stages) & (microbatch >= 0) & (microbatch < self._num_microbatches)
+        transfer = _CODE_IS_TRANSFER[kind]
+        if transfer.any():
+            line, good = line.copy(), good.copy()
+            line[transfer], known = self._edges(kind[transfer], line[transfer], peer[transfer].astype(np.int64))
+            good[transfer] &= known
+        else:
+            good &= peer < 0
+        slots = self._bases[kind] + line * self._num_microbatches + microbatch
+        return np.where(good & (self._bases[kind] >= 0), slots, len(self._table) - 1)
+
+    def _edges(self, kind: Ints, stage: Ints, peer: Ints) -> tuple[Ints, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+        """The number of the edge that each transfer belongs to, and whether there is one."""
+        codes = self._graph.edge_codes
+        outward = _CODE_IS_OUTWARD[kind]  # its own stage is the edge's producer
+        wanted = np.where(outward, stage * self._num_stages + peer, peer * self._num_stages + stage)
+        numbers = np.minimum(np.searchsorted(codes, wanted), max(0, len(codes) - 1))
+        known = (codes[numbers] == wanted) & (peer >= 0) if len(codes) else np.zeros(len(kind), np.bool_)
+        return numbers, known
+
+    def rows(self, kind: Kind, stage: Ints, microbatch: Ints, peer: Ints | None = None) -> Ints:
+        """The rows of many actions of one kind, -1 where the program has none."""
+        if self._bases[CODES[kind]] < 0:
+            return np.full(len(stage), -1, np.int64)
+        kinds = np.full(len(stage), CODES[kind])
+        peers = np.full(len(stage), -1) if peer is None else peer
+        return self._table[self._slots(kinds, stage, microbatch, peers)]
+
+    def row(self, action: Action) -> int:
+        """The row of one action, -1 where the program has none."""
+        stage, kind, microbatch, peer = action
+        ends = None if peer is None else np.array([peer])
+        return int(self.rows(kind, np.array([stage]), np.array([microbatch]), ends)[0])
+
+    def __contains__(self, action: object) -> bool:
+        return isinstance(action, Action) and self.row(action) >= 0
+
+    def has(self, *kinds: Kind) -> bool:
+        """Whether the program has an action of one of these kinds."""
+        return any(self._bases[CODES[kind]] >= 0 for kind in kinds)
+
+    def grid(self, kind: Kind) -> Ints:
+        """The rows of all actions of a compute kind, by stage and micro-batch."""
+        shape = self._num_stages, self._num_microbatches
+        base = int(self._bases[CODES[kind]])
+        if base < 0:
+            return np.full(shape, -1, np.int32)
+        return self._table[base : base + shape[0] * shape[1]].reshape(shape)
+
+    def repeated(self) -> Ints:
+        """The rows of actions that stand a second time, and of those that have no place."""
+        return np.flatnonzero(self._table[self.slots] != np.arange(len(self.slots)))
+
+
+_CODE_IS_TRANSFER = np.array([kind in OTHER_END for kind in Kind])
+_CODE_IS_OUTWARD = np.array([kind in (Kind.SEND_F, Kind.RECV_B) for kind in Kind])
+
+
+class Requirements(NamedTuple):
+    """Which row must have ended before which: ``needed[i]`` before ``row[i]``; -1 where the program lacks it."""
+
+    row: Ints
+    needed: Ints
+
+
+def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requirements:
+    """What all actions need, at once."""
+    found: list[tuple[Ints, Ints]] = []
+    producers, consumers = graph.ends(graph.producers), graph.ends(graph.consumers)
+    for kind, rules in NEEDS.items():
+        rows = np.flatnonzero(columns.kind == CODES[kind])
+        if not len(rows):
+            continue
+        stage = columns.stage[rows].astype(np.int64)
+        for need in rules:
+            for ends in _ends(need.at, stage, columns.peer[rows], producers, consumers):
+                chosen = ends >= 0
+                some = columns[rows[chosen]]
+                found.append((rows[chosen], _first_form(need, some, ends[chosen], index)))
+    if not found:
+        return Requirements(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    row, needed = (np.concatenate(part) for part in zip(*found, strict=True))
+    return Requirements(row, needed)
+
+
+def _ends(at: _At, stage: Ints, peer: Ints, producers: Sequence[Ints], consumers: Sequence[Ints]) -> Iterator[Ints]:
+    match at:
+        case _At.OWN:
+            yield stage
+        case _At.PEER:
+            yield peer
+        case _At.PRODUCERS:
+            yield from (ends[stage] for ends in producers)
+        case _At.CONSUMERS:
+            yield from (ends[stage] for ends in consumers)
+
+
+def _first_form(need: _Need, columns: Columns, ends: Ints, index: Index) -> Ints:
+    """As ``_form``, for many: the row of the first form that the program has."""
+    found = np.full(len(ends), -1, np.int64)
+    for kind in need.kinds:
+        if not index.has(kind):
+            continue
+        if need.at is _At.PEER:
+            rows = index.rows(kind, ends, columns.microbatch, columns.stage)
+        elif kind in OTHER_END:
+            rows = index.rows(kind, columns.stage, columns.microbatch, ends)
+        else:
+            rows = index.rows(kind, ends, columns.microbatch)
+        found = np.where(found < 0, rows, found)
+    return found

@@ -1,0 +1,1 @@
+"""Generators of orders, which several schedules share."""

@@ -1,0 +1,169 @@
+"""Holdings: what a rank holds while each of its actions runs. A matter of order alone, not of time."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import NamedTuple
+
+import numpy as np
+
+from pipesched.errors import ScheduleError
+from pipesched.program.action_arrays import Columns, Ints, Mask
+from pipesched.program.actions import KINDS, Action, Holding, Kind
+
+__all__ = ["Held", "bytes_held", "pairs_held", "peak_in_flight", "peaks_of_stages", "rank_limits", "versions_held"]
+
+_ENDS = tuple(kind for kind, row in KINDS.items() if Holding.WEIGHT_GRAD in row.gives)
+_TAKERS = {Holding.WEIGHT_GRAD: Kind.I, Holding.ACTIVATIONS: Kind.F, Holding.INPUT: Kind.F}
+
+
+class Held(NamedTuple):
+    """How much is held while each action runs, and after it."""
+
+    during: Ints
+    after: Ints
+
+    @classmethod
+    def of(cls, takes: Ints, gives: Ints) -> "Held":
+        """From what each action takes at its start and gives back at its end."""
+        after = np.cumsum(takes - gives)
+        return cls(after + gives, after)
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once."""
+        return int(self.during.max(initial=0))
+
+
+class _Pairs(NamedTuple):
+    """The (stage, micro-batch) pair of each row, whether it is recomputed, and whether anything ends it."""
+
+    pair: Ints
+    recomputed: Mask
+    ended: Mask
+
+    @classmethod
+    def of(cls, columns: Columns) -> "_Pairs":
+        pair = columns.pair
+        recomputed = np.zeros(int(pair.max(initial=0)) + 1, np.bool_)
+        ended = recomputed.copy()
+        recomputed[pair[columns.are(Kind.R)]] = True
+        ended[pair[columns.are(*_ENDS)]] = True
+        return cls(pair, recomputed[pair], ended[pair])
+
+
+def pairs_held(columns: Columns) -> Held:
+    """The (stage, micro-batch) pairs in flight, for one rank's order.
+
+    A pair is held from its F to the end of its B or W; one that is recomputed from its R; one without a backward
+    only while its F runs.
+    """
+    pairs = _Pairs.of(columns)
+    starts = np.where(pairs.recomputed, columns.are(Kind.R), columns.are(Kind.F))
+    gives = columns.are(*_ENDS) | (starts & ~pairs.ended)
+    return Held.of(starts.astype(np.int64), gives.astype(np.int64))
+
+
+def peak_in_flight(actions: Iterable[Action] | Columns) -> int:
+    """The most (stage, micro-batch) pairs that one rank's order holds at once."""
+    return pairs_held(actions if isinstance(actions, Columns) else Columns.of(actions)).peak
+
+
+def peaks_of_stages(columns: Columns) -> Ints:
+    """The most micro-batches that each stage holds at once. columns: the orders of all ranks, one after the other."""
+    by_stage = columns[np.argsort(columns.stage, kind="stable")]  # each stage holds nothing in the end
+    begins = np.searchsorted(by_stage.stage, np.arange(int(columns.stage.max(initial=-1)) + 1))
+    return np.maximum.reduceat(pairs_held(by_stage).during, begins)
+
+
+def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
+    """The limits as a list, of one number one for each rank. Raises ScheduleError for what is no whole number."""
+    given = max_in_flight if isinstance(max_in_flight, Iterable) else [max_in_flight] * num_ranks
+    limits = list(given)
+    wrong = [limit for limit in limits if not isinstance(limit, Integral)]
+    if wrong:
+        raise ScheduleError(
+            f"max_in_flight counts micro-batches, one number or one a rank; got {wrong[0]!r}; pass whole numbers"
+        )
+    return limits
+
+
+def bytes_held(
+    columns: Columns, sizes: Mapping[Holding, Sequence[int]], versions: tuple[tuple[int, ...], ...] = ()
+) -> Held:
+    """The bytes held, for one rank's order. sizes: bytes by stage of each holding. versions: as a program's."""
+    pairs = _Pairs.of(columns)
+    takes, gives = np.zeros(len(columns), np.int64), np.zeros(len(columns), np.int64)
+    for holding, taker in _TAKERS.items():
+        size = np.asarray(sizes[holding], np.int64)[columns.stage]
+        taking = columns.are(taker)
+        if taker is Kind.F:
+            taking = taking & (pairs.recomputed == (holding is Holding.INPUT))
+        if holding is Holding.ACTIVATIONS:
+            taking = taking | columns.are(Kind.R)
+        givers = tuple(kind for kind, row in KINDS.items() if holding in row.gives)
+        giving = _firsts(pairs.pair, columns.are(*givers) & _any_of(pairs.pair, taking))
+        takes += np.where(taking, size, 0)
+        gives += np.where(giving | (taking & ~pairs.ended), size, 0)
+    away = np.asarray(sizes[Holding.OFFLOADED], np.int64)[columns.stage]
+    takes += np.where(columns.are(Kind.FETCH), away, 0)
+    gives += np.where(columns.are(Kind.FREE), away, 0)
+    if columns.are(Kind.UPDATE).any():
+        size = np.asarray(sizes[Holding.WEIGHTS], np.int64)
+        for stage, begin, end in _stashes(columns, versions):
+            takes[begin] += size[stage]
+            gives[end] += size[stage]
+    return Held.of(takes, gives)
+
+
+def versions_held(columns: Columns, versions: tuple[tuple[int, ...], ...] = ()) -> dict[int, int]:
+    """The most versions of its weights that each stage of a rank holds at once, the newest included."""
+    held: dict[int, list[tuple[int, int]]] = {stage: [] for stage in np.unique(columns.stage).tolist()}
+    for stage, begin, end in _stashes(columns, versions):
+        held[stage].append((begin, end))
+    return {stage: 1 + _most_at_once(own) for stage, own in held.items()}
+
+
+def _most_at_once(intervals: list[tuple[int, int]]) -> int:
+    """The most of these intervals, ends included, that share a row."""
+    begins, ends = np.sort(np.array(intervals, np.int64).reshape(-1, 2), axis=0).T
+    begun = np.arange(1, len(begins) + 1)
+    return int((begun - np.searchsorted(ends, begins)).max(initial=0))
+
+
+def _stashes(columns: Columns, versions: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
+    """(stage, row of the update that makes a version old, row of that version's last use), where it is used later."""
+    found: list[tuple[int, int, int]] = []
+    for stage in np.unique(columns.stage[columns.are(Kind.UPDATE)]).tolist():
+        own = columns.stage == stage
+        updates = np.flatnonzero(own & columns.are(Kind.UPDATE))
+        forwards = np.flatnonzero(own & columns.are(Kind.F))
+        newest = np.searchsorted(updates, forwards)
+        table = np.asarray(versions[stage] if versions and versions[stage] else (), np.int64)
+        used = table[columns.microbatch[forwards]] if len(table) else newest
+        last_use = np.full(len(updates) + 1, -1)
+        ends = np.flatnonzero(own & columns.are(*_ENDS))
+        end_of = dict(zip(columns.microbatch[ends].tolist(), ends.tolist(), strict=True))
+        for version, forward in zip(used.tolist(), forwards.tolist(), strict=True):
+            if version < len(last_use):
+                last_use[version] = max(last_use[version], end_of.get(int(columns.microbatch[forward]), forward))
+        found += [
+            (stage, update, int(last))
+            for update, last in zip(updates.tolist(), last_use[:-1].tolist(), strict=True)
+            if last > update
+        ]
+    return found
+
+
+def _any_of(pair: Ints, rows: Mask) -> Mask:
+    """Which rows belong to a pair that has one of these rows."""
+    has = np.zeros(int(pair.max(initial=0)) + 1, np.bool_)
+    has[pair[rows]] = True
+    return has[pair]
+
+
+def _firsts(pair: Ints, rows: Mask) -> Mask:
+    """Of the given rows the first one of each pair."""
+    chosen = np.zeros(len(pair), np.bool_)
+    candidates = np.flatnonzero(rows)
+    chosen[candidates[np.unique(pair[candidates], return_index=True)[1]]] = True
+    return chosen

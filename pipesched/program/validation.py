@@ -1,0 +1,421 @@
+"""Validation: one function a rule. A program that passes runs to its end without a deadlock.
+
+Rules are checked in this order: places, routes, complete, slices, overlaps, offloads, dependencies, transfers,
+versions, deadlock, and on request memory and exactness. Each raises with rank, position, action and the marked grid.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pipesched.errors import DeadlockError, MemoryLimitError, ScheduleError
+from pipesched.program.action_arrays import Mask
+from pipesched.program.actions import OTHER_END, Action, Kind
+from pipesched.program.dependencies import BACKWARDS
+from pipesched.program.liveness import pairs_held, peak_in_flight, rank_limits
+from pipesched.program.program import Program, check_program, marked_grid
+from pipesched.program.traversal import walk
+from pipesched.program.weight_versions import check_versions
+
+__all__ = ["check_order", "deadlock_error", "validate"]
+
+_SHOWN = 16  # numbers of a list
+_WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
+
+
+def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = None, exact: bool = False) -> None:
+    """Prove that a program is complete, ordered and free of deadlock.
+
+    max_in_flight: at most so many (stage, micro-batch) pairs held at once, one number or one a rank.
+    exact: also demand ascending micro-batch order (see ``Program.exact``).
+    Raises ScheduleError, DeadlockError or MemoryLimitError.
+    """
+    check_program(program)
+    check_order(program)
+    check_deadlock(program)
+    if max_in_flight is not None:
+        check_memory(program, max_in_flight)
+    if exact:
+        check_exact(program)
+
+
+def check_order(program: Program) -> None:
+    """All rules but deadlock, memory and exactness: what can be said without walking through the program."""
+    check_places(program)
+    check_routes(program)
+    check_complete(program)
+    check_slices(program)
+    check_overlaps(program)
+    check_offloads(program)
+    check_dependencies(program)
+    check_transfers(program)
+    check_versions(program)
+
+
+def _place(program: Program, row: int) -> str:
+    rank, position = program.orders.place(row)
+    return f"rank {rank}, position {position}"
+
+
+def _grid(program: Program, *rows: int) -> str:
+    return "\n" + marked_grid(program, dict(program.orders.place(row) for row in rows))
+
+
+def _first(rows: Mask) -> int | None:
+    return int(np.argmax(rows)) if rows.any() else None
+
+
+def check_places(program: Program) -> None:
+    """There is something to run, every stage lies on a rank that exists, and every action on its stage's rank."""
+    if program.num_microbatches < 1 or program.num_stages < 1:
+        raise ScheduleError(
+            f"a program has at least one stage and one micro-batch; this one has {program.num_stages} stages and "
+            f"{program.num_microbatches} micro-batches; correct its placement or its number of micro-batches"
+        )
+    for stage, rank in enumerate(program.placement):
+        if not 0 <= rank < program.num_ranks:
+            raise ScheduleError(
+                f"every stage lies on one of the ranks; stage {stage} is placed on rank {rank}, "
+                f"but there are {program.num_ranks} ranks; correct the placement"
+            )
+    if set(program.weights) != set(range(program.num_weights)):
+        raise ScheduleError(
+            f"weight copies are numbered from 0 without a gap; the stages have "
+            f"{', '.join(map(str, program.weights[:_SHOWN]))}; number them anew"
+        )
+    columns = program.columns
+    stage_in = (columns.stage >= 0) & (columns.stage < program.num_stages)
+    inside = (
+        stage_in
+        & (columns.peer < program.num_stages)
+        & (columns.microbatch >= 0)
+        & (columns.microbatch < program.num_microbatches)
+    )
+    home = np.asarray(program.placement)[np.where(stage_in, columns.stage, 0)]
+    row = _first(~inside | (home != program.orders.rank_of))
+    if row is None:
+        return
+    action = columns.action(row)
+    if not inside[row]:
+        raise ScheduleError(
+            f"{_place(program, row)}: {action} is outside the program's {program.num_stages} stages and "
+            f"{program.num_microbatches} micro-batches. Count both from 0." + _grid(program, row)
+        )
+    raise ScheduleError(
+        f"{_place(program, row)}: {action} belongs to rank {program.placement[action.stage]}, which holds stage "
+        f"{action.stage}. Move it there." + _grid(program, row)
+    )
+
+
+def check_routes(program: Program) -> None:
+    """A micro-batch that visits a stage also visits those that feed it and that it feeds."""
+    for route in set(program.routes):
+        if not route or len(set(route)) < len(route):
+            raise ScheduleError(
+                f"a micro-batch visits at least one stage, and each once; the route of micro-batch "
+                f"{program.routes.index(route)} is of {len(route)} stages, {len(set(route))} of them different; "
+                f"correct the route"
+            )
+        for stage in route:
+            if not 0 <= stage < program.num_stages:
+                raise ScheduleError(
+                    f"a route visits stages of the program; it has 0..{program.num_stages - 1}, a route {stage}; "
+                    f"correct the route"
+                )
+            beside = {*program.graph.producers[stage], *program.graph.consumers[stage]} - set(route)
+            if beside:
+                raise ScheduleError(
+                    f"a route takes whole chains of stages; one has stage {stage} but not its neighbour "
+                    f"{min(beside)}; add that, or take the edge out of the graph"
+                )
+
+
+def check_complete(program: Program) -> None:
+    """Every stage runs every micro-batch that visits it once: F, and B or both I and W, or F alone in evaluation."""
+    index, columns = program.index, program.columns
+    for row in index.repeated().tolist():
+        action = columns.action(row)
+        same = (columns.stage == action.stage) & (columns.kind == columns.kind[row])
+        same &= (columns.microbatch == action.microbatch) & (columns.peer == columns.peer[row])
+        rows = np.flatnonzero(same)
+        if len(rows) > 1:
+            raise ScheduleError(
+                f"{_place(program, int(rows[0]))}: {action} runs once; found {len(rows)} times. Remove the others."
+                + _grid(program, int(rows[0]))
+            )
+        raise ScheduleError(
+            f"{_place(program, row)}: {action} goes along no edge of the stage graph. Correct or remove it."
+            + _grid(program, row)
+        )
+    has = {kind: index.grid(kind) >= 0 for kind in _WORK}
+    split = (has[Kind.I] & has[Kind.W] & ~has[Kind.B]) | (has[Kind.B] & ~has[Kind.I] & ~has[Kind.W])
+    none = ~(has[Kind.B] | has[Kind.I] | has[Kind.W])
+    due = has[Kind.F] & (none if program.forward_only else split)
+    good = np.where(program.visits, due, none & ~has[Kind.F]) if program.routes else due
+    row = _first(~good.ravel())
+    if row is not None:
+        stage, microbatch = divmod(row, program.num_microbatches)
+        kinds = {kind for kind in _WORK if has[kind][stage, microbatch]}
+        raise ScheduleError(_incomplete(program, stage, microbatch, kinds))
+
+
+def _accepted(program: Program, stage: int, microbatch: int) -> tuple[set[Kind], ...]:
+    if not program.visits[stage, microbatch]:
+        return (set(),)
+    if program.forward_only:
+        return ({Kind.F},)
+    return {Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}
+
+
+def _incomplete(program: Program, stage: int, microbatch: int, kinds: set[Kind]) -> str:
+    accepted = _accepted(program, stage, microbatch)
+    want = "F and either B or both I and W" if len(accepted) > 1 else "F" if accepted[0] else "nothing"
+    has = ", ".join(f"{stage}{kind}{microbatch}" for kind in sorted(kinds)) or "none of them"
+    wanted = min(accepted, key=lambda choice: len(choice ^ kinds))
+    remedy = [f"Add {stage}{kind}{microbatch}." for kind in sorted(wanted - kinds)]
+    remedy += [f"Remove {stage}{kind}{microbatch}." for kind in sorted(kinds - wanted)]
+    marks = dict(program.place(Action(stage, kind, microbatch)) for kind in sorted(kinds)[:1])
+    return (
+        f"rank {program.placement[stage]}: stage {stage} runs {want} for each of {program.num_microbatches} "
+        f"micro-batches; for micro-batch {microbatch} it has {has}. {' '.join(remedy)}\n" + marked_grid(program, marks)
+    )
+
+
+def check_slices(program: Program) -> None:
+    """The slices of a micro-batch run forward from the first to the last, backward from the last to the first."""
+    slices = program.slices_per_microbatch
+    if slices == 1:
+        return
+    if slices < 1 or program.num_microbatches % slices:
+        raise ScheduleError(
+            f"every micro-batch has as many slices; {program.num_microbatches} slices in all, {slices} a micro-batch; "
+            f"make them a multiple"
+        )
+    visits = program.visits.reshape(program.num_stages, -1, slices)
+    visited = visits.sum(axis=2)
+    parted = np.flatnonzero(((visited > 0) & (visited < slices)).any(axis=0))
+    if len(parted):
+        raise ScheduleError(
+            f"the slices of a micro-batch take one route; those of micro-batch {parted[0]}, "
+            f"{slices} of them, take several; give all the same one"
+        )
+    forward = program.index.grid(Kind.F)
+    backward = np.maximum(program.index.grid(Kind.B), program.index.grid(Kind.I))[:, ::-1]
+    for rows, direction in ((forward, "first to the last"), (backward, "last to the first")):
+        grid = rows.reshape(program.num_stages, -1, slices)
+        in_order = (np.diff(grid, axis=2) > 0) | (grid[:, :, 1:] < 0)  # or not there
+        if program.forward_only and direction.startswith("last"):
+            continue
+        if not in_order.all():
+            stage, microbatch, part = np.argwhere(~in_order)[0].tolist()
+            row = int(grid[stage, microbatch, part + 1])
+            raise ScheduleError(
+                f"{_place(program, row)}: {program.columns.action(row)} runs too early; the slices of a micro-batch "
+                f"run from the {direction}. Move it." + _grid(program, row)
+            )
+
+
+def check_overlaps(program: Program) -> None:
+    """Two actions that overlap are an F and a backward behind it, of different pairs, of one rank."""
+    columns, rank_of, pair = program.columns, program.orders.rank_of, program.columns.pair
+    first = np.flatnonzero(columns.joined)
+    second = np.minimum(first + 1, len(columns) - 1)
+    good = columns.are(Kind.F)[first] & columns.are(*BACKWARDS)[second] & ~columns.joined[second]
+    good &= (rank_of[first] == rank_of[second]) & (pair[first] != pair[second])
+    wrong = _first(~good)
+    if wrong is not None:
+        rank, position = program.orders.place(int(first[wrong]))
+        pairs = " & ".join(map(str, program.orders[rank][position : position + 2]))
+        raise ScheduleError(
+            f"rank {rank}, position {position}: an F overlaps with a B or I directly behind it that does not need "
+            f"it; got {pairs}. Run them one after the other." + _grid(program, int(first[wrong]))
+        )
+
+
+def check_offloads(program: Program) -> None:
+    """What goes to the host gives its memory back and is fetched again, and is not recomputed as well."""
+    columns, index = program.columns, program.index
+    if not index.has(Kind.OFFLOAD):
+        return
+    rows = np.flatnonzero(columns.are(Kind.OFFLOAD))
+    own = columns[rows]
+    for kind, due in ((Kind.FREE, True), (Kind.FETCH, True), (Kind.R, False)):
+        wrong = _first((index.rows(kind, own.stage, own.microbatch) >= 0) != due)
+        if wrong is not None:
+            action = own.action(wrong)
+            other = action._replace(kind=kind)
+            what = f"has no {other}. Add it" if due else f"is also recomputed, by {other}. Remove one of them"
+            raise ScheduleError(
+                f"{_place(program, int(rows[wrong]))}: what is offloaded gives its memory back (FREE) and comes back "
+                f"(FETCH) before its backward; {action} {what}." + _grid(program, int(rows[wrong]))
+            )
+
+
+def check_dependencies(program: Program) -> None:
+    """What an action needs is in the program, and earlier where it is on the same rank."""
+    row, needed = program.requirements
+    rank_of = program.orders.rank_of
+    late = (needed < 0) | ((rank_of[row] == rank_of[needed]) & (needed > row))
+    if not late.any():
+        return
+    first = int(row[late].min())
+    action, (rank, position) = program.columns.action(first), program.orders.place(first)
+    for need in program.needs(action):
+        at = program.index.row(need)
+        if at < 0:
+            raise ScheduleError(
+                f"{_place(program, first)}: {action} needs {need}, which no rank runs. Add {need}."
+                + _grid(program, first)
+            )
+        if rank_of[at] == rank and at > first:
+            raise ScheduleError(
+                f"rank {rank}, position {position}: {action} needs {need} before it on this rank, "
+                f"but {need} is at position {program.orders.place(at)[1]}. Move {need} earlier." + _grid(program, first)
+            )
+
+
+def check_transfers(program: Program) -> None:
+    """Every send has its receive, each channel (from rank, to rank, kind) is first in, first out, and where a program
+    has transfers, all that ranks need from each other is transferred.
+    """
+    if not program.index.has(*OTHER_END):
+        return
+    for send in (Kind.SEND_F, Kind.SEND_B):
+        if program.index.has(send):
+            _check_channels(program, send)
+    _check_transferred(program)
+
+
+def _check_transferred(program: Program) -> None:
+    rank_of, computes = program.orders.rank_of, program.columns.compute
+    row, needed = program.requirements
+    bare = (rank_of[row] != rank_of[needed]) & computes[row] & computes[needed]
+    if bare.any():
+        first = int(row[bare].min())
+        giver = int(needed[bare][row[bare] == first].min())
+        action, stage = program.columns.action(first), program.columns.action(giver).stage
+        send, receive = (Kind.SEND_F, Kind.RECV_F) if action.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
+        ends = Action(stage, send, action.microbatch, action.stage), action._replace(kind=receive, peer=stage)
+        raise ScheduleError(
+            f"{_place(program, first)}: {action} needs what stage {stage} on rank {rank_of[giver]} gives; this program "
+            f"has transfers, but none for it. Add {ends[0]} and {ends[1]}, or leave all transfers to lower()."
+            + _grid(program, first)
+        )
+
+
+def _check_channels(program: Program, send: Kind) -> None:
+    columns, receive = program.columns, OTHER_END[send]
+    sends = np.flatnonzero(columns.are(send))
+    sent = columns[sends]
+    receives = program.index.rows(receive, sent.peer, sent.microbatch, sent.stage)
+    lost = _first(receives < 0)
+    if lost is not None:
+        stage, _, microbatch, peer = action = sent.action(lost)
+        missing = Action(-1 if peer is None else peer, receive, microbatch, stage)
+        raise ScheduleError(
+            f"{_place(program, int(sends[lost]))}: {action} needs {missing}, which no rank runs. Add {missing}."
+            + _grid(program, int(sends[lost]))
+        )
+    placement = np.asarray(program.placement)
+    channel = placement[sent.stage].astype(np.int64) * program.num_ranks + placement[sent.peer]
+    order = np.argsort(channel, kind="stable")  # within a channel: as they are sent
+    channel, receives = channel[order], receives[order]
+    swapped = np.flatnonzero((channel[1:] == channel[:-1]) & (receives[1:] < receives[:-1]))
+    if len(swapped):
+        # The first receive, in its rank's order, that is not the next one due.
+        own = channel == channel[swapped[0]]
+        due, by_place = receives[own], np.sort(receives[own])
+        at = int(np.argmax(due != by_place))
+        early, first = (columns.action(int(rows[at])) for rows in (by_place, due))
+        raise ScheduleError(
+            f"{_place(program, int(by_place[at]))}: {early} is received before {first}, which rank "
+            f"{int(channel[swapped[0]]) // program.num_ranks} sends first; a channel is first in, first out. "
+            f"Receive {first} first." + _grid(program, int(by_place[at]))
+        )
+
+
+def check_deadlock(program: Program) -> None:
+    """The orders of all ranks, taken together, can be run to their ends."""
+    reached = walk(program).reached
+    if sum(reached) < len(program.columns):
+        raise deadlock_error(program, reached)
+
+
+def deadlock_error(program: Program, reached: Sequence[int]) -> DeadlockError:
+    """Name the cycle that the waiting ranks form, each at the position it reached."""
+    waits: dict[int, tuple[Action, Action]] = {}
+    for rank, order in enumerate(program.orders):
+        if reached[rank] < len(order):
+            at = reached[rank]
+            actions = order[at : at + 2] if program.orders.rank(rank).joined[at] else order[at : at + 1]
+            missing = (need for one in actions for need in program.needs(one) if not _has_run(program, need, reached))
+            waits[rank] = actions[0], next(missing)
+    return DeadlockError(_deadlock(program, waits))
+
+
+def _has_run(program: Program, action: Action, reached: Sequence[int]) -> bool:
+    row = program.index.row(action)
+    rank, position = program.orders.place(row)
+    return row >= 0 and position < reached[rank]
+
+
+def _deadlock(program: Program, waits: Mapping[int, tuple[Action, Action]]) -> str:
+    """Each rank of the cycle waits for an action of the next one."""
+    chain: list[int] = []
+    rank = next(iter(waits))
+    while rank not in chain and rank in waits:
+        chain.append(rank)
+        rank = program.orders.place(program.index.row(waits[rank][1]))[0]
+    cycle = chain[chain.index(rank) :] if rank in chain else chain
+    rows = {r: program.index.row(action) for r, (action, _) in waits.items()}
+    lines = [f"  {_place(program, rows[r])}: {waits[r][0]} waits for {waits[r][1]}" for r in cycle]
+    others = [f"rank {r} at {action} for {need}" for r, (action, need) in waits.items() if r not in cycle]
+    behind = f"\nBehind them wait {', '.join(others)}." if others else ""
+    return (
+        f"deadlock: {len(cycle)} of {program.num_ranks} ranks wait for each other in a cycle\n"
+        + "\n".join(lines)
+        + f"\nMove one of the awaited actions before the place where its rank waits.{behind}"
+        + _grid(program, *rows.values())
+    )
+
+
+def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
+    """No rank holds more (stage, micro-batch) pairs at once than its limit."""
+    limits = rank_limits(max_in_flight, program.num_ranks)
+    if len(limits) != program.num_ranks:
+        raise ScheduleError(
+            f"max_in_flight is one number or one a rank; got {len(limits)} for {program.num_ranks} ranks; pass as many"
+        )
+    for rank, limit in enumerate(limits):
+        order = program.orders.rank(rank)
+        held = pairs_held(order).during
+        position = _first(held > limit)
+        if position is not None:
+            raise MemoryLimitError(
+                f"rank {rank}, position {position}: {order.action(position)} makes {held[position]} micro-batches in "
+                f"flight, but the limit is {limit} (the order's peak is {peak_in_flight(order)}). "
+                f"Run a backward before it, or raise the limit.\n" + marked_grid(program, {rank: position})
+            )
+
+
+def check_exact(program: Program) -> None:
+    """Forwards and weight gradients of each stage run in ascending micro-batch order, so that sums have one order."""
+    if program.num_weights < program.num_stages:
+        raise ScheduleError(
+            f"an exact program has weights of its own on every stage; here {program.num_stages} stages share "
+            f"{program.num_weights} weight copies, whose gradients are sums of sums; validate without exact=True: "
+            f"results then agree within rounding only"
+        )
+    if program.slices_per_microbatch > 1:
+        raise ScheduleError(
+            f"an exact program runs whole micro-batches; this one cuts each into {program.slices_per_microbatch} "
+            f"slices, whose gradients are summed; validate without exact=True: results then agree within rounding only"
+        )
+    descent = program.first_descent()
+    if descent is not None:
+        rank, position, action = descent
+        raise ScheduleError(
+            f"rank {rank}, position {position}: an exact program runs each stage's F, and its B or W, in ascending "
+            f"micro-batch order; {action} comes after a later micro-batch. Reorder it, or validate without exact=True: "
+            f"results then agree within rounding only.\n" + marked_grid(program, {rank: position})
+        )

@@ -1,0 +1,1 @@
+"""Runs programs: stages, executors, transport, and the ranks' host."""

@@ -1,0 +1,1 @@
+"""How ranks meet, and notice that one of them fails."""

@@ -1,0 +1,364 @@
+"""Alarm: how all ranks of a job learn that one has failed, within moments and whatever they wait for; and which one.
+
+In every rank a thread listens at an address that the others have read from the store. A rank that fails tells all:
+those of its pipeline, and all others of the job, which may share collectives with them. Each answers with what it is
+doing, and ends its own waits by closing its connections. A rank that noticed only that another one is late or gone
+works out from the answers which one is to blame, and tells that, too.
+
+The store itself is not asked once something has failed: it may lie in the process that is stopped.
+"""
+
+import json
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.util import Finalize
+from typing import Any
+
+from torch import distributed
+
+from pipesched.runtime.coordination.failure_notices import LONGEST, Address, Fault, told
+from pipesched.runtime.coordination.rank_activity import Activity, Doing, State, blamed
+from pipesched.runtime.coordination.rendezvous import AbsentError, names_of, ranks_of
+from pipesched.runtime.coordination.stores import Store, StoreLostError, asked, missing
+from pipesched.runtime.coordination.stuck_collectives import Stuck
+
+__all__ = ["Alarm"]
+
+_PATIENCE_S = 2.0  # for answers, and for what another rank makes of them
+_GRACE_S = 0.5  # for a rank that may get what it waits for, although another one has ended
+_LOOK_S = 0.2  # how often a rank that has heard of a fault looks whether it is stuck
+_WORD_BYTES = 32
+_WATCH, _LEFT = b"watch\n", b"left\n"  # what is said beside faults: I watch you; I have left, and am not to blame
+_LONGEST_TEXT = 8000  # letters; a message has LONGEST bytes
+_CALLERS = 256  # connections at a time
+_MAKING = "making a pipeline"  # a call, as far as others see it
+_PEOPLE = "pipesched/alarms"  # in the job's store: how many addresses there are
+
+
+class Bell:
+    """Whether a rank has failed."""
+
+    rung = False
+
+
+class _Ear:
+    """What the listening thread shares with the alarm. It holds no alarm, so that one can be dropped."""
+
+    def __init__(self, host: str, activity: Activity, name: str, timeout_s: float) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.listener = socket.create_server((host, 0), family=family, backlog=_CALLERS)
+        self.listener.setblocking(False)
+        self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
+        self.inside, self.outside = socket.socketpair()  # a byte from outside: look at ``watched``, or end
+        self.watched: tuple[socket.socket, str] | None = None  # a rank that this one watches, and its name
+        self.addresses: list[Address] = []  # of the other ranks
+        self.bell, self.settled = Bell(), threading.Event()
+        self.fault: Fault | None = None
+        self.state: State | None = None
+        self.hang_ups: list[Callable[[], None]] = []
+        self._activity, self._name, self._timeout_s = activity, name, timeout_s
+        self._lock = threading.Lock()
+        self._stuck: Stuck | None = None
+        self._callers: dict[Any, bytearray] = {}  # connections, and what has come from them
+        self._watchers: set[Any] = set()
+        self._gone = ""  # the rank whose process has ended without a word
+
+    def hear(self, fault: Fault, own: State | None = None) -> None:
+        """A fault is known here. The first that is settled counts. own: this rank's state, where it failed."""
+        with self._lock:
+            if self.state is None or own is not None:
+                self.state = own or self._activity.state()
+            if self.fault is None or (fault.settled and not self.settled.is_set()):
+                self.fault = fault
+            self.bell.rung = True
+        if fault.settled:
+            self.settled.set()
+
+    def hang_up(self) -> None:
+        """End all that this rank waits for."""
+        hang_ups, self.hang_ups = self.hang_ups, []
+        for hang_up in hang_ups:
+            hang_up()
+
+    def listen(self) -> None:
+        """The thread."""
+        with selectors.DefaultSelector() as selector, self.listener, self.inside:
+            selector.register(self.inside, selectors.EVENT_READ)
+            selector.register(self.listener, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select(_LOOK_S if self.bell.rung or self._gone else None):
+                    if key.fileobj is self.inside:
+                        if self.inside.recv(1) != _WATCH[:1]:
+                            return self._leave()
+                        assert self.watched is not None
+                        selector.register(self.watched[0], selectors.EVENT_READ)
+                    elif key.fileobj is self.listener:
+                        self._admit(selector)
+                    elif self.watched is not None and key.fileobj is self.watched[0]:
+                        self._watch(selector, *self.watched)
+                    else:
+                        self._serve(selector, key.fileobj)
+                if self._gone:
+                    self._check_gone(self._gone)
+                if self.bell.rung and self.fault is not None:
+                    self._stuck = self._stuck or Stuck(self._activity)
+                    self._stuck.look(self._name, str(self.fault))
+
+    def _leave(self) -> None:
+        for caller in self._callers:
+            with caller, suppress(OSError):
+                if caller in self._watchers:
+                    caller.send(_LEFT)
+        if self.watched is not None:
+            self.watched[0].close()
+
+    def _watch(self, selector: selectors.BaseSelector, watched: socket.socket, name: str) -> None:
+        """The rank that this one watches has left, or its process has ended without a word."""
+        selector.unregister(watched)
+        with suppress(OSError):
+            if watched.recv(len(_LEFT)):
+                return
+        self._gone = name
+
+    def _check_gone(self, name: str) -> None:
+        """A process that has ended is a fault once this rank waits for longer than a message takes. All are told."""
+        state = self._activity.state()
+        if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
+            fault = Fault(name, "its process has ended, and said nothing: it was killed, or it crashed", True)
+            self.hear(fault)
+            told(fault, [address for address in self.addresses if address.name != name], _PATIENCE_S / 2)
+            self.hang_up()
+
+    def _admit(self, selector: selectors.BaseSelector) -> None:
+        with suppress(OSError):
+            caller, _ = self.listener.accept()
+            caller.setblocking(False)
+            if len(self._callers) == _CALLERS:  # the one that has been silent for longest
+                self._dismiss(selector, next(one for one in self._callers if one not in self._watchers))
+            self._callers[caller] = bytearray()
+            selector.register(caller, selectors.EVENT_READ)
+
+    def _dismiss(self, selector: selectors.BaseSelector, caller: Any) -> None:
+        selector.unregister(caller)
+        caller.close()
+        del self._callers[caller]
+        self._watchers.discard(caller)
+
+    def _serve(self, selector: selectors.BaseSelector, caller: Any) -> None:
+        """Read what has come. A fault is heard and answered; then the connection ends."""
+        said = self._callers[caller]
+        try:
+            part = caller.recv(LONGEST)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        said += part
+        if part and not said.endswith(b"\n") and len(said) <= LONGEST:
+            return
+        known = secrets.compare_digest(said[:_WORD_BYTES], self.word)
+        if part and known and said[_WORD_BYTES:] == _WATCH and len(self._watchers) < _CALLERS / 2:
+            self._watchers.add(caller)
+            return
+        if part and known:
+            with suppress(OSError, ValueError, TypeError, RecursionError):
+                self.hear(Fault(*json.loads(said[_WORD_BYTES:])))
+                caller.sendall(json.dumps(self.state).encode())
+        self._dismiss(selector, caller)
+        if self.bell.rung:
+            self.hang_up()
+
+
+class Alarm:
+    """One rank's alarm. The ranks of other pipelines of the job hear it at once, those of its own after ``meet``.
+
+    group: of the pipeline's ranks. host: this rank's address. Dropping the alarm ends its thread, as ``end`` does.
+    Raises StoreLostError.
+    """
+
+    def __init__(self, group: Any, host: str, timeout_s: float) -> None:
+        self.rank: int = group.rank()
+        self._timeout_s = timeout_s
+        self._job, ranks = _job_of(group)
+        self._names = names_of(group)
+        self._own_ranks = set(ranks)
+        self.activity = Activity(self._names)
+        self._ear = _Ear(host, self.activity, self.name, timeout_s)
+        self._thread = threading.Thread(target=self._ear.listen, name=f"pipesched alarm {self.rank}", daemon=True)
+        self._thread.start()
+        self._finalizer = Finalize(self, _end, (self._ear.outside, self._thread), exitpriority=0)  # also in a Process
+        port = self._ear.listener.getsockname()[1]
+        self._own = Address(self.name, ranks[self.rank], host, port, self._ear.word.decode())
+        self._addresses: list[Address] = []
+        self._elsewhere: dict[int, Address] = {}
+        self._store_is_lost = False
+        if self._job is not None:
+            asked(self._announce, timeout_s)
+        self.activity.begin(_MAKING)
+
+    def meet(self, store: Store) -> None:
+        """Wait for the other ranks of the pipeline. store: theirs alone.
+
+        Raises ExecutionError that names the ranks that have not come, and StoreLostError.
+        """
+        self._addresses = self._awaited(store)
+        self.activity.end()
+        self._ear.addresses = self._others()
+        self.look_around()
+        if len(self._addresses) > 1:
+            self._watch(self._addresses[(self.rank + 1) % len(self._addresses)])
+
+    @property
+    def name(self) -> str:
+        """Of this rank, in errors."""
+        return self._names[self.rank]
+
+    @property
+    def bell(self) -> Bell:
+        """Whether a rank has failed."""
+        return self._ear.bell
+
+    def on_fault(self, hang_up: Callable[[], None]) -> None:
+        """Call this once a rank has failed, in any thread: it ends what this rank waits for."""
+        self._ear.hang_ups.append(hang_up)
+        if self.bell.rung:
+            self._ear.hang_up()
+
+    def _watch(self, address: Address) -> None:
+        """From now on notice if the process of this rank ends without a word. Each rank watches the next one."""
+        with suppress(OSError):  # what does not connect now is noticed by who waits for that rank
+            watched = socket.create_connection((address.host, address.port), self._timeout_s)
+            watched.sendall(address.word.encode() + _WATCH)
+            self._ear.watched = watched, address.name
+            self._ear.outside.send(_WATCH[:1])
+
+    # ---- addresses --------------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """To the ranks of the job that are in other pipelines. It asks the job's store."""
+        assert self._job is not None
+        self._job.set(f"{_PEOPLE}/{self._job.add(_PEOPLE, 1)}", json.dumps(self._own))
+
+    def _awaited(self, store: Store) -> list[Address]:
+        """Of all ranks of this pipeline."""
+        keys = [f"alarm/{rank}" for rank in range(len(self._names))]
+        asked(lambda: store.set(keys[self.rank], json.dumps(self._own)), self._timeout_s)
+        if absent := missing(store, keys, self._timeout_s):
+            raise AbsentError(absent, self._names, self.rank, self._timeout_s)
+        return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
+
+    def look_around(self) -> None:
+        """Read where the ranks of other pipelines listen, before anything fails. It asks the job's store."""
+        if self._job is None or self._store_is_lost:
+            return
+        try:
+            self._elsewhere = asked(self._read_elsewhere, _PATIENCE_S)
+        except StoreLostError:
+            self._store_is_lost = True  # it is waited for once
+        except RuntimeError:
+            return
+        self._ear.addresses = [*self._others(), *self._elsewhere.values()]
+
+    def _read_elsewhere(self) -> dict[int, Address]:
+        assert self._job is not None
+        known: dict[int, Address] = {}
+        for number in range(1, self._job.add(_PEOPLE, 0) + 1):
+            key = f"{_PEOPLE}/{number}"
+            if self._job.check([key]):
+                address = self._elsewhere.get(number) or Address(*json.loads(self._job.get(key)))
+                if address.rank not in self._own_ranks:
+                    known[number] = address
+        return known
+
+    def _elsewhere_now(self) -> list[Address]:
+        if not self._elsewhere:
+            self.look_around()
+        return list(self._elsewhere.values())
+
+    # ---- a fault ----------------------------------------------------------------------------------------------
+
+    def ring(self, text: str, doing: Doing, ended: int | None = None) -> Fault:
+        """Tell all ranks that this one fails, and end what it waits for. Returns what happened, as all of them see it.
+
+        doing: what failed; "raised" where the cause is this rank's own, else it is looked for. ended: the rank of this
+        pipeline that ended its connection with this one. Takes some seconds where ranks do not answer.
+        """
+        ear, heard = self._ear, self.bell.rung
+        text, state = text[:_LONGEST_TEXT], self.activity.state()._replace(doing=doing)
+        if doing == "raised" and not ear.settled.is_set():
+            fault = Fault(self.name, text, True)
+            ear.hear(fault, state._replace(what=text))
+            told(fault, [*self._others(), *self._elsewhere_now()], _PATIENCE_S / 2)
+        elif heard:
+            ear.hang_up()
+            ear.settled.wait(2 * _PATIENCE_S)
+            assert ear.fault is not None
+            told(ear.fault, self._elsewhere_now(), _PATIENCE_S / 4)
+        else:
+            self._look_for_the_cause(Fault(self.name, text, False), state, ended)
+        ear.hang_up()
+        assert ear.fault is not None
+        return ear.fault
+
+    def _look_for_the_cause(self, guess: Fault, state: State, ended: int | None) -> None:
+        ear = self._ear
+        ear.hear(guess, state)
+        ours = told(guess, self._others(), _PATIENCE_S, until=ear.settled.is_set)
+        if ear.settled.is_set():
+            return
+        found = blamed({self.name: state, **ours}, self._timeout_s)
+        elsewhere = self._elsewhere_now()
+        theirs = told(guess, elsewhere, _PATIENCE_S / 2, until=ear.settled.is_set)
+        left = None if ended is None else ([self._names[ended]], "it has left the pipeline")
+        found = found or blamed(theirs, self._timeout_s) or left or self._suspect({self.name: state, **theirs})
+        who, why = found or ([self.name], "")
+        noticed = f"{why}; {self.name} noticed: " if why else ""
+        fault = Fault(", ".join(who), noticed + guess.text, True)
+        ear.hear(fault)
+        answers = {**theirs, **ours}
+        listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers[one.name], State)]
+        told(fault, listeners, _PATIENCE_S / 4)
+
+    def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
+        """Whom to blame where all that answer wait: the store's host, or ranks that others wait for in vain."""
+        if self._job is None:
+            return None
+        try:
+            known = asked(self._read_elsewhere, _PATIENCE_S / 2)
+        except StoreLostError as error:
+            who, _, why = str(error).partition(" failed: ")
+            return [who], why
+        except RuntimeError:
+            return None
+        come = self._own_ranks if self._addresses else {self._own.rank}
+        come = come | {address.rank for address in known.values()}
+        absent = [f"rank {rank}" for rank in range(distributed.get_world_size()) if rank not in come]
+        making = any(isinstance(state, State) and state.what == _MAKING for state in states.values())
+        return (absent, "it has not come to make its pipeline") if making and absent else None
+
+    def _others(self) -> list[Address]:
+        return [address for rank, address in enumerate(self._addresses) if rank != self.rank]
+
+    def end(self) -> None:
+        """End the thread."""
+        self._finalizer()
+
+
+def _end(outside: socket.socket, thread: threading.Thread) -> None:
+    with outside, suppress(OSError):
+        outside.send(b"\0")
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE_S)
+
+
+def _job_of(group: Any) -> tuple[Store | None, list[int]]:
+    """(the store of the whole job, None where all its ranks are in this group; the group's ranks in the job)."""
+    size, ranks = group.size(), ranks_of(group)
+    if not distributed.is_initialized() or ranks is None:
+        return None, list(range(size))
+    world = distributed.group.WORLD
+    return (None if world is None or world.size() == size else world.get_group_store()), ranks

@@ -1,0 +1,180 @@
+"""Activity: what a rank is doing, told to the others where one fails, and which rank is then to blame."""
+
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import distributed
+
+from pipesched.program.actions import Action, Kind
+
+if TYPE_CHECKING:
+    from pipesched.runtime.executors.interpreter import Stamps
+
+__all__ = ["COLLECTIVE", "ENDED", "SILENT", "Activity", "Doing", "State", "blamed", "doing_at", "said"]
+
+#: Raised an error of its own; runs code of the model or the user; waits for another rank; is in a collective of
+#: torch.distributed.
+Doing = Literal["raised", "works", "waits", "collective"]
+COLLECTIVE: Doing = "collective"
+
+#: The answers of a rank that gives none: nobody listens at its address; it does not answer in time.
+ENDED, SILENT = "ended", "silent"
+
+_OF_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OF_COLLECTIVES = os.path.dirname(distributed.__file__) + os.sep
+_OF_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
+_SITE_PACKAGES = os.sep + "site-packages" + os.sep
+_RUNTIME = os.path.dirname(os.path.dirname(__file__))
+_WAITING = {
+    os.path.join(_RUNTIME, folder, f"{name}.py")
+    for folder, name in (
+        ("coordination", "failure_alarm"),
+        ("coordination", "stores"),
+        ("transport", "channels"),
+        ("transport", "clock_sync"),
+        ("transport", "ports"),
+        ("transport", "shared_value"),
+        ("transport", "sockets"),
+    )
+}
+_GIVEN_BY = {Kind.RECV_F: "F", Kind.RECV_B: "B"}
+
+
+class State(NamedTuple):
+    """What a rank does.
+
+    what: the action, else the call, else "". place: the line of code, where it works. seconds: for how long. last: of
+    other ranks, the last action that it knows of.
+    """
+
+    doing: Doing
+    what: str
+    place: str
+    seconds: float
+    last: dict[str, str]
+
+
+class Activity:
+    """What this rank does. It is kept by the calls of the executor, and read by the alarm's thread.
+
+    names: of the ranks, in their order.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._thread = threading.get_ident()
+        self.call = ""  # the call that is under way; "" between calls
+        self.since_s = time.monotonic()  # when it began, or the last one ended
+        self._stamps: Stamps | None = None
+        self._placement: Sequence[int] = ()
+
+    def begin(self, call: str) -> None:
+        """A call begins, in this thread."""
+        self.call, self.since_s, self._thread = call, time.monotonic(), threading.get_ident()
+
+    def end(self) -> None:
+        """It has ended."""
+        self.call, self.since_s, self._stamps = "", time.monotonic(), None
+
+    def run(self, stamps: "Stamps", placement: Sequence[int]) -> None:
+        """An order runs, as these stamps say."""
+        self._placement, self._stamps = placement, stamps
+
+    def doing(self) -> tuple[Doing, str]:
+        """What the rank's thread does at this moment, and in which line of whose code."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(_OF_COLLECTIVES) or file in _WAITING:
+                return COLLECTIVE if file not in _WAITING else "waits", ""
+            if not file.startswith((_OF_TORCH, "<")) and (_SITE_PACKAGES in file or not file.startswith(_OF_PYTHON)):
+                return "works", f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+            frame = frame.f_back
+        return "works", ""
+
+    def innermost(self) -> tuple[int, int]:
+        """Stands for the call that the rank's thread is in: the same as long as it is in that one."""
+        frame = sys._current_frames().get(self._thread)
+        return (id(frame), frame.f_lasti) if frame is not None else (0, 0)
+
+    def stack(self) -> str:
+        """The traceback of the rank's thread."""
+        frame = sys._current_frames().get(self._thread)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+    def state(self) -> State:
+        """What the rank does at this moment, in words."""
+        (doing, place), stamps, seconds = self.doing(), self._stamps, time.monotonic() - self.since_s
+        if stamps is None:
+            return State(doing, self.call, place, seconds, {})
+        position = next((index for index, end in enumerate(stamps.ends) if end is None), None)
+        last = self._last(stamps.order[:position])
+        if position is None:
+            return State(doing, self.call, place, seconds, last)
+        start = stamps.starts[position]
+        if isinstance(start, float):  # of a host's clock; a device's is read once the step has ended
+            seconds = time.perf_counter() - start
+        action = stamps.order[position]
+        if action.kind in _GIVEN_BY and doing == "works":
+            doing, place = "waits", ""  # or has just given up: its thread puts away what the run held
+        what = f"{action} (stage {action.stage}, micro-batch {action.microbatch})"
+        return State(doing, what, place, seconds, last)
+
+    def _last(self, done: Sequence[Action]) -> dict[str, str]:
+        return {
+            self._names[self._placement[peer]]: f"{peer}{_GIVEN_BY[kind]}{microbatch}"
+            for _, kind, microbatch, peer in done
+            if peer is not None and kind in _GIVEN_BY
+        }
+
+
+def doing_at(error: BaseException) -> Doing:
+    """What a rank did that an error of its own ended: it was in a collective where torch.distributed raised it, as a
+    rule because another rank of the group had ended.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    of_collective = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OF_COLLECTIVES)
+    return COLLECTIVE if of_collective else "raised"
+
+
+def said(error: BaseException) -> str:
+    """An error as others are told of it."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[str], str] | None:
+    """(the ranks to blame, and why), by what all answered that were told of a fault, each under its name.
+
+    None where the answers do not tell. timeout_s: for how long the one that noticed waited.
+    """
+    states = {name: answer for name, answer in answers.items() if isinstance(answer, State)}
+    for name, state in states.items():
+        if state.doing == "raised":
+            return [name], state.what
+    quiet = [name for name, answer in answers.items() if not isinstance(answer, State)]
+    if quiet:
+        last = {name: action for state in states.values() for name, action in state.last.items()}
+        return quiet, "; ".join(_quiet(name, answers[name], last.get(name), len(quiet) > 1) for name in quiet)
+    busy = {name: state for name, state in states.items() if state.doing == "works"}
+    late = max(busy, key=lambda name: busy[name].seconds, default=None)
+    if late is None or busy[late].seconds < timeout_s / 2:
+        return None
+    _, what, place, seconds, _ = busy[late]
+    why = f"has been in {what}" if what else "has been outside of the pipeline's calls"
+    return [late], f"it {why} for {seconds:.1f} s{f', at {place}' if place else ''}"
+
+
+def _quiet(name: str, answer: State | str, last: str | None, several: bool) -> str:
+    ended = "its process has ended, or has left the pipeline"
+    why = ended if answer == ENDED else "it does not answer, so its process is stopped or cannot be reached"
+    known = f"; the last that came from it is of {last}" if last else "; nothing has come from it in this call"
+    return f"{f'{name}: ' if several else ''}{why}{known}"

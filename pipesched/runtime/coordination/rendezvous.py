@@ -1,0 +1,249 @@
+"""Rendezvous: how the ranks of a group come together to make one pipeline, whatever became of the ones before.
+
+Each rank announces that it has come; once all have, rank 0 answers each with the same fresh token, under which they
+find each other in the group's store. A rank that raises before it can come announces that instead, and the others hear
+of it at once. Who has waited for too long withdraws; rank 0 passes over what is withdrawn. So a mistake of one rank
+ends one attempt in all ranks, and the next attempt starts afresh.
+
+The announcements of a rank are numbered. Each has one key, whose value changes once from "waiting" to what became of
+it: whoever changes it first, the rank or rank 0, decides.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipesched.errors import ExecutionError
+from pipesched.runtime.coordination.stores import asked
+
+__all__ = ["AbsentError", "Rendezvous", "collective", "names_of", "ranks_of"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_LOOK_S = 0.2  # how long rank 0 waits for one rank until it looks whether others have failed
+_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between two looks into the store
+_PATIENCE_S = 2.0  # for a store that does not answer
+_WAITING, _WITHDRAWN, _TOKEN, _FAILED = "waiting", "withdrawn", "token ", "failed "
+
+
+class AbsentError(ExecutionError):
+    """Some ranks have not come in time. ranks: these; names: of all ranks of the group."""
+
+    def __init__(self, ranks: Sequence[int], names: Sequence[str], waiting: int, timeout_s: float) -> None:
+        self.ranks = tuple(ranks) or (0,)
+        who = " and ".join(names[rank] for rank in self.ranks) + (" has" if len(self.ranks) == 1 else " have")
+        super().__init__(
+            f"all {len(names)} ranks make their pipeline together; {who} not come; "
+            f"{names[waiting]} waited {timeout_s:g} s; make it on every rank, or raise the timeout"
+        )
+
+
+def ranks_of(group: Any) -> list[int] | None:
+    """The job's ranks of a group's; None for a group that torch.distributed does not know."""
+    try:
+        return distributed.get_process_group_ranks(group) if distributed.is_initialized() else None
+    except (ValueError, KeyError):
+        return None
+
+
+def names_of(group: Any) -> list[str]:
+    """How errors name the ranks of a group: where the job's numbers are others, with both."""
+    ranks = ranks_of(group) or range(group.size())
+    return [f"rank {rank}" if rank == own else f"rank {rank} (global rank {own})" for rank, own in enumerate(ranks)]
+
+
+class Rendezvous:
+    """One rank's side. store: of the group. names: of its ranks.
+
+    Keys are those of this start of the job: torchelastic counts restarts.
+
+    announced: how often this process has announced something.
+    """
+
+    announced = 0
+
+    def __init__(self, store: Any, rank: int, names: Sequence[str]) -> None:
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = distributed.PrefixStore(f"pipesched/{restarts}", store)  # type: ignore[attr-defined]
+        self._rank, self._names, self._num_ranks = rank, names, len(names)
+        self._withdrawn: set[int] = set()  # ranks that came and waited for as long as this one
+
+    def meet(self, timeout_s: float) -> Any:
+        """Wait for the other ranks. Returns a part of the store that they alone use.
+
+        Raises ExecutionError that names the ranks that have not come, or the one that failed.
+        """
+        end_s = time.monotonic() + timeout_s
+        number = self._announce()
+        token = self._answers(end_s, timeout_s) if self._rank == 0 else self._answered(number, end_s, timeout_s)
+        return distributed.PrefixStore(token, self._store)  # type: ignore[attr-defined]
+
+    def fail(self, text: str) -> None:
+        """Announce that this rank failed before it could come. It waits for nobody."""
+        number = self._announce()
+        said = f"{_FAILED}{self._names[self._rank]} failed: {text}"
+        if self._rank:
+            self._change(self._rank, number, "", said)
+            self._store.set(f"came/{self._rank}/{number}", "")
+        else:
+            self._store.set("taken/0", str(number))
+            self._give_up(said, dict.fromkeys(range(1, self._num_ranks)))
+
+    def _announce(self) -> int:
+        """The number of this rank's next announcement."""
+        Rendezvous.announced += 1
+        return int(self._store.add(f"count/{self._rank}", 1))
+
+    # ---- a rank that is answered ------------------------------------------------------------------------------
+
+    def _answered(self, number: int, end_s: float, timeout_s: float) -> str:
+        found = self._change(self._rank, number, "", _WAITING)
+        self._store.set(f"came/{self._rank}/{number}", "")
+        if found == _WAITING:
+            if not self._wait([f"answered/{self._rank}/{number}"], end_s):
+                found = self._change(self._rank, number, _WAITING, _WITHDRAWN)
+            else:
+                found = self._state(self._rank, number)
+        if found == _WITHDRAWN:
+            absent = [
+                rank
+                for rank in range(self._num_ranks)
+                if rank != self._rank and self._store.add(f"count/{rank}", 0) <= self._store.add(f"taken/{rank}", 0)
+            ]
+            raise self._missing(absent, timeout_s)
+        if found.startswith(_FAILED):
+            raise self._stopped(found)
+        return found.removeprefix(_TOKEN)
+
+    # ---- rank 0, which answers --------------------------------------------------------------------------------
+
+    def _answers(self, end_s: float, timeout_s: float) -> str:
+        came: dict[int, int | None] = {rank: self._arrival(rank) for rank in range(1, self._num_ranks)}
+        self._withdrawn.clear()  # those went before this rank came
+        while True:
+            came = {rank: self._arrival(rank) for rank in came}
+            failed = [self._state(rank, number) for rank, number in came.items() if number is not None]
+            failed = [said for said in failed if said.startswith(_FAILED)]
+            if failed:
+                self._end_attempt()
+                self._give_up(failed[0], came)
+                raise self._stopped(failed[0])
+            absent = [rank for rank, number in came.items() if number is None]
+            if not absent:
+                break
+            if time.monotonic() > end_s:
+                self._end_attempt()
+                never = [rank for rank in absent if rank not in self._withdrawn]
+                error = self._missing(never or absent, timeout_s)
+                self._give_up(f"{_FAILED}{error}", {rank: number for rank, number in came.items() if number})
+                raise error
+            key = f"came/{absent[0]}/{self._next(absent[0])}"
+            self._wait([key], min(end_s, time.monotonic() + _LOOK_S))
+        self._end_attempt()
+        token = secrets.token_hex(8)
+        gone = [rank for rank, number in came.items() if number and not self._answer(rank, number, _TOKEN + token)]
+        if gone:  # between two looks; those that have got the token wait for it in vain
+            raise self._missing(gone, timeout_s)
+        return token
+
+    def _end_attempt(self) -> None:
+        self._store.set("taken/0", str(self._store.add("count/0", 0)))
+
+    def _arrival(self, rank: int) -> int | None:
+        """The number of the announcement that is to be answered next; None where it has not been made."""
+        while self._store.check([f"came/{rank}/{self._next(rank)}"]):
+            number = self._next(rank)
+            if self._state(rank, number) != _WITHDRAWN:
+                return number
+            self._withdrawn.add(rank)
+            self._store.set(f"taken/{rank}", str(number))
+        return None
+
+    def _next(self, rank: int) -> int:
+        return int(self._store.add(f"taken/{rank}", 0)) + 1
+
+    def _give_up(self, said: str, came: dict[int, int | None]) -> None:
+        """Tell these ranks why nothing comes of it; also those whose announcement is still to come."""
+        for rank, number in came.items():
+            if number is None:
+                number = self._arrival(rank) or self._next(rank)  # noqa: PLW2901
+            self._answer(rank, number, said)
+
+    def _answer(self, rank: int, number: int, said: str) -> bool:
+        """Whether the answer counts."""
+        self._store.set(f"taken/{rank}", str(number))
+        found = self._change(rank, number, "", said)
+        if found == _WAITING:
+            found = self._change(rank, number, _WAITING, said)
+        self._store.set(f"answered/{rank}/{number}", "")
+        return found == said
+
+    # ---- the store --------------------------------------------------------------------------------------------
+
+    def _state(self, rank: int, number: int) -> str:
+        return self._change(rank, number, _WAITING, _WAITING)
+
+    def _change(self, rank: int, number: int, expected: str, said: str) -> str:
+        """Write where this is expected, "" for nothing. Returns what is there then."""
+        return str(self._store.compare_set(f"state/{rank}/{number}", expected, said).decode())
+
+    def _wait(self, keys: list[str], end_s: float) -> bool:
+        """Whether the keys are there in time. It looks again and again: torch logs a wait of its own that is late."""
+        pause_s = _PAUSE_S
+        while not (there := bool(self._store.check(keys))) and time.monotonic() < end_s:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return there
+
+    # ---- errors -----------------------------------------------------------------------------------------------
+
+    def _missing(self, absent: Sequence[int], timeout_s: float) -> AbsentError:
+        return AbsentError(absent, self._names, self._rank, timeout_s)
+
+    def _stopped(self, said: str) -> ExecutionError:
+        text = said.removeprefix(_FAILED)
+        if not text.startswith("rank "):
+            return ExecutionError(text)  # of rank 0, about a missing one
+        return ExecutionError(
+            f"a rank that fails stops all; {text}, in making a pipeline; {self._names[self._rank]} of "
+            f"{self._num_ranks} stopped; mend the cause and make a new pipeline"
+        )
+
+
+def collective(function: _Function) -> _Function:
+    """A function that all ranks of a ``mesh=`` call: where it raises before they have met, the others hear of it too.
+
+    A method that makes ``_site`` ends that where it raises.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        rendezvous = _rendezvous(kwargs.get("mesh", args[0] if args else None))
+        before = Rendezvous.announced
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            site = getattr(args[0], "_site", None) if args else None
+            if site is not None:
+                site.abandon("making a pipeline", error)
+            elif rendezvous is not None and Rendezvous.announced == before:
+                text = f"{type(error).__name__}: {error}"
+                with suppress(RuntimeError):  # the store has ended, and the other ranks hear that
+                    asked(lambda: rendezvous.fail(text), _PATIENCE_S)
+            raise
+
+    return cast(_Function, call)
+
+
+def _rendezvous(mesh: Any) -> Rendezvous | None:
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        return None
+    group = mesh.get_group()
+    return Rendezvous(group.get_group_store(), group.rank(), names_of(group))

@@ -1,0 +1,108 @@
+"""Messages: what a rank's order sends and receives, channel by channel, and by what the form of each is foreseen.
+
+And the rank's ends of the channels.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pipesched.program.actions import Action, Kind
+from pipesched.program.program import Program
+from pipesched.runtime.executors.interpreter import Rank
+from pipesched.runtime.transport.channels import Messages, Wire
+from pipesched.runtime.transport.device_channels import Channel
+from pipesched.runtime.transport.layout_book import digest
+from pipesched.tensors.payload import flatten
+
+__all__ = ["ChannelEnds", "OrderMessages", "channels_of", "digest_of", "look"]
+
+_BACKWARD = (Kind.SEND_B, Kind.RECV_B)
+_OUTGOING = (Kind.SEND_F, Kind.SEND_B)
+
+
+def look(value: Any) -> Hashable:
+    """What a micro-batch looks like: of its tensors shapes and types, of what else it holds the types' names."""
+    leaves = flatten(value)[0]
+    return tuple(
+        (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__qualname__ for leaf in leaves
+    )
+
+
+class OrderMessages:
+    """The messages of one rank's order: what goes through each channel, in its order. rank: who runs it."""
+
+    def __init__(self, program: Program, order: tuple[Action, ...]) -> None:
+        self.order = order
+        self.rank: Rank | None = None
+        self._edges: dict[int, dict[tuple[bool, bool], list[tuple[int, int, int]]]] = {}
+        self._last: tuple[Any, tuple[Messages, bytes]] | None = None
+        for stage, kind, microbatch, peer in order:
+            if peer is not None:
+                channels = self._edges.setdefault(program.placement[peer], {})
+                edge = channels.setdefault((kind in _OUTGOING, kind in _BACKWARD), [])
+                ends = (stage, peer) if kind in _OUTGOING else (peer, stage)
+                edge.append((*ends, microbatch))
+
+    def repeated(self, period: int) -> Messages:
+        """By what each message's form is foreseen in a stream of steps of so many micro-batches: as a step before."""
+        return {
+            peer: {
+                channel: [(giver, taker, "stream", microbatch % period) for giver, taker, microbatch in edge]
+                for channel, edge in channels.items()
+            }
+            for peer, channels in self._edges.items()
+        }
+
+    @property
+    def none(self) -> Messages:
+        """The channels alone."""
+        return {peer: dict.fromkeys(channels, ()) for peer, channels in self._edges.items()}
+
+    def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes]:
+        """By what each message's form is foreseen, and a digest of it; the same objects as long as nothing changes."""
+        asked = tuple(looks), grad
+        if self._last is None or self._last[0] != asked:
+            keys: dict[int, dict[tuple[bool, bool], list[Hashable]]] = {
+                peer: {
+                    channel: [(giver, taker, grad, looks[mb] if looks else None) for giver, taker, mb in edge]
+                    for channel, edge in channels.items()
+                }
+                for peer, channels in self._edges.items()
+            }
+            self._last = asked, (keys, digest(repr(asked).encode()))
+        return self._last[1]
+
+
+class ChannelEnds:
+    """The rank's ends of the channels, as the interpreter uses them."""
+
+    def __init__(self, program: Program, wire: Wire) -> None:
+        self._placement, self._wire = program.placement, wire
+
+    def sender(self, action: Action) -> Callable[[Any], None]:
+        """What sends a value as this action does."""
+        return self._wire.sender(self._placement[action.peer or 0], action.kind is Kind.SEND_B)
+
+    def receiver(self, action: Action) -> Callable[[], Any]:
+        """What waits for the value of this action, and returns it on this rank's device."""
+        return self._wire.receiver(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
+
+
+def channels_of(program: Program) -> set[Channel]:
+    """Those that a lowered program uses."""
+    sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
+    return {
+        Channel(program.placement[stage], program.placement[peer], kind is Kind.SEND_B)
+        for stage, kind, _, peer in sends
+        if peer is not None
+    }
+
+
+def digest_of(program: Program) -> bytes:
+    """A short stand-in for a program."""
+    columns = program.columns
+    arrays = (columns.stage, columns.kind, columns.microbatch, columns.peer, columns.joined, program.orders.offsets)
+    others = program.placement, program.graph.edges, program.forward_only, program.num_microbatches, program.versions
+    return digest(b"".join(array.tobytes() for array in arrays) + repr(others).encode())

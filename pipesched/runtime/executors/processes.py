@@ -1,0 +1,437 @@
+"""Distributed executor: one rank a process. The interpreter of the other executors, over torch.distributed.
+
+Why it cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a channel to
+its k-th receive have no cycle. A send never blocks its rank: it copies its message and returns. A receive takes the
+channel's next message, which is the one that the program means, since both ends go through the channel in one order
+and it is first in, first out; it needs no receive of a later one, and that receive is posted at the latest when the
+action begins. So a rank waits only for a send that the program puts before it. Take, among all actions not
+yet run, one that comes first in the acyclic order: its rank has run all before it, and what it waits for is sent; it
+runs. A rank waits for its sends to be taken only between two runs, when the receives lie in the run before.
+
+Nor can a stream hang, whose orders come in parts, the same part in all ranks. Nothing that an action needs lies in a
+later part than the action itself (``Segments`` proves it of each stream), and the parts one behind the other are the
+orders of a valid program. So the argument above holds for all actions up to some part, whatever comes later, and each
+rank gets through its part as soon as the others have begun theirs. One stream is one run: a send may be taken in a
+later part than that in which it was made, and is not waited for between parts. The loss that ranks share there was
+sent at the end of a part, and is waited for in a later one at the earliest, or once that part has been asked for.
+
+What no proof covers, a rank that raises, dies or sticks, ends in the others within moments or by ``timeout_s``.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+from weakref import finalize
+
+import torch
+
+from pipesched.errors import ExecutionError
+from pipesched.program.actions import Action, Kind, Lane
+from pipesched.program.program import Program
+from pipesched.runtime.coordination.forked_process import Forked, end_in_children, forget
+from pipesched.runtime.coordination.rank_activity import COLLECTIVE, doing_at, said
+from pipesched.runtime.executors.channel_plan import ChannelEnds, OrderMessages, channels_of, digest_of
+from pipesched.runtime.executors.device_streams import lane_for
+from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
+from pipesched.runtime.executors.rank_run import RankRun, RankTimeline
+from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.transport.channels import SHARE, Wire
+from pipesched.runtime.transport.clock_sync import clock_offset
+from pipesched.runtime.transport.connections import met
+from pipesched.runtime.transport.device_channels import ends_over
+from pipesched.runtime.transport.encoding import Encoding
+from pipesched.runtime.transport.host_copies import Courier
+from pipesched.runtime.transport.layout_book import digest
+from pipesched.runtime.transport.message_layout import Form, describe
+from pipesched.runtime.transport.ports import ConnectionLostError, Ports
+from pipesched.runtime.transport.rank_exchange import DEALT, Exchange
+from pipesched.runtime.transport.shared_value import Shared
+from pipesched.simulation.trace import Span
+from pipesched.tensors.caller_context import Caller, intra_op
+from pipesched.tensors.payload import Payload
+
+__all__ = ["DistributedExecutor"]
+
+_IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
+
+
+class _Stopped(Exception):  # noqa: N818  it is no error: it ends the rank's loop
+    """Another rank failed."""
+
+
+class DistributedExecutor:
+    """One rank of a pipeline, in a process of its own. All methods, and making one, are collective.
+
+    group: a process group of the pipeline's ranks, whose order is theirs; it is used for its store alone, and its
+    ranks talk over connections of the executor's own. device: of this rank's stages. intra_op_threads: of this rank.
+    timeout_s: how long a rank waits for another one before all stop; what a step of the slowest rank may take.
+
+    After a failure the executor is closed, in all ranks. Raises ExecutionError where not all ranks come.
+    """
+
+    def __init__(
+        self, group: Any, *, device: torch.device | None = None, intra_op_threads: int = 1, timeout_s: float = 60.0
+    ) -> None:
+        self.rank: int = group.rank()
+        self.num_ranks: int = group.size()
+        self.device = device or torch.device("cpu")
+        self._lane = lane_for(self.device)
+        self._threads = intra_op_threads
+        self._busy = threading.Lock()
+        self._known: dict[int, tuple[Program, bytes]] = {}
+        self._messages: dict[int, OrderMessages] = {}
+        self._steps = 0
+        self._shared: Shared | None = None
+        self._fault: str | None = None
+        self._wire: Wire | None = None
+        self._forked = Forked()
+        self._courier = Courier(self.device)
+        #: Of what is no tensor: it reads types by name that it knows.
+        self.encoding = Encoding((Action, Kind, Lane, Span))
+        self._alarm, connections = met(group, self.device, timeout_s)
+        self._activity = self._alarm.activity
+        with self._stopping_all("making a pipeline"):
+            connections.connect()
+            self._end_connections = finalize(self, connections.close)
+            self._alarm.on_fault(connections.hang_up)
+            self._links = links = connections.links
+            ends = None if links is None else ends_over(links, connections.sockets, self.rank, self.encoding)
+            self._wire = Wire(Ports(connections.sockets, connections.port), _IDENTITY, self.encoding, ends)
+        with self._one_at_a_time("making a pipeline"):
+            self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
+        end_in_children(self)
+
+    def end_in_child(self) -> None:
+        """In a child process, which shares the connections: they are left to the parent."""
+        self._forked.here = True
+        for end in (self._end_connections, self._courier.end):
+            forget(end)
+
+    def learn(self, value: Any) -> None:
+        """Know the types in a value that ranks may send. Raises ExecutionError for one that does not travel."""
+        with self.encoding.learning():
+            Form(describe(Payload.of(value), self.encoding)[0], self.encoding).written()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it runs no more."""
+        return self._wire is None or self._forked.here
+
+    @property
+    def busy(self) -> bool:
+        """Whether a run, or another call, is under way."""
+        return self._busy.locked()
+
+    # ---- running --------------------------------------------------------------------------------------------------
+
+    def run(self, work: Work, *, grad: bool, looks: Sequence[Hashable] = ()) -> RankTimeline:
+        """Run this rank's part of a lowered program in this thread, with grad mode as given.
+
+        work: of its stages, only those of this rank are used. looks: what each micro-batch looks like; from it follow
+        the shapes of messages, wherever they did before.
+        Raises what a stage of this rank raised, with a note that says where; ExecutionError that names the rank where
+        another one failed, where ranks run different programs or steps, and after ``close``.
+        """
+        with self._one_at_a_time("a step"):
+            failed = True
+            try:
+                timeline = self._run(work, self.caller(grad=grad), looks)
+                failed = False
+                return timeline
+            finally:
+                work.finish(failed)
+
+    def _run(self, work: Work, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
+        program, wire = work.program, self._open_wire()
+        order = self._own(program.orders if work.orders is None else work.orders)
+        messages = self._messages_of(program, order)
+        keys, batch = messages.keys(looks, caller.grad)
+        wire.open(keys, self._agreed(program) + batch + digest(b"%d" % self._steps))
+        self._steps += 1
+        work.prepare(caller)
+        start_s = time.perf_counter()
+        self._lane.begin(start_s)
+        try:
+            return self._went_through(self._rank_of(work, messages), order, caller, start_s, program)
+        finally:
+            self._lane.end()
+
+    def _own(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
+        """The order of this rank: an empty one where it holds no stages."""
+        return orders[self.rank] if self.rank < len(orders) else ()
+
+    def caller(self, *, grad: bool) -> Caller:
+        """The settings of this thread, with grad mode as given."""
+        return Caller.here({self.device.type}, grad=grad)
+
+    def begin(self, work: Work, caller: Caller) -> RankRun:
+        """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``."""
+        with self._one_at_a_time("a stream"):
+            program, wire = work.program, self._open_wire()
+            channels = OrderMessages(program, self._own(program.orders)).none
+            try:
+                wire.open(channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps))
+                self._steps += 1
+                work.prepare(caller)
+            except BaseException:
+                work.finish(True)
+                raise
+            rank = Rank(self.rank, program, work.stages, ChannelEnds(program, wire), work.pair)
+            run = RankRun(work, caller, rank, self.continue_run, self.leave)
+            self._lane.begin(run.began_s)
+            return run
+
+    def continue_run(self, run: RankRun, order: tuple[Action, ...]) -> RankTimeline:
+        """Run the next part of a stream."""
+        with self._one_at_a_time("a step"):
+            run.failed = True
+            self._open_wire().extend(OrderMessages(run.work.program, order).repeated(run.work.period))
+            timeline = self._went_through(run.rank, order, run.caller, run.began_s, run.work.program)
+            run.failed = False
+            return timeline
+
+    def end(self, run: RankRun) -> None:
+        """End a run that was given its orders in parts."""
+        self._lane.end()
+        run.work.finish(run.failed)
+
+    def check_outside(self, what: str) -> None:
+        """Raise ExecutionError in a layer or a hook that the rank runs."""
+        self._forked.check()
+        if self._busy.locked():
+            raise ExecutionError(
+                f"a pipeline is used from outside its steps; {what} was called while one is under way; call it after "
+                f"the step has returned"
+            )
+
+    def _went_through(
+        self, rank: Rank, order: tuple[Action, ...], caller: Caller, start_s: float, program: Program
+    ) -> RankTimeline:
+        self._lane.follow()
+        stamps = Stamps.room_for(order)
+        self._activity.run(stamps, program.placement)
+        with intra_op(self._threads), caller.held(), self._lane.entered():
+            if self._links is not None:
+                self._links.begin()
+            self._go_through(rank, stamps)
+        all_stamps = [stamps if index == self.rank else Stamps.room_for(()) for index in range(self.num_ranks)]
+        return RankTimeline(all_stamps, [self._lane.reader()] * self.num_ranks, start_s + self._clock_s)
+
+    def _rank_of(self, work: Work, messages: OrderMessages) -> Rank:
+        """The rank of this work. It is kept, unless it runs a part of its order: then its stages are of one pass."""
+        rank = messages.rank
+        if rank is None or rank.stages is not work.stages:
+            ends = ChannelEnds(work.program, self._open_wire())
+            rank = Rank(self.rank, work.program, work.stages, ends, work.pair)
+            messages.rank = rank if work.orders is None else None
+        return rank
+
+    def _go_through(self, rank: Rank, stamps: Stamps) -> None:
+        bell = self._alarm.bell
+        try:
+            for _ in interpret(rank, self._lane, stamps):
+                if bell.rung:
+                    raise _Stopped
+        except RuntimeError as error:
+            if isinstance(error.__cause__, StopIteration):  # a generator turns a layer's own into a RuntimeError
+                raise error.__cause__ from None
+            raise
+
+    def _messages_of(self, program: Program, order: tuple[Action, ...]) -> OrderMessages:
+        known = self._messages.get(id(order))
+        if known is None or known.order is not order:
+            if len(self._messages) >= 64:
+                self._messages.clear()
+            known = self._messages[id(order)] = OrderMessages(program, order)
+        return known
+
+    def _agreed(self, program: Program) -> bytes:
+        """The program's digest, compared between all ranks when it is new."""
+        known = self._known.get(id(program))
+        if known is None:
+            if len(self._known) >= 64:
+                self._known.clear()
+            own = digest_of(program)
+            self._compare("program", own)
+            self._alarm.look_around()
+            if self._links is not None:
+                self._links.connect(channels_of(program))
+            known = self._known[id(program)] = program, own
+        return known[1]
+
+    def _open_wire(self) -> Wire:
+        self._forked.check()
+        if self._wire is None:
+            why = self._fault or "it was closed before this step"
+            raise ExecutionError(f"a closed pipeline does not run; {why}; make a new one")
+        return self._wire
+
+    # ---- what ranks tell each other beside the messages of a program ----------------------------------------------
+
+    def agree(self, what: str, own: bytes) -> None:
+        """Raise ExecutionError in every rank, naming those that differ from rank 0, where not all have the same."""
+        with self._one_at_a_time("a comparison"):
+            self._compare(what, digest(own))
+
+    def _compare(self, what: str, own: bytes) -> None:
+        digests = self._exchanged(own)
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if others:
+            raise _DifferentError(
+                f"all ranks run one {what}; rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of "
+                f"{self.num_ranks} {'has' if len(others) == 1 else 'have'} another {what} than rank 0; pass the same "
+                f"arguments on every rank"
+            )
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What every rank passed, in ranks' order: pytrees of tensors and plain values. It arrives on this device."""
+        with self._one_at_a_time("an exchange"):
+            return self._exchanged(value)
+
+    def _exchanged(self, value: Any) -> list[Any]:
+        return self._exchange().all_values(value)
+
+    def _exchange(self) -> Exchange:
+        return Exchange(self._open_wire(), self.rank, self.num_ranks, self.device)
+
+    def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        """Give values to other ranks, and take what those in ``sources`` give to this one: pytrees of tensors.
+
+        It sends all before it waits for any, and no send waits: that all ranks make the same trades in one order is
+        enough to end each. Part of a run: also called by a work's ``prepare``.
+        """
+        with self._stopping_all(f"a trade of {what}"):
+            return self._exchange().trade(what, given, sources)
+
+    def share(self, source: int, value: Any = None) -> Callable[[], Any]:
+        """Give rank ``source``'s value to all; it is on its way when this returns. What is returned waits for it.
+
+        One value is on its way at a time: the next call, or ``close``, receives it where nobody has looked at it. What
+        is returned raises ExecutionError where a rank failed before it came.
+        """
+        with self._one_at_a_time("sharing a value"):
+            wire = self._open_wire()
+            if self._shared is not None:
+                self._shared()
+                self._shared = None
+            if self.rank == source:
+                others = [rank for rank in range(self.num_ranks) if rank != source]
+                self._courier.give(value, lambda given: wire.tell_all(others, SHARE, given))
+                return lambda: value
+            shared = self._shared = Shared(wire.ask(source, SHARE))
+        return lambda: self._read(shared)
+
+    def deal(self, what: str, values: Sequence[Any] = ()) -> Any:
+        """Give each rank its own of rank 0's values, which alone has them. Rank 0 does not wait; the others do."""
+        with self._one_at_a_time(what):
+            if self.rank:
+                return self._exchange().trade(DEALT, {}, (0,))[0]
+            self._exchange().trade(DEALT, dict(enumerate(values[1:], 1)), ())
+            return values[0]
+
+    def fail(self, what: str, error: Exception) -> NoReturn:
+        """Raise an error of this rank's caller here, and in all ranks as one of this rank."""
+        with self._one_at_a_time(what):
+            raise error
+
+    def _read(self, shared: Shared) -> Any:
+        if not shared.arrived:
+            self._forked.check()
+        if self.closed and not shared.arrived:
+            raise ExecutionError(
+                f"what another rank sends is received before the pipeline ends; this was not: "
+                f"{self._fault or 'its rank left without sending it'}; look at a loss right after its step"
+            )
+        with self._stopping_all("a shared value"):
+            return shared()
+
+    def gather(self, *timelines: RankTimeline) -> list[Span]:
+        """The spans of all ranks on one clock, in seconds since the first one began."""
+        parts = self.exchange([(one.began_s, spans) for one in timelines if (spans := list(one.spans()))])
+        first_s = min((began_s for own in parts for began_s, _ in own), default=0.0)
+        return [
+            span._replace(start_s=span.start_s + began_s - first_s, end_s=span.end_s + began_s - first_s)
+            for own in parts
+            for began_s, spans in own
+            for span in spans
+        ]
+
+    # ---- its end ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _one_at_a_time(self, what: str) -> Iterator[None]:
+        self._open_wire()
+        if not self._busy.acquire(blocking=False):
+            raise ExecutionError(
+                "one step at a time; this one was called while another is under way; call it after that one returns"
+            )
+        self._activity.begin(what)
+        try:
+            with self._stopping_all(what):
+                yield
+        finally:
+            self._activity.end()
+            self._busy.release()
+
+    @contextmanager
+    def _stopping_all(self, what: str) -> Iterator[None]:
+        """An exception in here ends all ranks. Here it is raised as it is; where another rank's, as what that said."""
+        try:
+            yield
+        except _DifferentError as error:
+            raise ExecutionError(*error.args) from None  # in every rank alike: nothing is broken
+        except BaseException as error:
+            others = isinstance(error, _Stopped | ConnectionLostError)
+            doing = "waits" if others else doing_at(error)
+            place = "".join(f", {note}" for note in getattr(error, "__notes__", []))
+            text = f"{error if others else said(error)}{place or f', in {what}'}"
+            first = self._alarm.ring(text, doing, getattr(error, "ended", None))
+            self._fault = str(first)
+            self._drop()
+            if doing == "raised" or (doing == COLLECTIVE and first.who == self._alarm.name):
+                raise
+            raise ExecutionError(
+                f"a rank that fails stops all; {first}; rank {self.rank} of {self.num_ranks} stopped{place}; "
+                f"mend the cause and make a new pipeline"
+            ) from (None if others else error)
+
+    def leave(self, why: str) -> None:
+        """End the pipeline in all ranks, unless it has ended."""
+        if not self.closed:
+            self._fault = str(self._alarm.ring(why, "raised"))
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._forked.here:
+            return
+        wire, self._wire, self._shared = self._wire, None, None
+        self._messages.clear()
+        self._alarm.end()
+        if wire is not None:
+            self._end_connections()
+            self._courier.end()
+
+    def close(self) -> None:
+        """End it, once the other ranks have what was sent to them. Raises ExecutionError from within a step."""
+        if not self._busy.acquire(blocking=False):
+            raise ExecutionError(
+                "a pipeline is closed between steps; it is in one now; call close after the step has returned"
+            )
+        try:
+            with suppress(ConnectionLostError):
+                if self._wire is not None and not self._forked.here and not self._alarm.bell.rung:
+                    if self._shared is not None:
+                        self._shared()
+                    self._courier.drain()
+                    self._wire.drain()
+                    if self._links is not None:
+                        self._links.close()
+            self._drop()
+        finally:
+            self._busy.release()
+
+
+class _DifferentError(ExecutionError):
+    """Ranks have not the same; all of them see it."""

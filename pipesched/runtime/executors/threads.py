@@ -1,0 +1,425 @@
+"""Local executor: every rank in this process, a thread each; on CUDA devices with streams of its own.
+
+Transport is a queue for each (from, to, kind). A rank that fails stops the others: each looks before every action,
+and a rank that waits for a message gets one that says so.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+
+from pipesched.errors import ExecutionError
+from pipesched.program.actions import OTHER_END, Action, Kind
+from pipesched.program.program import Program
+from pipesched.runtime.coordination.forked_process import Forked, end_in_children
+from pipesched.runtime.executors.device_streams import Lane, Message, lane_for
+from pipesched.runtime.executors.interpreter import Rank, StageLike, Stamps, interpret
+from pipesched.simulation.trace import Span
+from pipesched.tensors.caller_context import Caller
+
+__all__ = ["LocalExecutor", "Part", "Run", "Timeline", "Work"]
+
+_STOP = Message("stop")
+_REMEMBERED = 64  # programs
+_PATIENCE_S = 60  # for the action that a thread is in when its pipeline is dropped, or the process exits
+_Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
+
+
+class _Stopped(Exception):  # noqa: N818  it is no error: it ends a rank's loop
+    """Another rank failed."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to run: a lowered program, its stages, and the part of its orders, all of it unless given.
+
+    prepare: called with the caller's settings before the ranks start, once nothing else runs; finish: called after
+    they have ended, with whether one failed. pair: the program's micro-batch that is run as one of a stream is.
+    period: the micro-batches of a step of it.
+    """
+
+    program: Program
+    stages: Mapping[int, StageLike]
+    prepare: Callable[[Caller], None]
+    orders: tuple[tuple[Action, ...], ...] | None = None
+    finish: Callable[[bool], None] = lambda failed: None
+    pair: Callable[[int], int] = lambda microbatch: microbatch
+    period: int = 1
+
+
+class Crew:
+    """The ranks of a program over its stages, and the channels between them. It can serve one run after the other."""
+
+    def __init__(self, work: Work, lanes: Sequence[Lane]) -> None:
+        self.lanes = lanes
+        self.program, self.stages = work.program, work.stages
+        self.channels = _channels(work.program)
+        self.ranks = [
+            Rank(index, work.program, work.stages, _Wires(work.program, self.channels, lane), work.pair)
+            for index, lane in enumerate(lanes)
+        ]
+
+
+class Run:
+    """A program under way: its ranks, and what became of them. It runs in one part, or in several."""
+
+    ahead = 1  # parts that are handed on while others run
+
+    def __init__(self, work: Work, crew: "Crew", jobs: _Jobs, caller: Caller) -> None:
+        self.work = work
+        self.crew = crew
+        self.caller = caller
+        self.error: BaseException | None = None
+        self.stopping = threading.Event()
+        self.deserted = False  # its ranks are in another process
+        self._jobs = jobs
+        self._lock = threading.Lock()
+        self._last: Part | None = None
+
+    def hand(self, orders: Sequence[tuple[Action, ...]]) -> "Part":
+        """Give every rank the next part of its order; it begins when it has ended the one before."""
+        for lane in self.crew.lanes:
+            lane.follow()
+        self._last = part = Part(self, orders)
+        handed = 0
+        try:
+            for index, queue in enumerate(self._jobs):
+                handed = index + 1
+                queue.put(_job(part, index))
+        except BaseException:
+            self.stop()
+            for index in range(handed, len(self._jobs)):
+                self._jobs[index].put(_job(part, index))
+            raise
+        return part
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Stop all ranks; the first error is kept."""
+        with self._lock:
+            self.error = self.error or error
+        self.stopping.set()
+        for channel in self.crew.channels.values():
+            channel.put(_STOP)
+
+    def wait(self) -> None:
+        """Until every rank has ended what it was given. An interrupt of the caller stops them first."""
+        if self._last is not None:
+            self.wait_for(self._last)
+
+    def wait_for(self, part: "Part") -> None:
+        """Until every rank has ended a part, likewise."""
+        try:
+            part.finished.wait()
+        except BaseException:
+            self.stop()
+            part.finished.wait()
+            raise
+
+    def finish(self, part: "Part") -> "Timeline":
+        """Wait until every rank has ended a part: what ran when. Raises what a stage raised."""
+        self.wait_for(part)
+        self.check()
+        part.catch_up()
+        return part.timeline()
+
+    def abandon(self) -> None:
+        """Stop all ranks, and wait until they have stopped."""
+        if self.deserted:
+            return
+        self.stop()
+        self.wait()
+
+    def forget(self) -> None:
+        """Let go of the last part, which holds this run: else its batch would live until garbage is collected."""
+        self._last = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank has ended what it was given."""
+        return self._last is None or self._last.finished.is_set()
+
+    def check(self) -> None:
+        """Raise what a stage raised, once."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+class Part:
+    """A part of every rank's order, on its way through the ranks."""
+
+    def __init__(self, run: Run, orders: Sequence[tuple[Action, ...]]) -> None:
+        self.finished = threading.Event()
+        self._run = run
+        self._stamps = [Stamps.room_for(order) for order in orders]
+        self._left = len(orders)
+        self._lock = threading.Lock()
+
+    def run_rank(self, index: int) -> None:
+        """In the rank's thread: run its part to the end, or until another rank fails."""
+        run = self._run
+        rank, lane = run.crew.ranks[index], run.crew.lanes[index]
+        try:
+            with run.caller.held(), lane.entered():
+                for _ in interpret(rank, lane, self._stamps[index]):
+                    if run.stopping.is_set():
+                        return
+        except _Stopped:
+            pass
+        except BaseException as error:  # raised again in the caller's thread
+            ended = isinstance(error.__cause__, StopIteration)  # a generator turns a layer's own into a RuntimeError
+            run.stop(error.__cause__ if ended else error)
+        finally:
+            with self._lock:
+                self._left -= 1
+                if not self._left:
+                    self.finished.set()
+
+    def catch_up(self) -> None:
+        """In the caller's thread, where the part has ended: what it launches from now on comes after the part."""
+        for lane, stamps in zip(self._run.crew.lanes, self._stamps, strict=True):
+            if stamps.ends:
+                lane.catch_up(stamps.ends[-1])
+
+    def timeline(self) -> "Timeline":
+        """What ran when; holds nothing else of the run."""
+        return Timeline(self._stamps, [lane.reader() for lane in self._run.crew.lanes])
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The stamps of a run that has ended, by rank, and how to read them."""
+
+    stamps: list[Stamps]
+    readers: list[Callable[[Any], float]]
+
+    def spans(self) -> Iterator[Span]:
+        """What ran when, in seconds since the step began. On a GPU this waits for the step to end."""
+        for rank, (stamps, seconds) in enumerate(zip(self.stamps, self.readers, strict=True)):
+            for action, start, end in zip(*stamps, strict=True):
+                yield Span(action, rank, seconds(start), seconds(end), action.lane)
+
+
+_Channels = dict[tuple[int, int, Kind], "SimpleQueue[Message]"]
+
+
+def _channels(program: Program) -> _Channels:
+    channels: _Channels = {}
+    sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
+    for stage, kind, _, peer in sends:
+        if peer is not None:
+            channels.setdefault((program.placement[stage], program.placement[peer], kind), SimpleQueue())
+    return channels
+
+
+class _Wires:
+    """One rank's ends of the channels."""
+
+    def __init__(self, program: Program, channels: _Channels, lane: Lane) -> None:
+        self._placement = program.placement
+        self._channels = channels
+        self._lane = lane
+
+    def sender(self, action: Action) -> Callable[[Any], None]:
+        here, there = self._ends(action)
+        put, pack = self._channels[here, there, action.kind].put, self._lane.pack
+        return lambda value: put(pack(value))
+
+    def receiver(self, action: Action) -> Callable[[], Any]:
+        here, there = self._ends(action)
+        get, unpack = self._channels[there, here, OTHER_END[action.kind]].get, self._lane.unpack
+
+        def receive() -> Any:
+            message = get()
+            if message is _STOP:
+                raise _Stopped
+            return unpack(message)
+
+        return receive
+
+    def _ends(self, action: Action) -> tuple[int, int]:
+        return self._placement[action.stage], self._placement[action.peer or 0]
+
+
+class LocalExecutor:
+    """Threads that wait for runs. ``close`` ends them; so does dropping the executor."""
+
+    def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
+        self.lanes = [lane_for(device) for device in devices]
+        self._device_types = {device.type for device in devices}
+        self._busy = threading.Lock()
+        self._jobs: _Jobs = [SimpleQueue() for _ in devices]
+        self._threads = _start_threads(self._jobs, intra_op_threads)
+        self._under_way: list[ref[Run]] = []  # the run that the threads may be in
+        self._finalizer = finalize(self, _abandon, self._jobs, self._threads, self._under_way)
+        self._last: Run | None = None
+        self._kept: dict[int, Crew] = {}
+        self._forked = Forked()
+        end_in_children(self)
+
+    def end_in_child(self) -> None:
+        """In a child process, which has none of the threads: nothing waits for them."""
+        self._forked.here = True
+        self._finalizer.detach()
+        if self._last is not None:
+            self._last.deserted = True
+
+    @property
+    def closed(self) -> bool:
+        """Whether the threads have been ended."""
+        return not self._finalizer.alive
+
+    def run(self, work: Work, *, grad: bool) -> Timeline:
+        """Run a lowered program, with grad mode as given, until every rank has ended.
+
+        Raises what a stage raised, with a note that says where; ExecutionError where a run is under way or after
+        ``close``.
+        """
+        crew = self._taken(work)
+        run = self.begin(work, self.caller(grad=grad), crew)
+        try:
+            part = run.hand(work.orders or work.program.orders)
+            run.wait()
+        finally:
+            self.end(run)
+        run.check()
+        if work.orders is None:
+            self._kept[id(work.program)] = crew
+        return part.timeline()
+
+    def _taken(self, work: Work) -> Crew:
+        """The crew that ran the same work before and did not fail, or a new one."""
+        if len(self._kept) >= _REMEMBERED:
+            self._kept.clear()
+        crew = self._kept.pop(id(work.program), None)
+        again = crew is not None and crew.program is work.program and crew.stages is work.stages
+        return crew if crew is not None and again and work.orders is None else Crew(work, self.lanes)
+
+    def caller(self, *, grad: bool) -> Caller:
+        """The settings of this thread, with grad mode as given."""
+        return Caller.here(self._device_types, grad=grad)
+
+    def begin(self, work: Work, caller: Caller, crew: Crew | None = None) -> Run:
+        """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``.
+
+        crew: of this work, a new one unless given.
+        """
+        self.check_open("this step")
+        if not self._busy.acquire(blocking=False):
+            raise ExecutionError(
+                "one step at a time; this one was called while another is under way; call it after that one returns"
+            )
+        try:
+            if self._last is not None:
+                self._last.wait()  # an impatient interrupt may have left ranks behind
+            work.prepare(caller)
+            run = self._last = Run(work, crew or Crew(work, self.lanes), self._jobs, caller)
+            self._under_way[:] = [ref(run)]
+            start_s = time.perf_counter()
+            for lane in self.lanes:
+                lane.begin(start_s)
+        except BaseException:
+            try:
+                work.finish(True)
+            finally:
+                self._busy.release()
+            raise
+        return run
+
+    def end(self, run: Run) -> None:
+        """End a run whose ranks have ended what they were given."""
+        for lane in self.lanes:
+            lane.end()
+        if run.finished:
+            self._last = None
+            run.forget()
+        run.work.finish(run.stopping.is_set())
+        self._busy.release()
+
+    def check_open(self, what: str) -> None:
+        """Raise ExecutionError after ``close``."""
+        self._forked.check()
+        if self.closed:
+            raise ExecutionError(f"a closed pipeline does not run; it was closed before {what}; make a new one")
+
+    def check_outside(self, what: str) -> None:
+        """Raise ExecutionError in a rank's own thread, which would wait for itself."""
+        self._forked.check()
+        if threading.current_thread() in self._threads:
+            raise ExecutionError(
+                f"a pipeline is used from outside its steps; {what} was called by a layer or a hook that a rank runs; "
+                f"call it after the step has returned"
+            )
+
+    def close(self) -> None:
+        """End the threads and wait for them. Raises ExecutionError when called by one of them."""
+        if threading.current_thread() in self._threads:
+            raise ExecutionError(
+                "a pipeline is closed from outside its steps; close was called by a layer or a hook that a rank runs; "
+                "call it after the step has returned"
+            )
+        if self._finalizer.detach() is not None:
+            _end_threads(self._jobs)
+        for thread in self._threads:
+            thread.join()
+
+
+def _job(part: Part, index: int) -> Callable[[], None]:
+    return lambda: part.run_rank(index)
+
+
+def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]:
+    """Start a thread for each queue, each with its own number of intra-op threads.
+
+    torch keeps that number for each thread, but every call also sets what threads that start later begin with:
+    the caller's own number is set again at the end.
+    """
+    before = torch.get_num_threads()
+    started = threading.Barrier(len(jobs) + 1)
+    threads = [
+        threading.Thread(
+            target=_serve, args=(queue, intra_op_threads, started), name=f"pipesched rank {rank}", daemon=True
+        )
+        for rank, queue in enumerate(jobs)
+    ]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    torch.set_num_threads(before)
+    return threads
+
+
+def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int, started: threading.Barrier) -> None:
+    """A rank's thread. It holds no reference to the executor, so that dropping that ends this."""
+    torch.get_num_threads()  # a thread takes the process's number at its first use, also after it was set
+    torch.set_num_threads(intra_op_threads)
+    started.wait()
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+
+
+def _end_threads(jobs: _Jobs) -> None:
+    """Let the threads end, once they have run what they were given."""
+    for queue in jobs:
+        queue.put(None)
+
+
+def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Sequence[ref[Run]]") -> None:
+    """Stop what is under way, end the threads and wait for them.
+
+    Python aborts the process if it exits while a thread returns from an operation of torch.
+    """
+    for run in (one() for one in under_way):
+        if run is not None and not run.finished:
+            run.stop(ExecutionError("a step runs while its pipeline lives; the process exits; end the step before"))
+    _end_threads(jobs)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_PATIENCE_S)

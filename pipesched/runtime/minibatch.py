@@ -1,0 +1,180 @@
+"""Call: one call of step, evaluate or forward: what goes in, how losses count, and what comes out.
+
+And how it travels, where rank 0 alone passes a batch: every rank gets what all need and of the batch what its own
+stages take.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesched.capture.stage_body import Body
+from pipesched.errors import InputError
+from pipesched.program.program import Program
+from pipesched.runtime.executors.channel_plan import look
+from pipesched.runtime.microbatches import Batch, Weighting
+from pipesched.runtime.stage.step_data import Feed
+from pipesched.tensors.exchange import Trade
+from pipesched.tensors.payload import Payload, pytree, trainable_leaves
+
+__all__ = ["SENT_TYPES", "Call", "bring_ends", "dealt", "end_of", "received"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A mini-batch and what is asked of it.
+
+    weighting: how losses count; None where there are none. A forward has those in its outputs alone. gather: whether
+    every rank gets the outputs.
+    """
+
+    method: str
+    batch: Batch
+    weighting: Weighting | None = None
+    return_outputs: bool = False
+    gather: bool = False
+
+    def __len__(self) -> int:
+        """How many micro-batches."""
+        return len(self.batch)
+
+    def feed(self, seed: int, step: int) -> Feed:
+        """What the stages get, and where they put what they make."""
+        factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
+        batch = self.batch
+        return Feed(seed, step, list(batch.inputs), batch.targets, factors, keep_outputs=self.return_outputs)
+
+    @property
+    def counting(self) -> Weighting:
+        """How its losses count. Raises ValueError where no loss is asked for."""
+        if self.weighting is None:
+            raise ValueError(f"a call has a loss where it was asked for one; {self.method} was not")
+        return self.weighting
+
+    def loss(self, feed: Feed) -> Tensor:
+        """The mini-batch's loss, where the last stage runs."""
+        return self.counting.total([feed.losses[microbatch] for microbatch in range(len(self))])
+
+    def outputs(self, feed: Feed, *, own_loss: bool) -> Any:
+        """In the mini-batch's order; None where the last stage runs in another process. own_loss: the loss that counts
+        is in the outputs.
+        """
+        if not feed.outputs:
+            return None
+        outputs = [feed.outputs[microbatch].value for microbatch in range(len(self))]
+        return self.batch.gathered(outputs, self.weighting if own_loss else None)
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """What every rank needs to know of a call, apart from numbers that change from step to step."""
+
+    method: str
+    rows: list[int]
+    output_dim: int
+    looks: list[Hashable]
+    return_outputs: bool
+    gather: bool
+    has_loss: bool
+
+
+@dataclass(frozen=True)
+class _Unsent:
+    """A tensor that a rank does not need: it has none of its contents."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+#: What a message of a call holds, beside the batch.
+SENT_TYPES = _Opening, _Unsent
+
+
+def dealt(call: Call, program: Program, bodies: Sequence[Body], num_ranks: int) -> tuple[Call, list[Any]]:
+    """(rank 0's own call, each rank's part of it as a message). program: what the call runs, as far as placement goes.
+
+    num_ranks: of the mesh; the program may use fewer. bodies: what its stages run. An input goes where one uses it,
+    targets to the stages without consumers. Raises InputError for inputs whose gradients would stay on another rank.
+    """
+    batch, looks = call.batch, [look(value) for value in call.batch.inputs]
+    lasts = {program.placement[stage] for stage, others in enumerate(program.graph.consumers) if not others}
+    takers: list[list[Body]] = [[] for _ in range(num_ranks)]
+    for stage, producers in enumerate(program.graph.producers):
+        body = bodies[program.weights[stage]]
+        if not producers or body.late_inputs:
+            takers[program.placement[stage]].append(body)
+    inputs = [[_needed(value, own) for value in batch.inputs] if own else None for own in takers]
+    others = [rank for rank, own in enumerate(inputs) if rank and any(map(trainable_leaves, own or ()))]
+    if others:
+        raise InputError(
+            f"gradients of inputs stay where the inputs are used, here on ranks {others}, and rank 0 alone "
+            f"has the inputs; detach them, or pass the batch on every rank with inputs='all'"
+        )
+    factors, shares = call.weighting or ((), ())
+    opening = _Opening(
+        call.method, batch.rows, batch.output_dim, looks, call.return_outputs, call.gather, call.weighting is not None
+    )
+    for_all = opening, _written(factors), _written(shares)
+    messages = [(*for_all, own, batch.targets if rank in lasts else None) for rank, own in enumerate(inputs)]
+    return replace(call, batch=replace(batch, looks=looks)), messages
+
+
+def received(message: tuple[Any, ...]) -> Call:
+    """Rank 0's call, as far as this rank has a part in it."""
+    opening, factors, shares, inputs, targets = message
+    size = len(opening.rows)
+    inputs = pytree.tree_map_only(_Unsent, _without_contents, inputs)
+    batch = Batch(inputs or [((), {})] * size, targets or [], opening.rows, opening.output_dim, opening.looks)
+    weighting = Weighting(_read(factors, size), _read(shares, size)) if opening.has_loss else None
+    return Call(opening.method, batch, weighting, opening.return_outputs, opening.gather)
+
+
+def _needed(value: Any, takers: Sequence[Body]) -> Any:
+    """What any of the bodies takes of a micro-batch's inputs."""
+    leaves, spec = pytree.tree_flatten(value)
+    columns = zip(leaves, *(pytree.tree_leaves(body.inputs(value)) for body in takers), strict=True)
+    return pytree.tree_unflatten(
+        [
+            leaf if any(one is leaf for one in seen) else _Unsent(leaf.dtype, tuple(leaf.shape))
+            for leaf, *seen in columns
+        ],
+        spec,
+    )
+
+
+def _without_contents(one: _Unsent) -> Tensor:
+    return torch.empty(one.shape, dtype=one.dtype, device="meta")
+
+
+def _written(numbers: Any) -> Tensor | None:
+    """Numbers as a tensor: they change, and the form of the message does not."""
+    return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+def _read(written: Tensor | None, size: int) -> list[float | None]:
+    return [None] * size if written is None else written.tolist()
+
+
+_WHAT = "losses and outputs"
+
+
+def end_of(program: Program) -> int:
+    """The rank where the first micro-batch leaves the program: the first chain's end."""
+    return program.placement[program.routes[0][-1] if program.routes else -1]
+
+
+def bring_ends(program: Program, feed: Feed, trade: Trade) -> None:
+    """Bring losses and outputs of all micro-batches to ``end_of`` the program. Collective over processes."""
+    end, ends = end_of(program), {program.placement[route[-1]] for route in program.routes}
+    if trade.holds(end):
+        others = {rank for rank in ends if not trade.holds(rank)}
+        for losses, outputs in trade.trade(_WHAT, {}, others).values():
+            feed.losses.update(losses)
+            feed.outputs.update({microbatch: Payload.of(value) for microbatch, value in outputs.items()})
+    elif any(map(trade.holds, ends)):
+        outputs = {microbatch: payload.value for microbatch, payload in feed.outputs.items()}
+        trade.trade(_WHAT, {end: (feed.losses, outputs)}, ())
+        feed.outputs = {}

@@ -1,0 +1,1 @@
+"""One stage: its forward, backward, recomputation, weights and optimizer."""

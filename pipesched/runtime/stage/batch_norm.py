@@ -1,0 +1,245 @@
+"""Norms: running statistics of BatchNorm over whole mini-batches, though each micro-batch is normalised by its own.
+
+As deferred batch normalisation in torchgpipe (Kim et al. 2020, arXiv:2004.09910): each micro-batch is normalised with
+its own mean and variance, and the running ones move once a mini-batch, as by one forward over all of it. What each call
+of ``functional.batch_norm`` sees is kept by micro-batch, and combined once the run is over, in the order of the
+micro-batches (Chan et al. 1983); so the bits do not depend on the schedule, and a mini-batch may have any number of
+micro-batches, of any sizes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipesched.errors import InputError, ScheduleError
+from pipesched.model.module_tree import normalised_over_rows, with_running_statistics
+from pipesched.program.program import Program
+from pipesched.tensors.exchange import Move, Trade, moved
+from pipesched.tensors.function_mode import Handler
+from pipesched.user_warning import warn
+
+__all__ = ["SENT_TYPES", "BatchNormMode", "MiniBatchNorms", "Norms"]
+
+#: When running statistics move: with each micro-batch, or once a mini-batch.
+BatchNormMode = Literal["micro-batch", "mini-batch"]
+
+
+class _Part(NamedTuple):
+    """What one call saw: numbers for each channel, their mean and unbiased variance; and the call's momentum."""
+
+    numbers: int
+    mean: Tensor
+    var: Tensor
+    momentum: float
+
+
+_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+#: (which module, which of its calls) -> by micro-batch
+_Seen = dict[tuple[int, int], dict[int, _Part]]
+
+
+#: What a message of statistics holds, beside tensors.
+SENT_TYPES = (_Part,)
+
+
+class Norms:
+    """A provider that keeps the statistics of some modules' micro-batches apart from their running ones.
+
+    One a stage. modules: what may hold norms; looked through whenever a run begins.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._roots = modules
+        self._modules: list[Any] = []
+        self._before: list[Tensor | None] = []
+        self._index: dict[int, int] = {}
+        self._seen: _Seen = {}
+        self.microbatch = 0  # whose forward runs
+        self.uncounted = _Uncounted(self)  # a provider for backwards, in which layers may run again
+
+    def begin(self) -> None:
+        """A run begins."""
+        found = [module for root in self._roots.values() for module in root.modules()]
+        self._modules = [m for m in dict.fromkeys(found) if isinstance(getattr(m, "running_mean", None), Tensor)]
+        self._index = {id(module.running_mean): index for index, module in enumerate(self._modules)}
+        self._before = [None if tracked is None else tracked.clone() for tracked in self._tracked()]
+        self._seen = {}
+
+    def handler_for(self, function: Callable[..., Any]) -> Handler | None:
+        """Batch normalisation."""
+        return self._counted if function is functional.batch_norm else None
+
+    def _counted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output, seen = self.normalised(args, kwargs)
+        if seen is not None:
+            index, part = seen
+            number = 0
+            while self.microbatch in self._seen.setdefault((index, number), {}):
+                number += 1
+            self._seen[index, number][self.microbatch] = part
+        return output
+
+    def normalised(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[int, _Part] | None]:
+        """``functional.batch_norm`` with these arguments, its running statistics untouched; of which module they are,
+        and what would have moved them.
+        """
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        running, index = given["running_mean"], self._index.get(id(given["running_mean"]))
+        if index is None or not given.get("training", False):
+            return functional.batch_norm(**given), None
+        mean, var = torch.zeros_like(running), torch.zeros_like(running)
+        momentum, given["momentum"] = given.get("momentum", 0.1), 1.0  # which puts the batch's own statistics there
+        output = functional.batch_norm(**{**given, "running_mean": mean, "running_var": var})
+        numbers = given["input"].numel() // given["input"].shape[1]
+        return output, (index, _Part(numbers, mean, var, momentum))
+
+    def restore(self) -> None:
+        """Undo what forwards counted."""
+        for tracked, before in zip(self._tracked(), self._before, strict=True):
+            if tracked is not None and before is not None:
+                tracked.copy_(before)
+
+    def taken(self) -> _Seen:
+        """What was seen, and is then forgotten."""
+        seen, self._seen = self._seen, {}
+        return seen
+
+    @torch.no_grad()
+    def commit(self, *seen: _Seen) -> None:
+        """Move the running statistics as one forward over all micro-batches would."""
+        for index, number in sorted({key for one in seen for key in one}):
+            parts = {microbatch: part for one in seen for microbatch, part in one.get((index, number), {}).items()}
+            module, momentum = self._modules[index], next(iter(parts.values())).momentum
+            tracked = getattr(module, "num_batches_tracked", None)
+            if tracked is not None:
+                tracked.add_(1)
+                if getattr(module, "momentum", momentum) is None:  # the mean over all mini-batches so far
+                    momentum = 1.0 / float(tracked)
+            whole = _combined([parts[microbatch] for microbatch in sorted(parts)], module.running_mean.device)
+            for running, new in zip((module.running_mean, module.running_var), whole, strict=True):
+                running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
+
+    def _tracked(self) -> list[Any]:
+        return [getattr(module, "num_batches_tracked", None) for module in self._modules]
+
+
+class _Uncounted:
+    """The same provider where layers run again: running statistics stay as they are."""
+
+    def __init__(self, norms: Norms) -> None:
+        self._norms = norms
+
+    def handler_for(self, function: Callable[..., Any]) -> Handler | None:
+        return self._normalise if function is functional.batch_norm else None
+
+    def _normalise(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._norms.normalised(args, kwargs)[0]
+
+
+def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of all numbers together."""
+    total = sum(part.numbers for part in parts)
+    means = torch.stack([part.mean.to(device).double() for part in parts])
+    within = torch.stack([part.var.to(device).double() * (part.numbers - 1) for part in parts])
+    counts = torch.tensor([part.numbers for part in parts], dtype=torch.double, device=device)[:, None]
+    mean = (means * counts).sum(0) / total
+    squares = (within + counts * (means - mean) ** 2).sum(0)
+    return mean, squares / (total - 1)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A stage's norms, where it is in this process; its rank, and that of its home."""
+
+    norms: Norms | None
+    rank: int
+    home_rank: int
+
+
+class MiniBatchNorms:
+    """The norms of all stages. mode: with "micro-batch" there are none: modules do as ever."""
+
+    def __init__(self, mode: BatchNormMode, trade: Trade) -> None:
+        if mode not in get_args(BatchNormMode):
+            raise InputError(
+                f"batch_norm is one of {', '.join(get_args(BatchNormMode))}; got {mode!r}; say over what the running "
+                f"statistics of BatchNorm are taken"
+            )
+        self.active = mode == "mini-batch"
+        self._trade = trade
+        self._all: dict[tuple[int, int], _Held] = {}
+
+    def check(self, model: nn.Module, program: Program, *, streams: bool) -> None:
+        """Warn of what normalises differently than in the whole batch. streams: the program's steps have no end.
+
+        Raises ScheduleError where statistics of mini-batches are asked for without ends of mini-batches.
+        """
+        if self.active:
+            if streams:
+                raise ScheduleError(
+                    f"batch_norm='mini-batch' moves running statistics once a step has ended; {program.name}'s steps "
+                    f"run on into each other; choose a synchronous schedule, or batch_norm='micro-batch'"
+                )
+            return
+        names = normalised_over_rows(model)
+        if names and program.num_microbatches > 1:
+            warn(
+                f"BatchNorm sees one micro-batch at a time; layer {names[0]!r} and {len(names) - 1} others normalise "
+                f"each of {program.num_microbatches} micro-batches by itself; for running statistics of the whole "
+                f"batch pass batch_norm='mini-batch', for its gradient use a norm over features, else ignore this"
+            )
+        names = with_running_statistics(model)
+        if names and program.num_weights < program.num_stages:
+            warn(
+                f"{program.name} runs part of the micro-batches on copies of the layers, whose buffers are not kept; "
+                f"layer {names[0]!r} and {len(names) - 1} others keep running statistics, then of the other "
+                f"micro-batches alone; for those of all pass batch_norm='mini-batch', or use a schedule of one chain"
+            )
+
+    def of_stage(
+        self, stage: tuple[int, int], ranks: tuple[int, int], modules: Mapping[str, nn.Module]
+    ) -> Norms | None:
+        """Those of a stage, which runs these modules; called for all, in whatever order.
+
+        stage: its number, and that of the home, whose layers it runs, or copies of them. ranks: of both.
+        """
+        if not self.active:
+            return None
+        norms = Norms(modules) if self._trade.holds(ranks[0]) else None
+        self._all[stage] = _Held(norms, *ranks)
+        return norms
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Around a run of forwards, which move the running statistics once, or where they fail not at all.
+
+        Collective over processes.
+        """
+        own = [held.norms for held in self._all.values() if held.norms is not None]
+        for norms in own:
+            norms.begin()
+        try:
+            yield
+        finally:
+            for norms in own:
+                norms.restore()
+        moves: list[Move] = [(held.rank, held.home_rank, partial(_taken, held)) for _, held in self._sorted()]
+        arrived: dict[int, list[_Seen]] = {}
+        for ((_, home), _), seen in zip(self._sorted(), moved(self._trade, "statistics", moves), strict=True):
+            arrived.setdefault(home, []).append(seen)
+        for (stage, home), held in self._sorted():
+            if held.norms is not None and stage == home:
+                held.norms.commit(*arrived[home])
+
+    def _sorted(self) -> list[tuple[tuple[int, int], _Held]]:
+        return sorted(self._all.items(), key=lambda item: item[0])
+
+
+def _taken(held: _Held) -> _Seen:
+    return held.norms.taken() if held.norms is not None else {}

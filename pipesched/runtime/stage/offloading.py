@@ -1,0 +1,264 @@
+"""Offloads: what some layers of a stage save for their backward waits in the host's memory.
+
+Hooks on saved tensors see what autograd saves while a stage runs forward. OFFLOAD copies the memory of what such
+layers alone have saved, each piece once; FREE gives it back once it is copied; FETCH makes room for it and copies it
+back. On a CUDA device the copies run on streams of their own, beside what is computed, through pinned memory; on a CPU
+they are made at once. What anybody else holds stays where it is: parameters, buffers, what the stage gives out, and
+what a layer saves that is not to offload.
+"""
+
+import time
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipesched.errors import ExecutionError
+from pipesched.tensors.payload import memory_of
+
+__all__ = ["Offloads", "addresses", "host_bytes_per_s"]
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def host_bytes_per_s(device: torch.device) -> float | None:
+    """How fast a device copies to its host, and back, both at once, as `Offloads` does: of a CPU, how fast it copies
+    memory. None of other devices.
+    """
+    if device.type not in ("cpu", "cuda"):
+        return None
+    copied = _both_ways_s if device.type == "cuda" else _one_way_s
+    copied(device)  # memory is there from now on
+    return _MEASURED_BYTES / median(copied(device) for _ in range(5))
+
+
+_MEASURED_BYTES = 1 << 26  # more than caches hold
+
+
+def _one_way_s(device: torch.device) -> float:
+    """Seconds of a copy that the thread itself makes."""
+    given, made = (torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    begin = time.perf_counter()
+    made.copy_(given)
+    return time.perf_counter() - begin
+
+
+def _both_ways_s(device: torch.device) -> float:
+    """Seconds of the slower of two copies that go at once."""
+    pairs = []
+    for outward in (True, False):
+        there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=device)
+        here = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
+        pairs.append((here, there) if outward else (there, here))
+    torch.cuda.synchronize(device)
+    ends = []
+    for target, source in pairs:
+        stream = torch.cuda.Stream(device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        end.record(stream)
+        ends.append((begin, end))
+    torch.cuda.synchronize(device)
+    return float(max(begin.elapsed_time(end) for begin, end in ends) / 1e3)
+
+
+class _Piece:
+    """Memory that several saved tensors may share: on the device, on the host, or on its way back."""
+
+    __slots__ = ("__weakref__", "device", "host", "ready")
+
+    def __init__(self, memory: Tensor) -> None:
+        self.device: Tensor | None = memory  # its bytes
+        self.host: Tensor | None = None
+        self.ready: torch.cuda.Event | None = None
+
+
+class _Held:
+    """A saved tensor. tensor: as long as it is on the device as it was; then its form, and the piece it lies in."""
+
+    __slots__ = ("__weakref__", "form", "goes", "memory", "piece", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, goes: bool) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version, self.goes = tensor._version, goes
+        self.memory = _address(tensor)
+        self.form: Any = None
+        self.piece: _Piece | None = None
+
+    def leave(self, piece: _Piece) -> None:
+        """From now on the tensor is what lies in a piece."""
+        tensor = self.unchanged()
+        self.form = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        self.tensor, self.piece = None, piece
+
+    def unchanged(self) -> Tensor:
+        """The tensor that was saved. Raises ExecutionError where it has been modified since."""
+        assert self.tensor is not None
+        if self.tensor._version != self.version:
+            raise ExecutionError(
+                f"what autograd has saved stays as it is until its backward; a tensor of shape "
+                f"{list(self.tensor.shape)} was modified in place after it was saved; remove the in-place operation"
+            )
+        return self.tensor
+
+    def back(self) -> Tensor:
+        """The tensor, for the backward."""
+        if self.piece is None:
+            return self.unchanged()
+        if self.piece.device is None:
+            raise ExecutionError("what is offloaded is fetched before its backward; it was not; validate the program")
+        dtype, *form = self.form
+        with torch.no_grad():
+            made = torch.empty(0, dtype=dtype, device=self.piece.device.device)
+            return made.set_(self.piece.device.untyped_storage(), *form)
+
+
+class Offloads:
+    """The saved tensors of one stage by micro-batch. device: the stage's. streams: for copies to the host and back;
+    none on a CPU, own ones of a CUDA device unless given.
+    """
+
+    def __init__(self, device: torch.device, streams: Sequence[torch.cuda.Stream] | None = None) -> None:
+        self._device, self._streams = device, streams
+        if device.type == "cuda":
+            self._streams = streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        self._held: dict[int, list[weakref.ref[_Held]]] = {}
+        self._pieces: dict[int, list[weakref.ref[_Piece]]] = {}
+        self._going = False
+
+    def clear(self) -> None:
+        """Forget all micro-batches; of those that an error has left behind copies may be under way."""
+        for pieces in self._pieces.values():
+            for piece in _alive(pieces):
+                if piece.ready is not None:
+                    piece.ready.synchronize()
+        self._held.clear()
+        self._pieces.clear()
+
+    @contextmanager
+    def saving(self, microbatch: int) -> Iterator[None]:
+        """Within, a micro-batch runs forward."""
+        held = self._held[microbatch] = []
+
+        def pack(tensor: Tensor) -> _Held:
+            one = _Held(tensor if tensor.is_leaf else tensor.detach(), self._going and not _is_weight(tensor))
+            held.append(weakref.ref(one))
+            return one
+
+        with saved_tensors_hooks(pack, _Held.back):
+            yield
+
+    @contextmanager
+    def going(self) -> Iterator[None]:
+        """Within, a layer runs whose saved tensors are to go to the host."""
+        before, self._going = self._going, True
+        try:
+            yield
+        finally:
+            self._going = before
+
+    def offload(self, microbatch: int, staying: Collection[int]) -> None:
+        """OFFLOAD. staying: addresses of memory that others hold."""
+        pieces = self._pieces[microbatch] = []
+        for tensors in self._movable(microbatch, staying):
+            piece = _Piece(_bytes_of(tensors[0].unchanged()))
+            for held in tensors:
+                held.leave(piece)
+            self._to_host(piece)
+            pieces.append(weakref.ref(piece))
+
+    def free(self, microbatch: int) -> None:
+        """FREE."""
+        for piece in _alive(self._pieces.get(microbatch, ())):
+            self._wait(piece)
+            piece.device = None
+
+    def fetch(self, microbatch: int) -> None:
+        """FETCH."""
+        for piece in _alive(self._pieces.get(microbatch, ())):
+            self._to_device(piece)
+
+    def arrived(self, microbatch: int) -> None:
+        """The backward of a micro-batch begins: what is computed from now on comes after its copies."""
+        self._held.pop(microbatch, None)
+        for piece in _alive(self._pieces.pop(microbatch, ())):
+            self._wait(piece)
+            piece.host = None
+
+    def _movable(self, microbatch: int, staying: Collection[int]) -> Iterator[list[_Held]]:
+        """The saved tensors that may go, those in one memory together."""
+        groups: dict[int, list[_Held]] = {}
+        for held in _alive(self._held.get(microbatch, ())):
+            groups.setdefault(held.memory, []).append(held)
+        for memory, tensors in groups.items():
+            if memory and memory not in staying and all(held.goes and _moves(held, self._device) for held in tensors):
+                forms = {(t.storage_offset(), t.size(), t.stride()): t.nbytes for t in (h.unchanged() for h in tensors)}
+                if sum(forms.values()) >= tensors[0].unchanged().untyped_storage().nbytes():  # else it is a part
+                    yield tensors
+
+    def _to_host(self, piece: _Piece) -> None:
+        assert piece.device is not None
+        piece.host = torch.empty(len(piece.device), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self._copy(piece, piece.host, piece.device, outward=True)
+
+    def _to_device(self, piece: _Piece) -> None:
+        assert piece.host is not None
+        piece.device = torch.empty(len(piece.host), dtype=torch.uint8, device=self._device)
+        self._copy(piece, piece.device, piece.host, outward=False)
+
+    def _copy(self, piece: _Piece, target: Tensor, source: Tensor, *, outward: bool) -> None:
+        if self._streams is None:
+            target.copy_(source)
+            return
+        stream = self._streams[not outward]
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # that has made it, or used its memory before
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        piece.ready = torch.cuda.Event()
+        piece.ready.record(stream)
+
+    def _wait(self, piece: _Piece) -> None:
+        """What is computed from now on comes after the piece's last copy."""
+        if piece.ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(piece.ready)
+
+
+def addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """Where tensors lie in memory; of those that have none of their own, nothing."""
+    return frozenset(map(_address, tensors)) - {0}
+
+
+def _address(tensor: Tensor) -> int:
+    return memory_of(tensor) if type(tensor) in _PLAIN else 0
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether it is one, or a view of one: whoever shards weights changes their memory as he likes."""
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
+
+
+def _alive(references: Iterable["weakref.ref[Any]"]) -> list[Any]:
+    """What autograd has not dropped."""
+    return [one for reference in references if (one := reference()) is not None]
+
+
+def _moves(held: _Held, device: torch.device) -> bool:
+    """Whether a tensor is no more than its bytes on the device."""
+    tensor = held.tensor
+    if tensor is None or type(tensor) not in _PLAIN or tensor.device != device or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All memory in which a tensor lies."""
+    with torch.no_grad():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,0 +1,163 @@
+"""Optimizers of the stages, and what those of one plan hand on to those of the next.
+
+Each parameter's state goes with it, and so do the settings of its group, such as a learning rate. A stage of the same
+number keeps its optimizer, the object, so that what drives it, such as a learning rate scheduler, still does.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipesched.errors import ModelTypeError
+from pipesched.runtime.stage.stage import Stage
+from pipesched.tensors.payload import pytree
+
+__all__ = ["Inheritance", "optimizers_for"]
+
+_Group = dict[str, Any]
+_NO_SETTINGS = ("params", "param_names")  # of a group
+
+
+@dataclass(frozen=True)
+class _Heir:
+    """An optimizer; its groups, each with what of it changes; and the states of its parameters."""
+
+    optimizer: Optimizer
+    groups: list[tuple[_Group, _Group]]
+    states: dict[Tensor, Any]
+
+
+class Inheritance:
+    """The optimizers of stages. Until ``take`` is called those of the stages before are as they were.
+
+    make: params -> Optimizer, for what had none. before: the optimizers of the stages before. stages: the parameters
+    of each stage. A stage has one where a parameter is trained, or was.
+    Raises ModelTypeError where ``make`` returns something else, or an optimizer of other parameters.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[list[Any]], Any],
+        before: Mapping[int, Optimizer],
+        stages: Mapping[int, list[nn.Parameter]],
+    ) -> None:
+        held = {p: (optimizer, group) for optimizer in before.values() for group, p in _members(optimizer)}
+        self._heirs: dict[int, _Heir] = {}
+        for index, parameters in stages.items():
+            if not any(parameter.requires_grad or parameter in held for parameter in parameters):
+                continue
+            optimizer = before.get(index)
+            own = [parameter for parameter in parameters if optimizer is None or parameter not in held]
+            made = _checked(make(own), own) if own else None
+            optimizer = optimizer or made
+            if optimizer is None:
+                continue
+            group_of = {p: group for group, p in (_members(made) if made else ())}
+            group_of |= {p: held[p][1] for p in parameters if p in held}
+            states = {p: held[p][0].state for p in parameters if p in held and p in held[p][0].state}
+            near: dict[Tensor, Any] = {p: _near(state[p], p, group_of[p]) for p, state in states.items()}
+            self._heirs[index] = _Heir(optimizer, _regrouped(optimizer, parameters, group_of), near)
+        #: The stages that had no optimizer, where a scheduler drives the others.
+        self.undriven = [i for i in self._heirs if i not in before and any("initial_lr" in g for _, g in held.values())]
+
+    def take(self) -> dict[int, Optimizer]:
+        """Hand everything on. Returns the optimizers by stage."""
+        for heir in self._heirs.values():
+            for group, change in heir.groups:
+                group.update(change)
+            heir.optimizer.param_groups[:] = [group for group, _ in heir.groups]
+            for key in [key for key in heir.optimizer.state if isinstance(key, nn.Parameter)]:
+                del heir.optimizer.state[key]
+            heir.optimizer.state.update(heir.states)
+        return {index: heir.optimizer for index, heir in self._heirs.items()}
+
+
+def _checked(made: Any, parameters: list[Any]) -> Optimizer:
+    if not isinstance(made, Optimizer):
+        raise ModelTypeError(
+            f"optimizer(params) returns a torch.optim.Optimizer; got {type(made).__name__}; return the optimizer"
+        )
+    own = set(map(id, parameters))
+    others = [p for _, p in _members(made) if id(p) not in own]
+    if others:
+        raise ModelTypeError(
+            f"optimizer(params) makes an optimizer of these parameters alone, one for each stage; the one for a stage "
+            f"with {len(own)} parameters has {len(others)} others; make it of params"
+        )
+    return made
+
+
+def _members(optimizer: Optimizer) -> list[tuple[_Group, nn.Parameter]]:
+    return [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _regrouped(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, _Group]
+) -> list[tuple[_Group, _Group]]:
+    """Parameters in groups of their settings: the optimizer's own, empty ones too (a scheduler counts them), and
+    others behind them. One that is in no group was left out by the user's function.
+    """
+    groups = list(optimizer.param_groups)
+    taken: list[list[nn.Parameter]] = [[] for _ in groups]
+    stay = [parameter for _, parameter in _members(optimizer) if parameter in {*parameters}]
+    for parameter in dict.fromkeys([*stay, *(parameter for parameter in parameters if parameter in group_of)]):
+        own = group_of[parameter]
+        at = next((at for at, group in enumerate(groups) if group is own or _same_settings(group, own)), len(groups))
+        if at == len(groups):
+            groups.append({key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()})
+            taken.append([])
+        taken[at].append(parameter)
+    names = {
+        parameter: name
+        for group in group_of.values()
+        for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+    return [
+        (group, {"params": own} | ({"param_names": [names[p] for p in own]} if "param_names" in group else {}))
+        for group, own in zip(groups, taken, strict=True)
+    ]
+
+
+def _same_settings(one: _Group, other: _Group) -> bool:
+    keys = one.keys() - _NO_SETTINGS
+    return keys == other.keys() - _NO_SETTINGS and all(_equal(one[key], other[key]) for key in keys)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
+    return type(one) is type(other) and bool(one == other)
+
+
+def _near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
+    """A parameter's state on its device; a number of steps on the host stays there, unless it is counted elsewhere."""
+    counts_there = group.get("capturable") or group.get("fused")
+
+    def moved(tensor: Tensor) -> Tensor:
+        on_host = not tensor.dim() and tensor.device.type == "cpu" and not counts_there
+        return tensor if on_host else tensor.to(parameter.device)
+
+    return pytree.tree_map_only(Tensor, moved, state)
+
+
+def optimizers_for(
+    optimizer: Callable[[list[Any]], Any],
+    stages: Mapping[int, Stage],
+    tied: Collection[nn.Parameter],
+    home: Callable[[nn.Parameter], int | None],
+    before: Mapping[int, Optimizer],
+) -> Inheritance:
+    """The optimizers of stages, as the function makes them, or handed on by the stages before.
+
+    tied: parameters that several stages may hold: the one where their home is has their only optimizer, which steps
+    when their gradients are summed.
+    Raises ModelTypeError where ``optimizer`` makes something else.
+    """
+    for index, stage in stages.items():
+        stage.elsewhere = {parameter for parameter in tied if home(parameter) != index}
+        stage.late = any(home(parameter) == index for parameter in tied)
+    return Inheritance(optimizer, before, {index: stage.parameters for index, stage in stages.items()})

@@ -1,0 +1,144 @@
+"""Again: layers of a stage that run again inside their own backward, from their inputs (torch.utils.checkpoint).
+
+Of such a layer only its input is held from forward to backward (Chen et al. 2016, arXiv:1604.06174). Its second run
+sees what the first one saw: the same random numbers, weights and buffers, on copies of those that it changes.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from pipesched.errors import ExecutionError
+from pipesched.runtime.stage.split_backward import Deferral
+from pipesched.tensors.keyed_random import KeyedRandom
+from pipesched.tensors.payload import Payload
+
+__all__ = ["Again", "RunLayer", "is_dear"]
+
+#: (tensors in place of a layer's own, args, kwargs) -> what it returns
+RunLayer = Callable[[Mapping[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
+
+_Call = tuple[str, int]
+
+
+class _Seen(NamedTuple):
+    """The buffers that a call saw: copies of those that it changes; of the others the tensors, and their versions."""
+
+    copies: dict[str, Tensor]
+    still: dict[str, tuple[Tensor, int]]
+
+
+class Again:
+    """The layers of one stage that run again. What each call changes is learnt from its first run."""
+
+    def __init__(self, random: KeyedRandom, deferral: Deferral) -> None:
+        self._random, self._deferral = random, deferral
+        self._modifies_input: dict[_Call, bool] = {}
+        self._moving: dict[tuple[_Call, tuple[bool, ...]], frozenset[str]] = {}
+
+    def call(
+        self,
+        which: _Call,
+        layer: nn.Module,
+        own: Mapping[str, Tensor],
+        run: RunLayer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        cheap: bool = False,
+    ) -> Any:
+        """Run a layer, whose backward will first run it again. own: tensors in place of its own. cheap: what takes long
+        does not run again; its results are kept.
+
+        Raises ExecutionError where it now modifies its input, and did not in its first run.
+        """
+        given = Payload.of((args, kwargs), _itself)  # a tensor that is passed twice is one when it runs again, too
+        versions = [tensor._version for tensor in given.tensors]
+        kept = given if self._modifies_input.get(which) is False else given.map_tensors(Tensor.clone)
+        contexts = create_selective_checkpoint_contexts(_policy) if cheap else (nullcontext(), nullcontext())
+        seen, place, first = self._before(which, layer, own), self._random.place, [(args, kwargs)]
+
+        spread = given.same_form()
+
+        def act(*leaves: Any) -> Any:
+            if first:  # the forward, on what was passed; it is not held any longer
+                with self._deferral.saving(), contexts[0]:
+                    return run(own, *first.pop())
+            args, kwargs = spread(leaves)
+            with self._random.repeated(place), self._deferral.saving(again=True), contexts[1]:
+                return run({**own, **_checked(seen, layer, own, which)}, args, kwargs)
+
+        value = checkpoint(act, *kept.leaves, use_reentrant=False, preserve_rng_state=False)
+        self._after(which, layer, own, seen)
+        self._check_input(which, versions != [tensor._version for tensor in given.tensors])
+        return value
+
+    def _before(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor]) -> _Seen:
+        buffers = _buffers(layer, own)
+        moving = self._moving.get((which, _modes(layer)), buffers) if buffers else ()
+        copies = {name: buffer.clone() for name, buffer in buffers.items() if name in moving}
+        return _Seen(copies, {name: (buffer, buffer._version) for name, buffer in buffers.items()})
+
+    def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
+        """Learn from the first run in these modes which buffers a call changes: some operators do not count it."""
+        if not seen.still:
+            return
+        key = which, _modes(layer)
+        if key not in self._moving:
+            now = _buffers(layer, own)
+            changed = {name for name, copy in seen.copies.items() if not torch.equal(now[name], copy)}
+            changed |= {name for name, (buffer, _) in seen.still.items() if now[name] is not buffer}
+            self._moving[key] = frozenset(changed)
+        for name in seen.still.keys() - self._moving[key]:
+            seen.copies.pop(name, None)
+        for name in self._moving[key]:
+            del seen.still[name]
+
+    def _check_input(self, which: _Call, modified: bool) -> None:
+        if self._modifies_input.setdefault(which, modified) is False and modified:
+            raise ExecutionError(
+                f"a layer runs again from its input; layer {which[0]!r} modified it in place now, but not in its first "
+                f"forward; take it out of checkpoint=, or do not modify it in place"
+            )
+
+
+#: Operators whose results take long to compute.
+_DEAR = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
+
+
+def is_dear(operator: Any) -> bool:
+    """Whether the results of an operator are kept where only what is cheap runs again."""
+    name = operator.name().removeprefix("aten::").partition(".")[0]
+    return name in _DEAR or "scaled_dot_product" in name
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_dear(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checked(seen: _Seen, layer: nn.Module, own: Mapping[str, Tensor], which: _Call) -> dict[str, Tensor]:
+    """The buffers to run again on. Raises ExecutionError where one that was thought to stay as it is has changed."""
+    now = _buffers(layer, own) if seen.still else {}
+    for name, (buffer, version) in seen.still.items():
+        if now[name] is not buffer or buffer._version != version:
+            raise ExecutionError(
+                f"a layer runs again with the buffers that its forward saw; buffer {name!r} of layer {which[0]!r} has "
+                f"changed since, which its first forward in these modes did not do; take the layer out of checkpoint="
+            )
+    return seen.copies
+
+
+def _buffers(layer: nn.Module, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: own.get(name, buffer) for name, buffer in layer.named_buffers()}
+
+
+def _modes(layer: nn.Module) -> tuple[bool, ...]:
+    return tuple(module.training for module in layer.modules())
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,321 @@
+"""Backward: whole (B), or split into input gradients (I) and weight gradients (W) (Qi et al. 2023, arXiv:2401.10241).
+
+Split without running anything twice. While a forward runs, each product with a weight, such as ``linear(x, w)``, is
+called with ``w`` detached: autograd then propagates to ``x`` alone. I is an ordinary backward over that graph: it also
+delivers what is cheap (norms, biases, embeddings) and what cannot be taken apart (custom functions, recurrent nets),
+and a hook keeps the gradient ``gy`` of each product's output. W computes ``gy^T x`` from it with the operations that
+autograd itself would have used, so that the bits are equal, and hands it to autograd, which fires all hooks.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import functional
+
+from pipesched.runtime.stage.weight_products import (
+    ConvolutionRule,
+    Product,
+    WeightRule,
+    linear_rule,
+    matmul_rule,
+    saving_input,
+    spread,
+)
+from pipesched.tensors.function_mode import Handler
+
+__all__ = ["PAYS_FLOPS", "Deferral", "edge_of", "enter"]
+
+
+class _Lesson:
+    """What one forward shows about each weight: in how many products it is used, and in which other ways."""
+
+    def __init__(self, live: Callable[[Tensor], Tensor]) -> None:
+        self._live = live
+        self._uses: Counter[Tensor] = Counter()
+        self._flops: Counter[Tensor] = Counter()
+        self._nodes: dict[Tensor, list[Node | None]] = {}
+
+    def note(self, weights: Iterable[Tensor], flops: int, output: Tensor) -> None:
+        """A product of these weights, called as it is."""
+        for weight in map(self._live, weights):
+            self._uses[weight] += 1
+            self._flops[weight] += flops
+            self._nodes.setdefault(weight, []).append(output.grad_fn)
+
+    def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
+        """The weights whose every use is a product that the backward passes, and whose work pays for the detour.
+
+        A weight that also goes other ways has one sum over all its uses, which W could not rebuild; a product that the
+        outputs do not lead to was made for the layer's own differentiation, or without gradients.
+        """
+        passed, reached = _reached(outputs)
+        uses = Counter({self._live(leaf): count for leaf, count in reached.items()})
+        return frozenset(
+            weight
+            for weight, count in self._uses.items()
+            if uses[weight] == count
+            and self._flops[weight] >= PAYS_FLOPS
+            and all(node in passed for node in self._nodes[weight])
+        )
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Deferral:
+    """A provider that detaches weights in products and takes note of the products. One a stage.
+
+    Which weights are deferred is learnt from the first micro-batch of a kind, whose backward runs whole. What a step's
+    first micro-batch decides holds for the step. Those before the one that was learnt from (a checkpointed one runs
+    again after later ones) run whole, too: sums keep their order.
+    """
+
+    def __init__(self) -> None:
+        self._live: Callable[[Tensor], Tensor] = _itself
+        self._products: list[Product] = []
+        self._learnt: dict[Hashable, frozenset[Tensor]] = {}
+        self._deferrable: frozenset[Tensor] = frozenset()
+        self._lesson: _Lesson | None = None
+        self._decided = False
+        self._whole_up_to = -1
+        self._kind: Hashable = None
+        self._noting, self._saving = True, False
+
+    def begin(self, live: Callable[[Tensor], Tensor] | None = None) -> None:
+        """A step begins. live: the Parameter of which a tensor is a version, the tensor itself where it is none."""
+        self._live = live or _itself
+        self._decided, self._lesson = False, None
+        self._products.clear()
+
+    def decide(self, microbatch: int, kind: Callable[[], Hashable]) -> bool:
+        """Before a forward: whether it defers. ``kind`` (shapes, trainable parameters) of a step's first forward
+        decides; where it is new, that forward is learnt from.
+        """
+        if not self._decided:
+            self._decided = True
+            self._kind = kind()
+            known = self._kind in self._learnt
+            self._lesson = None if known else _Lesson(self._live)
+            self._whole_up_to = -1 if known else microbatch
+            self._deferrable = self._learnt.get(self._kind, frozenset())
+        return bool(self._deferrable) and microbatch > self._whole_up_to
+
+    @property
+    def learning(self) -> bool:
+        """Whether the forward that was decided on is one that is learnt from."""
+        return self._lesson is not None
+
+    @property
+    def num_noted(self) -> int:
+        """How many products the forward has shown so far."""
+        return len(self._products)
+
+    def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
+        """End a forward: its products. Those of one that was learnt from are none."""
+        if self._lesson is not None:
+            self._deferrable = self._learnt[self._kind] = self._lesson.deferrable(outputs)
+            self._lesson = None
+        products, self._products = self._products, []
+        return products
+
+    @contextmanager
+    def saving(self, *, again: bool = False) -> Iterator[None]:
+        """Within a layer that does not hold what autograd saves: inputs of products are saved in its graph alone.
+
+        again: the layer runs again, and builds the graph that its forward built.
+        """
+        before = self._saving, self._noting
+        self._saving, self._noting = True, self._noting and not again
+        try:
+            yield
+        finally:
+            self._saving, self._noting = before
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Detach all the same but take no note: what a backward recomputes must be the graph that F built."""
+        self._noting = False
+        try:
+            yield
+        finally:
+            self._noting = True
+
+    def handler_for(self, function: Callable[..., Any]) -> Handler | None:
+        """Products with a weight: linear layers, matrix products and convolutions."""
+        if function is functional.linear:
+            return self._linear
+        if function in _MATRIX_PRODUCTS:
+            return self._matrix_product
+        if function is torch.addmm:
+            return self._addmm
+        return self._convolution if function in _CONVOLUTIONS else None
+
+    def _linear(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, weight, bias = _bind(("input", "weight", "bias"), args, kwargs)
+        if not _is_plain(x, weight) or weight.dim() != 2:
+            return function(*args, **kwargs)
+        if not self._defers(weight):
+            return self._learn(function(*args, **kwargs), x, weight)
+        if _lies_in_rows(x):
+            return self._note(x, (weight,), linear_rule, lambda x: function(x, weight.detach(), bias))
+        rows = x.flatten(0, -2)
+        output = self._note(rows, (weight,), linear_rule, lambda rows: function(rows, weight.detach()))
+        output = output.unflatten(0, x.shape[:-1])
+        return output if bias is None else output + bias
+
+    def _matrix_product(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs or len(args) != 2 or not _is_plain(*args) or args[0].dim() < 2 or args[1].dim() != 2:
+            return function(*args, **kwargs)
+        x, weight = args
+        if not self._defers(weight):
+            return self._learn(function(x, weight), x, weight)
+        rows = x if _lies_in_rows(x) else x.flatten(0, -2)
+        output = self._note(rows, (weight,), matmul_rule, lambda rows: function(rows, weight.detach()))
+        return output if rows is x else output.unflatten(0, x.shape[:-1])
+
+    def _addmm(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs or len(args) != 3 or not _is_plain(*args[1:]):
+            return function(*args, **kwargs)
+        bias, x, weight = args
+        if not self._defers(weight):
+            return self._learn(function(bias, x, weight), x, weight)
+        return self._note(x, (weight,), matmul_rule, lambda x: function(bias, x, weight.detach()))
+
+    def _convolution(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+        x, weight, bias, stride, padding, dilation, groups = _bind(names, args, kwargs)
+        weights = (weight,) if bias is None else (weight, bias)
+        if isinstance(padding, str) or not _is_plain(x, *weights):
+            return function(*args, **kwargs)
+        spatial = weight.dim() - 2
+        if not self._defers(*weights):
+            return self._learn(function(*args, **kwargs), x, *weights, channels=-1 - spatial)
+        defaults = ((stride, 1), (padding, 0), (dilation, 1))
+        numbers = [spread(default if value is None else value, spatial) for value, default in defaults]
+        rule = ConvolutionRule(weight, bias, numbers, 1 if groups is None else groups)
+        return self._note(x, weights, rule, lambda x: rule.forward(function, x))
+
+    def _defers(self, *weights: Tensor) -> bool:
+        return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
+
+    def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
+        """Take note of a product that was called as it is. ``channels``: the dim of x that it sums over."""
+        if self._lesson is not None and self._noting:
+            self._lesson.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
+        return output
+
+    def _note(
+        self, x: Tensor, weights: tuple[Tensor, ...], rule: WeightRule, call: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        product = Product(weights, rule)
+        if self._saving and x.requires_grad:
+            x = saving_input(x, product)
+        else:
+            product.take(x.detach())
+        output = call(x)
+        if not output.requires_grad:  # no input of the product needs a gradient: it still needs a node to hook
+            (output,) = enter((output,))
+        if self._noting:
+            get_gradient_edge(output).node.register_prehook(product.keep)
+            self._products.append(product)
+        return output
+
+
+#: Deferring one product costs about 20 us of host time; a smaller product is done sooner than that.
+PAYS_FLOPS = 2_000_000
+
+_PLAIN = (Tensor, nn.Parameter)
+_MATRIX_PRODUCTS = frozenset({torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__})
+_CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
+
+
+def _is_plain(x: Any, *weights: Any) -> bool:
+    """Whether these are real tensors of no subclass, and the weights trainable leaves."""
+    return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
+        weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
+    )
+
+
+def _lies_in_rows(x: Tensor) -> bool:
+    """Whether torch's own product takes x as a matrix of rows without a copy.
+
+    Otherwise it copies where the weight needs a gradient, and takes a slower way with other bits where it does not:
+    a detached weight would mislead it, so the copy is made here.
+    """
+    return x.dim() <= 2 or x.is_contiguous()
+
+
+def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return [given.get(name) for name in names]
+
+
+def _reached(outputs: Sequence[GradientEdge]) -> tuple[set[Node], Counter[Tensor]]:
+    """The nodes that a backward passes, and how often each leaf is used.
+
+    A view or a cast of a weight, such as the transposed weight of a linear layer, is as many uses as are made of it.
+    """
+    above: dict[Node, list[Node | None]] = {}
+    front: list[tuple[Node | None, Node]] = [(None, edge.node) for edge in outputs]
+    while front:
+        parent, node = front.pop()
+        if node not in above:
+            front += [(node, following) for following, _ in node.next_functions if following is not None]
+        above.setdefault(node, []).append(parent)
+
+    def uses(node: Node) -> int:
+        parents = above[node]
+        return sum(1 if parent is None or len(parent.next_functions) > 1 else uses(parent) for parent in parents)
+
+    leaves = {node: getattr(node, "variable", None) for node in above}
+    return set(above), Counter({leaf: uses(node) for node, leaf in leaves.items() if leaf is not None})
+
+
+class _Entry(torch.autograd.Function):
+    """Where a graph begins: tensors of which only their gradients' way out is known.
+
+    Unlike a leaf, what comes out may be modified in place, as the first layer of a stage may do.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, tensors: tuple[Tensor, ...], into: list[Tensor | None] | None
+    ) -> tuple[Tensor, ...]:
+        ctx.into = into
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        if ctx.into is not None:
+            ctx.into[:] = grads
+        return None, None, None
+
+
+#: What a graph begins with needs a gradient where one of its node's arguments does; no gradient ever comes to this one.
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+
+
+def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) -> tuple[Tensor, ...]:
+    """The same tensors, now requiring gradients, which a backward writes into ``into`` (None: not used).
+
+    A list, and no callback: who holds the graph must not be held by it, since no garbage collector sees through graphs.
+    """
+    detached = tuple([tensor.detach() for tensor in tensors])
+    entered: tuple[Tensor, ...] = _Entry.apply(_ANCHOR, detached, into)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """As ``get_gradient_edge``, whose care leaves and nodes of Python alone need."""
+    node: Any = tensor.grad_fn
+    if node is None or isinstance(node, BackwardCFunction):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)

@@ -1,0 +1,200 @@
+"""Products: what is left to W of each product with a weight, and how W computes and delivers the weight gradients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesched.errors import ExecutionError
+from pipesched.simulation.layer_memory import DELIVERED_BYTES
+
+__all__ = [
+    "ConvolutionRule",
+    "Product",
+    "WeightRule",
+    "linear_rule",
+    "matmul_rule",
+    "saving_input",
+    "spread",
+    "weight_grad",
+]
+
+#: (gradient of the product's output, the product's input) -> the gradients of the product's weights
+WeightRule = Callable[[Tensor, Tensor], Sequence[Tensor]]
+
+
+class Product:
+    """One product whose weight gradient waits for W: its input, its weights, and its output's gradient once I ran."""
+
+    __slots__ = ("_grads", "grad", "input", "rule", "version", "weights")
+
+    def __init__(self, weights: tuple[Tensor, ...], rule: WeightRule) -> None:
+        self.weights = weights
+        self.rule = rule
+        self.grad: Tensor | None = None
+        self._grads: list[Tensor | None] = [None] * len(weights)
+
+    def take(self, input: Tensor) -> None:
+        """Hold what the product was made of."""
+        self.input, self.version = input, input._version
+
+    def keep(self, grads: Sequence[Tensor | None]) -> None:
+        """The hook on the product's node."""
+        self.grad = grads[0]
+
+    def weight_grad(self, index: int) -> Tensor | None:
+        """Hand over the gradient of one weight; None where no gradient came, or for the second time.
+
+        Raises ExecutionError where the product's input was modified since.
+        """
+        if self.grad is not None and self.input._version != self.version:
+            raise ExecutionError(
+                f"the input of a product is needed for its weight gradient; a tensor of shape "
+                f"{list(self.input.shape)} was modified in place after it was used; "
+                f"remove the in-place operation, or use a schedule that does not split the backward"
+            )
+        if self.grad is not None:
+            self._grads = list(self.rule(self.grad, self.input))
+            self.grad = None
+        grad, self._grads[index] = self._grads[index], None
+        return grad
+
+
+def saving_input(x: Tensor, product: Product) -> Tensor:
+    """The input of a product, saved by autograd, as hooks on saved tensors see: W gets it back in the backward."""
+    saved: Tensor = _SavedInput.apply(x, (x.detach(),), product)  # type: ignore[no-untyped-call]
+    return saved
+
+
+class _SavedInput(torch.autograd.Function):
+    """A node in front of a product. What comes out is the tensor in ``again``, which autograd takes for a new one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, again: tuple[Tensor], product: Product) -> Tensor:
+        ctx.product = product
+        ctx.save_for_backward(x)
+        return again[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        product, ctx.product = ctx.product, None
+        product.take(ctx.saved_tensors[0].detach())
+        return grads[0], None, None
+
+
+def spread(value: Any, spatial: int) -> list[int]:
+    """A number for each spatial dimension, where one may stand for all."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * spatial if len(values) == 1 else values
+
+
+def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as matrices of one row a product; under autocast the input is cast as the product cast it."""
+    if x.dtype is not grad.dtype:
+        x = x.to(grad.dtype)
+    dims = x.dim()
+    if dims > 2:
+        return grad.flatten(0, -2), x.flatten(0, -2)
+    return (grad, x) if dims == 2 else (grad.unsqueeze(0), x.unsqueeze(0))
+
+
+def linear_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
+    """Of ``x @ weight.T``."""
+    grad, x = _operands(grad, x)
+    return (grad.t().mm(x),)
+
+
+def matmul_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
+    """Of ``x @ weight``."""
+    grad, x = _operands(grad, x)
+    return (x.t().mm(grad),)
+
+
+class ConvolutionRule:
+    """Weight and bias gradients of a convolution, by the call that autograd makes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, numbers: list[list[int]], groups: int) -> None:
+        self._weight = weight.detach()
+        self._bias = None if bias is None else bias.detach()
+        self._numbers = numbers  # stride, padding, dilation
+        self._groups = groups
+
+    def forward(self, function: Callable[..., Any], x: Tensor) -> Tensor:
+        """The convolution with its weights detached."""
+        output: Tensor = function(x, self._weight, self._bias, *self._numbers, self._groups)
+        return output
+
+    def __call__(self, grad: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        """By the call that autograd makes."""
+        spatial = self._weight.dim() - 2
+        if x.dim() == spatial + 1:  # one unbatched picture
+            grad, x = grad.unsqueeze(0), x.unsqueeze(0)
+        _, *grads = torch.ops.aten.convolution_backward(
+            grad,
+            x if x.dtype is grad.dtype else x.to(grad.dtype),
+            self._weight if self._weight.dtype is grad.dtype else self._weight.to(grad.dtype),
+            None if self._bias is None else list(self._bias.shape),
+            *self._numbers,
+            False,  # not transposed
+            [0] * spatial,
+            self._groups,
+            [False, True, self._bias is not None],
+        )
+        return tuple(grads[:1] if self._bias is None else grads)
+
+
+#: Weights are delivered in groups of about so many bytes: a large gradient is added while it lies in the cache, and
+#: its memory is used again for the next one; small ones share the fixed cost of a node.
+_GROUP_BYTES = DELIVERED_BYTES
+
+
+def weight_grad(products: Sequence[Product]) -> None:
+    """The weight gradients (W): computed, summed over a weight's uses, and delivered with the hooks of each weight."""
+    uses: _Uses = {}
+    for product in reversed(products):  # the order in which a backward comes to them
+        for index, weight in enumerate(product.weights):
+            uses.setdefault(weight, []).append((product, index))
+    roots = [_Delivery.apply(group, *group) for group in _groups(uses)]  # type: ignore[no-untyped-call]
+    if roots:
+        torch.autograd.backward(roots, [root.detach() for root in roots])
+
+
+_Uses = dict[Tensor, list[tuple[Product, int]]]
+
+
+def _groups(uses: _Uses) -> Iterator[_Uses]:
+    group: _Uses = {}
+    size = 0
+    for weight, of_weight in uses.items():
+        group[weight] = of_weight
+        size += weight.nbytes
+        if size >= _GROUP_BYTES:
+            yield group
+            group, size = {}, 0
+    if group:
+        yield group
+
+
+class _Delivery(torch.autograd.Function):
+    """A node above the AccumulateGrad nodes of some weights: autograd adds what it computes, and fires the hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: _Uses, *weights: Tensor) -> Tensor:
+        ctx.group = group
+        return torch.empty(0, device=weights[0].device)  # so that autograd knows the stream in which it computes
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        group, ctx.group = ctx.group, None
+        return None, *(_total(weight, of_weight) for weight, of_weight in group.items())
+
+
+def _total(weight: Tensor, of_weight: list[tuple[Product, int]]) -> Tensor | None:
+    total: Tensor | None = None
+    for product, index in of_weight:
+        grad = product.weight_grad(index)
+        if grad is not None:
+            grad = grad.to(weight.dtype)  # autocast computes in another; sums are made in the weight's own
+            total = grad if total is None else total + grad
+    return total

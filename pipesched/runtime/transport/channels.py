@@ -1,0 +1,419 @@
+"""Wire: values from rank to rank, in channels that are first in, first out.
+
+A value is one message: a header of 64 bytes, then the bytes of all its tensors, laid out by its form. What form a
+message will have is foreseen from the last one with the same key (edge, kind, and what its micro-batch looks like),
+so receives are posted before their messages are sent. A form that was not foreseen is announced in the header and
+follows, with its data, on a side channel; from the next run on it is foreseen. Both ends keep the same book of
+forms, and compare what they foresee before the first message of a run: shapes that change cost time, never a crash.
+
+A send never waits for its receiver, and the tensors are free at once: who holds one may change it. A short message of
+one tensor goes into the connection's buffers from where it lies. Any other is a copy, which is used again as soon as
+it is written, or, where only waiting tells (gloo), when the other end has said in the header of a message
+that comes back that it has taken it. What nobody acknowledged is waited for when the next run begins.
+
+A run may get its messages in parts, which need not be the same at both ends: what one end sends in a part, the other
+may receive in a later one. Then a form that was announced counts for the messages that come a few behind it in the
+channel, which is the same moment at both ends.
+
+Receives take fresh memory, and what is received lies in it: the allocator hands out again what was freed, and no
+second copy is made.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from struct import Struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipesched.errors import ExecutionError
+from pipesched.runtime.transport.encoding import Encoding
+from pipesched.runtime.transport.layout_book import DIGEST_BYTES, Book, digest
+from pipesched.runtime.transport.message_layout import Form, Packed, describe
+from pipesched.runtime.transport.ports import Ports, Work, awaited, lost
+from pipesched.simulation.memory import AHEAD
+
+__all__ = ["COLLECT", "SHARE", "Ends", "Incoming", "Messages", "Outgoing", "Wire"]
+
+_HEADER = 64  # bytes
+_MOST_BYTES = 1 << 44  # of a message: no machine has as much memory
+_FIELDS = Struct("<4q")  # bytes of a form that follows, bytes of its data, messages taken: forward, backward
+
+
+class Counts(NamedTuple):
+    """How many messages of the run each end has taken, forward and backward. Every header says it of its sender."""
+
+    here: list[int]
+    there: list[int]
+
+    @classmethod
+    def none(cls) -> "Counts":
+        """Before a run."""
+        return cls([0, 0], [0, 0])
+
+
+class _Sent(NamedTuple):
+    """A message that the other end may not have taken. spare: where its memory is used again."""
+
+    position: int
+    work: Work
+    message: Packed | Tensor | None = None
+    spare: list[Packed] | None = None
+
+
+class Outgoing:
+    """The sending end of a channel. way: 0 forward, 1 backward; the channels with a rank share their counts."""
+
+    def __init__(
+        self,
+        ports: Ports,
+        peer: int,
+        tag: int,
+        encoding: Encoding,
+        counts: Counts | None = None,
+        way: int = 0,
+    ) -> None:
+        self.book = Book()
+        self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding
+        self._counts, self._way = counts or Counts.none(), way
+        self._position = 0
+        self._sent: deque[_Sent] = deque()
+        self._aside: deque[_Sent] = deque()
+        self._header = bytearray(_HEADER)
+        self._write = ports.short.sender(peer, tag)
+
+    def open(self, keys: Sequence[Hashable]) -> None:
+        """Begin a run, once what the one before has sent is taken."""
+        self.drain()
+        self._position = 0
+        self._counts.there[self._way] = 0
+        self.book.open(keys)
+
+    def extend(self, keys: Sequence[Hashable]) -> None:
+        """Further messages of the run."""
+        self.book.extend(keys, self._position)
+
+    def send(self, value: Any) -> None:
+        """Send the next value, without waiting."""
+        form = self.book.form(self._position)
+        data = None if form is None or form.nbytes >= self._ports.limit else form.plain_bytes(value)
+        if form is None or data is None:
+            self._send_described(form, value)
+        else:
+            _FIELDS.pack_into(self._header, 0, 0, 0, *self._counts.here)
+            self._send_short((self._header, data), _HEADER + form.nbytes)
+        self._position += 1
+        if self._sent or self._aside:
+            self._retire(self._counts.there[self._way])
+
+    def _send_described(self, form: Form | None, value: Any) -> None:
+        description, leaves = describe(value, self._encoding)
+        if form is None or form.description != description:
+            self._send_unforeseen(Form(description, self._encoding), leaves, form.nbytes if form else 0)
+        elif form.nbytes < self._ports.limit and (data := form.in_place(leaves)) is not None:
+            _FIELDS.pack_into(self._header, 0, 0, 0, *self._counts.here)
+            self._send_short((self._header, data.numpy()), _HEADER + form.nbytes)
+        else:
+            packed = form.spare.pop() if form.spare else Packed(form, _HEADER)
+            packed.fill(leaves)
+            _FIELDS.pack_into(packed.data, 0, 0, 0, *self._counts.here)
+            if form.nbytes < self._ports.limit:
+                self._send_short((packed.data,), len(packed.data))
+                form.spare.append(packed)
+            else:
+                self._send_long(packed, form.spare)
+
+    def _send_unforeseen(self, form: Form, leaves: tuple[Any, ...], foreseen: int) -> None:
+        """The header alone goes where a message was foreseen; the form and the data follow on the side."""
+        written = form.written()
+        announced = Packed(None, _HEADER)
+        _FIELDS.pack_into(announced.data, 0, len(written), form.nbytes, *self._counts.here)
+        if foreseen < self._ports.limit:
+            self._send_short((announced.data,), _HEADER)
+        else:
+            self._send_long(announced, [])
+        data = Packed(form, 0)
+        data.fill(leaves)
+        for tensor in (torch.frombuffer(bytearray(written), dtype=torch.uint8), data.tensor):
+            if len(tensor) and (work := self._ports.send(tensor, self._peer, self._tag + 1)) is not None:
+                self._aside.append(_Sent(self._position, work, tensor))
+        self.book.note(self._position, form)
+
+    def _send_short(self, parts: Sequence[Any], nbytes: int) -> None:
+        try:
+            work = self._write(parts, nbytes)
+        except RuntimeError as error:
+            raise lost(self._peer, error) from None
+        if work is not None:
+            self._sent.append(_Sent(self._position, work))
+
+    def _send_long(self, packed: Packed, spare: list[Packed]) -> None:
+        try:
+            work = self._ports.long.send([packed.tensor], self._peer, self._tag)
+        except RuntimeError as error:
+            raise lost(self._peer, error) from None
+        self._sent.append(_Sent(self._position, work, packed, spare))
+
+    def _retire(self, count: int) -> None:
+        """The other end has taken so many messages of this run."""
+        for queue in (self._sent, self._aside):
+            while queue and queue[0].position < count:
+                sent = queue.popleft()
+                awaited(sent.work, self._peer)
+                if sent.spare is not None and isinstance(sent.message, Packed):
+                    sent.spare.append(sent.message)
+
+    def drain(self) -> None:
+        """Wait until the other end has taken everything."""
+        self._retire(self._position)
+
+
+class _Posted(NamedTuple):
+    """A receive. work: None where it is read when it is waited for. value: what was foreseen, already restored over
+    memory that has yet to be filled, or None.
+    """
+
+    memory: Tensor
+    header: memoryview
+    data: memoryview
+    work: Work | None
+    value: Any
+
+
+class Incoming:
+    """The receiving end of a channel. way, counts: as of Outgoing.
+
+    While a message is on its way the value that it is foreseen to be is made, so that little is left to do once it is
+    there: who waits for a message is late already.
+    """
+
+    def __init__(
+        self,
+        ports: Ports,
+        peer: int,
+        tag: int,
+        encoding: Encoding,
+        counts: Counts | None = None,
+        way: int = 0,
+    ) -> None:
+        self.book = Book()
+        self.taken = 0
+        self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding
+        self._counts, self._way = counts or Counts.none(), way
+        self._posted: deque[_Posted] = deque()
+        self._next = 0
+        self._read = ports.short.reader(peer, tag)
+
+    def open(self, keys: Sequence[Hashable]) -> None:
+        """Begin a run."""
+        self.taken = self._next = self._counts.here[self._way] = 0
+        self.book.open(keys)
+
+    def extend(self, keys: Sequence[Hashable]) -> None:
+        """Further messages of the run."""
+        self.book.extend(keys, self.taken)
+
+    def post(self, ahead: int = AHEAD) -> None:
+        """Post the receives of the next messages, at most so many."""
+        while self._next < self.book.end and len(self._posted) < ahead:
+            form = self.book.form(self._next)
+            nbytes = form.nbytes if form else 0
+            memory = torch.empty(_HEADER + nbytes, dtype=torch.uint8)
+            value = form.restore(memory, _HEADER) if form and form.lies_as_sent else None
+            work = None if nbytes < self._ports.limit else self._started(memory)
+            view: memoryview = memory.numpy().data
+            self._posted.append(_Posted(memory, view[:_HEADER], view[_HEADER:], work, value))
+            self._next += 1
+
+    def receive(self) -> Any:
+        """Wait for the next value."""
+        if not self._posted:
+            self.post()
+        memory, header, data, work, value = self._posted.popleft()
+        form, start = self.book.form(self.taken), _HEADER
+        self.post()
+        try:
+            if work is not None:
+                work.wait()
+            else:
+                self._read(header)
+            form_bytes, data_bytes, *there = _FIELDS.unpack_from(header)
+            if not form_bytes and work is None and data:
+                self._read(data)
+        except RuntimeError as error:
+            raise lost(self._peer, error) from None
+        if form_bytes or form is None:
+            form, memory = self._receive_unforeseen(form_bytes, data_bytes)
+            start, value = 0, None
+            self.book.note(self.taken, form)
+        self.taken += 1
+        self._counts.here[self._way] = self.taken
+        self._counts.there[:] = there
+        return form.restore(memory, start) if value is None else value
+
+    def _receive_unforeseen(self, form_bytes: int, data_bytes: int) -> tuple[Form, Tensor]:
+        form = Form.read(self._receive_aside(form_bytes).numpy().tobytes(), self._encoding)
+        if form.nbytes != data_bytes:
+            raise lost(self._peer, RuntimeError(f"{data_bytes} bytes are announced for a form of {form.nbytes}"))
+        return form, self._receive_aside(data_bytes)
+
+    def _receive_aside(self, nbytes: int) -> Tensor:
+        if not 0 <= nbytes <= _MOST_BYTES:
+            raise lost(self._peer, RuntimeError(f"a message of {nbytes} bytes is announced"))
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self._ports.receive(memory, self._peer, self._tag + 1)
+        return memory
+
+    def _started(self, memory: Tensor) -> Work:
+        try:
+            return self._ports.long.recv([memory], self._peer, self._tag)
+        except RuntimeError as error:
+            raise lost(self._peer, error) from None
+
+
+# ---- the channels of one rank --------------------------------------------------------------------------------------
+
+
+#: Makes the ends of the channels with another rank, which do what Outgoing and Incoming do: (rank, tag, backward).
+Ends = Callable[[int, int, bool], tuple[Any, Any]]
+
+_FORWARD, _BACKWARD, _OPENING, SHARE, COLLECT = 0, 2, 4, 6, 8  # tags; the odd ones after them are the side channels
+
+
+class _Neighbour:
+    """A rank with which there are channels, forward and backward, out and in."""
+
+    def __init__(self, ports: Ports, peer: int, ends: Ends | None, encoding: Encoding) -> None:
+        self._port, self.peer = ports.short, peer
+        counts = Counts.none()
+        made: list[tuple[Any, Any]] = [
+            (Outgoing(ports, peer, tag, encoding, counts, way), Incoming(ports, peer, tag, encoding, counts, way))
+            if ends is None
+            else ends(peer, tag, tag == _BACKWARD)
+            for way, tag in enumerate((_FORWARD, _BACKWARD))
+        ]
+        self.outgoing, self.incoming = zip(*made, strict=True)
+        self._opening: Work | None = None
+        self.due = b""  # what the other end has to say before the first receive of a run
+
+    def open(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]], identity: bytes) -> None:
+        """Begin a run: say what it is and what is foreseen, where messages go. keys: by (outgoing, backward)."""
+        for backward in (False, True):
+            self.outgoing[backward].open(keys.get((True, backward), ()))
+            self.incoming[backward].open(keys.get((False, backward), ()))
+        if self._opening is not None:
+            awaited(self._opening, self.peer)
+        try:
+            if any(outgoing for outgoing, _ in keys):
+                words = self._words(identity, self.outgoing)
+                self._opening = self._port.sender(self.peer, _OPENING)((words,), len(words))
+        except RuntimeError as error:
+            raise lost(self.peer, error) from None
+        self.due = b"" if all(outgoing for outgoing, _ in keys) else self._words(identity, self.incoming)
+
+    def extend(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]]) -> None:
+        """Further messages of the run."""
+        for (outgoing, backward), own in keys.items():
+            (self.outgoing if outgoing else self.incoming)[backward].extend(own)
+
+    @staticmethod
+    def _words(identity: bytes, ends: Sequence[Any]) -> bytes:
+        return identity + digest(b"".join(end.book.sizes for end in ends))
+
+    def check(self, names: Sequence[str]) -> None:
+        """Before the first receive of a run: both ends run the same. Raises ExecutionError that names what differs."""
+        words, self.due, due = bytearray(len(self.due)), b"", self.due
+        try:
+            self._port.reader(self.peer, _OPENING)(memoryview(words))
+        except RuntimeError as error:
+            raise lost(self.peer, error) from None
+        for number, name in enumerate((*names, "history of message sizes")):
+            part = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
+            if words[part] != due[part]:
+                raise ExecutionError(
+                    f"all ranks run the same steps with the same batches; rank {self.peer} has another {name} in this "
+                    f"step; call the same methods on every rank, in the same order, with the same arguments"
+                )
+        for channel in self.incoming:
+            channel.post()
+
+
+#: The keys of a run's messages: by rank, by (outgoing, backward), in the channel's order.
+Messages = Mapping[int, Mapping[tuple[bool, bool], Sequence[Hashable]]]
+
+
+class Wire:
+    """All channels of one rank; made when first used. names: what the parts of an identity are, for errors.
+
+    encoding: of plain values. ends: makes those of runs; without it they go through the ports, as values beside runs
+    always do.
+    """
+
+    def __init__(self, ports: Ports, names: Sequence[str], encoding: Encoding, ends: Ends | None = None) -> None:
+        self._ports, self._names, self._ends = ports, names, ends
+        self._encoding = encoding
+        self._neighbours: dict[int, _Neighbour] = {}
+        self._single: dict[tuple[bool, int, int], Outgoing | Incoming] = {}
+
+    def open(self, keys: Messages, identity: bytes) -> None:
+        """Begin a run with these messages. identity: a digest for each name."""
+        for peer, channels in keys.items():
+            if peer not in self._neighbours:
+                self._neighbours[peer] = _Neighbour(self._ports, peer, self._ends, self._encoding)
+            self._neighbours[peer].open(channels, identity)
+
+    def extend(self, keys: Messages) -> None:
+        """Further messages of the run, with ranks that it was opened with."""
+        for peer, channels in keys.items():
+            self._neighbours[peer].extend(channels)
+
+    def sender(self, peer: int, backward: bool) -> Callable[[Any], None]:
+        """Sends without waiting. Of a rank that some run has had messages with, as ``receiver``."""
+        send: Callable[[Any], None] = self._neighbours[peer].outgoing[backward].send
+        return send
+
+    def receiver(self, peer: int, backward: bool) -> Callable[[], Any]:
+        """Waits for the channel's next value."""
+        neighbour = self._neighbours[peer]
+        receive = neighbour.incoming[backward].receive
+
+        def checked() -> Any:
+            if neighbour.due:
+                neighbour.check(self._names)
+            return receive()
+
+        return checked
+
+    def tell(self, peer: int, tag: int, value: Any) -> None:
+        """Send one value outside of runs, or beside them, without waiting."""
+        channel = self._single.setdefault((True, peer, tag), Outgoing(self._ports, peer, tag, self._encoding))
+        assert isinstance(channel, Outgoing)
+        channel.open(_ONE)
+        channel.send(value)
+
+    def tell_all(self, peers: Sequence[int], tag: int, value: Any) -> None:
+        """Send one value to each."""
+        for peer in peers:
+            self.tell(peer, tag, value)
+
+    def ask(self, peer: int, tag: int) -> Callable[[], Any]:
+        """Post the receive of such a value; what is returned waits for it."""
+        channel = self._single.setdefault((False, peer, tag), Incoming(self._ports, peer, tag, self._encoding))
+        assert isinstance(channel, Incoming)
+        channel.open(_ONE)
+        channel.post()
+        return channel.receive
+
+    def drain(self) -> None:
+        """Wait until all that was sent is taken."""
+        for neighbour in self._neighbours.values():
+            for channel in neighbour.outgoing:
+                channel.drain()
+        for single in self._single.values():
+            if isinstance(single, Outgoing):
+                single.drain()
+
+
+_ONE: Sequence[Hashable] = ("one",)

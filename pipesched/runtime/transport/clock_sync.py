@@ -1,0 +1,40 @@
+"""Clock: what to add to a rank's clock so that all ranks of several processes share one."""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesched.runtime.transport.ports import ConnectionLostError
+
+__all__ = ["clock_offset"]
+
+_TAG = 20
+_ROUNDS = 10
+
+
+def clock_offset(port: Any, rank: int, num_ranks: int) -> float:
+    """What to add to this rank's clock to get rank 0's, in seconds; right to half of the fastest round trip."""
+    answer = torch.zeros(1, dtype=torch.float64)
+    try:
+        if rank:
+            trips = [_trip(port, answer) for _ in range(_ROUNDS)]
+            return min(trips)[1]
+        for peer in range(1, num_ranks):
+            for _ in range(_ROUNDS):
+                port.recv([answer], peer, _TAG).wait()
+                answer[0] = time.perf_counter()
+                port.send([answer], peer, _TAG).wait()
+    except RuntimeError as error:
+        raise ConnectionLostError(str(error)) from None
+    return 0.0
+
+
+def _trip(port: Any, answer: Tensor) -> tuple[float, float]:
+    """(how long a round trip took, the offset that it says)."""
+    start_s = time.perf_counter()
+    port.send([answer], 0, _TAG).wait()
+    port.recv([answer], 0, _TAG).wait()
+    end_s = time.perf_counter()
+    return end_s - start_s, float(answer[0]) - (start_s + end_s) / 2

@@ -1,0 +1,90 @@
+"""Connections: all that one rank of an executor has to reach the others by, made and ended together."""
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from pipesched.errors import ExecutionError
+from pipesched.runtime.coordination.failure_alarm import Alarm
+from pipesched.runtime.coordination.rendezvous import AbsentError, Rendezvous, names_of
+from pipesched.runtime.coordination.stores import StoreLostError, asked
+from pipesched.runtime.transport.device_channels import Links, links_for
+from pipesched.runtime.transport.ports import ConnectionLostError
+from pipesched.runtime.transport.sockets import SocketPort, own_host
+
+__all__ = ["Connections", "met"]
+
+_HANG_UP = 21  # a tag
+_PATIENCE_S = 2.0  # beyond the timeout, for a store that does not answer
+
+
+class Connections:
+    """A rank's sockets and gloo port, and the links of its device where that is none of the host's own.
+
+    group: only its store is used. Making one is collective. Raises ConnectionLostError where ranks do not connect.
+    """
+
+    def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
+        self.rank: int = group.rank()
+        self.num_ranks: int = group.size()
+        rendezvous = Rendezvous(group.get_group_store(), self.rank, names_of(group))
+        self.store = asked(lambda: rendezvous.meet(timeout_s), timeout_s + _PATIENCE_S)
+        self._device, self._timeout_s = device, timeout_s
+
+    def connect(self) -> None:
+        """Make them, once all ranks are known to have come."""
+        limit = timedelta(seconds=self._timeout_s)
+        try:
+            self.port: Any = asked(
+                lambda: distributed.ProcessGroupGloo(self.store, self.rank, self.num_ranks, limit), self._timeout_s + 1
+            )
+        except RuntimeError as error:
+            raise ConnectionLostError(f"ranks were not connected within {self._timeout_s:g} s ({error})") from None
+        maker = links_for(self._device, self._timeout_s)
+        self.links = None if maker is None else Links(maker, self.store, self.rank)
+        self.sockets = SocketPort(self.store, self.rank, own_host(self.store), self._timeout_s)
+
+    def hang_up(self) -> None:
+        """End every wait of this rank. In gloo, a receive that times out closes all connections."""
+        self.sockets.hang_up()
+        if self.num_ranks > 1:
+            with suppress(RuntimeError):
+                self.port.recv([torch.empty(1)], (self.rank + 1) % self.num_ranks, _HANG_UP).wait(
+                    timedelta(milliseconds=1)
+                )
+        if self.links is not None:
+            self.links.abort()  # last: it may take a while, and no host waits for it
+
+    def close(self) -> None:
+        """End them; what was sent by the host still arrives."""
+        if self.links is not None:
+            self.links.abort()
+        self.sockets.close()
+
+
+def met(group: Any, device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
+    """A rank's alarm, and its connections before ``connect``, once the ranks of the group have come.
+
+    Raises ExecutionError where they do not; the ranks of other pipelines hear of those that never come.
+    """
+    try:
+        alarm = Alarm(group, own_host(group.get_group_store()), timeout_s)
+        try:
+            connections = Connections(group, device, timeout_s)
+            alarm.meet(connections.store)
+        except BaseException as error:
+            if isinstance(error, AbsentError | StoreLostError):
+                alarm.ring(str(error), "waits")
+            alarm.end()
+            raise
+    except AbsentError as error:
+        raise ExecutionError(*error.args) from None
+    except StoreLostError as error:
+        raise ExecutionError(
+            f"all {group.size()} ranks make their pipeline together; {error}; rank {group.rank()} cannot go on; mend "
+            f"the cause and start the job again"
+        ) from None
+    return alarm, connections

@@ -1,0 +1,262 @@
+"""Encoding: plain values as bytes, and back. The set of types is closed, so bytes from a network run no code.
+
+It holds None, numbers, text, bytes, tuples, lists, dicts, sets, slices, ranges, numpy arrays of numbers, and torch's
+dtypes, devices and shapes. Enums and nodes of pytrees are written with the names of their types. A reader looks such a
+name up among the types that it has been told of, or has seen in its own capture of the model; it imports nothing.
+"""
+
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from struct import Struct
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pipesched.errors import ExecutionError
+from pipesched.tensors.payload import Opened, pytree
+
+__all__ = ["Encoding", "UnsentTypeError"]
+
+_HEAD = Struct("<cQ")  # a tag; how many bytes follow, or how many values
+_FLOAT, _COMPLEX = Struct("<d"), Struct("<dd")
+_MOST_REMEMBERED = 4096  # values that change rarely, with their bytes
+_NUMBERS_OF_NUMPY = "biufc"
+
+_NAMED = (torch.dtype, torch.layout, torch.memory_format)
+_CONSTANTS: dict[str, Any] = {str(one): one for one in vars(torch).values() if isinstance(one, _NAMED)}
+_CONSTANTS |= {str(one): one for one in (None, True, False, ...)}
+
+
+def _constant(value: Any) -> bytes:
+    return str(value).encode()
+
+
+def _read_constant(data: memoryview) -> Any:
+    return _CONSTANTS[str(data, "ascii")]
+
+
+def _paired(parts: list[Any]) -> dict[Any, Any]:
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+#: Of values without parts: (tag, what writes one, what reads one).
+_ATOMS: dict[type, tuple[bytes, Callable[[Any], bytes], Callable[[memoryview], Any]]] = {
+    **dict.fromkeys((type(None), bool, type(...), *_NAMED), (b"k", _constant, _read_constant)),
+    int: (
+        b"i",
+        lambda value: value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True),
+        lambda data: int.from_bytes(data, "little", signed=True),
+    ),
+    float: (b"f", _FLOAT.pack, lambda data: _FLOAT.unpack(data)[0]),
+    complex: (b"c", lambda value: _COMPLEX.pack(value.real, value.imag), lambda data: complex(*_COMPLEX.unpack(data))),
+    str: (b"s", lambda value: value.encode("utf-8", "surrogatepass"), lambda data: str(data, "utf-8", "surrogatepass")),
+    bytes: (b"b", bytes, bytes),
+    bytearray: (b"y", bytes, bytearray),
+    torch.device: (b"v", _constant, lambda data: torch.device(str(data, "ascii"))),
+}
+_ATOM_READERS = {tag: read for tag, _, read in _ATOMS.values()}
+
+#: Of values with parts: (tag, what takes one apart, what makes one of its parts).
+_COMPOUNDS: dict[type, tuple[bytes, Callable[[Any], Any], Callable[[list[Any]], Any]]] = {
+    tuple: (b"t", tuple, tuple),
+    list: (b"l", list, list),
+    torch.Size: (b"S", tuple, torch.Size),
+    dict: (b"m", lambda value: [part for pair in value.items() for part in pair], _paired),
+    set: (b"e", list, set),
+    frozenset: (b"z", list, frozenset),
+    slice: (b":", lambda value: (value.start, value.stop, value.step), lambda parts: slice(*parts)),
+    range: (b"r", lambda value: (value.start, value.stop, value.step), lambda parts: range(*parts)),
+}
+_COMPOUND_READERS = {tag: make for tag, _, make in _COMPOUNDS.values()}
+_IMMUTABLE = {*_ATOMS, slice, range, torch.Size} - {bytearray}
+
+_NODES: tuple[Any, ...] = (tuple, list, dict, namedtuple, OrderedDict, defaultdict, deque, Opened)
+_BUILT_IN = (*_ATOMS, *_COMPOUNDS)
+
+
+class UnsentTypeError(ExecutionError):
+    """A value of a type that does not travel between ranks."""
+
+
+class _Own(NamedTuple):
+    """How a value of a type of our own is taken apart and made. immutable: equal values are alike and never change."""
+
+    name: str
+    take: Callable[[Any], Iterable[Any]]
+    make: Callable[..., Any]
+    immutable: bool
+
+
+class Encoding:
+    """Writes and reads plain values. types: enums and nodes of pytrees that it knows by name, beside the built-in ones.
+
+    Both ends know the same types: those of pipesched, and those that each has seen in its own capture.
+    """
+
+    def __init__(self, types: Iterable[Any] = ()) -> None:
+        self._types: dict[str, Any] = {}
+        self._own: dict[type, _Own] = {}
+        self._remembered: dict[Any, bytes] = {}
+        self._learning = False
+        self.know(*_NODES, *_BUILT_IN, *types)
+
+    def know(self, *types: Any) -> None:
+        """Read these types by name from now on."""
+        self._types.update((_name(kind), kind) for kind in types)
+
+    def know_own(
+        self, kind: type, take: Callable[[Any], Iterable[Any]], make: Callable[..., Any], *, immutable: bool = False
+    ) -> None:
+        """Write values of a type as the parts that ``take`` returns; ``make(*parts)`` reads one."""
+        self.know(kind)
+        self._own[kind] = _Own(_name(kind), take, make, immutable)
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Know all types in what is written in here, from now on."""
+        self._learning = True
+        try:
+            yield
+        finally:
+            self._learning = False
+
+    def is_immutable(self, value: Any) -> bool:
+        """Whether everybody may hold the same object."""
+        own = self._own.get(type(value))
+        return type(value) in _IMMUTABLE or isinstance(value, Enum) or (own is not None and own.immutable)
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def written(self, value: Any) -> bytes:
+        """A value as bytes. Raises UnsentTypeError."""
+        out = bytearray()
+        self._write(value, out)
+        return bytes(out)
+
+    def _write(self, value: Any, out: bytearray) -> None:
+        kind = type(value)
+        if atom := _ATOMS.get(kind):
+            data = atom[1](value)
+            out += _HEAD.pack(atom[0], len(data))
+            out += data
+        elif compound := _COMPOUNDS.get(kind):
+            self._write_parts(compound[0], compound[1](value), out)
+        elif own := self._own.get(kind):
+            if not own.immutable:
+                self._write_parts(b"o", (own.name, *own.take(value)), out)
+                return
+            if value not in self._remembered:
+                if len(self._remembered) >= _MOST_REMEMBERED:
+                    self._remembered.clear()
+                part = bytearray()
+                self._write_parts(b"o", (own.name, *own.take(value)), part)
+                self._remembered[value] = bytes(part)
+            out += self._remembered[value]
+        else:
+            self._write_rare(value, kind, out)
+
+    def _write_rare(self, value: Any, kind: type, out: bytearray) -> None:
+        if isinstance(value, Enum):
+            member = value.name if value.name in kind.__members__ else value.value  # type: ignore[attr-defined]
+            self._write_parts(b"E", (self._named(kind), member), out)
+        elif isinstance(value, pytree.TreeSpec):
+            inner = () if value.is_leaf() else (self._named(value.type), value.context, *_children(value))
+            self._write_parts(b"p", inner, out)
+        elif isinstance(value, type):
+            self._write_parts(b"T", (self._named(value),), out)
+        elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _NUMBERS_OF_NUMPY:
+            shape = value.shape if isinstance(value, np.ndarray) else None
+            self._write_parts(b"a", (value.dtype.str, shape, value.tobytes()), out)
+        else:
+            parts, spec = pytree.tree_flatten(value, is_leaf=lambda one: one is not value)
+            if spec.is_leaf():
+                raise UnsentTypeError(
+                    f"between ranks travel tensors, numbers, text, bytes, None, containers, enums, dataclasses and "
+                    f"registered nodes of pytrees; got {_name(kind)}; pass its parts in a tuple or a dict, register it "
+                    f"with torch.utils._pytree.register_pytree_node, or move the boundary so that it stays on one rank"
+                )
+            self._write_parts(b"n", (spec, *parts), out)
+
+    def _write_parts(self, tag: bytes, parts: Any, out: bytearray) -> None:
+        out += _HEAD.pack(tag, len(parts))
+        for part in parts:
+            self._write(part, out)
+
+    def _named(self, kind: Any) -> str:
+        name = _name(kind)
+        if self._types.get(name) is not kind:
+            if not self._learning:
+                raise UnsentTypeError(
+                    f"a type travels between ranks where all have seen it in their own capture of the model; "
+                    f"{name} was not there with the sample; make the pipeline with a sample of which it comes, or pass "
+                    f"tensors and built-in types"
+                )
+            self._types[name] = kind
+        return name
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def read(self, data: bytes) -> Any:
+        """The inverse of ``written``. Raises ExecutionError for bytes that it has not written."""
+        try:
+            value, end = self._read(memoryview(data), 0)
+            if end != len(data):
+                raise ValueError(f"{len(data) - end} bytes too many")  # noqa: TRY301
+        except Exception as error:  # whatever nodes of pytrees raise
+            raise ExecutionError(
+                f"ranks send each other what pipesched has encoded; these {len(data)} bytes are something else "
+                f"({type(error).__name__}: {error}); run the same versions and the same model on every rank"
+            ) from None
+        return value
+
+    def _read(self, data: memoryview, at: int) -> tuple[Any, int]:
+        tag, count = _HEAD.unpack_from(data, at)
+        at += _HEAD.size
+        if count > len(data) - at:  # a part has a byte at least
+            raise ValueError(f"{count} parts of {len(data) - at} bytes")
+        if atom := _ATOM_READERS.get(tag):
+            return atom(data[at : at + count]), at + count
+        parts = []
+        for _ in range(count):
+            part, at = self._read(data, at)
+            parts.append(part)
+        compound = _COMPOUND_READERS.get(tag)
+        return (compound(parts) if compound else self._made(tag, parts)), at
+
+    def _made(self, tag: bytes, parts: list[Any]) -> Any:
+        if tag == b"n":
+            return pytree.tree_unflatten(parts[1:], parts[0])
+        if tag == b"p":
+            return self._spec(*parts) if parts else pytree.tree_structure(0)
+        if tag == b"a":
+            dtype, shape, data = parts
+            if np.dtype(dtype).kind not in _NUMBERS_OF_NUMPY:
+                raise ValueError(f"an array of {dtype}")
+            array = np.frombuffer(data, dtype).copy()
+            return array[0] if shape is None else array.reshape(shape)
+        name, *rest = parts
+        kind = self._types[name]
+        if tag == b"T":
+            return kind
+        if tag == b"E" and issubclass(kind, Enum):
+            return kind[rest[0]] if rest[0] in kind.__members__ else kind(rest[0])
+        if tag == b"o":
+            return self._own[kind].make(*rest)
+        raise ValueError(f"a value of {name} with the tag {tag!r}")
+
+    def _spec(self, name: str, context: Any, *children: Any) -> pytree.TreeSpec:
+        kind = self._types[name]
+        if kind is namedtuple and not (issubclass(context, tuple) and hasattr(context, "_fields")):
+            raise ValueError(f"a named tuple of {context}")
+        return pytree.TreeSpec(kind, context, list(children))
+
+
+def _children(spec: pytree.TreeSpec) -> Iterable[pytree.TreeSpec]:
+    return spec.children() if hasattr(spec, "children") else spec.children_specs  # torch 2.11 has the attribute alone
+
+
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,68 @@
+"""Exchange: values that ranks give each other beside the messages of a program."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesched.runtime.transport.channels import COLLECT, Wire
+from pipesched.tensors.payload import Payload
+
+__all__ = ["DEALT", "Exchange"]
+
+DEALT = "what rank 0 deals out"
+_TRADES = (
+    "weights",
+    "gradients",
+    "losses and outputs",
+    "tied weights",
+    "gradients of tied weights",
+    "statistics",
+    DEALT,
+)
+_FIRST_TRADE = 30  # tag; the others follow, two each
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's side, over its wire. Values are pytrees of tensors and plain values."""
+
+    wire: Wire
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    def all_values(self, value: Any) -> list[Any]:
+        """Every rank's value, in ranks' order. Their tensors are moved to this rank's device."""
+        others = range(1, self.num_ranks)
+        if self.rank:
+            self.wire.tell(0, COLLECT, Payload.of(value))
+            values: list[Any] = self._moved(self.wire.ask(0, COLLECT)())
+            return values
+        values = [value, *(self._moved(take()) for take in [self.wire.ask(rank, COLLECT) for rank in others])]
+        given = Payload.of(values)
+        for rank in others:
+            self.wire.tell(rank, COLLECT, given)
+        return values
+
+    def _moved(self, arrived: Payload) -> Any:
+        """A value whose tensors are this device's, in memory of their own; those that were one still are."""
+        own: dict[Any, Tensor] = {}
+
+        def moved(tensor: Tensor) -> Tensor:
+            key = tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride()
+            if key not in own:
+                own[key] = tensor.to(self.device, copy=True)
+            return own[key]
+
+        return arrived.map_tensors(moved).value
+
+    def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        """Give values to some ranks, and take those that ``sources`` give to this one. It sends all before it waits."""
+        tag = _FIRST_TRADE + 2 * _TRADES.index(what)
+        takes = {source: self.wire.ask(source, tag) for source in sorted(sources)}
+        for rank, value in given.items():
+            self.wire.tell(rank, tag, Payload.of(value))
+        return {source: take().value for source, take in takes.items()}

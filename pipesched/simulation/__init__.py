@@ -1,0 +1,1 @@
+"""Costs to predicted times, memory and bounds; the measured cost tables as data."""

@@ -1,0 +1,182 @@
+"""Links: what lies between ranks: latency, bandwidth, and whether messages wait for each other."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesched.checks import LARGEST, as_list, check_number, is_count, is_whole, shown
+from pipesched.errors import ScheduleError
+from pipesched.json_files import read_fields
+from pipesched.program.action_arrays import Ints
+
+__all__ = ["Link", "Links", "check_speed", "check_times", "plain"]
+
+
+def plain(value: Any) -> Any:
+    """The number that a numpy scalar is: JSON takes it, and whole numbers then have no bounds."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def check_times(times: Sequence[float], what: str) -> None:
+    """Raise ScheduleError where a time is not a finite number or is negative."""
+    for index, value in enumerate(times):
+        check_number(value, f"{what} {index}")
+
+
+def check_speed(bytes_per_s: Any, name: str, of: str) -> None:
+    """Raise ScheduleError for what is no speed at which a byte ever arrives; None is no limit."""
+    if bytes_per_s is None:
+        return
+    check_number(bytes_per_s, f"the {name} of {of}")
+    if bytes_per_s * LARGEST < 1:
+        raise ScheduleError(
+            f"a speed is above 0, in bytes a second, or None where it is not limited or not known; {name} is "
+            f"{bytes_per_s!r} for {of}; pass such as 20e9"
+        )
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of n bytes takes latency_s + n / bytes_per_s; None: no time for its size.
+
+    spread: where bytes_per_s was measured, how far the measured times lay apart: slowest less fastest, over the median.
+    """
+
+    latency_s: float = 0
+    bytes_per_s: float | None = None
+    spread: float = 0
+
+    def __post_init__(self) -> None:
+        check_number(self.latency_s, "the latency_s of a link")
+        check_number(self.spread, "the spread of a link")
+        check_speed(self.bytes_per_s, "bytes_per_s", "a link")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Link":
+        """The inverse of ``asdict``. Raises ScheduleError for what is none."""
+        return read_fields(cls, values, "a link has")
+
+    @property
+    def byte_s(self) -> float:
+        """How long a byte occupies the link."""
+        return 0 if self.bytes_per_s is None else 1 / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between ranks, each in its own direction.
+
+    inside: between ranks of one host; between: of different ones. hosts: the host of each rank, one for all unless
+    given. special: the links of single pairs, ((from rank, to rank), link). contended: a link carries one message at
+    a time, in the order in which they are sent; otherwise each has it for itself.
+    """
+
+    inside: Link = Link()
+    between: Link = Link()
+    hosts: tuple[int, ...] = ()
+    special: tuple[tuple[tuple[int, int], Link], ...] = ()
+    contended: bool = False
+
+    def __post_init__(self) -> None:
+        rule = "hosts are a list with the number of each rank's host"
+        object.__setattr__(self, "hosts", tuple(as_list(self.hosts, rule, "pass such as (0, 0, 1, 1)")))
+        if not all(is_count(host, 0) for host in self.hosts):
+            raise ScheduleError(f"{rule}; got {shown(self.hosts)}; pass whole numbers from 0 on")
+        pairs = self.special.items() if isinstance(self.special, Mapping) else self.special
+        try:
+            special = sorted((((a, b), link) for (a, b), link in pairs), key=lambda pair: pair[0])
+            if not all(is_whole(rank) and rank >= 0 for ranks, _ in special for rank in ranks):
+                raise TypeError  # noqa: TRY301
+        except (TypeError, ValueError):
+            raise ScheduleError(
+                f"special has the links of single pairs, {{(from rank, to rank): link}}; got {shown(self.special)}; "
+                f"pass such as {{(0, 1): Link(1e-6, 10e9)}}"
+            ) from None
+        twice = next((one for (one, _), (other, _) in pairwise(special) if one == other), None)
+        if twice is not None:
+            raise ScheduleError(f"a pair of ranks has one special link; {twice} has several; remove the others")
+        object.__setattr__(self, "special", tuple(((int(a), int(b)), link) for (a, b), link in special))
+        for link in (self.inside, self.between, *(link for _, link in self.special)):
+            if not isinstance(link, Link):
+                raise ScheduleError(
+                    f"a link is a pipesched.simulation.links.Link; got {link!r}; pass Link(latency_s, bytes_per_s)"
+                )
+
+    @classmethod
+    def of_hosts(cls, ranks_per_host: int, num_ranks: int, **links: Any) -> "Links":
+        """Ranks on hosts of so many, one host after the other; ``links`` are the other fields."""
+        for what, count in (("ranks_per_host", ranks_per_host), ("num_ranks", num_ranks)):
+            if not is_count(count):
+                raise ScheduleError(f"a host has at least one rank; got {what}={shown(count)}; pass 1 or more")
+        return cls(hosts=tuple(rank // ranks_per_host for rank in range(num_ranks)), **links)
+
+    def link(self, sender: int, receiver: int) -> Link:
+        """The link from one rank to another. Raises ScheduleError where ``hosts`` do not say where a rank is."""
+        if (sender, receiver) in self._special:
+            return self._special[sender, receiver]
+        if not self.hosts:
+            return self.inside
+        if max(sender, receiver) >= len(self.hosts):
+            raise ScheduleError(
+                f"hosts say where each rank is; rank {max(sender, receiver)} is missing from {len(self.hosts)}; "
+                f"give one a rank"
+            )
+        return self.inside if self.hosts[sender] == self.hosts[receiver] else self.between
+
+    @cached_property
+    def _special(self) -> dict[tuple[int, int], Link]:
+        return dict(self.special)
+
+    def latencies(self, senders: Ints, receivers: Ints) -> NDArray[Any]:
+        """The latency of each message, in seconds."""
+        return self._figures(senders, receivers, lambda link: link.latency_s)
+
+    def travel(self, senders: Ints, receivers: Ints, sizes: NDArray[Any]) -> NDArray[Any]:
+        """How long each message of so many bytes occupies its link, in seconds."""
+        travel: NDArray[Any] = sizes * self._figures(senders, receivers, lambda link: link.byte_s)
+        return travel
+
+    def _figures(self, senders: Ints, receivers: Ints, figure: Callable[[Link], float]) -> NDArray[Any]:
+        """A figure of each message's link; looked up once for each pair of ranks."""
+        num_ranks = 1 + int(max(senders.max(initial=0), receivers.max(initial=0)))
+        pairs = senders * num_ranks + receivers
+        figures: NDArray[Any] = np.zeros(num_ranks * num_ranks, object)
+        used = np.zeros(len(figures), bool)
+        used[pairs] = True
+        for pair in np.flatnonzero(used).tolist():
+            figures[pair] = figure(self.link(*divmod(pair, num_ranks)))
+        return figures[pairs]  # type: ignore[no-any-return]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, as JSON takes them."""
+        return asdict(self) | {
+            "hosts": list(self.hosts),
+            "special": [[sender, receiver, asdict(link)] for (sender, receiver), link in self.special],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Links":
+        """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
+
+        def link(plain: Any) -> Link:
+            try:
+                return Link.from_dict(plain)
+            except ScheduleError as error:
+                raise ScheduleError(f"links have inside, between, hosts, special and contended: {error}") from error
+
+        def special(pairs: Any) -> tuple[Any, ...]:
+            rows = [as_list(pair, _SPECIAL, _AS_TO_DICT) for pair in as_list(pairs, _SPECIAL, _AS_TO_DICT)]
+            wrong = next((row for row in rows if len(row) != 3), None)
+            if wrong is not None:
+                raise ScheduleError(f"{_SPECIAL}; got {shown(wrong)}; {_AS_TO_DICT}")
+            return tuple(((sender, receiver), link(own)) for sender, receiver, own in rows)
+
+        return read_fields(cls, values, "links have", partly=False, inside=link, between=link, special=special)
+
+
+_SPECIAL, _AS_TO_DICT = "the special of links are a list of [from rank, to rank, link]", "write them by to_dict"

@@ -1,0 +1,254 @@
+"""Profiles: what a model's layers cost for one micro-batch, of several sizes, on one machine; kept in a file."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from os import PathLike
+from typing import Any, get_args
+
+import networkx as nx
+
+from pipesched.checks import as_list, as_path, check_known, check_type, is_count, shown
+from pipesched.errors import PipeschedError, ScheduleError
+from pipesched.json_files import load_json
+from pipesched.program.checkpointing import Keep
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.layer_costs import LayerCosts, Stages, costs_of, costs_of_stage, joined_costs, messages
+from pipesched.simulation.overheads import Machine, RanksAre
+from pipesched.simulation.profile_checks import check_graphs, check_model
+from pipesched.simulation.size_interpolation import figure_at
+from pipesched.units import counted, quote_time
+
+__all__ = ["Profile"]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured layers. graphs: by the rows of a micro-batch, each as `pipesched.graph_of` gives it; all have the same
+    layers and edges. model: a digest of what was measured, by which a profile is known again.
+    """
+
+    graphs: Mapping[int, "nx.DiGraph[str]"]
+    model: str = ""
+    machine: Machine = field(default_factory=Machine)
+    _known: dict[int, "nx.DiGraph[str]"] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        needed = [item.name for item in fields(LayerCosts) if item.default is MISSING]
+        check_graphs(self.graphs, [*needed, "parameters"])
+
+    def __repr__(self) -> str:
+        """What it is of, and how long the layers take together for the largest micro-batches."""
+        rows = max(self.graphs)
+        layers = [costs_of(self.graphs[rows], name) for name in self.layers]
+        both = sum(own.forward_s for own in layers), sum(own.backward_s for own in layers)
+        took = f"{quote_time(both[0])} forward, {quote_time(both[1])} backward for {rows}"
+        sizes = ", ".join(map(str, sorted(self.graphs)))
+        return f"Profile({counted(len(self.layers), 'layer')}, micro-batches of {sizes} rows; {took})"
+
+    def check_model(self, graph: "nx.DiGraph[str]") -> None:
+        """Raise ScheduleError where the profile is of another model than these layers, not measured, are of."""
+        check_model(self.graph(min(self.graphs)), graph)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers, in the order of their calls."""
+        return tuple(next(iter(self.graphs.values())))
+
+    def graph(self, rows: int) -> "nx.DiGraph[str]":
+        """The layers with what they cost for a micro-batch of so many rows: measured, or as
+        `pipesched.simulation.size_interpolation` finds each figure from the sizes that were.
+        """
+        if not is_count(rows):
+            raise ScheduleError(f"micro-batches have whole numbers of rows; got {shown(rows)}; pass such as 8")
+        if rows in self.graphs:
+            return self.graphs[rows]
+        if rows not in self._known:
+            self._known[rows] = _at(self.graphs, rows)
+        return self._known[rows]
+
+    def costs(
+        self, stages: Stages, rows: int, *, keep: Mapping[str, Keep] | None = None, ranks_are: RanksAre = "threads"
+    ) -> Costs:
+        """What stages of these layers cost for a micro-batch of so many rows, with what the machine adds.
+
+        stages: the names of each one's layers, every layer of the profile in exactly one. keep: what becomes of what
+        layers save, by layer; the others hold it. A weight that several layers of a stage use counts once there;
+        input_bytes and output_bytes are what crosses the stage's ends, a tensor that skips stages on its way from user
+        to user. ranks_are: by which the machine's overheads differ. Raises ScheduleError where layers are missing,
+        unknown, or doubled.
+        """
+        rule, remedy = "stages are a list of lists of layers", "pass such as [['0', '1'], ['2']]"
+        stages = [as_list(names, rule, remedy) for names in as_list(stages, rule, remedy)]
+        check_type({} if keep is None else keep, Mapping, "keep is {layer: word}", "pass such as {'0': 'recompute'}")
+        graph = self.graph(rows)
+        _check_layers(list(graph), stages, keep or {})
+        sent = messages(graph, stages)
+        own = [dict(self._stage(rows, tuple(names), keep or {}, names is stages[-1])) for names in stages]
+        for stage in range(1, len(stages)):
+            own[stage]["input_bytes"] = sum(size for (_, taker), size in sent.items() if taker == stage)
+            own[stage - 1]["output_bytes"] = sum(size for (giver, _), size in sent.items() if giver == stage - 1)
+        return joined_costs(own, **self.machine.between(ranks_are, self._crowding(rows)))
+
+    def _stage(self, rows: int, names: tuple[str, ...], keep: Mapping[str, Keep], ends: bool) -> Mapping[str, Any]:
+        """What one stage costs, by the names of `Costs`, found once: searches ask for the same over and over."""
+        key = rows, names, tuple((name, keep[name]) for name in names if name in keep), ends
+        known = self._stages.get(key)
+        if known is None:
+            graph = self.graph(rows)
+            layers = [costs_of(graph, name).treated(keep.get(name)) for name in names]
+            used = {name for layer in names for name in graph.nodes[layer]["parameters"]}
+            begins = names[:1] == (next(iter(graph)),)
+            known = costs_of_stage(layers, begins, ends, self.machine.host_bytes_per_s)
+            known["weight_bytes"] = sum(graph.graph["parameters"][name][1] for name in used)
+            self._stages[key] = known
+        return known
+
+    def _crowding(self, rows: int) -> float:
+        """How many times as long layers take beside another rank that computes."""
+        nodes = self.graph(rows).nodes.values()
+        took_s = sum(node["forward_s"] + node["backward_s"] for node in nodes)
+        return 1 + sum(node.get("crowded_s", 0.0) for node in nodes) / took_s if took_s else 1.0
+
+    @cached_property
+    def _stages(self) -> dict[Any, dict[str, Any]]:
+        return {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON takes them."""
+        return {
+            "model": self.model,
+            "machine": self.machine.to_dict(),
+            "sizes": {str(rows): _plain(graph) for rows, graph in sorted(self.graphs.items())},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
+        """The inverse of ``to_dict``. Raises ScheduleError where something is missing, unknown or cannot be true."""
+        try:
+            check_known("a profile has", values, ("model", "machine", "sizes"))
+            machine = Machine.from_dict(values["machine"])
+            graphs = {_rows(rows): _graph(graph) for rows, graph in values["sizes"].items()}
+            check_type(values["model"], str, "the model of a profile is the digest of one", _AGAIN)
+            return cls(graphs, values["model"], machine)
+        except PipeschedError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ScheduleError(
+                f"a profile has model, machine and sizes; {error} is missing or wrong; {_AGAIN}"
+            ) from error
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the profile as JSON."""
+        as_path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Profile":
+        """Read a profile. Raises ScheduleError naming the file where it is none."""
+        try:
+            return load_json(path, cls.from_dict)
+        except OSError as error:
+            raise ScheduleError(
+                f"a profile is read from a file; {str(path)!r} cannot be ({error.strerror}); check the path"
+            ) from error
+
+
+def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) -> None:
+    """Raise ScheduleError where stages are not of these layers, or ``keep`` names others."""
+    listed = [name for names in stages for name in names]
+    for name in dict.fromkeys([*layers, *listed]):
+        if name in layers and listed.count(name) == 1:
+            continue
+        what = f"{listed.count(name)} times in the stages" if name in layers else "in a stage, but not in the profile"
+        raise ScheduleError(
+            f"stages hold every layer of the profile once; {name!r} is {what}, of {len(layers)} layers; "
+            f"list each once, or measure the model that is cut"
+        )
+    for name, how in keep.items():
+        if name not in layers or how not in get_args(Keep):
+            raise ScheduleError(
+                f"keep says what becomes of what layers of the profile save, {' or '.join(get_args(Keep))}; got "
+                f"{name!r}: {how!r}; use names of layers, and one of these words"
+            )
+
+
+#: What a profile says of a layer, and of an edge.
+_LAYER = (*(item.name for item in fields(LayerCosts)), "num_parameters", "parameters", "buffers")
+_EDGE = ("bytes", "tensors")
+_AGAIN = "measure it again"
+
+
+def _plain(graph: "nx.DiGraph[str]") -> dict[str, Any]:
+    def known(attributes: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        return {name: value for name, value in attributes.items() if name in names}
+
+    return {
+        "layers": {name: known(node, _LAYER) for name, node in graph.nodes(data=True)},
+        "edges": [[one, other, known(edge, _EDGE)] for one, other, edge in graph.edges(data=True)],
+        "parameters": {name: list(size) for name, size in graph.graph.get("parameters", {}).items()},
+    }
+
+
+def _rows(text: str) -> int:
+    """The rows of micro-batches, which name a size."""
+    rows = int(text) if len(text) < 10 else 0
+    if str(rows) != text:
+        raise ScheduleError(f"the sizes of a profile are whole numbers of rows; one is {shown(text)}; {_AGAIN}")
+    return rows
+
+
+def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
+    check_known("a size of a profile has", values, ("layers", "edges", "parameters"))
+    parameters = {name: tuple(size) for name, size in values["parameters"].items()}
+    graph: nx.DiGraph[str] = nx.DiGraph(parameters=parameters)
+    for name, node in values["layers"].items():
+        check_known(f"layer {shown(name)} of a profile has", node, _LAYER)
+        graph.add_node(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in node.items()})
+    places = {name: place for place, name in enumerate(graph)}
+    for one, other, edge in values["edges"]:
+        check_known("an edge of a profile has", edge, _EDGE)
+        if not places[one] < places[other] or graph.has_edge(one, other):
+            raise ScheduleError(
+                f"an edge of a profile goes once from a layer to a later one; {shown(one)} -> {shown(other)} goes "
+                f"back, or a second time; {_AGAIN}"
+            )
+        graph.add_edge(one, other, **edge)
+    return graph
+
+
+#: Whatever the rows.
+_FIXED = (
+    "parameter_bytes",
+    "num_parameters",
+    "gradient_bytes",
+    "deferred_gradient_bytes",
+    "buffer_bytes",
+    "optimizer_bytes",
+    "update_transient_bytes",
+    "update_s",
+)
+
+
+def _at(graphs: Mapping[int, "nx.DiGraph[str]"], rows: int) -> "nx.DiGraph[str]":
+    """The graph for micro-batches of so many rows, which were not measured."""
+    sizes = sorted(graphs)
+    found = graphs[sizes[0]].copy()
+    for name, node in found.nodes(data=True):
+        _put(node, [graphs[size].nodes[name] for size in sizes], sizes, rows)
+    for one, other, edge in found.edges(data=True):
+        edges = [graphs[size].edges[one, other] for size in sizes]
+        _put(edge, edges, sizes, rows)
+        if "tensors" in edge:
+            columns = zip(*(own["tensors"].values() for own in edges), strict=True)
+            values = [math.ceil(figure_at(sizes, column, rows)) for column in columns]
+            edge["tensors"] = dict(zip(edge["tensors"], values, strict=True))
+    return found
+
+
+def _put(own: dict[str, Any], measured: Sequence[Mapping[str, Any]], sizes: Sequence[int], rows: int) -> None:
+    for key, number in own.items():
+        if isinstance(number, int | float) and key not in _FIXED:
+            value = figure_at(sizes, [one[key] for one in measured], rows)
+            own[key] = math.ceil(value) if key.endswith("bytes") else value

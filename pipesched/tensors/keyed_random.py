@@ -1,0 +1,270 @@
+"""Randomness: random numbers that depend on where they are drawn, never on the plan.
+
+Each draw is keyed by (seed, step, micro-batch, layer, call, op): the same bits in whatever stage, thread or order the
+layer runs, and again when it is recomputed. Dropout draws from a generator of its own; every other random function
+runs with the default generator seeded for it alone, under a lock, since all threads share that generator. So do the
+layers, and the parts of the code between them, that draw outside torch, from Python's and numpy's global generators.
+"""
+
+import functools
+import hashlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipesched.errors import ExecutionError
+from pipesched.tensors.function_mode import Handler
+
+__all__ = ["InBackward", "Key", "KeyedRandom", "Place", "draws", "is_random", "outside_kept", "outside_state"]
+
+_DROPOUTS = frozenset({nn.functional.dropout, torch.dropout, torch.dropout_})
+#: Functions of Python that draw inside their body, and so have no operator with a tag.
+_DRAW_INSIDE = frozenset(
+    {
+        nn.functional.dropout1d,
+        nn.functional.dropout2d,
+        nn.functional.dropout3d,
+        nn.functional.fractional_max_pool2d,
+        nn.functional.fractional_max_pool2d_with_indices,
+        nn.functional.fractional_max_pool3d,
+        nn.functional.fractional_max_pool3d_with_indices,
+        nn.functional.gumbel_softmax,
+    }
+)
+_DEFAULT_GENERATORS = threading.Lock()
+_OUTSIDE = threading.RLock()
+
+
+class Key(NamedTuple):
+    """Where in training a forward runs. ``microbatch`` counts over all replicas."""
+
+    seed: int
+    step: int
+    microbatch: int
+
+
+class Place(NamedTuple):
+    """Where draws belong: to which call of which layer, behind how many others. outside: of those outside torch."""
+
+    key: Key
+    layer: str
+    call: int = 0
+    op: int = 0
+    outside: str | None = None
+
+
+@functools.cache
+def is_random(function: Callable[..., Any]) -> bool:
+    """Whether a torch function draws from a generator: as torch's own operator tags say, or inside its body."""
+    if function in _DRAW_INSIDE or getattr(function, "__module__", "") == nn.init.__name__:
+        return True
+    packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
+    if not isinstance(packet, type(torch.ops.aten.dropout)):
+        return False
+    tag = torch.Tag.nondeterministic_seeded
+    return any(tag in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws random numbers that are not the caller's own."""
+    if not (function in _DROPOUTS or is_random(function)):
+        return False
+    return kwargs.get("generator") is None and not _is_quiet(function.__name__, args, kwargs)
+
+
+def outside_state() -> Hashable:
+    """Of the generators outside torch: another one once somebody has drawn."""
+    _, numbers, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(numbers).tobytes(), *rest
+
+
+@contextmanager
+def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[None]:
+    """Within, the generators outside torch are this thread's, seeded if asked for; then they are what they were.
+
+    alone: other threads that draw by key wait meanwhile.
+    """
+    with _OUTSIDE if alone else nullcontext():
+        states = random.getstate(), np.random.get_state()
+        try:
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+class KeyedRandom:
+    """A provider of handlers that draw by key. One a stage: it is used by one thread at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self.key = Key(0, 0, 0)
+        self._layer, self._call, self._op = "", 0, 0
+        self._outside: str | None = None
+        self.again = False  # a layer runs again, in a backward
+
+    def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
+        """From now on draws belong to this call of this layer. op: how many came before."""
+        self.key, self._layer, self._call, self._op = key, layer, call, op
+
+    @property
+    def place(self) -> Place:
+        """Where draws belong now."""
+        return Place(self.key, self._layer, self._call, self._op, self._outside)
+
+    @contextmanager
+    def repeated(self, place: Place) -> Iterator[None]:
+        """Within, what drew at a place draws the same numbers again."""
+        before, again = self.place, self.again
+        self.enter(*place[:-1])
+        self.again = True
+        try:
+            with nullcontext() if place.outside is None else outside_kept(self._seed(place.outside)):
+                yield
+        finally:
+            self.enter(*before[:-1])
+            self.again = again
+
+    @property
+    def op(self) -> int:
+        """How many draws there were since ``enter``, and before."""
+        return self._op
+
+    def handler_for(self, function: Callable[..., Any]) -> Handler | None:
+        """Dropout, and every function that torch tags as random."""
+        if function in _DROPOUTS:
+            return self._dropout
+        return self._seeded if is_random(function) else None
+
+    @contextmanager
+    def outside(self, layer: str, call: int) -> Iterator[None]:
+        """Within, draws outside torch belong to this call of this layer, or to this part of the code between layers."""
+        before, self._outside = self._outside, f"{layer}/{call}/outside"
+        try:
+            with outside_kept(self._seed(self._outside)):
+                yield
+        finally:
+            self._outside = before
+
+    def _next_seed(self) -> int:
+        self._op += 1
+        return self._seed(f"{self._layer}/{self._call}/{self._op - 1}")
+
+    def _seed(self, place: str) -> int:
+        text = f"{self.key.seed}/{self.key.step}/{self.key.microbatch}/{place}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device].manual_seed(self._next_seed())
+
+    def _dropout(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is nn.functional.dropout:
+            return self._drop(*args, **kwargs)
+        values = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
+        return self._drop(values["input"], values["p"], values["train"], function is torch.dropout_)
+
+    def _drop(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if not training or p == 0.0:
+            return input
+        mask = torch.empty_like(input, requires_grad=False)
+        mask = mask.zero_() if p == 1.0 else mask.bernoulli_(1 - p, generator=self._generator(input.device)).div_(1 - p)
+        return input.mul_(mask) if inplace else input * mask
+
+    def _seeded(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("generator") is not None or _is_quiet(function.__name__, args, kwargs):
+            return function(*args, **kwargs)
+        with self._default_generators():
+            return function(*args, **kwargs)
+
+    @contextmanager
+    def _default_generators(self) -> Iterator[list[torch.Generator]]:
+        """Within, what draws from a default generator draws by key; no other thread does meanwhile."""
+        generators = [torch.default_generator]
+        if self._device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self._device.index or 0])
+        seed = self._next_seed()
+        with _not_compiling(), _DEFAULT_GENERATORS:
+            states = [generator.get_state() for generator in generators]
+            try:
+                for generator in generators:
+                    generator.manual_seed(seed)
+                yield generators
+            finally:
+                for generator, state in zip(generators, states, strict=True):
+                    generator.set_state(state)
+
+    def keyed(self, act: Callable[[], Any]) -> tuple[Any, bool]:
+        """What is done, by key where it draws from a default generator; and whether it did."""
+        with self._default_generators() as generators:
+            before = [generator.get_state() for generator in generators]
+            output = act()
+            pairs = zip(generators, before, strict=True)
+            return output, any(not torch.equal(generator.get_state(), state) for generator, state in pairs)
+
+
+def _not_compiling() -> AbstractContextManager[Any]:
+    """Within, no other thread compiles: torch puts the default generators back as they were before it compiled."""
+    compiler = sys.modules.get("torch._dynamo.convert_frame")  # where it is not loaded nobody compiles
+    return getattr(compiler, "compile_lock", nullcontext())
+
+
+def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of a function that may draw does not: no dropout, or not in training."""
+    if name == "scaled_dot_product_attention":
+        return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        at = next(i for i, value in enumerate(args) if isinstance(value, float))  # dropout; whether training follows
+        return not (args[at] and args[at + 1])
+    if name in ("rrelu", "rrelu_"):
+        return not kwargs.get("training", args[3] if len(args) > 3 else False)
+    if "dropout" in name:
+        default = "alpha" not in name  # of the functions of Python; the others are always told
+        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else default))
+        return not (training and kwargs.get("p", args[1] if len(args) > 1 else 0.5))
+    return False
+
+
+class InBackward:
+    """A provider for backwards: what runs again there draws what it drew; a key of any other draw is not known."""
+
+    def __init__(self, random: KeyedRandom) -> None:
+        self._random = random
+
+    def handler_for(self, function: Callable[..., Any]) -> Handler | None:
+        """The same functions as KeyedRandom."""
+        keyed = self._random.handler_for(function)
+        if keyed is None:
+            return None
+
+        def handle(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._random.again:
+                return keyed(function, args, kwargs)
+            if kwargs.get("generator") is not None or _is_quiet(function.__name__, args, kwargs):
+                return function(*args, **kwargs)
+            return _refuse_draw(function.__name__)
+
+        return handle
+
+
+def _refuse_draw(name: str) -> NoReturn:
+    raise ExecutionError(
+        f"random numbers are drawn in forwards, where their key is known; {name} was called during a backward, "
+        f"recomputed by torch.utils.checkpoint inside the model or by an autograd.Function of a layer, or by a hook; "
+        f"checkpoint with Pipeline(checkpoint=...) instead, set the dropout to 0, or give the hook a generator of its "
+        f"own"
+    )

@@ -1,0 +1,170 @@
+"""Contents: code that runs where some tensors have none: they lie on the meta device, with a shape and a type alone.
+
+What is computed from the model's inputs keeps its contents; what is computed with weights that have none has none. So
+code that looks at masks or lengths goes its usual way.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pipesched.errors import GraphError
+from pipesched.tensors.payload import pytree
+
+__all__ = ["Beside", "apart", "call_beside", "give_contents", "is_expanded", "lacks_contents", "put_on", "stand_in"]
+
+_META = torch.device("meta")
+_DEVICE = Tensor.device.__get__
+
+
+def lacks_contents(module: nn.Module) -> bool:
+    """Whether a parameter or buffer is on the meta device."""
+    return any(tensor.is_meta for tensor in _tensors_of(module))
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several of its numbers are one in memory; then none can be written."""
+    steps = tensor.stride() if tensor.layout == torch.strided else ()
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, steps, strict=False))
+
+
+def give_contents(tensor: Tensor, full: Tensor) -> None:
+    """A tensor on the meta device takes another's contents; it stays the object that it is, with its attributes."""
+    full.__class__ = type(tensor)
+    full.__dict__.update(tensor.__dict__)
+    full.requires_grad_(tensor.requires_grad)
+    try:
+        torch.utils.swap_tensors(tensor, full)
+    except RuntimeError as error:
+        raise GraphError(
+            f"a weight without contents gets them in place; views of one of shape {list(tensor.shape)} are kept, which "
+            f"would get none ({error}); make them in the forward"
+        ) from error
+
+
+def apart(value: Any) -> Any:
+    """A value with tensors of its own in place of those without contents, which may be views of weights."""
+    return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor) if tensor.is_meta else tensor, value)
+
+
+def put_on(module: nn.Module, device: torch.device) -> None:
+    """Move a module to a device; zeros are there for what has no contents, such as a weight that another rank sends."""
+    elsewhere = [tensor for tensor in _tensors_of(module) if tensor.device != device]
+    for tensor in elsewhere:
+        if tensor.is_meta:
+            give_contents(tensor, torch.zeros_like(tensor, device=device, requires_grad=False))
+    if elsewhere:  # `to` makes attributes of some modules anew, such as those of RNNs
+        module.to(device)
+
+
+def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool = False) -> Tensor:
+    """Some contents for a tensor that has none, to run a layer with them; other tensors as they are.
+
+    The numbers are harmless ones: small and positive in weights, indices of what is there; and all rows are alike.
+    """
+    if not tensor.is_meta:
+        return tensor
+    made = torch.empty_like(tensor, device=device)
+    if not made.is_floating_point():
+        return made.fill_(made.dtype == torch.bool)
+    generator = torch.Generator(device).manual_seed(0)
+    if weight:
+        return made.uniform_(0.01, 0.05, generator=generator)
+    return made.copy_(torch.empty(made.shape[1:], dtype=made.dtype, device=device).normal_(generator=generator))
+
+
+class Beside(TorchFunctionMode):
+    """While entered, tensors without contents go together with others, which join them for the call.
+
+    claimed: the device that a tensor without contents says it is on. Raises GraphError where contents are read.
+    """
+
+    def __init__(self, claimed: torch.device) -> None:
+        super().__init__()
+        self._claimed = claimed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
+        if func == _DEVICE:
+            return self._claimed
+        try:
+            return _apply(func, args, kwargs, [tensor for tensor in tensors if not tensor.is_meta])
+        except (RuntimeError, TypeError) as error:
+            raise GraphError(
+                f"a model on the meta device runs without its weights' contents; its code calls "
+                f"{getattr(func, '__name__', func)} on what depends on them ({error}); move that code into a layer, or "
+                f"build the model with contents"
+            ) from error
+
+
+def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor]) -> Any:
+    if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
+        return _transferred(func, args, kwargs)
+    if not full:
+        return func(*args, **kwargs)
+    copies = {id(tensor): tensor.to(_META) for tensor in full}
+    versions = {key: copy._version for key, copy in copies.items()}
+    there = pytree.tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
+    try:
+        result = func(*there[0], **there[1])
+    except NotImplementedError:  # how much there is depends on the contents of what has them, such as a mask
+        return func(*args, **kwargs)
+    changed = [(tensor, copies[id(tensor)]) for tensor in full if copies[id(tensor)]._version != versions[id(tensor)]]
+    return _with_changes(result, changed)
+
+
+def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
+    """Tensors that a call has changed have no contents any more."""
+    back = {}
+    for tensor, copy in changed:
+        if tensor._base is not None:
+            raise RuntimeError("a view of a tensor with contents would lose them")
+        torch.utils.swap_tensors(tensor, copy)
+        back[id(copy)] = tensor
+    return pytree.tree_map_only(Tensor, lambda tensor: back.get(id(tensor), tensor), result) if back else result
+
+
+def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A tensor keeps its contents, or keeps having none, wherever it is sent."""
+    tensor = args[0]
+    if func is not Tensor.to:
+        return tensor
+
+    def staying(given: Any) -> Any:
+        if isinstance(given, Tensor) and given is not tensor:
+            return given.dtype
+        return _META if tensor.is_meta and isinstance(given, str | torch.device) else given
+
+    named = {"dtype" if key == "other" else key: staying(value) for key, value in kwargs.items()}
+    return func(*map(staying, args), **named)
+
+
+def call_beside(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
+) -> Any:
+    """Call a layer that may lack contents, or be given what does. One that reads them runs alone, with stand-ins.
+
+    again: its arguments once more, as they were before the call.
+    """
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not any(tensor.is_meta for tensor in (*given, *_tensors_of(layer))):
+        return layer(*args, **kwargs)
+    try:
+        with Beside(_META):
+            return layer(*args, **kwargs)
+    except Exception:
+        own = {name: stand_in(tensor, weight=True) for name, tensor in layer.named_parameters()}
+        own |= {name: stand_in(tensor, weight=True) for name, tensor in layer.named_buffers()}
+        args, kwargs = pytree.tree_map_only(Tensor, stand_in, again())
+        result = torch.func.functional_call(layer, own, args, kwargs)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(_META), result)

@@ -1,0 +1,75 @@
+"""Tensor functions: which torch functions read contents of tensors, change them in place, or differentiate."""
+
+from collections.abc import Callable, Sequence
+from inspect import currentframe
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import resolve_name
+from torch.utils import checkpoint
+
+from pipesched.tensors.tree_structure import tensors_in
+
+__all__ = [
+    "ASKS",
+    "DIFFERENTIATES",
+    "FUNCTION_APPLY",
+    "READS",
+    "backward_region",
+    "changed_in_place",
+    "is_shaped_by_contents",
+    "memory_at",
+    "name_of",
+]
+
+READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"}
+READS |= {"__complex__", "__contains__", "__array__", "__format__", "__repr__"}  # plain Python of a tensor's contents
+_SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
+#: What is asked of a tensor, and not known of one that is in another stage.
+ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
+#: What differentiates, within a forward.
+DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A torch function's name; of a property the whole name."""
+    name = getattr(function, "__name__", "")
+    return (resolve_name(function) or name) if name in ("__get__", "") else name
+
+
+def is_shaped_by_contents(name: str, args: Sequence[Any]) -> bool:
+    """Whether the shape of a function's result depends on the contents of tensors."""
+    if name == "__getitem__":
+        return any(tensor.dtype is torch.bool for tensor in tensors_in(args[1:]))
+    return name in _SHAPED or (name == "where" and len(args) == 1)
+
+
+def changed_in_place(tensors: list[Tensor], versions: list[int]) -> list[int]:
+    """The positions of those that were changed in place."""
+    return [
+        position
+        for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
+        if tensor._version != version
+    ]
+
+
+def memory_at(tensor: Tensor) -> int:
+    """What identifies a tensor's memory."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() or id(storage)
+    except (NotImplementedError, RuntimeError):  # functional wrappers, as inside vmap, have none
+        return id(tensor)
+
+
+def backward_region() -> FrameType | None:
+    """The outermost call under way of torch.utils.checkpoint, or of an autograd.Function: its backward is one piece."""
+    found, frame = None, currentframe()
+    while frame is not None:
+        if frame.f_code is FUNCTION_APPLY or frame.f_globals.get("__name__") == checkpoint.__name__:
+            found = frame
+        frame = frame.f_back
+    return found

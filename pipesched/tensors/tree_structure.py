@@ -1,0 +1,120 @@
+"""Pattern: the form of a value, dataclasses of users among it: where its tensors are, and what is beside them."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesched.tensors.payload import has_a_row_each, is_record, pytree
+
+__all__ = ["Pattern", "named_leaves", "numbers_in", "positional", "tensors_in"]
+
+#: What beside tensors may follow the batch, as sizes do.
+_NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set, frozenset
+
+
+class Pattern:
+    """The form of a value: what it holds beside tensors, and where they go. numbers: those that it holds."""
+
+    def __init__(self, value: Any) -> None:
+        leaves, self._spec = pytree.tree_flatten(value)
+        self._parts: list[Any] = [_part(leaf) for leaf in leaves]
+        self.numbers = tuple(numbers_in(value))
+
+    def is_like(self, other: "Pattern") -> bool:
+        """Whether the same kinds of things are in the same places."""
+        kinds, others = [type(part) for part in self._parts], [type(part) for part in other._parts]
+        return self._spec == other._spec and kinds == others
+
+    def build(self, tensors: Iterator[Any], numbers: Iterable[Any] | None = None) -> Any:
+        """The value with these tensors, and other numbers where they are given."""
+        present = iter(self.numbers if numbers is None else numbers)
+        kinds = _Place | _Number | _Record
+        leaves = [part.build(tensors, present) if isinstance(part, kinds) else part for part in self._parts]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+class _Place:
+    """Where a tensor goes."""
+
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
+        return next(tensors)
+
+
+class _Number:
+    """Where a number goes."""
+
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
+        return next(numbers)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A dataclass that pytrees do not know."""
+
+    kind: type
+    parts: Mapping[str, Pattern]
+
+    def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
+        made: Any = object.__new__(self.kind)
+        for name, pattern in self.parts.items():
+            object.__setattr__(made, name, pattern.build(tensors, numbers))
+        return made
+
+
+def _part(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _Place()
+    if isinstance(leaf, _NUMBERS):
+        return _Number()
+    if is_record(leaf):
+        parts = {item.name: Pattern(getattr(leaf, item.name)) for item in dataclasses.fields(leaf)}
+        return _Record(type(leaf), parts)
+    return leaf
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value, each place of it once, in the order of ``Pattern.build``."""
+    return _leaves_in(value, Tensor)
+
+
+def numbers_in(value: Any) -> Iterator[Any]:
+    """Its numbers, likewise."""
+    return _leaves_in(value, _NUMBERS)
+
+
+def _leaves_in(value: Any, kinds: Any) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, kinds):
+            yield leaf
+        elif is_record(leaf):
+            for item in dataclasses.fields(leaf):
+                yield from _leaves_in(getattr(leaf, item.name), kinds)
+
+
+def positional(forward: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that may be passed by position."""
+    kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
+    return [name for name, parameter in signature(forward).parameters.items() if parameter.kind in kinds]
+
+
+def named_leaves(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, int], Any]]:
+    """The leaves of a call, in the order of the pytree (args, kwargs), each with (its argument's name, number in it).
+
+    names: of positional arguments. So a leaf has one name, by position or by keyword, in whatever order. The dicts of a
+    list, one a row, have the same names: there may be more of them, or fewer, than in a sample.
+    """
+    more = (f"argument {position}" for position in range(len(names), len(args)))
+    for name, value in (*zip((*names, *more), args, strict=False), *kwargs.items()):
+        number = 0
+        for part in pytree.tree_leaves(value, is_leaf=has_a_row_each):
+            rows = [pytree.tree_leaves(row) for row in part] if has_a_row_each(part) else [[part]]
+            for row in rows:
+                yield from (((name, number + place), leaf) for place, leaf in enumerate(row))
+            number += len(rows[0])

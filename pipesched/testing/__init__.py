@@ -1,0 +1,8 @@
+"""What tests of schedules and pipelines use. ``reference_step`` is the loop that a pipeline must equal."""
+
+from pipesched.testing.fake_executor import FakeStage
+from pipesched.testing.memory_meter import MemoryMeter
+from pipesched.testing.reference_step import reference_step
+from pipesched.testing.schedule_checks import check_schedule, run_fake
+
+__all__ = ["FakeStage", "MemoryMeter", "check_schedule", "reference_step", "run_fake"]

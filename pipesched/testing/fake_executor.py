@@ -1,0 +1,287 @@
+"""Fake executor: the same interpreter over stages that only check and count, on a virtual clock or sleeping.
+
+Runs a program in one thread and in milliseconds, and says what is wrong with one that was not validated: a deadlock,
+work that is missing or done twice, a value that is not the one needed.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pipesched.errors import DeadlockError, ExecutionError
+from pipesched.program.actions import Action, Kind
+from pipesched.program.lowering import lower
+from pipesched.program.program import Program
+from pipesched.program.validation import check_routes
+from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.trace import Span, Trace
+from pipesched.tensors.payload import Apart
+
+__all__ = ["FakeStage", "VirtualClock", "run_virtual"]
+
+
+class VirtualClock:
+    """One rank's clock: it moves when told."""
+
+    def __init__(self) -> None:
+        self.time_s: float = 0
+        self._copied: dict[Kind, float] = {}  # when the copies in one direction have ended
+
+    def now(self) -> float:
+        """The present."""
+        return self.time_s
+
+    def pass_time(self, seconds: float) -> None:
+        """Compute for so long."""
+        self.time_s += seconds
+
+    def copy(self, kind: Kind, seconds: float) -> float:
+        """Begin a copy behind others in its direction; when it will have ended."""
+        self._copied[kind] = max(self.now(), self._copied.get(kind, 0)) + seconds
+        return self._copied[kind]
+
+    def reach(self, moment_s: float) -> None:
+        """Wait until a moment that may lie in the past."""
+        self.time_s = max(self.time_s, moment_s)
+
+
+class _HostClock(VirtualClock):
+    """The host's own time, which passes by itself."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def pass_time(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def reach(self, moment_s: float) -> None:
+        time.sleep(max(0, moment_s - self.now()))
+
+
+class FakeStage:
+    """A stage that computes nothing, takes the time its costs say, and checks what it is asked to do.
+
+    clock: whose time passes; without one the stage sleeps, as an accelerator would compute: the processor is free.
+    versions: of the weights that each micro-batch uses, as a program's; the newest unless given.
+    """
+
+    def __init__(
+        self, index: int, costs: Costs, clock: VirtualClock | None = None, versions: Sequence[int] = ()
+    ) -> None:
+        self.index = index
+        self._costs = costs
+        self._clock = clock or _HostClock()
+        self._copied: dict[int, float] = {}
+        self._state: dict[int, list[Kind]] = {}
+        self._num_producers = 0
+        self._versions = versions
+        self._gradients: list[int] = []
+        self.updates: list[list[int]] = []  # the micro-batches that each was of
+
+    def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Action:
+        """F. What it gives is the action: enough to see whether the right one came."""
+        if self._versions and microbatch >= len(self._versions):
+            raise ExecutionError(
+                f"stage {self.index} has a version for each of {len(self._versions)} micro-batches; micro-batch "
+                f"{microbatch} has none; give as many"
+            )
+        if self._versions and self._versions[microbatch] > len(self.updates):
+            raise ExecutionError(
+                f"micro-batch {microbatch} uses version {self._versions[microbatch]} of stage {self.index}, "
+                f"which has been updated {len(self.updates)} times"
+            )
+        self._run(Kind.F, microbatch, after=())
+        self._check(arrived, Kind.F, microbatch)
+        self._num_producers = len(arrived)
+        return Action(self.index, Kind.F, microbatch)
+
+    def recompute(self, microbatch: int, *, split: bool) -> None:
+        """R."""
+        self._run(Kind.R, microbatch, after=(Kind.F,))
+
+    def backward(self, microbatch: int, *grads: Any) -> Apart:
+        """B."""
+        self._wait_for_copy(microbatch)
+        self._run(Kind.B, microbatch, after=(Kind.F,))
+        self._gradients.append(microbatch)
+        self._check(grads, Kind.B, microbatch)
+        return Apart([Action(self.index, Kind.B, microbatch)] * self._num_producers)
+
+    def input_grad(self, microbatch: int, *grads: Any) -> Apart:
+        """I."""
+        self._wait_for_copy(microbatch)
+        self._run(Kind.I, microbatch, after=(Kind.F,))
+        self._check(grads, Kind.B, microbatch)
+        return Apart([Action(self.index, Kind.B, microbatch)] * self._num_producers)
+
+    def weight_grad(self, microbatch: int) -> None:
+        """W."""
+        self._run(Kind.W, microbatch, after=(Kind.F, Kind.I))
+        self._gradients.append(microbatch)
+
+    def offload(self, microbatch: int) -> None:
+        """OFFLOAD."""
+        self._begin_copy(Kind.OFFLOAD, microbatch, after=Kind.F)
+
+    def free(self, microbatch: int) -> None:
+        """FREE."""
+        self._note(Kind.FREE, microbatch, (Kind.OFFLOAD,))
+        self._clock.reach(self._copied[microbatch])
+
+    def fetch(self, microbatch: int) -> None:
+        """FETCH."""
+        self._begin_copy(Kind.FETCH, microbatch, after=Kind.FREE)
+
+    def _begin_copy(self, kind: Kind, microbatch: int, after: Kind) -> None:
+        action = self._note(kind, microbatch, (after,))
+        self._copied[microbatch] = self._clock.copy(kind, self._costs.seconds(action))
+
+    def _wait_for_copy(self, microbatch: int) -> None:
+        done = self._state.get(microbatch, ())
+        if Kind.OFFLOAD in done and Kind.FETCH not in done:
+            raise ExecutionError(f"stage {self.index} has not fetched what micro-batch {microbatch} needs")
+        self._clock.reach(self._copied.pop(microbatch, self._clock.now()))
+
+    def update(self, number: int) -> None:
+        """UPDATE."""
+        action = Action(self.index, Kind.UPDATE, number)
+        if number != len(self.updates):
+            raise ExecutionError(f"updates follow each other; due is number {len(self.updates)}, but {action} comes")
+        if not self._gradients:
+            raise ExecutionError(f"{action} has no gradients to apply")
+        self.updates.append(sorted(self._gradients))
+        self._gradients.clear()
+        self._pass(action)
+
+    def _run(self, kind: Kind, microbatch: int, after: tuple[Kind, ...]) -> None:
+        self._pass(self._note(kind, microbatch, after))
+
+    def _note(self, kind: Kind, microbatch: int, after: tuple[Kind, ...]) -> Action:
+        done = self._state.setdefault(microbatch, [])
+        action = Action(self.index, kind, microbatch)
+        if kind in done or (kind in (Kind.B, Kind.I) and (Kind.B in done or Kind.I in done)):
+            raise ExecutionError(f"{action} would be done twice; it has done {_names(done)}")
+        if not all(need in done for need in after):
+            raise ExecutionError(f"{action} needs {_names(after)} before it; it has done {_names(done)}")
+        done.append(kind)
+        return action
+
+    def _pass(self, action: Action) -> None:
+        self._clock.pass_time(self._costs.seconds(action))
+
+    def _check(self, values: tuple[Any, ...], kind: Kind, microbatch: int) -> None:
+        wrong = [value for value in values if value.kind is not kind or value.microbatch != microbatch]
+        if wrong:
+            raise ExecutionError(f"stage {self.index} got {wrong[0]} for micro-batch {microbatch}")
+
+    def missing(self, program: Program) -> Iterator[str]:
+        """What the stage has not done of the program's micro-batches."""
+        whole = ({Kind.F},) if program.forward_only else ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W})
+        for microbatch, visits in enumerate(program.visits[self.index].tolist()):
+            done = set(self._state.get(microbatch, ())) - {Kind.R, Kind.OFFLOAD, Kind.FREE, Kind.FETCH}
+            if done not in (whole if visits else (set(),)):
+                yield f"stage {self.index} has done {_names(done)} for micro-batch {microbatch}"
+        if self._gradients and program.has_updates:
+            yield f"stage {self.index} has applied no gradients of micro-batch {self._gradients[0]}"
+
+
+def _names(kinds: Any) -> str:
+    return ", ".join(sorted(kinds)) or "nothing"
+
+
+class _Mail:
+    """Transport on virtual time: a message carries the moment at which it arrives."""
+
+    def __init__(self, program: Program, clocks: list[VirtualClock], costs: Costs) -> None:
+        self._placement = program.placement
+        self._clocks = clocks
+        self._costs = costs
+        self._free: dict[tuple[int, int], float] = {}  # when each contended link has carried its last message
+        self._channels: dict[tuple[int, int, bool], deque[tuple[float, Any]]] = {}
+
+    def _channel(self, giver: int, taker: int, forward: bool) -> deque[tuple[float, Any]]:
+        key = self._placement[giver], self._placement[taker], forward
+        return self._channels.setdefault(key, deque())
+
+    def _incoming(self, action: Action) -> deque[tuple[float, Any]]:
+        return self._channel(action.peer or 0, action.stage, action.kind is Kind.RECV_F)
+
+    def has_arrived(self, action: Action) -> bool:
+        """Whether an action need not wait for a message that has not been sent."""
+        return action.kind not in (Kind.RECV_F, Kind.RECV_B) or bool(self._incoming(action))
+
+    def sender(self, action: Action) -> Callable[[Any], None]:
+        """Puts a message on its way."""
+        channel = self._channel(action.stage, action.peer or 0, action.kind is Kind.SEND_F)
+        return lambda value: channel.append((self._arrival(action) + self._costs.transfer_s, value))
+
+    def _arrival(self, action: Action) -> float:
+        """When the link has brought a message."""
+        ends = self._placement[action.stage], self._placement[action.peer or 0]
+        start, links = self._clocks[ends[0]].now(), self._costs.links
+        if links is None:
+            return start
+        producer = action.stage if action.kind is Kind.SEND_F else action.peer or 0
+        if links.contended:
+            start = max(start, self._free.get(ends, start))
+        link = links.link(*ends)
+        self._free[ends] = start + self._costs.output_bytes[producer] * link.byte_s
+        return self._free[ends] + link.latency_s
+
+    def receiver(self, action: Action) -> Callable[[], Any]:
+        """Takes the channel's first message, waiting for its arrival."""
+        channel, clock = self._incoming(action), self._clocks[self._placement[action.stage]]
+
+        def receive() -> Any:
+            arrival, value = channel.popleft()
+            clock.reach(arrival)
+            return value
+
+        return receive
+
+
+def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
+    """Run a program, lowered if it is not yet, with fake stages on a virtual clock; unit costs unless given.
+
+    Nothing is validated before, but that stages lie on ranks and that routes go through stages (ScheduleError). Raises
+    DeadlockError where ranks wait for ever, ExecutionError where work is missing, done twice, or done without what it
+    needs.
+    """
+    costs = costs or Costs.uniform(program.num_stages)
+    check_routes(program)
+    lowered = lower(program)
+    clocks = [VirtualClock() for _ in range(program.num_ranks)]
+    versions = program.versions or ((),) * program.num_stages
+    stages = {s: FakeStage(s, costs, clocks[rank], versions[s]) for s, rank in enumerate(program.placement)}
+    mail = _Mail(lowered, clocks, costs)
+    ranks = [Rank(rank, lowered, stages, mail) for rank in range(program.num_ranks)]
+    stamps = [Stamps.room_for(order) for order in lowered.orders]
+    _drive([interpret(*one) for one in zip(ranks, clocks, stamps, strict=True)], mail)
+    missing = [text for stage in stages.values() for text in stage.missing(program)]
+    if missing:
+        raise ExecutionError(f"work is missing at the end: {missing[0]}")
+    for index, stage in stages.items():
+        if not program.routes and stage.updates != stages[0].updates:
+            raise ExecutionError(f"stages 0 and {index} have updates of other micro-batches")
+    spans = tuple(
+        Span(action, rank, start, end, action.lane)
+        for rank, own in enumerate(stamps)
+        for action, start, end in zip(*own, strict=True)
+    )
+    return Trace(spans, program.num_ranks, program.name, costs)
+
+
+def _drive(ranks: list[Iterator[Action]], mail: _Mail) -> None:
+    """Resume ranks as long as one can go on."""
+    at = [next(loop, None) for loop in ranks]
+    while any(action is not None for action in at):
+        moved = False
+        for index, loop in enumerate(ranks):
+            while (action := at[index]) is not None and mail.has_arrived(action):
+                at[index] = next(loop, None)
+                moved = True
+        if not moved:
+            waits = ", ".join(f"rank {index} at {action}" for index, action in enumerate(at) if action is not None)
+            raise DeadlockError(f"deadlock: no rank can go on; waiting: {waits}; validate the program to see the cycle")

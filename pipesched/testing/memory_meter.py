@@ -1,0 +1,130 @@
+"""Meter: what the ranks of a pipeline hold while it runs, to the byte, to be compared with what was predicted."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from pipesched.checks import check_type
+from pipesched.errors import ExecutionError
+from pipesched.pipeline.pipeline import Pipeline
+from pipesched.runtime.executors.device_streams import Lane, Message
+from pipesched.runtime.rank_host import InProcess, OverMesh
+from pipesched.runtime.stage.stage import Stage
+from pipesched.tensors.memory_tracker import Books, Ledger, books_of
+from pipesched.tensors.payload import Payload
+
+__all__ = ["MemoryMeter"]
+
+
+class MemoryMeter:
+    """Counts the memory of a pipeline's ranks that run in this process, from now on; make it before the first step. A
+    context manager, behind which it counts no more.
+
+    On the host: every storage that an operation of a rank has made, and those of its stages' parameters, buffers,
+    gradients and optimizers, as long as they live; not the batch, nor what kernels use within themselves. What comes
+    from another rank on the same device is copied, as it is between devices: so each rank has its own. On a GPU what
+    its allocator says, of all ranks on that device together.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        check_type(pipe, Pipeline, "pipe is a Pipeline", "pass the one whose memory is to be counted")
+        self._pipe, self._site = pipe, pipe._site
+        self._books, self._put_back = dict[int, Books](), list[Callable[[], None]]()
+        self.mark()
+
+    def __enter__(self) -> "MemoryMeter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Count no more; what was counted can still be read."""
+        while self._put_back:
+            self._put_back.pop()()
+
+    def mark(self) -> None:
+        """Begin anew, also after ``replan``: what is there now is the most so far."""
+        if self._site is not self._pipe._site or not self._books:
+            self.__exit__()
+            self._attach()
+        program = self._pipe._now.program
+        for index, stage in self._pipe._now.stages.items():
+            books = self._books[program.placement[index]]
+            if isinstance(books, Ledger):
+                books.add(_own(stage))
+        for books in self._books.values():
+            books.mark()
+
+    def _attach(self) -> None:
+        """New books, for the ranks that there are now."""
+        self._books.clear()
+        self._site = site = self._pipe._site
+        if isinstance(site, InProcess):
+            executor = site.executor
+            lanes = list(executor.lanes)
+            for rank, lane in enumerate(lanes):
+                self._books[rank] = books_of(site.devices[rank])
+                executor.lanes[rank] = _Metered(lane, self._books[rank], copies=True)
+
+            def put_back() -> None:
+                executor.lanes[:] = lanes
+                executor._kept.clear()
+
+            executor._kept.clear()
+            self._put_back.append(put_back)
+        else:
+            assert isinstance(site, OverMesh)
+            own, lane = site.executor, site.executor._lane
+            self._books[own.rank] = books_of(own.device)
+            own._lane = _Metered(lane, self._books[own.rank], copies=False)
+            self._put_back.append(lambda: setattr(own, "_lane", lane))
+
+    @property
+    def peak_bytes(self) -> dict[int, int]:
+        """The most that each rank has held at once since the last mark, by rank. Raises ExecutionError after a
+        ``replan``, whose ranks are others.
+        """
+        if self._site is not self._pipe._site:
+            raise ExecutionError(
+                f"a meter counts the ranks that there were at its last mark; these {len(self._books)} are gone since "
+                f"replan(); call mark() after it"
+            )
+        return {rank: books.peak for rank, books in self._books.items()}
+
+
+def _own(stage: Stage) -> Iterable[Tensor]:
+    for module in stage.modules.values():
+        yield from module.buffers()
+        for parameter in module.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+    if stage.optimizer is not None:
+        for state in stage.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+class _Metered:
+    """A lane whose rank's allocations are written down."""
+
+    def __init__(self, lane: Lane, books: Books, *, copies: bool) -> None:
+        self._lane, self._books, self._copies = lane, books, copies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lane, name)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with self._lane.entered(), self._books.watching():
+            yield
+
+    def unpack(self, message: Message) -> Any:
+        value = self._lane.unpack(message)
+        return _copied(value) if self._copies and isinstance(self._books, Ledger) else value
+
+
+def _copied(value: Any) -> Any:
+    change: Callable[[Tensor], Tensor] = Tensor.clone
+    if isinstance(value, Payload):
+        return value.map_tensors(change)
+    return tuple(entry if entry is None else change(entry) for entry in value)

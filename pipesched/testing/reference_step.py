@@ -1,0 +1,157 @@
+"""Reference step: a training step without a pipeline, micro-batch by micro-batch: what every plan equals to the bit."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.capture.capture import Capture
+from pipesched.capture.layered_model import as_model
+from pipesched.capture.loss_reduction import LossReduction, resolve_loss
+from pipesched.capture.recorder import record
+from pipesched.capture.whole_layers import as_whole_layers, opened
+from pipesched.checks import is_count, shown
+from pipesched.errors import InputError, ModelTypeError
+from pipesched.model.module_tree import check_initialised, is_in_a_row, layers_of
+from pipesched.model.state_guard import no_graph, untouched
+from pipesched.model.tied_weights import deliver
+from pipesched.runtime.microbatches import SplitDims, Splitter
+from pipesched.runtime.rank_host import InProcess
+from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms, Norms
+from pipesched.runtime.stage.split_backward import edge_of
+from pipesched.tensors.caller_context import Caller
+from pipesched.tensors.keyed_random import Key
+from pipesched.testing.unsplit_model import Unsplit
+from pipesched.torch_checks import as_function, as_seed, as_threads
+
+__all__ = ["reference_step"]
+
+
+def reference_step(
+    model: nn.Module | Sequence[nn.Module],
+    *args: Any,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    target: Any = None,
+    num_microbatches: int = 1,
+    step: int = 0,
+    seed: int | None = None,
+    loss_weight: Callable[..., Any] | None = None,
+    loss_reduction: LossReduction | None = None,
+    split_dims: SplitDims = 0,
+    batch_norm: BatchNormMode = "micro-batch",
+    intra_op_threads: int = 1,
+    whole_layers: Collection[str] = (),
+    **kwargs: Any,
+) -> Tensor:
+    """One step of the model without a pipeline: the same micro-batches, one after the other.
+
+    Forward, then ``(loss * factor).backward()``, with the pipeline's split, weights, keyed random numbers and order of
+    sums. Gradients are added to ``.grad``; returns the loss of the mini-batch, a 0-d tensor, detached.
+    seed: the default generator's unless given. step: how many steps ran before.
+    """
+    whole = as_model(model)
+    if not isinstance(whole, nn.Module):
+        raise ModelTypeError(
+            f"the model is an nn.Module, or a list of them; got {shown(whole)}; pass the module itself"
+        )
+    check_initialised(whole)
+    if not is_count(num_microbatches):
+        raise InputError(f"a batch is cut into at least one micro-batch; got {shown(num_microbatches)}; pass 1 or more")
+    loss_fn, loss_weight = as_function(loss_fn, "loss_fn"), as_function(loss_weight, "loss_weight")
+    intra_op_threads, whole_layers = as_threads(intra_op_threads), as_whole_layers(whole, whole_layers)
+    weight, reduction = resolve_loss(whole, (args, kwargs), loss_fn, loss_weight, loss_reduction, split_dims)
+    splitter = Splitter(num_microbatches, False, split_dims, weight, reduction)
+    batch = splitter.batch(args, kwargs, target)
+    factors = splitter.factors(batch)
+    seed = torch.initial_seed() if seed is None else as_seed(seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(intra_op_threads)
+    norms = MiniBatchNorms(batch_norm, InProcess([], 1))
+    modules = {"": whole, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+    try:
+        run = _Unpipelined(whole, loss_fn, norms.of_stage((0, 0), (0, 0), modules), batch.inputs[0], whole_layers)
+        total: Tensor | None = None
+        with norms.counting():
+            for microbatch, (inputs, factor) in enumerate(zip(batch.inputs, factors, strict=True)):
+                target_part = batch.targets[microbatch] if batch.targets else None
+                loss = run.loss(inputs, target_part, Key(seed, step, microbatch))
+                root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
+                if factor != 0:
+                    with _without_autocast(), run.in_backward:
+                        torch.autograd.backward((edge_of(root),))  # of a tensor torch would leave the mode
+                total = root.detach() if total is None else total + root.detach()
+        run.deliver()
+    finally:
+        torch.set_num_threads(threads)
+    assert total is not None  # a batch has at least one micro-batch
+    return total
+
+
+class _Unpipelined:
+    """The model's forward and loss; weights that several calls use have a leaf for each use."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        norms: Norms | None,
+        inputs: Any,
+        whole_layers: Collection[str],
+    ) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._leaves: dict[tuple[str, int, int], tuple[nn.Parameter, Tensor]] = {}
+        self._uses: Counter[int] = Counter()
+        if isinstance(model, nn.Sequential) and is_in_a_row(model):
+            layers = layers_of(model, whole_layers)
+        else:
+            layers, capture = opened(model, lambda layers: self._seen(layers, inputs), whole_layers)
+            own = {name: id(parameter) for name, parameter in model.named_parameters()}
+            self._uses.update(
+                own[name] for call in capture.calls if not call.reads for name in call.uses if name in own
+            )
+        self._unsplit = Unsplit(model, layers, self._stand_ins, norms)
+        self.in_backward = self._unsplit.in_backward
+
+    def _seen(self, layers: Mapping[str, nn.Module], inputs: Any) -> Capture:
+        model, training = self._model, self._model.training
+        with untouched(model, training), no_graph(model) if training else torch.no_grad():
+            return record(model, layers, *inputs)
+
+    def _stand_ins(self, name: str, number: int, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        leaves = {}
+        for parameter in parameters:
+            if self._uses[id(parameter)] > 1:
+                leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+                leaves[parameter] = self._leaves.setdefault((name, number, id(parameter)), (parameter, leaf))[1]
+        return leaves
+
+    def loss(self, inputs: Any, target: Any, key: Key) -> Tensor:
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        args, kwargs = inputs
+        with Caller.here([device.type], grad=True).autocast():
+            output = self._unsplit(key, args, kwargs)
+            if self._loss_fn is not None:
+                loss: Tensor = self._unsplit.loss(self._loss_fn, key, output, target)
+                return loss
+        if isinstance(output, Tensor):
+            return output
+        own: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
+        return own
+
+    def deliver(self) -> None:
+        """Add what came to the uses of each weight, in the order of the calls."""
+        for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
+            deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """A backward computes in the types of its forward."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

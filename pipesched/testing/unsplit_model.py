@@ -1,0 +1,128 @@
+"""Unsplit: a model's forward as one piece, with the keyed random numbers and the tied weights of a pipeline."""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pipesched.model.containers import Shells, set_attributes
+from pipesched.model.module_tree import is_in_a_row
+from pipesched.model.tied_weights import with_stand_ins
+from pipesched.runtime.stage.batch_norm import Norms
+from pipesched.tensors.function_mode import Intercept
+from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
+from pipesched.tensors.payload import pytree
+from pipesched.tensors.tree_structure import tensors_in
+
+__all__ = ["Unsplit"]
+
+
+#: (layer, number of its call, parameters) -> what to use in place of some of them; functions between layers have none
+StandIns = Callable[[str, int, Collection[nn.Parameter]], Mapping[nn.Parameter, Tensor]]
+
+
+class _Functions(TorchFunctionMode):
+    """Each torch function goes to ``call``."""
+
+    def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(func, args, kwargs or {})
+
+
+class Unsplit:
+    """A model that is called with a key. stand_ins(layer, number of its call, parameters that it uses): tensors to use
+    in place of some of them. norms: what keeps statistics of whole mini-batches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        stand_ins: StandIns = lambda layer, number, parameters: {},
+        norms: Norms | None = None,
+    ) -> None:
+        self._layers = layers
+        self._shells = None if is_in_a_row(model) else Shells(model, layers, self._call, layers)
+        self._root = self._row if self._shells is None else self._shells.model
+        self._stand_ins = stand_ins
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._random = KeyedRandom(device)
+        self._norms = norms
+        self._intercept = Intercept(self._random) if norms is None else Intercept(self._random, norms)
+        self.in_backward = Intercept(InBackward(self._random))  # around a backward: nothing draws there
+        self._key = Key(0, 0, 0)
+        self._counts: dict[str, int] = {}
+        self._inside = self._running = False
+        self._code, self._code_parts = ExitStack(), 0
+
+    def __call__(self, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output."""
+        self._key, self._counts, self._inside, self._code_parts = key, {}, False, 0
+        self._random.enter(key, "")
+        if self._norms is not None:
+            self._norms.microbatch = key.microbatch
+        self._running = True
+        try:
+            with self._intercept, _Functions(self._between), self._code:
+                self._begin_code()
+                output = self._root(*args, **kwargs)
+        finally:
+            self._running = False
+        if self._shells is not None:
+            set_attributes(self._shells.changed())
+        return output
+
+    def _begin_code(self) -> None:
+        """A part of the code between layers begins."""
+        self._code.enter_context(self._random.outside("", self._code_parts))
+        self._code_parts += 1
+
+    def _row(self, *args: Any, **kwargs: Any) -> Any:
+        """As a pipeline calls them: the first layer takes what the model is given."""
+        for name, layer in self._layers.items():
+            args, kwargs = (self._call(name, layer, args, kwargs),), {}
+        return args[0]
+
+    def loss(self, loss_fn: Callable[[Any, Any], Any], key: Key, output: Any, target: Any) -> Any:
+        """The loss function's, drawing as it does in a pipeline."""
+        self._random.enter(key, "loss_fn")
+        with self._intercept:
+            return loss_fn(output, target)
+
+    def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a torch function; one that takes parameters uses them, as the call of a layer does."""
+        used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
+        if used:
+            number = self._counts[""] = self._counts.get("", -1) + 1
+            others = self._stand_ins("", number, dict.fromkeys(used))
+            args, kwargs = with_stand_ins((args, kwargs), others) if others else (args, kwargs)
+        return func(*args, **kwargs)
+
+    def _call(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside or not self._running:  # as when a backward recomputes
+            return layer(*args, **kwargs)
+        drawn, number = self._random.op, self._counts.get(name, 0)
+        self._random.enter(self._key, name, number)
+        self._inside = True
+        self._code.close()
+        try:
+            used = [tensor for tensor in pytree.tree_leaves((args, kwargs)) if isinstance(tensor, nn.Parameter)]
+            named = dict(layer.named_parameters())
+            others = self._stand_ins(name, number, dict.fromkeys([*named.values(), *used]))
+            own = {key: others[parameter] for key, parameter in named.items() if parameter in others}
+            if others and used:
+                args, kwargs = with_stand_ins((args, kwargs), others)
+            with self._random.outside(name, number):
+                result = torch.func.functional_call(layer, dict(own), args, kwargs) if own else layer(*args, **kwargs)
+            self._counts[name] = number + 1
+            return result
+        finally:
+            self._inside = False
+            self._random.enter(self._key, "", 0, drawn)
+            self._begin_code()
