@@ -1,17 +1,16 @@
 """pipesched: a pipeline-parallel scheduling runtime for PyTorch.
 
-General layout, each file importing only what stands above it:
+Rooms, each importing only what stands above it (docs/design.md says what is in them):
 
-    errors, actions, placement, dependencies    the words and the rule of what comes before what
-    program, files, order, validation, lowering a schedule as data
-    costs, bounds, trace, simulator             time and memory of it, predicted, and the least there can be
-    partitioner, plan                           layers -> stages; all decisions in one value
-    comparison, reports                         predicted beside measured; all of a plan for people to read
+    errors, units, checks                       no torch, no other room
+    program, order, schedules                   a schedule as data
+    simulation, viz                             its time and memory, predicted; pictures
+    partitioning, planning                      layers -> stages; a request -> a plan
     ---- below this line torch is imported ----
-    graph, profiler, randomness                 the model as layers, what they cost, keyed random numbers
-    backward, stage, executors                  running a program
-    pipeline, testing                           the front door
-    cli                                         the command
+    tensors, model, capture                     any nn.Module -> layers -> stage bodies
+    runtime                                     stages, executors, transport
+    profiling, pipeline                         what layers cost; the front door
+    testing, cli                                for tests; the command
 
 ``pipesched.schedules`` holds one file a schedule, ``pipesched.viz`` draws. Names are loaded when first used, so that
 schedules can be studied without torch.
