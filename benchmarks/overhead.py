@@ -21,10 +21,10 @@ import pipesched
 from pipesched.program.actions import Kind, Lane
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program
-from pipesched.runtime.executors.threads import LocalExecutor, Work
+from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
-from pipesched.tensors.payload import Apart, Payload
+from pipesched.runtime.stage.step_data import StepData
+from pipesched.tensors.payload import Payload, PerConsumer
 
 NAMES = ["1f1b", "gpipe", "interleaved-1f1b", "interleaved-zb", "zb-h1", "zb-v"]
 
@@ -33,7 +33,7 @@ class Nothing:
     """A stage of a chain that does nothing."""
 
     def __init__(self, index: int) -> None:
-        self.grads = Apart([None] * min(index, 1))
+        self.grads = PerConsumer([None] * min(index, 1))
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> None:
         pass
@@ -41,7 +41,7 @@ class Nothing:
     def recompute(self, microbatch: int, *, split: bool) -> None:
         pass
 
-    def backward(self, microbatch: int, *grads: Any) -> Apart:
+    def backward(self, microbatch: int, *grads: Any) -> PerConsumer:
         return self.grads
 
     input_grad = backward
@@ -61,7 +61,7 @@ class Case:
     def __init__(self, schedule: str, num_ranks: int, num_microbatches: int) -> None:
         self.program: Program = lower(pipesched.schedules.get(schedule).program(num_ranks, num_microbatches))
         self.computes = sum(action.lane is Lane.COMPUTE for action in self.program.columns)
-        self.executor = LocalExecutor([torch.device("cpu")] * num_ranks, 1)
+        self.executor = ThreadExecutor([torch.device("cpu")] * num_ranks, 1)
         self.stages = real_stages(self.program.num_stages)
         self.num_microbatches = num_microbatches
 
@@ -69,14 +69,14 @@ class Case:
         x = torch.zeros(4, requires_grad=True)
         inputs = [((x,), {}) for _ in range(self.num_microbatches)]
         grads = [(torch.ones(4),)] * self.num_microbatches
-        feed = Feed(0, 0, inputs, output_grads=grads)
+        feed = StepData(0, 0, inputs, output_grads=grads)
         for stage in self.stages.values():
             stage.begin(feed)
 
     def whole_step(self) -> float:
         """A step through the executor. The last stage has no consumer: its gradients come from the feed."""
         start = time.perf_counter()
-        self.executor.run(Work(self.program, self.stages, self.begin), grad=True)
+        self.executor.run(RunSpec(self.program, self.stages, self.begin), grad=True)
         return time.perf_counter() - start
 
     def by_hand(self) -> float:
@@ -100,7 +100,7 @@ class Case:
         """The interpreter over stages that do nothing."""
         nothing = {index: Nothing(index) for index in range(self.program.num_stages)}
         start = time.perf_counter()
-        self.executor.run(Work(self.program, nothing, lambda caller: None), grad=True)
+        self.executor.run(RunSpec(self.program, nothing, lambda caller: None), grad=True)
         return time.perf_counter() - start
 
 

@@ -33,11 +33,11 @@ from versus_torch import same_gradients, seconds, torch_step
 
 from pipesched import Costs, Pipeline, Trace, lower, schedules, simulate
 from pipesched.program.actions import Action, Kind
-from pipesched.runtime.executors.processes import DistributedExecutor
-from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.transport.sockets import SocketPort
 from pipesched.simulation.trace import Span
-from pipesched.tensors.payload import Apart, Payload
+from pipesched.tensors.payload import Payload, PerConsumer
 
 SECONDS = 0.010  # F, I and W
 ROWS, WIDTH = 16, 256  # of a micro-batch: the smallest product whose weight gradient is left to W
@@ -109,7 +109,7 @@ class Bare:
 
     def __init__(self, index: int) -> None:
         tensor = torch.zeros(ROWS, WIDTH, requires_grad=True)
-        self.output, self.grads = Payload.of(tensor), Apart([(tensor.detach(),)] * (index > 0))
+        self.output, self.grads = Payload.of(tensor), PerConsumer([(tensor.detach(),)] * (index > 0))
         self.clock = Clock()
 
     def _sleep(self, parts: int) -> None:
@@ -203,8 +203,8 @@ class BareStages:
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = schedules.get(name).program(num_ranks, 2 * num_ranks)
         stages = {index: Bare(index) for index in range(self.program.num_stages)}
-        self.work = Work(lower(self.program), stages, lambda caller: None)
-        self.executor = DistributedExecutor(distributed.group.WORLD)
+        self.work = RunSpec(lower(self.program), stages, lambda caller: None)
+        self.executor = ProcessExecutor(distributed.group.WORLD)
 
     def step(self) -> None:
         self.timeline = self.executor.run(self.work, grad=True)
@@ -222,7 +222,7 @@ class Floor:
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = lower(schedules.get(name).program(num_ranks, 2 * num_ranks))
-        self.executor = DistributedExecutor(distributed.group.WORLD)
+        self.executor = ProcessExecutor(distributed.group.WORLD)
         self.rank = self.executor.rank
         store = distributed.PrefixStore(f"floor/{name}", distributed.group.WORLD.get_group_store())
         self.port = SocketPort(store, self.rank, "127.0.0.1", 60)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.payload import Payload
 
 
@@ -150,7 +150,7 @@ class Bench:
         given = sample()
         self.given = Payload.of(given.requires_grad_() if given.is_floating_point() else given)
         self.checkpointed = checkpointed
-        self.stage.begin(Feed(0, 0, []))
+        self.stage.begin(StepData(0, 0, []))
 
     def run(self, split: bool) -> tuple[float, float]:
         """(time of F, time of the rest)."""

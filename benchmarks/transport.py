@@ -21,10 +21,10 @@ from torch import distributed
 
 from pipesched import lower, schedules
 from pipesched.program.actions import Lane
-from pipesched.runtime.executors.processes import DistributedExecutor
-from pipesched.runtime.executors.threads import Work
-from pipesched.runtime.stage.step_data import Feed
-from pipesched.runtime.transport.channels import Wire
+from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.runtime.executors.threads import RunSpec
+from pipesched.runtime.stage.step_data import StepData
+from pipesched.runtime.transport.channels import Channels
 from pipesched.runtime.transport.ports import Ports
 from pipesched.runtime.transport.sockets import SocketPort, own_host
 from pipesched.tensors.payload import Payload
@@ -54,7 +54,7 @@ def rounds_raw(group: Any, nbytes: int, messages: int) -> Callable[[], float]:
     return run
 
 
-def rounds_wire(group: Any, wire: Wire, nbytes: int, messages: int) -> Callable[[], float]:
+def rounds_wire(group: Any, wire: Channels, nbytes: int, messages: int) -> Callable[[], float]:
     """One round through the wire; seconds one way."""
     rank, value = group.rank(), Payload.of(torch.zeros(nbytes // 4, requires_grad=True))
     ends = {(True, bool(rank)): [nbytes] * messages, (False, not rank): [nbytes] * messages}
@@ -75,7 +75,7 @@ def rounds_wire(group: Any, wire: Wire, nbytes: int, messages: int) -> Callable[
     return run
 
 
-def empty_steps(executor: DistributedExecutor, name: str) -> Callable[[], float]:
+def empty_steps(executor: ProcessExecutor, name: str) -> Callable[[], float]:
     """One step of stages that do nothing; seconds a compute action."""
     program = lower(schedules.get(name).program(2, NUM_MICROBATCHES))
     computes = sum(action.lane is Lane.COMPUTE for action in program.orders[executor.rank])
@@ -83,13 +83,13 @@ def empty_steps(executor: DistributedExecutor, name: str) -> Callable[[], float]
 
     def begin(*_: Any) -> None:
         x = torch.zeros(4, requires_grad=True)
-        feed = Feed(0, 0, [((x,), {})] * NUM_MICROBATCHES, output_grads=[(torch.ones(4),)] * NUM_MICROBATCHES)
+        feed = StepData(0, 0, [((x,), {})] * NUM_MICROBATCHES, output_grads=[(torch.ones(4),)] * NUM_MICROBATCHES)
         for stage in stages.values():
             stage.begin(feed)
 
     def run() -> float:
         start_s = time.perf_counter()
-        executor.run(Work(program, stages, begin), grad=True)
+        executor.run(RunSpec(program, stages, begin), grad=True)
         return (time.perf_counter() - start_s) / computes
 
     return run
@@ -102,13 +102,13 @@ def serve(rank: int, port: int, rounds: int, messages: int) -> None:
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     group = distributed.group.WORLD
     sockets = SocketPort(distributed.PrefixStore("transport", store), rank, own_host(store), 60)
-    wire = Wire(Ports(sockets, group), ())
+    wire = Channels(Ports(sockets, group), ())
     for nbytes in SIZES:
         raw, ours = rounds_raw(group, nbytes, messages), rounds_wire(group, wire, nbytes, messages)
         for run in (ours, raw):  # the wire foresees forms from its second round on
             run()
         say(rank, f"one way, {nbytes} bytes", *paired(raw, ours, rounds))
-    executor = DistributedExecutor(group)
+    executor = ProcessExecutor(group)
     steps = [empty_steps(executor, name) for name in ("1f1b", "interleaved-1f1b")]
     for step in steps:
         step()

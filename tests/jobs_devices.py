@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 from pipesched import Costs, schedules
 from pipesched.program.lowering import lower
 from pipesched.runtime.executors.channel_plan import channels_of
-from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.transport import connections
 from pipesched.runtime.transport.device_channels import Links
 from pipesched.runtime.transport.ports import ConnectionLostError
@@ -128,7 +128,7 @@ def over_links(group: Any, job: Any, *args: Any) -> Any:
 
 def memory_of_messages(group: Any, num_microbatches: int) -> int:
     """The most messages of one form that a rank holds memory for, the receives of which come late."""
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get("1f1b").program(group.size(), num_microbatches))
     outputs = [Payload.of(torch.ones(100, 256))] * num_microbatches
     for _ in range(3):
@@ -156,7 +156,7 @@ class Fails(Checks):
 
 def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
     """Seconds, what was raised, and which threads of links are left."""
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get("gpipe").program(group.size(), 8))
     checked_run(executor, program)
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
@@ -175,7 +175,7 @@ def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
 
 def links_of_programs(group: Any, names: list[str]) -> list[list[tuple[int, ...]]]:
     """The links of a rank after each program."""
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     links = []
     for name in names:
         checked_run(executor, lower(schedules.get(name).program(group.size(), 4)))

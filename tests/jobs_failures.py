@@ -10,7 +10,7 @@ from jobs_programs import Checks, checked_run, work
 from pipesched import Action, Costs, Kind, schedules
 from pipesched.errors import ExecutionError
 from pipesched.program.lowering import lower
-from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.testing.fake_executor import FakeStage
 
 
@@ -45,11 +45,11 @@ def fail(
     group: Any, failing: Action, how: Any, timeout_s: float = 10, slow: Action | None = None
 ) -> tuple[float, str, str, list[str], str]:
     """One good step, then one that fails. Returns seconds, type, text, notes, and what the next step says."""
-    executor = DistributedExecutor(group, timeout_s=timeout_s)
+    executor = ProcessExecutor(group, timeout_s=timeout_s)
     program = lower(schedules.get("1f1b").program(group.size(), 8))
     costs = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
 
-    def step(stage: Any, executor: DistributedExecutor) -> None:
+    def step(stage: Any, executor: ProcessExecutor) -> None:
         executor.run(work(program, {index: stage(index, costs) for index in range(program.num_stages)}), grad=False)
 
     step(FakeStage, executor)
@@ -73,7 +73,7 @@ def fail(
 
 def different_programs(group: Any, odd: int) -> tuple[str, int]:
     """One rank has another program: what it says, and how many forwards ran; then the same program runs."""
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     name = "gpipe" if group.rank() == odd else "1f1b"
     program = lower(schedules.get(name).program(group.size(), 6))
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
@@ -91,7 +91,7 @@ def different_programs(group: Any, odd: int) -> tuple[str, int]:
 
 def different_batches(group: Any) -> str:
     """Ranks see other rows: messages would have other sizes than are foreseen."""
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get("1f1b").program(group.size(), 4))
     checked_run(executor, program)
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)

@@ -181,7 +181,10 @@ def readings(group: Any, kind: str) -> dict[str, str]:
 
 def foreign(pipe: Pipeline) -> list[nn.Module]:
     own = {
-        module for stage in pipe._now.stages.values() for layer in stage.layers.values() for module in layer.modules()
+        module
+        for stage in pipe._assembly.stages.values()
+        for layer in stage.layers.values()
+        for module in layer.modules()
     }
     return [module for module in pipe.model.modules() if isinstance(module, nn.Linear) and module not in own]
 

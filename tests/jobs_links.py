@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched.profiling.link_probe import measure_links
 from pipesched.profiling.overhead_probe import probe_overheads
-from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.transport.ports import Ports
 from pipesched.simulation.links import Links
 from pipesched.simulation.overheads import Overheads
@@ -70,7 +70,7 @@ class Delayed:
 
 def probe(group: Any, slow: dict[tuple[int, int], float]) -> Links:
     """The links as measured, where messages from one rank to another take so many seconds more."""
-    executor = DistributedExecutor(group, timeout_s=20)
+    executor = ProcessExecutor(group, timeout_s=20)
     delay_s = {receiver: seconds for (sender, receiver), seconds in slow.items() if sender == group.rank()}
     ports = executor._wire._ports
     delayed = [Delayed(port, delay_s) for port in (ports.short, ports.long)]

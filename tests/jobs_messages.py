@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pipesched import schedules
 from pipesched.program.lowering import lower
-from pipesched.runtime.executors.processes import DistributedExecutor
-from pipesched.tensors.payload import Apart, Payload
+from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.tensors.payload import Payload, PerConsumer
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 PLAIN = [None, 3, 3.0, True, "text", float("nan"), (), -0.0]
@@ -96,7 +96,7 @@ class Carries:
         for one in grads:
             assert_same(one, self.grads[microbatch])
             self.seen += 1
-        return Apart([self.grads[microbatch]] * self.index)  # in a chain of two
+        return PerConsumer([self.grads[microbatch]] * self.index)  # in a chain of two
 
 
 def round_trips(group: Any, seeds: list[int]) -> int:
@@ -105,7 +105,7 @@ def round_trips(group: Any, seeds: list[int]) -> int:
     outputs = [Payload.of(value(rng)) for rng in rngs]
     grads = [tuple(rng.choice([None, tensor(rng).detach()]) for _ in range(rng.randrange(4))) for rng in rngs]
     program = lower(schedules.get("gpipe").program(2, len(seeds)))
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     seen = 0
     for order in (1, 1, -1, -1, 1):
         stages = {index: Carries(index, outputs[::order], grads[::order]) for index in range(2)}
@@ -120,7 +120,7 @@ def long_values(group: Any, kilobytes: list[int]) -> int:
     outputs = [Payload.of(torch.full((size, 256), float(size))) for size in kilobytes]
     grads = [one.leaves for one in outputs]
     program = lower(schedules.get("gpipe").program(2, len(outputs)))
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     for _ in range(3):
         stages = {index: Carries(index, outputs, grads) for index in range(2)}
         executor.run(work(program, stages), grad=False, looks=kilobytes)
@@ -139,7 +139,7 @@ class Changing(Carries):
         return self._copy(super().forward(microbatch, *arrived, **how))
 
     def backward(self, microbatch: int, *grads: Any) -> Any:
-        return Apart(self._copy(Payload.of(one)).leaves for one in super().backward(microbatch, *grads))
+        return PerConsumer(self._copy(Payload.of(one)).leaves for one in super().backward(microbatch, *grads))
 
     def _copy(self, value: Payload) -> Payload:
         for tensor in self.given:
@@ -154,7 +154,7 @@ def changed_once_sent(group: Any, kilobytes: list[int]) -> int:
     outputs = [Payload.of(torch.full((size, 256), float(size))) for size in kilobytes]
     grads = [one.leaves for one in outputs]
     program = lower(schedules.get("gpipe").program(2, len(outputs)))
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     for _ in range(3):
         stages = {index: Changing(index, outputs, grads) for index in range(2)}
         executor.run(work(program, stages), grad=False, looks=kilobytes)
@@ -164,7 +164,7 @@ def changed_once_sent(group: Any, kilobytes: list[int]) -> int:
 
 def memory_of_messages(group: Any, name: str, num_microbatches: int) -> int:
     """The most messages of one form that a rank holds memory for."""
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get(name).program(group.size(), num_microbatches))
     for _ in range(3):
         checked_run(executor, program)
@@ -175,7 +175,7 @@ def memory_of_messages(group: Any, name: str, num_microbatches: int) -> int:
 
 def memory_of_long_messages(group: Any, name: str, num_microbatches: int) -> int:
     """The same for messages that gloo carries."""
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get(name).program(group.size(), num_microbatches))
     outputs = [Payload.of(torch.ones(1100, 256))] * num_microbatches
     for _ in range(3):
@@ -186,7 +186,7 @@ def memory_of_long_messages(group: Any, name: str, num_microbatches: int) -> int
     return made
 
 
-def most_made(executor: DistributedExecutor) -> int:
+def most_made(executor: ProcessExecutor) -> int:
     channels = [channel for one in executor._wire._neighbours.values() for channel in one.outgoing]
     return max(
         sum(sent.spare is form.spare for sent in channel._sent) + len(form.spare)

@@ -7,14 +7,14 @@ import torch
 
 from pipesched import Costs, Kind, Program, schedules
 from pipesched.program.lowering import lower
-from pipesched.runtime.executors.processes import DistributedExecutor
-from pipesched.runtime.executors.threads import Work
-from pipesched.tensors.payload import Apart, Payload
+from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.runtime.executors.threads import RunSpec
+from pipesched.tensors.payload import Payload, PerConsumer
 from pipesched.testing.fake_executor import FakeStage
 
 
-def work(program: Program, stages: dict[int, Any], **others: Any) -> Work:
-    return Work(program, stages, lambda caller: None, **others)
+def work(program: Program, stages: dict[int, Any], **others: Any) -> RunSpec:
+    return RunSpec(program, stages, lambda caller: None, **others)
 
 
 class Checks(FakeStage):
@@ -27,11 +27,11 @@ class Checks(FakeStage):
 
     def backward(self, microbatch: int, *grads: Any) -> Any:
         super().backward(microbatch, *map(told, grads))
-        return Apart([(torch.tensor([self.index, microbatch]), None)] * self._num_producers)
+        return PerConsumer([(torch.tensor([self.index, microbatch]), None)] * self._num_producers)
 
     def input_grad(self, microbatch: int, *grads: Any) -> Any:
         super().input_grad(microbatch, *map(told, grads))
-        return Apart([(torch.tensor([self.index, microbatch]), None)] * self._num_producers)
+        return PerConsumer([(torch.tensor([self.index, microbatch]), None)] * self._num_producers)
 
     def _check(self, values: Any, kind: Kind, microbatch: int) -> None:
         super()._check(values, kind, microbatch)
@@ -49,7 +49,7 @@ def told(grads: Any) -> Told:
     return Told(Kind.B, int(grads[0][0]), int(grads[0][1]))
 
 
-def checked_run(executor: DistributedExecutor, program: Program) -> Any:
+def checked_run(executor: ProcessExecutor, program: Program) -> Any:
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
     stages = {index: Checks(index, free) for index in range(program.num_stages)}
     timeline = executor.run(work(program, stages), grad=False, looks=[0] * program.num_microbatches)
@@ -62,7 +62,7 @@ def checked_run(executor: DistributedExecutor, program: Program) -> Any:
 
 def run_programs(group: Any, texts: list[str]) -> int:
     """Run each; how many values reached this rank."""
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     spans = [span for text in texts for span in checked_run(executor, lower(Program.parse(text))).spans()]
     executor.close()
     return sum(span.action.kind in (Kind.RECV_F, Kind.RECV_B) for span in spans)
@@ -70,7 +70,7 @@ def run_programs(group: Any, texts: list[str]) -> int:
 
 def one_clock(group: Any, name: str) -> list[Any]:
     """The spans of all ranks, as rank 0 has them."""
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     program = lower(schedules.get(name).program(group.size(), 4))
     costs = Costs.uniform(program.num_stages, forward_s=0.002, input_grad_s=0.002, weight_grad_s=0.002)
     stages = {index: FakeStage(index, costs) for index in range(program.num_stages)}
@@ -82,7 +82,7 @@ def one_clock(group: Any, name: str) -> list[Any]:
 
 def several_at_once(group: Any) -> int:
     """Executors on one group in turn, and what is left of them once they are dropped."""
-    executors = [DistributedExecutor(group, timeout_s=10) for _ in range(3)]
+    executors = [ProcessExecutor(group, timeout_s=10) for _ in range(3)]
     program = lower(schedules.get("interleaved-1f1b").program(group.size(), 4))
     for _ in range(2):
         for executor in executors:
@@ -115,7 +115,7 @@ def settings(group: Any) -> dict[str, Any]:
         def _check(self, *_: Any) -> None:
             pass
 
-    executor = DistributedExecutor(group, intra_op_threads=2, timeout_s=10)
+    executor = ProcessExecutor(group, intra_op_threads=2, timeout_s=10)
     program = lower(schedules.get("gpipe").program(group.size(), 3).forward())
     free = Costs.uniform(program.num_stages, forward_s=0)
     for inference in (True, False, True):
@@ -126,7 +126,7 @@ def settings(group: Any) -> dict[str, Any]:
 
 
 def exchange(group: Any) -> tuple[list[Any], Any]:
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     values = executor.exchange({"rank": group.rank(), "big": torch.full((group.rank() * 1000,), 1.0)})
     read = [executor.share(1, torch.tensor(float(number)) if group.rank() == 1 else None) for number in range(3)]
     shared = [float(one()) for one in reversed(read)]

@@ -103,7 +103,7 @@ def measures_for_long(group: Any, how: str) -> str:
         if how == "hangs":
             time.sleep(10)
         if how == "stops":
-            distributed_executor.DistributedExecutor.deal = lambda *_: None  # as of a process that is stopped
+            distributed_executor.ProcessExecutor.deal = lambda *_: None  # as of a process that is stopped
         for _ in range(60):
             time.sleep(0.1)
         if how == "fails":
@@ -112,7 +112,7 @@ def measures_for_long(group: Any, how: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layered_costs, "measure_layers", measured)
-        patch.setattr(distributed_executor.DistributedExecutor, "deal", distributed_executor.DistributedExecutor.deal)
+        patch.setattr(distributed_executor.ProcessExecutor, "deal", distributed_executor.ProcessExecutor.deal)
         return said(lambda: trained(made(group, model, boundaries=None, schedule="1f1b", timeout=4)))
 
 

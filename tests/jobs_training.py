@@ -12,19 +12,19 @@ from pipesched import Program, schedules
 from pipesched.capture.loss import Head
 from pipesched.program.lowering import add_recompute, halves, lower
 from pipesched.runtime.executors.channel_plan import look
-from pipesched.runtime.executors.processes import DistributedExecutor
-from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.stage import split_backward as backward
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.testing import reference_step
 
 
 class Trainer:
     """A model cut into a program's stages, this rank's trained by the executor."""
 
-    def __init__(self, group: Any, model: nn.Sequential, program: Program, executor: DistributedExecutor) -> None:
+    def __init__(self, group: Any, model: nn.Sequential, program: Program, executor: ProcessExecutor) -> None:
         self.group, self.program, self.executor, self.model = group, program, executor, model
         layers = dict(model.named_children())
         names = list(layers)
@@ -45,7 +45,7 @@ class Trainer:
     def step(self, x: Tensor, y: Tensor, orders: list[Any] = [None]) -> Tensor:
         batch = Splitter(self.program.num_microbatches, False, 0, None, "mean").batch((x,), {}, y)
         factors = Splitter(self.program.num_microbatches, False, 0, None, "mean").factors(batch)
-        feed = Feed(3, self.steps, list(batch.inputs), batch.targets, factors)
+        feed = StepData(3, self.steps, list(batch.inputs), batch.targets, factors)
         self.steps += 1
 
         def begin(caller: Any) -> None:
@@ -56,7 +56,7 @@ class Trainer:
         looks: list[Hashable] = [look(one) for one in batch.inputs]
         for number, part in enumerate(orders):
             prepare = begin if number == 0 else lambda caller: None
-            self.executor.run(Work(self.program, self.stages, prepare, part), grad=True, looks=looks)
+            self.executor.run(RunSpec(self.program, self.stages, prepare, part), grad=True, looks=looks)
         total = None
         if self.group.rank() == self.last_rank:
             for microbatch in range(len(batch)):
@@ -67,7 +67,7 @@ class Trainer:
 
 def train(group: Any, names: list[str], checkpoint: str) -> None:
     """Two steps of each schedule, the second with another batch size, equal the loop without a pipeline, bit by bit."""
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     backward.PAYS_FLOPS = 0  # every product is deferred, however small
     for name in names:
         expected, actual = mixed_model(), mixed_model()

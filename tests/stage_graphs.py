@@ -17,15 +17,15 @@ from pipesched.capture.stage_body import Chain
 from pipesched.program.lowering import lower
 from pipesched.program.validation import validate
 from pipesched.runtime.executors.channel_plan import look
-from pipesched.runtime.executors.processes import DistributedExecutor
-from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.stage import split_backward as backward
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.keyed_random import Key, KeyedRandom
-from pipesched.tensors.payload import Apart, pytree
+from pipesched.tensors.payload import PerConsumer, pytree
 
 WIDTH = 6
 NUM_RANKS = 3
@@ -159,7 +159,7 @@ class Each(Chain):
         output = super().run(*args)
         if self.num_takers < 2:
             return output
-        return Apart(pytree.tree_map_only(Tensor, Tensor.clone, output) for _ in range(self.num_takers))
+        return PerConsumer(pytree.tree_map_only(Tensor, Tensor.clone, output) for _ in range(self.num_takers))
 
 
 def sinks(program: Program) -> list[int]:
@@ -185,7 +185,7 @@ def state_of(stages: list[dict[str, nn.Module]]) -> Result:
 
 def by_executor(executor: Any, program: Program, seed: int) -> Result:
     """As the program says; what ran here, all of it or one rank's."""
-    over_mesh = isinstance(executor, DistributedExecutor)
+    over_mesh = isinstance(executor, ProcessExecutor)
     own = program.chunks(executor.rank) if over_mesh else range(program.num_stages)
     layers = layers_of(program, seed)
     graph = program.graph
@@ -199,14 +199,14 @@ def by_executor(executor: Any, program: Program, seed: int) -> Result:
     }
     found: Result = {}
     for step, (batch, factors) in enumerate(batches(program)):
-        feeds = {index: Feed(_SEED, step, list(batch.inputs), batch.targets, factors) for index in stages}
+        feeds = {index: StepData(_SEED, step, list(batch.inputs), batch.targets, factors) for index in stages}
 
-        def begin(caller: Any, feeds: dict[int, Feed] = feeds) -> None:
+        def begin(caller: Any, feeds: dict[int, StepData] = feeds) -> None:
             for index, stage in stages.items():
                 stage.begin(feeds[index])
 
         looks = {"looks": [look(one) for one in batch.inputs]} if over_mesh else {}
-        executor.run(Work(lower(program), stages, begin), grad=not program.forward_only, **looks)
+        executor.run(RunSpec(lower(program), stages, begin), grad=not program.forward_only, **looks)
         assert not any(stage.num_held for stage in stages.values())
         for index, feed in feeds.items():
             found |= {(step, index, mb): loss.detach().numpy() for mb, loss in feed.losses.items()}
@@ -216,7 +216,7 @@ def by_executor(executor: Any, program: Program, seed: int) -> Result:
 def over_mesh(group: Any, seeds: list[int]) -> list[Result]:
     """What the processes of test_stage_graphs run: each program's results of this rank."""
     backward.PAYS_FLOPS = 0  # every product is deferred, however small
-    executor = DistributedExecutor(group, timeout_s=10)
+    executor = ProcessExecutor(group, timeout_s=10)
     results = [by_executor(executor, program_of(seed), seed) for seed in seeds]
     executor.close()
     return results

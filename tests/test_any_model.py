@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from pipesched import Pipeline
 from pipesched.errors import GraphError, InputError, ModelTypeError, ScheduleError
 from pipesched.runtime.microbatches import Splitter
-from pipesched.runtime.minibatch import Call, dealt
+from pipesched.runtime.minibatch import StepCall, dealt
 from pipesched.testing import reference_step
 
 SCHEDULES = ["1f1b", "zb-h1", "interleaved-1f1b"]
@@ -84,11 +84,11 @@ def test_inputs_go_where_they_are_used() -> None:
     batch = Splitter(3, fixed=False).batch((), {"left": FLOATS, "right": FLOATS.flip(0)})
     with pipeline("towers", made("towers")[0], devices=["cpu"] * 3, boundaries=["left.2", "right.2"]) as pipe:
         program = pipe.plan.program
-        _, messages = dealt(Call("forward", batch), program, pipe._now.bodies, 3)
+        _, messages = dealt(StepCall("forward", batch), program, pipe._assembly.bodies, 3)
         sent = [[type(value) for value in message[3][0][1].values()] for message in messages]
         late = (), {"left": FLOATS, "right": FLOATS.clone().requires_grad_()}
         with pytest.raises(InputError, match=r"where the inputs are used, here on ranks \[1\], and rank 0 alone"):
-            dealt(Call("forward", Splitter(3, fixed=False).batch(*late)), program, pipe._now.bodies, 3)
+            dealt(StepCall("forward", Splitter(3, fixed=False).batch(*late)), program, pipe._assembly.bodies, 3)
     assert [[kind is Tensor for kind in kinds] for kinds in sent] == [[True, False], [False, True], [False, False]]
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipesched.errors import ExecutionError
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.payload import Payload
 
 CPU = torch.device("cpu")
@@ -162,7 +162,7 @@ def ones(output: Payload) -> tuple[Tensor, ...]:
 def run(case: str, split: bool, checkpointed: bool = False) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Three micro-batches, all in flight; weight gradients last. Gradients of weights, and of inputs."""
     stage, module, given = make(case)
-    stage.begin(Feed(3, 1, []))
+    stage.begin(StepData(3, 1, []))
     outputs = [stage.forward(m, x, split=split, checkpointed=checkpointed) for m, x in enumerate(given)]
     sent = []
     for microbatch, output in enumerate(outputs):
@@ -190,7 +190,7 @@ def test_split_equals_whole_to_the_bit(case: str, checkpointed: bool) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_what_pays_is_left_to_w(case: str) -> None:
     stage, module, given = make(case)
-    stage.begin(Feed(0, 0, []))
+    stage.begin(StepData(0, 0, []))
     stage.forward(0, given[0], split=True)  # learnt from
     output = stage.forward(1, given[1], split=True)
     stage.input_grad(1, ones(output))
@@ -202,7 +202,7 @@ def test_what_pays_is_left_to_w(case: str) -> None:
 
 def test_small_products_are_done_at_once() -> None:
     stage, module, given = make("linear on rows")
-    stage.begin(Feed(0, 0, []))
+    stage.begin(StepData(0, 0, []))
     stage.forward(0, given[0], split=True)
     stage.input_grad(1, ones(stage.forward(1, given[1], split=True)))
     assert all(parameter.grad is not None for parameter in module.parameters())
@@ -220,7 +220,7 @@ def test_nothing_runs_twice(checkpointed: bool) -> None:
 
     torch.manual_seed(0)
     stage = Stage({"a": Counted(6, 6), "b": Scaled(6)}, CPU)
-    stage.begin(Feed(0, 0, []))
+    stage.begin(StepData(0, 0, []))
     Counted.calls = Scale.calls = 0
     for microbatch in range(4):
         output = stage.forward(
@@ -237,7 +237,7 @@ def test_nothing_runs_twice(checkpointed: bool) -> None:
 @pytest.mark.usefixtures("every_product_deferred")
 def test_a_users_checkpoint_recomputes_once() -> None:
     stage, module, given = make("checkpointed by the user")
-    stage.begin(Feed(0, 0, []))
+    stage.begin(StepData(0, 0, []))
     for microbatch, x in enumerate(given):
         stage.input_grad(microbatch, ones(stage.forward(microbatch, x, split=True)))
         stage.weight_grad(microbatch)
@@ -259,7 +259,7 @@ def test_hooks_fire_once_on_the_whole_gradient() -> None:
         layer[2].register_full_backward_hook(lambda *_: fired.append("module"))
         layer.register_forward_hook(lambda *_: fired.append("forward"))
         stage = Stage({"layer": layer}, CPU)
-        stage.begin(Feed(0, 0, []))
+        stage.begin(StepData(0, 0, []))
         for microbatch in range(3):
             output = stage.forward(microbatch, Payload.of(torch.ones(2, 6, requires_grad=True)), split=split)
             (stage.input_grad if split else stage.backward)(microbatch, ones(output))
@@ -279,7 +279,7 @@ def test_frozen_weights_have_no_weight_gradient_work() -> None:
     layer = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     layer[0].requires_grad_(False)
     stage = Stage({"layer": layer}, CPU)
-    stage.begin(Feed(0, 0, []))
+    stage.begin(StepData(0, 0, []))
     for microbatch in range(2):
         (sent,) = stage.input_grad(
             microbatch, ones(stage.forward(microbatch, Payload.of(torch.ones(2, 6, requires_grad=True)), split=True))
@@ -295,7 +295,7 @@ def test_a_gradient_that_was_sent_back_is_the_takers_even_where_somebody_holds_t
     layer, graphs = nn.Linear(6, 6), []
     layer.register_forward_hook(lambda _, given, output: graphs.append(output.grad_fn))
     stage = Stage({"layer": layer}, CPU)
-    stage.begin(Feed(0, 0, []))
+    stage.begin(StepData(0, 0, []))
     for microbatch in range(2):
         output = stage.forward(microbatch, Payload.of(torch.ones(2, 6, requires_grad=True)), split=split)
         ((sent,),) = (stage.input_grad if split else stage.backward)(microbatch, ones(output))
@@ -319,7 +319,7 @@ def test_an_input_modified_after_its_product_is_an_error() -> None:
             return y + x
 
     stage = Stage({"layer": Careless()}, CPU)
-    stage.begin(Feed(0, 0, []))
+    stage.begin(StepData(0, 0, []))
     given = Payload.of(torch.ones(2, 6, requires_grad=True))
     stage.forward(0, given, split=True)
     stage.input_grad(1, ones(stage.forward(1, given, split=True)))
@@ -334,7 +334,7 @@ def test_in_place_operations_on_a_products_output_are_fine() -> None:
     for split in (True, False):
         layer.zero_grad()
         stage = Stage({"layer": layer}, CPU)
-        stage.begin(Feed(0, 0, []))
+        stage.begin(StepData(0, 0, []))
         for microbatch in range(2):  # the input needs no gradient: the first product has no other node
             output = stage.forward(microbatch, Payload.of(torch.ones(2, 6)), split=split)
             (stage.input_grad if split else stage.backward)(microbatch, ones(output))
@@ -348,7 +348,7 @@ def test_in_place_operations_on_a_products_output_are_fine() -> None:
 def test_memory_of_i_is_freed_by_w() -> None:
     """Between I and W a stage holds inputs and output gradients of its products, and no graph."""
     stage = Stage({"layer": nn.Sequential(nn.Linear(6, 6), nn.Tanh())}, CPU)
-    stage.begin(Feed(0, 0, []))
+    stage.begin(StepData(0, 0, []))
     for microbatch in range(2):
         stage.input_grad(
             microbatch, ones(stage.forward(microbatch, Payload.of(torch.ones(2, 6, requires_grad=True)), split=True))

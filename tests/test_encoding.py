@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from pipesched.errors import ExecutionError
 from pipesched.runtime.transport.channels import _FIELDS, _HEADER, Incoming
 from pipesched.runtime.transport.encoding import Encoding
-from pipesched.runtime.transport.message_layout import Form, describe
+from pipesched.runtime.transport.message_layout import MessageLayout, describe
 from pipesched.runtime.transport.ports import Ports
 from pipesched.runtime.transport.sockets import SocketPort
 from pipesched.tensors.payload import Payload
@@ -140,9 +140,9 @@ def test_a_form_is_put_together_again_by_a_receiver_that_knows_its_types(value: 
     encoding, other = Encoding(), Encoding()
     for one in (encoding, other):
         with one.learning():
-            Form(describe(Payload.of(value), one)[0], one).written()
-    sent = Form(describe(Payload.of(value), encoding)[0], encoding)
-    arrived = Form.read(sent.written(), other)
+            MessageLayout(describe(Payload.of(value), one)[0], one).written()
+    sent = MessageLayout(describe(Payload.of(value), encoding)[0], encoding)
+    arrived = MessageLayout.read(sent.written(), other)
     assert arrived == sent
     restored = arrived.restore(torch.zeros(arrived.nbytes, dtype=torch.uint8), 0).value
     assert type(restored) is type(value)
@@ -152,7 +152,7 @@ def test_a_form_is_put_together_again_by_a_receiver_that_knows_its_types(value: 
 
 def test_what_changes_is_a_new_object_in_each_message() -> None:
     encoding = Encoding()
-    form = Form(describe(Payload.of(({1, 2}, "text")), encoding)[0], encoding)
+    form = MessageLayout(describe(Payload.of(({1, 2}, "text")), encoding)[0], encoding)
     first, second = (form.restore(torch.empty(0, dtype=torch.uint8), 0).value for _ in range(2))
     first[0].clear()
     assert second[0] == {1, 2}
@@ -163,7 +163,7 @@ def test_bytes_that_nobody_wrote_are_refused_whatever_they_are() -> None:
     draw = random.Random(5)
     types = (Colour, Pair, Record, Node, type(PAYLOADS[-1]))
     encoding = Encoding(types)
-    written = [Form(describe(Payload.of(value), encoding)[0], encoding).written() for value in PAYLOADS]
+    written = [MessageLayout(describe(Payload.of(value), encoding)[0], encoding).written() for value in PAYLOADS]
     refused = 0
     for _ in range(3000):
         data = bytearray(draw.choice(written))
@@ -171,7 +171,7 @@ def test_bytes_that_nobody_wrote_are_refused_whatever_they_are() -> None:
             at = draw.randrange(len(data))
             data[at : at + draw.randint(0, 3)] = draw.randbytes(draw.randint(0, 3))
         try:
-            Form.read(bytes(data), encoding)
+            MessageLayout.read(bytes(data), encoding)
         except ExecutionError:
             refused += 1
     assert refused > 2000

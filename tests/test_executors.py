@@ -21,7 +21,7 @@ from pipesched.errors import DeadlockError, ExecutionError
 from pipesched.program.actions import Lane
 from pipesched.program.lowering import add_recompute
 from pipesched.runtime.executors import threads as local
-from pipesched.runtime.executors.threads import LocalExecutor, Work
+from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor
 from pipesched.simulation.trace import Trace
 from pipesched.testing import FakeStage, run_fake
 
@@ -220,9 +220,9 @@ def test_other_ranks_stop_early() -> None:
     program = lower(schedules.get("gpipe").program(2, 50))
     costs = Costs.uniform(2, forward_s=0.002)
     stages = {index: Stage(index, costs) for index in range(2)}
-    executor = LocalExecutor([torch.device("cpu")] * 2, 1)
+    executor = ThreadExecutor([torch.device("cpu")] * 2, 1)
     with pytest.raises(ZeroDivisionError):
-        executor.run(Work(program, stages, lambda caller: None), grad=False)
+        executor.run(RunSpec(program, stages, lambda caller: None), grad=False)
     executor.close()
     assert len(stages[0]._state) < 25
 

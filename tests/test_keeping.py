@@ -26,7 +26,7 @@ from pipesched import Pipeline, Plan
 from pipesched.errors import ExecutionError, GraphError, ScheduleError
 from pipesched.program.checkpointing import as_checkpoint, checkpoint_in_words
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.testing import reference_step
 
@@ -115,7 +115,7 @@ def stage_of_blocks(keep: Mapping[tuple[str, int], Any], rows: Tensor, split: bo
     """A stage of three blocks that one micro-batch has passed."""
     torch.manual_seed(0)
     stage = Stage({str(at): Block() for at in range(3)}, torch.device("cpu"), keep=keep)
-    feed = Feed(0, 0, [((rows,), {}), ((rows,), {}), ((rows,), {})])
+    feed = StepData(0, 0, [((rows,), {}), ((rows,), {}), ((rows,), {})])
     feed.output_grads = [(torch.ones_like(rows),)] * 3
     stage.begin(feed)
     stage.forward(0, split=split)  # which is learnt from

@@ -18,7 +18,7 @@ from pipesched import Pipeline, Plan, schedules
 from pipesched.errors import MemoryLimitError, PartitionError
 from pipesched.pipeline.auto_plan import on_devices
 from pipesched.planning.candidates import Candidate
-from pipesched.planning.evaluated_candidate import Searched
+from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.report import Report
 from pipesched.planning.search_request import Search
 from pipesched.planning.stage_cutter import Pins
@@ -58,7 +58,7 @@ def shortest(asked, allowed=WORDS):
         for chosen in product(allowed, repeat=len(layers)):
             keep = {layer: word for layer, word in zip(layers, chosen, strict=True) if word}
             costs = asked.profile.costs(stages, 1, keep=keep)
-            one = Searched(candidate.recomputing(keep), stages, costs, 0, asked.memory_limit_bytes)
+            one = EvaluatedCandidate(candidate.recomputing(keep), stages, costs, 0, asked.memory_limit_bytes)
             if not any(one.excess_bytes):
                 found = min(found, step_time(one.runs, costs))
     return found

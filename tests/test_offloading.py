@@ -13,8 +13,8 @@ from torch import nn
 
 from pipesched import Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import ExecutionError, ScheduleError
-from pipesched.planning.plan_request import Wishes
-from pipesched.planning.program_factory import Programs
+from pipesched.planning.plan_request import PlanRequest
+from pipesched.planning.program_factory import ProgramFactory
 from pipesched.program.checkpointing import offloading
 from pipesched.program.lowering import add_offloading, add_recompute
 from pipesched.runtime.stage.offloading import Offloads, host_bytes_per_s
@@ -186,7 +186,7 @@ def test_copies_come_after_what_made_their_memory_and_before_what_uses_it_again(
 
 
 def test_copies_go_with_the_last_cut_and_programs_are_made_again_only_where_it_differs() -> None:
-    programs = Programs(Wishes("gpipe", num_microbatches=4), 2)
+    programs = ProgramFactory(PlanRequest("gpipe", num_microbatches=4), 2)
     without = programs.timed(4)
     programs.connect([(0, 1)], {0})
     copying = programs.timed(4)

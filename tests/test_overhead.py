@@ -12,7 +12,7 @@ from torch.nn import functional
 import pipesched
 from pipesched.capture.loss import Head
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.function_mode import COMPOSITES, Intercept
 from pipesched.tensors.keyed_random import Key, KeyedRandom
 from pipesched.tensors.payload import Payload
@@ -26,7 +26,7 @@ LIMITS = {"first": (22, 6), "middle": (18, 7), "last": (23, 5), "first, split": 
 
 def stage(place):
     made = Stage({"0": nn.Linear(8, 8)}, CPU, Head(functional.mse_loss) if place == "last" else None)
-    made.begin(Feed(0, 0, [((X,), {})] * 3, [Y] * 3, [1 / 3] * 3 if place == "last" else None))
+    made.begin(StepData(0, 0, [((X,), {})] * 3, [Y] * 3, [1 / 3] * 3 if place == "last" else None))
     return made
 
 
@@ -93,7 +93,7 @@ def test_a_loss_that_draws_is_keyed_in_every_step():
     given = X.clone().requires_grad_()
     losses = []
     for _ in range(3):
-        made.begin(feed := Feed(0, 0, [((given,), {})], [Y], [None]))
+        made.begin(feed := StepData(0, 0, [((given,), {})], [Y], [None]))
         made.forward(0)
         losses.append(feed.losses[0])
     assert losses[0] == losses[1] == losses[2]

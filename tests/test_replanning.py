@@ -44,14 +44,14 @@ def ran(
 ) -> None:
     """As if steps had run in which layers took so long. steps: how many times as long each took."""
     pipe._runs.clear()
-    program = pipe._now.program
+    program = pipe._assembly.program
     own = [
-        (slow or {}).get(program.placement[stage], 1.0) * sum(seconds[name] for name in pipe._now.cut[part])
+        (slow or {}).get(program.placement[stage], 1.0) * sum(seconds[name] for name in pipe._assembly.cut[part])
         for stage, part in enumerate(program.weights)
     ]
     for times in steps:
         there = tuple(times * one for one in own)
-        trace = simulate(pipe._now.programs.timed(pipe.num_microbatches), Costs(there, there, there))
+        trace = simulate(pipe._assembly.programs.timed(pipe.num_microbatches), Costs(there, there, there))
         pipe._runs.append(SimpleNamespace(spans=lambda trace=trace: iter(trace.spans)))
 
 
@@ -89,9 +89,9 @@ def test_a_plan_is_kept_where_another_one_is_not_worth_it(
     with pipeline() as pipe:
         pipe._profile["7"] = layer(1.001e-3)
         ran(pipe, {**EQUAL, "7": last}, steps=steps)
-        before = pipe._now
+        before = pipe._assembly
         done = pipe.replan(steps_left=left)
-        assert (done.kept, done.moved, pipe._now is before) == (kept, not kept, bool(kept))
+        assert (done.kept, done.moved, pipe._assembly is before) == (kept, not kept, bool(kept))
         assert done.plan.stages == pipe.plan.stages
         assert str(done).startswith(f"kept: {kept}" if kept else "moved: ")
 
@@ -105,7 +105,7 @@ def test_a_slow_device_gets_fewer_layers_until_it_has_recovered(schedule: str) -
             done = pipe.replan()
             assert done.moved
             assert pipe._slow.get(torch.device("cpu:1"), 1) == pytest.approx(slow)
-            placed = zip(pipe._now.cut, pipe._now.program.placement, strict=True)
+            placed = zip(pipe._assembly.cut, pipe._assembly.program.placement, strict=True)
             assert sum(len(names) for names, rank in placed if rank) == number
             ran(pipe, EQUAL, slow={1: slow})
             assert pipe.predicted.makespan_s == pytest.approx(done.after_s)
@@ -200,7 +200,7 @@ def test_noise_is_that_of_the_rank_that_strays_most() -> None:
 
     def step(microbatches: int, *forward_s: float) -> Any:
         with pipeline(num_microbatches=microbatches) as pipe:
-            return simulate(pipe._now.program, Costs(forward_s, (1.0, 1.0), (1.0, 1.0)))
+            return simulate(pipe._assembly.program, Costs(forward_s, (1.0, 1.0), (1.0, 1.0)))
 
     assert strayed([]) == 0
     assert strayed([step(8, 1, 1), step(3, 1, 1), step(8, 1, 1)]) == 0

@@ -11,7 +11,7 @@ from ranks import Ranks
 
 from pipesched import Program
 from pipesched.program.actions import Kind
-from pipesched.runtime.executors.threads import LocalExecutor
+from pipesched.runtime.executors.threads import ThreadExecutor
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("every_product_deferred", "one_thread")]
 
@@ -20,8 +20,8 @@ PARTS = [SEEDS[start : start + 64] for start in range(0, len(SEEDS), 64)]
 
 
 @pytest.fixture(scope="module")
-def executor() -> Iterator[LocalExecutor]:
-    executor = LocalExecutor([torch.device("cpu")] * graphs.NUM_RANKS, intra_op_threads=1)
+def executor() -> Iterator[ThreadExecutor]:
+    executor = ThreadExecutor([torch.device("cpu")] * graphs.NUM_RANKS, intra_op_threads=1)
     yield executor
     executor.close()
 
@@ -50,7 +50,7 @@ def test_random_programs_over_a_mesh_have_the_right_gradients(ranks: Ranks, seed
 
 
 @pytest.mark.parametrize("seeds", PARTS, ids=str)
-def test_random_programs_in_process_have_the_right_gradients(executor: LocalExecutor, seeds: range) -> None:
+def test_random_programs_in_process_have_the_right_gradients(executor: ThreadExecutor, seeds: range) -> None:
     for seed in seeds:
         check(seed, graphs.by_executor(executor, graphs.program_of(seed), seed))
 
@@ -67,7 +67,7 @@ def test_the_random_programs_are_of_all_sorts() -> None:
         assert sum(program.index.has(kind) for program in training) >= 75
 
 
-def test_a_step_that_learns_from_a_later_micro_batch_adds_in_order(executor: LocalExecutor) -> None:
+def test_a_step_that_learns_from_a_later_micro_batch_adds_in_order(executor: ThreadExecutor) -> None:
     """The first forward that is kept is that of micro-batch 2: those before it run again behind it."""
     order = "0F0 0F1 0F2 0R0 0I0 0R1 0I1 0I2 0W0 0W1 0W2"
     program = Program.parse(f"microbatches 3\nplacement 0\nrank 0: {order}\nrank 1:\nrank 2:\n")

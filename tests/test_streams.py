@@ -14,7 +14,7 @@ from torch.nn import functional
 from pipesched import Pipeline
 from pipesched.runtime.executors import threads as local
 from pipesched.runtime.executors.device_streams import CudaLane, lane_for
-from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.transport import connections
 from pipesched.runtime.transport import device_channels as device_wire
 from pipesched.runtime.transport.device_channels import Nccl
@@ -227,7 +227,7 @@ def test_the_loss_of_a_mesh_leaves_by_courier(cuda, monkeypatch, tmp_path):
         rank, size, get_group_store = staticmethod(lambda: 0), staticmethod(lambda: 1), staticmethod(lambda: store)
 
     monkeypatch.setattr(connections, "links_for", lambda device, timeout_s: None)
-    executor = DistributedExecutor(Group, device=torch.device("cuda", 0), timeout_s=5)
+    executor = ProcessExecutor(Group, device=torch.device("cuda", 0), timeout_s=5)
     assert float(executor.share(0, (torch.tensor(2.5),))()[0]) == 2.5
     (thread,) = executor._courier._threads
     executor.close()

@@ -16,7 +16,7 @@ import pipesched
 from pipesched.cli.main import main
 from pipesched.errors import InputError, ScheduleError
 from pipesched.pipeline import plan_trials as trial
-from pipesched.runtime.rank_host import site_for
+from pipesched.runtime.rank_host import host_for
 from pipesched.simulation.profile import Profile
 
 mse = nn.functional.mse_loss
@@ -38,7 +38,7 @@ def told(model: nn.Module, sample: torch.Tensor, seconds: list[float]) -> Profil
 
 def tried_out(model: nn.Module) -> trial.Trial:
     devices = ["cpu"] * 2
-    return trial.Trial(model, X, None, None, 0, {"devices": devices}, site_for(devices, None, 1, None, "all"), 8)
+    return trial.Trial(model, X, None, None, 0, {"devices": devices}, host_for(devices, None, 1, None, "all"), 8)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pipesched.errors import GraphError
 from pipesched.model.containers import Twin
 from pipesched.model.tied_weights import Ties
 from pipesched.tensors.keyed_random import KeyedRandom
-from pipesched.tensors.payload import Apart, pytree
+from pipesched.tensors.payload import PerConsumer, pytree
 from pipesched.tensors.tree_structure import named_leaves, positional
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Replayed:
         if self._last:
             return output
         seen = Looks.of(looks)
-        return Apart(
+        return PerConsumer(
             (
                 [made[value] for value in self._part.gives.get(taker, ())],
                 seen if taker == self._next else None,

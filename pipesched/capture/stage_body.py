@@ -37,7 +37,7 @@ class Body(Protocol):
         """What is needed here of the model's inputs (args, kwargs)."""
 
     def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
-        """The stage's output, as Apart where its consumers get different ones; on the last stage the model's.
+        """The stage's output, as PerConsumer where its consumers get different ones; on the last stage the model's.
 
         random: knows the micro-batch; call tells it the layer.
         """

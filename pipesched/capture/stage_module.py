@@ -16,7 +16,7 @@ from pipesched.errors import ExecutionError, GraphError, ModelTypeError, Schedul
 from pipesched.program.program import Program
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.meta_tensors import put_on
-from pipesched.tensors.payload import Apart, pytree
+from pipesched.tensors.payload import PerConsumer, pytree
 from pipesched.tensors.tree_structure import Pattern, tensors_in
 
 __all__ = ["StageModule", "Wrap", "wrapped_bodies"]
@@ -108,14 +108,14 @@ class _Wrapped:
                 leaves[place] = tensor
             given, came = pytree.tree_unflatten(leaves, spec)
             output = self._body.run(given, came, call, random)
-            apart = isinstance(output, Apart)
+            apart = isinstance(output, PerConsumer)
             output = tuple(output) if apart else output
             pattern = Pattern(output)
             return tuple(tensors_in(output))
 
         given = self._inner.run(self._module, turn, [leaves[place] for place in places], {})
         output = pattern.build(iter(given))
-        return Apart(output) if apart else output
+        return PerConsumer(output) if apart else output
 
 
 def wrapped_bodies(

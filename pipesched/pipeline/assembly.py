@@ -22,31 +22,31 @@ from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
 from pipesched.planning.alternatives import Alternative
-from pipesched.planning.program_factory import Programs
+from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_cutter import Cutter
 from pipesched.profiling.stage_sizing import StageSizes
 from pipesched.program.checkpointing import keep_by_layer, offloading
 from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
-from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.minibatch import end_of
-from pipesched.runtime.rank_host import InProcess, Site
+from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.stage.weight_copies import Replicas
 from pipesched.tensors.caller_context import Caller, intra_op
 from pipesched.tensors.meta_tensors import put_on
 from pipesched.user_warning import warn
 
-__all__ = ["Assembly", "Division", "Whole"]
+__all__ = ["Assembly", "AssemblySpec", "StageCut"]
 
 
 @dataclass(frozen=True)
-class Whole:
+class AssemblySpec:
     """A model, and what is asked of it whatever the plan, as ``Pipeline`` takes it.
 
     layers: those of the model by name; ``wrap`` may replace some.
@@ -64,7 +64,7 @@ class Whole:
 
 
 @dataclass
-class Division:
+class StageCut:
     """Which layers each stage has, who cut them, and what they cost and why, once that is known.
 
     alternatives: what was weighed against it, where it was searched for.
@@ -88,15 +88,15 @@ class Assembly:
 
     def __init__(
         self,
-        whole: Whole,
-        site: Site,
-        programs: Programs,
-        division: Division,
+        whole: AssemblySpec,
+        site: RankHost,
+        programs: ProgramFactory,
+        division: StageCut,
         optimizers: Mapping[int, Optimizer] | None = None,
     ) -> None:
         begin, self._filling_s = time.perf_counter(), 0.0
         self.programs, self.division = programs, division
-        self._whole, self._site = whole, site
+        self._spec, self._site = whole, site
         going = offloading(programs.checkpoint, self.cut)
         program = programs.connect(whole.layered.edges(self.cut), going)
         ranks = [program.placement[index] for index in range(program.num_weights)]
@@ -147,7 +147,7 @@ class Assembly:
         return self.programs.plain(self.programs.num_microbatches)
 
     def _bodies(self) -> Sequence[Body]:
-        whole, program, tied = self._whole, self.program, self.ties.parameters
+        whole, program, tied = self._spec, self.program, self.ties.parameters
         devices = [self._site.devices[program.placement[index]] for index in range(program.num_weights)]
         bodies = whole.layered.bodies(self.cut, devices, self.ties)
         begin = time.perf_counter()
@@ -158,14 +158,14 @@ class Assembly:
 
     def _owners(self, bodies: Sequence[Body]) -> Owners:
         homes = [(self.program.placement[part], body.layers) for part, body in enumerate(bodies)]
-        return Owners(self._whole.model, homes, end_of(self.program), self.ties.parameters)
+        return Owners(self._spec.model, homes, end_of(self.program), self.ties.parameters)
 
     def _check_reached(self) -> None:
         """Raise GraphError where a layer uses a parameter of another rank that it is not given: it would be an old one,
         or on another device, and its gradient would not come back.
         """
         site, placement = self._site, self.program.placement
-        for layer, name, stage in self._whole.layered.reached(self.cut):
+        for layer, name, stage in self._spec.layered.reached(self.cut):
             home, rank = self.owners.rank(name), placement[stage]
             if home == rank:
                 continue
@@ -174,13 +174,13 @@ class Assembly:
                 f"rank {rank} reaches {name!r} of rank {home} through a module or a reference; pass the weight itself "
                 f"to the layer, or keep both layers in one stage with together="
             )
-            if not isinstance(site, InProcess) or site.devices[home] != site.devices[rank]:
+            if not isinstance(site, ThreadRanks) or site.devices[home] != site.devices[rank]:
                 raise GraphError(what)
             warn(f"{what}; its gradient agrees with an unpipelined loop's within rounding")
 
     def _written(self) -> list[set[str]]:
         """The names of buffers that forwards of each part write to; of a loss module all: it has not been seen."""
-        whole = self._whole
+        whole = self._spec
         written = whole.layered.written_by(self.cut) if any(own_buffers(whole.model)) else [()] * len(self.cut)
         own = list(own_buffers(whole.loss_fn)) if isinstance(whole.loss_fn, nn.Module) else []
         return [{*names, *(f"loss_fn.{key}" for key, *_ in own)} for names in written]
@@ -191,7 +191,7 @@ class Assembly:
         for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
             rank, last = program.placement[index], not program.graph.consumers[index]
             device, body = site.devices[rank], self.bodies[part]
-            loss_fn = self._whole.loss_fn if last else None
+            loss_fn = self._spec.loss_fn if last else None
             if index != part:  # the stage of this number runs the same layers
                 replica = self._replicas.add(body.layers, loss_fn, device, (program.placement[part], rank))
                 if replica is not None:
@@ -205,7 +205,7 @@ class Assembly:
                     put_on(module, device)
             ties = self.ties.for_layers(body.layers, device)
             head = Head(loss_fn) if last else None
-            compiled, keep = self._whole.compiled(device), self.keep
+            compiled, keep = self._spec.compiled(device), self.keep
             own: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "keep": keep}
             stages[index] = Stage(body, device, head, **own, written=written[part])
         return dict(sorted(stages.items()))
@@ -222,10 +222,10 @@ class Assembly:
     def work(
         self,
         program: Program,
-        feed: Feed,
+        feed: StepData,
         stages: dict[int, Stage] | None = None,
         uses: Mapping[int, Uses] | None = None,
-    ) -> Work:
+    ) -> RunSpec:
         """A run of a lowered program. stages: its own unless given. uses: the versions of weights that they use."""
         own = self.stages if stages is None else stages
 
@@ -240,7 +240,7 @@ class Assembly:
             for stage in own.values():
                 stage.end(failed)
 
-        return Work(program, own, begin, finish=end)
+        return RunSpec(program, own, begin, finish=end)
 
     @contextmanager
     def delivering(self) -> Iterator[None]:

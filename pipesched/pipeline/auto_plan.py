@@ -16,7 +16,7 @@ from pipesched.checks import is_count, shown
 from pipesched.errors import InputError, PartitionError
 from pipesched.model.module_tree import normalised_over_rows
 from pipesched.planning.plan import Plan
-from pipesched.planning.plan_request import Wishes
+from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import MICROBATCHES_PER_RANK
 from pipesched.planning.search_request import Offload, Search, check_offload
 from pipesched.planning.tuner import find_plan, too_small
@@ -66,7 +66,7 @@ class Automatic:
     def __post_init__(self) -> None:
         check_offload(self.offload)
 
-    def chooses(self, wishes: Wishes, plan: Plan | None) -> bool:
+    def chooses(self, wishes: PlanRequest, plan: Plan | None) -> bool:
         """Whether anything is left to search for: not where a plan is given, nor a schedule or all boundaries and no
         limits. Raises PartitionError for a plan with more to be searched for.
         """
@@ -86,7 +86,7 @@ class Automatic:
         )
 
     def plan(
-        self, wishes: Wishes, profiled: Callable[[], Mapping[str, LayerCosts]]
+        self, wishes: PlanRequest, profiled: Callable[[], Mapping[str, LayerCosts]]
     ) -> tuple[Plan, dict[str, LayerCosts], Overheads | None, int]:
         """The plan, what layers cost for its micro-batches, what ranks take beside, and the rows of a micro-batch.
         profiled: measures layers with the sample.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipesched.errors import ExecutionError
 from pipesched.runtime.microbatches import Batch, Weighting, loss_places
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.payload import Gradients, Payload, row_dim
 
 __all__ = ["OpenPass", "attach", "deliver_input_grads"]
@@ -23,7 +23,7 @@ class OpenPass:
     """The forwards that ran, and how to run their backwards. weighting: of the loss in their outputs, if any."""
 
     batch: Batch
-    feed: Feed
+    feed: StepData
     run_backwards: Callable[[], Any]
     weighting: Weighting | None = None
 
@@ -91,7 +91,7 @@ def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 
-def deliver_input_grads(batch: Batch, feed: Feed) -> None:
+def deliver_input_grads(batch: Batch, feed: StepData) -> None:
     """Hand the gradients of inputs that require one to the user's own graph, micro-batch by micro-batch."""
     if not feed.input_grads:
         return

@@ -10,8 +10,8 @@ from pipesched.checks import is_count, shown
 from pipesched.errors import InputError
 from pipesched.model.stale_weights import Placement
 from pipesched.pipeline.replan import Planned
-from pipesched.runtime.executors.processes import DistributedExecutor
-from pipesched.runtime.rank_host import InProcess, OverMesh
+from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.runtime.rank_host import MeshRanks, ThreadRanks
 from pipesched.tensors.exchange import copy_into
 from pipesched.tensors.meta_tensors import give_contents
 
@@ -29,20 +29,20 @@ class Gathered(Planned):
 
     def _place(self) -> None:
         """Say which tensors of the model other ranks train."""
-        if isinstance(self._site, OverMesh):
+        if isinstance(self._site, MeshRanks):
             names = (name for name, _ in _tensors(self._roots(), duplicates=True))
-            homes = {name: self._now.owners.rank(name) for name in names}
-            layers = [layer for stage in self._now.stages.values() for layer in stage.modules.values()]
+            homes = {name: self._assembly.owners.rank(name) for name in names}
+            layers = [layer for stage in self._assembly.stages.values() for layer in stage.modules.values()]
             run_here = [module for layer in layers for module in layer.modules()]
             self._guard.place(Placement(self._site.group, self._site.rank, homes), run_here, self._site.executor)
 
     def _is_own(self, name: str) -> bool:
         """Whether a parameter or buffer of this name lies in this process: under a mesh those of its stages do."""
-        return isinstance(self._site, InProcess) or self._site.holds(self._now.owners.rank(name))
+        return isinstance(self._site, ThreadRanks) or self._site.holds(self._assembly.owners.rank(name))
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole state of the model, on every rank, also of what ``wrap=`` has sharded. Collective under a mesh."""
-        if not isinstance(self._site, OverMesh):
+        if not isinstance(self._site, MeshRanks):
             return self.state_dict()
         own = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in self.state_dict().items()}
         merged = {name: value for share in self._site.executor.exchange(own) for name, value in share.items()}
@@ -77,7 +77,7 @@ class Gathered(Planned):
         """
         self._settle()
         site = self._site
-        if not isinstance(site, OverMesh):
+        if not isinstance(site, MeshRanks):
             _check_target(rank, [rank], 1)
             return
         with site.connected() as executor, self._guard.lifted():
@@ -149,7 +149,7 @@ def _check_fits(found: Sequence[str | None]) -> None:
 
 
 def _collect(
-    executor: DistributedExecutor, targets: Collection[int], tensors: Mapping[str, Tensor], shares: Sequence[_Share]
+    executor: ProcessExecutor, targets: Collection[int], tensors: Mapping[str, Tensor], shares: Sequence[_Share]
 ) -> None:
     """Each rank in turn gives its tensors to those that gather, some at a time."""
     for source, share in enumerate(shares):

@@ -15,11 +15,11 @@ from pipesched.capture.captured_model import Captured, Cut
 from pipesched.capture.layered_model import Layered
 from pipesched.errors import MemoryLimitError
 from pipesched.model.state_guard import set_aside
-from pipesched.pipeline.assembly import Assembly, Division, Whole
+from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
 from pipesched.pipeline.module_interface import Wrapped
 from pipesched.planning.cost_correction import slowed
 from pipesched.planning.plan import Plan, Tie
-from pipesched.planning.program_factory import Programs
+from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.report import Report
 from pipesched.planning.stage_cutter import Cutter, Pins
 from pipesched.profiling.layer_profiler import QUICK
@@ -31,7 +31,7 @@ from pipesched.program.checkpointing import Checkpoint, checkpoint_in_words, off
 from pipesched.program.program import Program
 from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.executors.threads import Timeline
-from pipesched.runtime.rank_host import InProcess, OverMesh, Site
+from pipesched.runtime.rank_host import MeshRanks, RankHost, ThreadRanks
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.bounds import program_bound
 from pipesched.simulation.comparison import measured_costs
@@ -60,9 +60,9 @@ class Observed(Wrapped):
     _layers: dict[str, nn.Module]
     _layered: Layered
     _threads: int
-    _whole: Whole
-    _site: Site
-    _now: Assembly
+    _spec: AssemblySpec
+    _site: RankHost
+    _assembly: Assembly
     _stream: Stream | None = None
     _runs: deque[Timeline]
     _profile: dict[str, LayerCosts] | None
@@ -78,7 +78,7 @@ class Observed(Wrapped):
 
     # ---- what was decided -------------------------------------------------------------------------------------
 
-    def _divided(self, pins: Pins, programs: Programs, plan: Plan | None) -> Division:
+    def _divided(self, pins: Pins, programs: ProgramFactory, plan: Plan | None) -> StageCut:
         """Rank 0 cuts, for all."""
         own: Observed = proxy(self)  # a pipeline that nobody holds ends at once: what it keeps does not hold it
         program = programs.plain(programs.num_microbatches)
@@ -91,13 +91,13 @@ class Observed(Wrapped):
         cut, found = self._site.agreed(cutter.cut)
         self._site.learn(self._layered, cut)
         return (
-            Division(cut, cutter, found) if plan is None else Division(cut, cutter, plan.partition, plan.alternatives)
+            StageCut(cut, cutter, found) if plan is None else StageCut(cut, cutter, plan.partition, plan.alternatives)
         )
 
     @property
     def plan(self) -> Plan:
         """The plan that runs, with the costs known so far."""
-        program, division, programs = self._now.program, self._now.division, self._now.programs
+        program, division, programs = self._assembly.program, self._assembly.division, self._assembly.programs
         if division.partition is None and self._profile is not None:
             division.partition = division.cutter.of(division.cut)
         return Plan(
@@ -114,13 +114,13 @@ class Observed(Wrapped):
 
     def _tied(self) -> tuple[Tie, ...]:
         """The weights that several calls use, those of the same stages together."""
-        count = len(self._now.cut)
-        uses = [(name, use.rank) for use in self._layered.uses(self._now.cut, range(count)) for name in use.names]
+        count = len(self._assembly.cut)
+        uses = [(name, use.rank) for use in self._layered.uses(self._assembly.cut, range(count)) for name in use.names]
         stages: dict[str, list[int]] = {}
         for name, stage in uses:
             stages.setdefault(name, []).append(stage)
-        where: list[Any] = list(self._now.program.placement)
-        if isinstance(self._site, InProcess):  # uses on one device share its memory
+        where: list[Any] = list(self._assembly.program.placement)
+        if isinstance(self._site, ThreadRanks):  # uses on one device share its memory
             where = [self._site.devices[rank] for rank in where]
         sizes = {name: parameter.nbytes for name, parameter in self.model.named_parameters()}
         ties: dict[tuple[int, ...], list[str]] = {}
@@ -144,27 +144,27 @@ class Observed(Wrapped):
     @property
     def num_stages(self) -> int:
         """How many stages the model is cut into; with several chains of them the stages of one."""
-        return len(self._now.cut)
+        return len(self._assembly.cut)
 
     @property
     def checkpoint(self) -> Checkpoint:
         """What becomes of what forwards save: a mode for all stages, or a word by layer."""
-        return self._now.programs.checkpoint
+        return self._assembly.programs.checkpoint
 
     @property
     def boundaries(self) -> list[str]:
         """The first layer of every stage but stage 0."""
-        return [names[0] for names in self._now.cut[1:]]
+        return [names[0] for names in self._assembly.cut[1:]]
 
     @property
     def partitions(self) -> list[nn.Sequential]:
         """The layers of each stage; the layers themselves, not copies."""
-        return [nn.Sequential(*(self._layers[name] for name in names)) for names in self._now.cut]
+        return [nn.Sequential(*(self._layers[name] for name in names)) for names in self._assembly.cut]
 
     @property
     def num_microbatches(self) -> int:
         """How many micro-batches a full batch is cut into."""
-        return self._now.programs.num_microbatches
+        return self._assembly.programs.num_microbatches
 
     # ---- what was measured ------------------------------------------------------------------------------------
 
@@ -186,25 +186,25 @@ class Observed(Wrapped):
 
         Of an asynchronous schedule: as many steps as show how it goes on, and a flush.
         """
-        return simulate(self._now.programs.timed(self.num_microbatches), self._costs or self._expected_costs())
+        return simulate(self._assembly.programs.timed(self.num_microbatches), self._costs or self._expected_costs())
 
     @property
     def predicted_memory(self) -> tuple[RankMemory, ...]:
         """What each rank holds at once in a step, at most, by what it is for. Of an asynchronous schedule: in so many
         steps as show how it goes on.
         """
-        program, costs = self._now.program, self._with_upkeep(self._profiled_costs())
+        program, costs = self._assembly.program, self._with_upkeep(self._profiled_costs())
         messages, stages = None, self._stage_sizes()
         if stages:
-            loss = None if self.loss_fn is None else self._profiled()[self._now.cut[-1][-1]].loss
+            loss = None if self.loss_fn is None else self._profiled()[self._assembly.cut[-1][-1]].loss
             costs, messages = costs_with(costs, program, stages, loss), messages_of(program, stages)
-        timed = self._now.programs.timed(self.num_microbatches)
+        timed = self._assembly.programs.timed(self.num_microbatches)
         costs = _with_losses(costs, timed, known=not stages or self.loss_fn is not None)
         return rank_memory(timed, costs, posted=self._posted, messages=messages)
 
     def _stage_sizes(self) -> Sequence[StageSizes]:
         """What the stages of a captured model need, each run in one piece; none where that cannot be."""
-        layered, now, whole = self._layered, self._now, self._whole
+        layered, now, whole = self._layered, self._assembly, self._spec
         if not isinstance(layered, Captured) or whole.wrap is not None or lacks_contents(layered.model):
             return ()
         if now.sizes is None:
@@ -216,7 +216,7 @@ class Observed(Wrapped):
 
     @property
     def _posted(self) -> int:
-        return 0 if isinstance(self._site, InProcess) else AHEAD
+        return 0 if isinstance(self._site, ThreadRanks) else AHEAD
 
     def _check_room(self, rows: Sequence[int]) -> None:
         """Raise MemoryLimitError for micro-batches of more rows than were planned for, with which a rank would hold
@@ -229,12 +229,12 @@ class Observed(Wrapped):
                 f"{counted(len(rows), 'micro-batch')}; pass batch_size={sum(rows)} to Pipeline"
             )
         limits = self._limits
-        if limits is None or max(rows) <= max(self._planned_rows, self._now.most_rows):
+        if limits is None or max(rows) <= max(self._planned_rows, self._assembly.most_rows):
             return
         known = Profile({self._planned_rows: self._layered.graph(self._profiled())}).graph(max(rows))
         larger = {name: costs_of(known, name) for name in known}
-        costs = self._with_upkeep(self._predicted_costs(self._now.programs, self._now.cut, larger))
-        needs = rank_memory(self._now.programs.timed(len(rows)), costs, posted=self._posted)
+        costs = self._with_upkeep(self._predicted_costs(self._assembly.programs, self._assembly.cut, larger))
+        needs = rank_memory(self._assembly.programs.timed(len(rows)), costs, posted=self._posted)
         worst = max(range(len(needs)), key=lambda rank: needs[rank].total_bytes - limits[rank])
         need, limit = needs[worst].total_bytes, limits[worst]
         if need > limit:
@@ -246,15 +246,15 @@ class Observed(Wrapped):
                 f"than its {quote_bytes(limit)}; pass at most {most} rows, or make the pipeline with "
                 f"batch_size={sum(rows)}"
             )
-        self._now.most_rows = max(rows)
+        self._assembly.most_rows = max(rows)
 
     def _with_upkeep(self, costs: Costs) -> Costs:
         """With what the stages' optimizers hold and need, on all ranks as those of this one."""
-        known = next(iter(self._now.optimizers.values()), None)
+        known = next(iter(self._assembly.optimizers.values()), None)
         if known is None:
             return costs
-        layers = [body.layers.values() for body in self._now.bodies]
-        stages = [[p for layer in layers[part] for p in layer.parameters()] for part in self._now.program.weights]
+        layers = [body.layers.values() for body in self._assembly.bodies]
+        stages = [[p for layer in layers[part] for p in layer.parameters()] for part in self._assembly.program.weights]
         found = [upkeep_of(another(known), list(dict.fromkeys(parameters))) for parameters in stages]
         return replace(
             costs,
@@ -264,13 +264,13 @@ class Observed(Wrapped):
 
     def _read(self, run: Timeline) -> Trace:
         trace = self._trace_of([run], ())
-        if self._now.programs.streams or not isinstance(self._site, InProcess):
+        if self._assembly.programs.streams or not isinstance(self._site, ThreadRanks):
             return trace  # a part: of a stream, without a beginning from which versions could be told, or of the ranks
         return self._bounded(trace)
 
     def gather_trace(self) -> Trace | None:
         """As ``trace``, of all ranks on one clock; None before the first step. Collective under a mesh."""
-        if not isinstance(self._site, OverMesh) or not self._runs:
+        if not isinstance(self._site, MeshRanks) or not self._runs:
             return self.trace
         if self._stream is not None:
             spans = self._site.gather(self._stream.timelines)
@@ -287,7 +287,7 @@ class Observed(Wrapped):
 
     def _came_about(self) -> Iterator[str]:
         """How the prediction and the measured step came about."""
-        if self._runs and not self._now.programs.streams:
+        if self._runs and not self._assembly.programs.streams:
             first, earlier = "the first step, which also allocates memory and warms up", len(self._earlier)
             taken = f"actions took in {counted(earlier, 'earlier step') if len(self._runs) > 2 else first}"
             yield f"predicted from what {taken if earlier else 'layers took when they were measured'}"
@@ -304,12 +304,12 @@ class Observed(Wrapped):
         return [f"{counted(len(every) - used, 'device')} of {len(every)} not used, as the plan has {used}: {names}"]
 
     def _bounded(self, trace: Trace) -> Trace:
-        program = self._now.programs.plain(trace.num_microbatches)
+        program = self._assembly.programs.plain(trace.num_microbatches)
         bound_s = program_bound(program, measured_costs([trace], program.num_stages, trace.costs))
         return replace(trace, versions=program.versions, bound_s=bound_s)
 
     def _trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...]) -> Trace:
-        name = f"{self._now.program.name}, measured"
+        name = f"{self._assembly.program.name}, measured"
         sizes = self._profiled_costs() if self._profile is not None else None
         spans = tuple(span for run in runs for span in run.spans())
         return Trace(spans, len(self._site.devices), name, sizes, versions)
@@ -322,23 +322,25 @@ class Observed(Wrapped):
         profiled = self._expected_costs() if self._profile is not None else None
         earlier = [self._trace_of([run], ()) for run in self._earlier]
         sizes = profiled and replace(profiled, overheads=None)
-        return measured_costs(earlier, len(self._now.stages), sizes) if earlier else profiled
+        return measured_costs(earlier, len(self._assembly.stages), sizes) if earlier else profiled
 
     @property
     def _earlier(self) -> list[Timeline]:
         """The steps before the last one whose times serve a prediction: without the first, which warms up, where there
         are others. Under a mesh none: this rank has not seen what the others took.
         """
-        earlier = list(self._runs)[:-1] if isinstance(self._site, InProcess) else []
+        earlier = list(self._runs)[:-1] if isinstance(self._site, ThreadRanks) else []
         return earlier[1:] if len(earlier) > 1 else earlier
 
     def _expected_costs(self) -> Costs:
         return replace(self._profiled_costs(), overheads=self._overheads)
 
     def _profiled_costs(self) -> Costs:
-        return self._predicted_costs(self._now.programs, self._now.cut)
+        return self._predicted_costs(self._assembly.programs, self._assembly.cut)
 
-    def _predicted_costs(self, programs: Programs, cut: Cut, layers: Mapping[str, LayerCosts] | None = None) -> Costs:
+    def _predicted_costs(
+        self, programs: ProgramFactory, cut: Cut, layers: Mapping[str, LayerCosts] | None = None
+    ) -> Costs:
         """What stages of these layers cost, by layer times, on devices of which some are known to be slow. layers: what
         they cost, as measured unless given.
         """
@@ -357,7 +359,7 @@ class Observed(Wrapped):
         """How many times as long as others a rank's device takes, as far as steps have told."""
         return self._slow.get(self._site.all_devices[rank], 1.0) if self._slow else 1.0
 
-    def _treated(self, programs: Programs) -> dict[str, LayerCosts]:
+    def _treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
         """What layers cost as the programs treat what they save."""
         return treated(self._profiled(), programs.checkpoint)
 
@@ -376,11 +378,11 @@ class Observed(Wrapped):
         return self._profile
 
     def __repr__(self) -> str:
-        program = self._now.program
+        program = self._assembly.program
         stages = "\n".join(
             f"  stage {index} on rank {program.placement[index]} ({stage.device}): {', '.join(stage.layers) or 'empty'}"
             + (f" (a copy of stage {program.weights[index]})" if index != program.weights[index] else "")
-            for index, stage in self._now.stages.items()
+            for index, stage in self._assembly.stages.items()
         )
         return (
             f"Pipeline({program.name}, {counted(program.num_ranks, 'rank')}, {counted(program.num_stages, 'stage')}, "

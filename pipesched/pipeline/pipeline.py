@@ -16,14 +16,14 @@ from pipesched.capture.loss_reduction import LossReduction, resolve_loss
 from pipesched.capture.stage_module import Wrap
 from pipesched.errors import InputError
 from pipesched.model.initialization import Init, Initial, built, check_model
-from pipesched.pipeline.assembly import Assembly, Whole
+from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import Automatic, adds_up
 from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_grads
 from pipesched.pipeline.call_errors import Form, explained
 from pipesched.pipeline.gathering import Gathered
 from pipesched.planning.plan import Plan
-from pipesched.planning.plan_request import Wishes
-from pipesched.planning.program_factory import Programs
+from pipesched.planning.plan_request import PlanRequest
+from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.search_request import Offload, limits_of
 from pipesched.planning.stage_cutter import Boundaries, Pins
 from pipesched.program.checkpointing import Checkpoint, as_checkpoint
@@ -32,13 +32,13 @@ from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.coordination.rendezvous import collective
-from pipesched.runtime.executors.threads import LocalExecutor, Timeline
+from pipesched.runtime.executors.threads import ThreadExecutor, Timeline
 from pipesched.runtime.microbatches import Batch, SplitDims, Splitter
-from pipesched.runtime.minibatch import Call, bring_ends, dealt, end_of
-from pipesched.runtime.rank_host import InProcess, Inputs, OverMesh, site_for
+from pipesched.runtime.minibatch import StepCall, bring_ends, dealt, end_of
+from pipesched.runtime.rank_host import Inputs, MeshRanks, ThreadRanks, host_for
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.runtime.stage.compiled_layers import compiler
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile
@@ -144,7 +144,7 @@ class Pipeline(Gathered):
         given, weight, optimizer = as_call(sample), as_function(loss_weight, "loss_weight"), as_optimizer(optimizer)
         self._threads = as_threads(intra_op_threads)
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
-        self._site = site_for(devices, mesh, self._threads, timeout, inputs)
+        self._site = host_for(devices, mesh, self._threads, timeout, inputs)
         self._seed = self._site.agreed(lambda: own_seed)
         module = built(chain, self._seed)
         self._layered = layered(module, given, whole_layers)
@@ -154,7 +154,7 @@ class Pipeline(Gathered):
         self._profile: dict[str, LayerCosts] | None = None
         self._slow, self._kinds, self._overheads, self._planned_rows = {}, None, None, 0
         keeping = None if checkpoint is None else as_checkpoint(checkpoint, self._layers)
-        wishes = Wishes(schedule, num_stages, num_microbatches, boundaries, keeping, together)
+        wishes = PlanRequest(schedule, num_stages, num_microbatches, boundaries, keeping, together)
         weight, reduction = resolve_loss(
             module, given, loss_fn, weight, loss_reduction, split_dims, agreed=self._site.agreed
         )
@@ -187,11 +187,11 @@ class Pipeline(Gathered):
             plan, self._profile, self._overheads, self._planned_rows = self._site.agreed(
                 lambda: automatic.plan(wishes, lambda: self._profiled(crowds=mesh is None))
             )
-            wishes = Wishes()
+            wishes = PlanRequest()
         if plan is not None:
             wishes = wishes.pinned(plan, list(self._layers))
         pins = Pins(list(self._layers), wishes.boundaries, wishes.together)
-        programs = Programs(wishes, len(self.devices), updates=optimizer is not None)
+        programs = ProgramFactory(wishes, len(self.devices), updates=optimizer is not None)
         programs.check_updates()
         self._site = self._site.use(programs.num_ranks, all_ranks=plan is None)
         self._splitter = Splitter(programs.num_microbatches, programs.fixed, split_dims, weight, reduction)
@@ -205,7 +205,7 @@ class Pipeline(Gathered):
         self._site.check(program, decided)
         if wrap is not None:
             self._profile = self._site.agreed(self._profiled)  # layers may be sharded from here on
-        self._whole = Whole(
+        self._spec = AssemblySpec(
             module,
             self.loss_fn,
             self._layered,
@@ -216,8 +216,8 @@ class Pipeline(Gathered):
             wrap,
             optimizer,
         )
-        self._now = Assembly(self._whole, self._site, programs, division)
-        self._now.take_over()
+        self._assembly = Assembly(self._spec, self._site, programs, division)
+        self._assembly.take_over()
         self._place()
         self._site.start()
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
@@ -230,7 +230,7 @@ class Pipeline(Gathered):
         asynchronous schedule that is under way takes the old learning rate or the new one.
         """
         self.flush()
-        return self._now.optimizers
+        return self._assembly.optimizers
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -257,40 +257,44 @@ class Pipeline(Gathered):
         the next one or ``flush``; the steps under way are then lost, and each stage keeps the updates that it has made.
         """
 
-        def make() -> Call:
+        def make() -> StepCall:
             if not torch.is_grad_enabled():
                 raise InputError(
                     "step computes gradients; it was called under no_grad; leave no_grad, or call evaluate"
                 )
             batch = self._batch(args, kwargs, target)
-            weighting = self._splitter.weighting(batch, self._now.programs.groups(len(batch)))
-            return Call("step", batch, weighting, return_outputs, gather)
+            weighting = self._splitter.weighting(batch, self._assembly.programs.groups(len(batch)))
+            return StepCall("step", batch, weighting, return_outputs, gather)
 
         call = self._called("step", (args, kwargs, target), make)
         self._check_room(call.batch.rows)
-        if self._now.programs.streams:
+        if self._assembly.programs.streams:
             return self._enqueue(call)
         feed = call.feed(self._seed, self._step)
-        work = self._now.work(self._now.programs.training(len(call)), feed, uses=self._now.programs.uses(len(call)))
-        with self._now.delivering(), self._now.norms.counting():
+        work = self._assembly.work(
+            self._assembly.programs.training(len(call)), feed, uses=self._assembly.programs.uses(len(call))
+        )
+        with self._assembly.delivering(), self._assembly.norms.counting():
             self._runs.append(self._site.run(work, call.batch, grad=True))
-        self._now.update_late(self._threads)
+        self._assembly.update_late(self._threads)
         self._step += 1
-        bring_ends(self._now.programs.plain(len(call)), feed, self._site)
+        bring_ends(self._assembly.programs.plain(len(call)), feed, self._site)
         deliver_input_grads(call.batch, feed)
         return self._result(call, feed)
 
-    def _called(self, method: str, given: tuple[Any, ...], make: Callable[[], Call]) -> Call:
+    def _called(self, method: str, given: tuple[Any, ...], make: Callable[[], StepCall]) -> StepCall:
         args, kwargs, target = given
-        self._now.members.check()
+        self._assembly.members.check()
         self._guard.check(changes=method == "step" or self.training)
 
-        def deal(call: Call) -> tuple[Call, list[Any]]:
-            return dealt(call, self._now.programs.plain(len(call)), self._now.bodies, len(self._site.all_devices))
+        def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
+            return dealt(
+                call, self._assembly.programs.plain(len(call)), self._assembly.bodies, len(self._site.all_devices)
+            )
 
         return self._site.call(method, bool(args or kwargs) or target is not None, make, deal)
 
-    def _enqueue(self, call: Call) -> torch.Tensor:
+    def _enqueue(self, call: StepCall) -> torch.Tensor:
         wanted = any(call.batch.wanted_inputs())
         for what, asked in (("outputs", call.return_outputs), ("gradients of inputs", wanted)):
             if asked:
@@ -300,12 +304,12 @@ class Pipeline(Gathered):
                 )
         executor = self._site.executor
         executor.check_outside("step")
-        caller, segments = executor.caller(grad=True), self._now.programs.segments(len(call))
+        caller, segments = executor.caller(grad=True), self._assembly.programs.segments(len(call))
         if self._stream is not None and (self._stream.caller, self._stream.segments) != (caller, segments):
             self.flush()
         if self._stream is None or not self._stream.open:
-            feed = Feed(self._seed, self._step, [])
-            self._stream = Stream(self._site, segments, self._now.stages, feed, caller, self._runs.append)
+            feed = StepData(self._seed, self._step, [])
+            self._stream = Stream(self._site, segments, self._assembly.stages, feed, caller, self._runs.append)
         self._step += 1
         return self._stream.step(call.batch, call.counting)
 
@@ -325,35 +329,37 @@ class Pipeline(Gathered):
     ) -> Any:
         """As ``step``, without gradients: forwards alone, in the modules' present mode."""
 
-        def make() -> Call:
+        def make() -> StepCall:
             batch = self._batch(args, kwargs, target)
-            return Call("evaluate", batch, self._splitter.weighting(batch), return_outputs, gather)
+            return StepCall("evaluate", batch, self._splitter.weighting(batch), return_outputs, gather)
 
         self.flush()
         call = self._called("evaluate", (args, kwargs, target), make)
         return self._result(call, self._infer(call))
 
-    def _infer(self, call: Call) -> Feed:
+    def _infer(self, call: StepCall) -> StepData:
         feed = call.feed(self._seed, self._step)
-        with self._now.norms.counting():
-            self._site.run(self._now.work(self._now.programs.inference(len(call)), feed), call.batch, grad=False)
-        bring_ends(self._now.programs.plain(len(call)), feed, self._site)
+        with self._assembly.norms.counting():
+            self._site.run(
+                self._assembly.work(self._assembly.programs.inference(len(call)), feed), call.batch, grad=False
+            )
+        bring_ends(self._assembly.programs.plain(len(call)), feed, self._site)
         return feed
 
-    def _result(self, call: Call, feed: Feed) -> Any:
-        last = end_of(self._now.programs.plain(len(call)))
+    def _result(self, call: StepCall, feed: StepData) -> Any:
+        last = end_of(self._assembly.programs.plain(len(call)))
         loss = self._site.loss(last, lambda: call.loss(feed))
         return (loss, self._outputs(call, feed)) if call.return_outputs else loss
 
-    def _outputs(self, call: Call, feed: Feed) -> Any:
+    def _outputs(self, call: StepCall, feed: StepData) -> Any:
         own_loss = self.loss_fn is None
         if not call.gather:
             return call.outputs(feed, own_loss=own_loss)
-        last = end_of(self._now.programs.plain(len(call)))
+        last = end_of(self._assembly.programs.plain(len(call)))
         return self._site.from_rank(last, lambda: call.outputs(feed, own_loss=own_loss))
 
-    def _local(self, what: str) -> LocalExecutor:
-        if not isinstance(self._site, InProcess):
+    def _local(self, what: str) -> ThreadExecutor:
+        if not isinstance(self._site, ThreadRanks):
             raise InputError(
                 f"{what} runs in one process, so far; this pipeline runs over a mesh; use step, or devices="
             )
@@ -373,30 +379,30 @@ class Pipeline(Gathered):
         what = "a forward that can be differentiated (under no_grad none can)"
         differentiated = torch.is_grad_enabled() and self.training
 
-        def make() -> Call:
+        def make() -> StepCall:
             if differentiated:
                 self._local(what)
             batch = self._splitter.batch(args, kwargs)
             weighting = self._splitter.weighting_of_outputs(batch) if self.loss_fn is None else None
-            return Call("forward", batch, weighting, return_outputs=True, gather=gather)
+            return StepCall("forward", batch, weighting, return_outputs=True, gather=gather)
 
         self.flush()
         call = self._called("forward", (args, kwargs, None), make)
-        if not differentiated or isinstance(self._site, OverMesh):  # there rank 0's settings decide, in make
+        if not differentiated or isinstance(self._site, MeshRanks):  # there rank 0's settings decide, in make
             return self._outputs(call, self._infer(call))
         executor = self._local(what)
         feed = call.feed(self._seed, self._step)
-        program = self._now.programs.open_pass(len(call))
+        program = self._assembly.programs.open_pass(len(call))
         there, back = halves(program)
-        stages = {index: stage.fresh() for index, stage in self._now.stages.items()}
-        work = self._now.work(program, feed, stages)
-        with self._now.norms.counting():
+        stages = {index: stage.fresh() for index, stage in self._assembly.stages.items()}
+        work = self._assembly.work(program, feed, stages)
+        with self._assembly.norms.counting():
             executor.run(replace(work, orders=there, finish=_nothing), grad=True)
         self._step += 1
         back_work = replace(work, prepare=_nothing, orders=back)
 
         def run_backwards() -> None:
-            with self._now.delivering():
+            with self._assembly.delivering():
                 executor.run(back_work, grad=True)
 
         return attach(OpenPass(call.batch, feed, run_backwards, call.weighting))

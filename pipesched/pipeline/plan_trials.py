@@ -17,7 +17,7 @@ from pipesched.model.state_guard import set_aside
 from pipesched.pipeline.pipeline import Pipeline
 from pipesched.planning.plan import Plan
 from pipesched.runtime.microbatches import SplitDims, Splitter
-from pipesched.runtime.rank_host import InProcess, Site
+from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.simulation.trace import Trace
 from pipesched.tensors.keyed_random import outside_kept
 from pipesched.tensors.meta_tensors import is_expanded
@@ -45,7 +45,7 @@ class Trial:
     target: Any
     split_dims: SplitDims
     where: Mapping[str, Any]
-    site: Site
+    site: RankHost
     batch_size: int
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
@@ -66,7 +66,7 @@ class Trial:
                     try:
                         steps[number] += self._steps(turn_of(number), args, kwargs, target)
                     except torch.OutOfMemoryError:
-                        if len(fit) == 1 or not isinstance(self.site, InProcess):
+                        if len(fit) == 1 or not isinstance(self.site, ThreadRanks):
                             raise
                         fit.remove(number)
                         steps[number].clear()
@@ -104,7 +104,7 @@ class Trial:
             if isinstance(loss_fn, nn.Module):
                 stack.enter_context(on_stand_ins(loss_fn))
             own: dict[str, Any] = {"loss_fn": loss_fn, "split_dims": self.split_dims, **self.where}
-            kept = plans[:1] if isinstance(self.site, InProcess) else plans
+            kept = plans[:1] if isinstance(self.site, ThreadRanks) else plans
             pipes = [stack.enter_context(Pipeline(model, self.sample, plan=plan, **own)) for plan in kept]
 
             def turn_of(number: int) -> Pipeline:

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from pipesched.capture.captured_model import Cut
 from pipesched.errors import InputError
-from pipesched.pipeline.assembly import Assembly, Division, Whole
+from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
 from pipesched.pipeline.observation import Observed
 from pipesched.planning.cost_correction import Known, StageTimes
 from pipesched.planning.cut_refinement import refined
 from pipesched.planning.plan import Plan
-from pipesched.planning.plan_request import Wishes
-from pipesched.planning.program_factory import Programs
+from pipesched.planning.plan_request import PlanRequest
+from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.replan_verdict import Replanned, certain, check_steps_left, layers_moved, strayed, verdict
 from pipesched.planning.stage_cutter import Pins
 from pipesched.program.checkpointing import offloading
 from pipesched.program.program import Program
 from pipesched.runtime.microbatches import Splitter
-from pipesched.runtime.rank_host import InProcess
+from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.simulation.comparison import measured_costs
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import TIMES
@@ -49,7 +49,7 @@ class _Place(NamedTuple):
 class Planned(Observed):
     """What was decided, and may be decided anew between two steps."""
 
-    _whole: Whole
+    _spec: AssemblySpec
     _splitter: Splitter
     _asked: Pins
     _kinds: dict[str, Hashable] | None
@@ -80,19 +80,19 @@ class Planned(Observed):
         self._settle()
         if plan is None:
             return self._better(site, steps_left, measure)
-        wishes = Wishes().pinned(plan, list(self._layers))
+        wishes = PlanRequest().pinned(plan, list(self._layers))
         programs = self._programs(site, wishes)
         pins = Pins(list(self._layers), wishes.boundaries)
         return self._moved(site, programs, self._divided(pins, programs, plan))
 
-    def _better(self, site: InProcess, steps_left: int | None, measure: bool) -> Replanned:
+    def _better(self, site: ThreadRanks, steps_left: int | None, measure: bool) -> Replanned:
         steps = [self._trace_of([run], ()) for run in self._runs]
         steps = steps[1:] if len(steps) > _FEWEST else steps  # the first one under a plan warms up
         if len(steps) < _FEWEST:
             return Replanned(self.plan, f"{_FEWEST} steps of a plan tell what it takes; {len(steps)} were measured")
         if measure:
             self._profile = self._kinds = None
-        noise, now = strayed(steps), self._now
+        noise, now = strayed(steps), self._assembly
         measured = measured_costs(steps, now.program.num_stages, self._profiled_costs())
         self._learn(measured, certain(noise))
         programs = self._programs(site, now.programs.wishes)
@@ -113,10 +113,10 @@ class Planned(Observed):
 
     def _learn(self, measured: Costs, tolerance: float) -> None:
         """Layers cost what stages took, as far as that tells."""
-        program, profile = self._now.program, self._profiled()
+        program, profile = self._assembly.program, self._profiled()
         stages = [
             StageTimes(
-                self._now.cut[part],
+                self._assembly.cut[part],
                 self._site.devices[program.placement[stage]],
                 *(getattr(measured, time)[stage] for time in TIMES),
             )
@@ -127,7 +127,7 @@ class Planned(Observed):
         known = Known(profile, self._kinds, self._slow).corrected(stages, tolerance)
         self._profile, self._slow, self._overheads = dict(known.layers), dict(known.slow), None  # a part of these
 
-    def _refine(self, programs: Programs, division: Division, update_s: float) -> None:
+    def _refine(self, programs: ProgramFactory, division: StageCut, update_s: float) -> None:
         """Move the division's cuts, or those of now where they are better, wherever that shortens the step."""
         pins, left = self._asked, _EFFORT
 
@@ -136,7 +136,7 @@ class Planned(Observed):
             left -= len(programs.timed(programs.num_microbatches).columns)
             return self._step_s(programs, cut, update_s, self._limits)
 
-        now = self._now.cut
+        now = self._assembly.cut
         starts = [now] if pins.allows([pins.places[names[0]] for names in now]) else []
         seconds = [costs.forward_s + costs.backward_s for costs in self._treated(programs).values()]
         best = min([*starts, division.cut], key=step_s)
@@ -144,7 +144,9 @@ class Planned(Observed):
         if found != division.cut:
             division.cut, division.partition = found, None
 
-    def _step_s(self, programs: Programs, cut: Cut, update_s: float, limits: tuple[int, ...] | None = None) -> float:
+    def _step_s(
+        self, programs: ProgramFactory, cut: Cut, update_s: float, limits: tuple[int, ...] | None = None
+    ) -> float:
         """The predicted step of programs whose stages have these layers; endless where a rank would need more memory
         than its limit. update_s: for a byte of weights.
         """
@@ -157,7 +159,7 @@ class Planned(Observed):
             return inf
         return simulate(timed, costs).makespan_s * programs.num_microbatches / timed.num_microbatches
 
-    def _moving(self, site: InProcess, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
+    def _moving(self, site: ThreadRanks, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
         """The bytes that go to another device where layers go to other ranks, and the seconds that all of it takes."""
         graph, places = self._layered.graph(self._profiled()), self._places()
         sizes: dict[tuple[torch.device, torch.device], dict[str, int]] = {}
@@ -167,25 +169,25 @@ class Planned(Observed):
                 names = (*graph.nodes[layer]["parameters"], *graph.nodes[layer]["buffers"])
                 sizes.setdefault(way, {}).update({name: places[name].nbytes for name in names})
         total = {way: sum(own.values()) for way, own in sizes.items()}
-        return sum(total.values()), self._now.made_s + sum(_copy_s(size, *way) for way, size in total.items())
+        return sum(total.values()), self._assembly.made_s + sum(_copy_s(size, *way) for way, size in total.items())
 
     # ---- applying a plan --------------------------------------------------------------------------------------------
 
-    def _programs(self, site: InProcess, wishes: Wishes) -> Programs:
-        programs = Programs(wishes, len(site.all_devices), updates=self._whole.optimizer is not None)
+    def _programs(self, site: ThreadRanks, wishes: PlanRequest) -> ProgramFactory:
+        programs = ProgramFactory(wishes, len(site.all_devices), updates=self._spec.optimizer is not None)
         programs.check_updates()
         programs.training(programs.num_microbatches)
         self._layered.check(programs.plain(programs.num_microbatches))
         return programs
 
-    def _moved(self, site: InProcess, programs: Programs, division: Division) -> Replanned:
+    def _moved(self, site: ThreadRanks, programs: ProgramFactory, division: StageCut) -> Replanned:
         begin = time.perf_counter()
-        ranks, places = self._ranks(self._now.program, self._now.cut), self._places()
+        ranks, places = self._ranks(self._assembly.program, self._assembly.cut), self._places()
         self._apply(site, programs, division)
         cost_s = time.perf_counter() - begin
         now = self._places()
         size = sum(place.nbytes for name, place in places.items() if place.device != now[name].device)
-        layers = layers_moved(ranks, self._ranks(self._now.program, self._now.cut))
+        layers = layers_moved(ranks, self._ranks(self._assembly.program, self._assembly.cut))
         return Replanned(self.plan, layers=layers, moved_bytes=size, cost_s=cost_s)
 
     def _ranks(self, program: Program, cut: Cut) -> dict[str, int]:
@@ -194,7 +196,7 @@ class Planned(Observed):
 
     def _places(self) -> dict[str, "_Place"]:
         """Where each parameter and buffer lies, and what lies with it."""
-        states = {p: state for made in self._now.optimizers.values() for p, state in made.state.items()}
+        states = {p: state for made in self._assembly.optimizers.values() for p, state in made.state.items()}
         places = {name: _Place(buffer.device, buffer.nbytes) for name, buffer in self.named_buffers()}
         for name, parameter in self.named_parameters():
             beside = [leaf for leaf in pytree.tree_leaves(states.get(parameter)) if isinstance(leaf, Tensor)]
@@ -202,20 +204,20 @@ class Planned(Observed):
             places[name] = _Place(parameter.device, sum(tensor.nbytes for tensor in held if tensor.dim()))
         return places
 
-    def _apply(self, site: InProcess, programs: Programs, division: Division) -> None:
+    def _apply(self, site: ThreadRanks, programs: ProgramFactory, division: StageCut) -> None:
         """Raises what making a pipeline raises; the old plan then runs on."""
         splitter = replace(self._splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
         other = site.use(programs.num_ranks)
         try:
             other.start()
-            now = Assembly(self._whole, other, programs, division, self._now.optimizers)
+            now = Assembly(self._spec, other, programs, division, self._assembly.optimizers)
         except BaseException:
             other.close()
-            self._now.put_back()
+            self._assembly.put_back()
             raise
         now.take_over()
         site.close()
-        self._site, self._now, self._splitter, self._stream = other, now, splitter, None
+        self._site, self._assembly, self._splitter, self._stream = other, now, splitter, None
         self._runs.clear()
         if now.undriven:
             warn(
@@ -223,13 +225,13 @@ class Planned(Observed):
                 f"with the settings of now; make schedulers for them too, of pipe.optimizers"
             )
 
-    def _replannable(self) -> InProcess:
-        if not isinstance(self._site, InProcess):
+    def _replannable(self) -> ThreadRanks:
+        if not isinstance(self._site, ThreadRanks):
             raise InputError(
                 f"replan moves layers within one process; this pipeline runs over a mesh of {len(self.devices)} ranks; "
                 f"save its state, and make a new pipeline with plan="
             )
-        if self._whole.wrap is not None:
+        if self._spec.wrap is not None:
             raise InputError(
                 f"wrap= has changed each stage as a whole, and a layer does not leave it; this pipeline of "
                 f"{self.num_stages} stages has wrap=; save its state, and make a new pipeline with plan="

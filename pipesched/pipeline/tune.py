@@ -15,7 +15,7 @@ from pipesched.pipeline.auto_plan import as_profile, cores_of, on_devices
 from pipesched.pipeline.plan_trials import Trial
 from pipesched.planning.confirmation import Run, confirmed_plan
 from pipesched.planning.plan import Plan
-from pipesched.planning.plan_request import Wishes
+from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.search_request import Offload, Search
 from pipesched.planning.stage_cutter import Boundaries
 from pipesched.planning.tuner import find_plan, too_small
@@ -25,7 +25,7 @@ from pipesched.program.checkpointing import Checkpoint
 from pipesched.program.order import Schedule
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.microbatches import SplitDims
-from pipesched.runtime.rank_host import OverMesh, Site, site_for
+from pipesched.runtime.rank_host import MeshRanks, RankHost, host_for
 from pipesched.simulation.links import Links
 from pipesched.simulation.overheads import RanksAre
 from pipesched.simulation.profile import Profile
@@ -127,7 +127,7 @@ def tune(
             known,
             num_ranks,
             batch_size,
-            Wishes(schedule, num_stages, num_microbatches, boundaries, checkpoint, together),
+            PlanRequest(schedule, num_stages, num_microbatches, boundaries, checkpoint, together),
             memory_limit_bytes=memory_limit_bytes,
             links=links,
             all_ranks=all_ranks,
@@ -145,14 +145,14 @@ def tune(
     where["whole_layers"] = whole_layers
     with closing(site):
         trial = Trial(model, sample, loss_fn, target, split_dims, where, site, batch_size)
-        return _together(site, decide, trial.run) if isinstance(site, OverMesh) else decide(trial.run)
+        return _together(site, decide, trial.run) if isinstance(site, MeshRanks) else decide(trial.run)
 
 
-def _site(devices: Sequence[Any], mesh: DeviceMesh | None) -> Site:
-    return site_for(devices, None, 1, None, "all") if mesh is None else site_for(None, mesh, 1, _PATIENCE_S, "all")
+def _site(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
+    return host_for(devices, None, 1, None, "all") if mesh is None else host_for(None, mesh, 1, _PATIENCE_S, "all")
 
 
-def _together(site: OverMesh, decide: Callable[[Run], Plan], run: Run) -> Plan:
+def _together(site: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
     """What rank 0 decides, while all ranks run the plans that it asks for."""
 
     def ask(plans: Sequence[Plan], told: Callable[[float], None]) -> Sequence[Sequence[Trace]]:

@@ -15,7 +15,7 @@ import networkx as nx
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.candidates import Candidate
 from pipesched.planning.cost_correction import Known, StageTimes
-from pipesched.planning.evaluated_candidate import WORTH, Searched, simplest
+from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, simplest
 from pipesched.planning.plan import Plan
 from pipesched.planning.replan_verdict import certain, strayed
 from pipesched.planning.search_request import Search
@@ -43,7 +43,7 @@ _SWEEPS = 3  # over all plans that ran: what one has taught changes what another
 class _Tried:
     """A plan that ran. found: as it is simulated; first_s: the step that was predicted before it ran."""
 
-    found: Searched
+    found: EvaluatedCandidate
     steps: Sequence[Trace]
     first_s: float
 
@@ -59,7 +59,7 @@ class _Tried:
         return _ERROR_OF_MEDIAN * strays / sqrt(len(self.steps)) / self.step_s
 
     @property
-    def expected(self) -> Searched:
+    def expected(self) -> EvaluatedCandidate:
         """With the step to expect: as predicted, unless what was measured contradicts that."""
         off = abs(self.step_s / self.found.step_s - 1)
         return self.found if off <= _needed(self.noise) else replace(self.found, step_s=self.step_s)
@@ -113,7 +113,9 @@ def _corrected(search: Search, tried: Sequence[_Tried]) -> Search:
     return replace(search, profile=corrected(search.profile, told, search.batch_size))
 
 
-def _again(search: Search, tried: Sequence[_Tried], progress: Progress) -> tuple[Tuner, Searched, list[_Tried]]:
+def _again(
+    search: Search, tried: Sequence[_Tried], progress: Progress
+) -> tuple[Tuner, EvaluatedCandidate, list[_Tried]]:
     """Another search that goes on from those that ran, what it finds, and those as it predicts them."""
     tuner = Tuner(search, progress)
     known = [tuner.simulated(one.found.candidate, one.found.stages) for one in tried]
@@ -141,11 +143,11 @@ def _part(progress: Progress, begin: float, end: float) -> Progress:
 # ---- what runs ------------------------------------------------------------------------------------------------------
 
 
-def _sorts(chosen: Searched, best: Sequence[Searched]) -> list[Searched]:
+def _sorts(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
     """The chosen one, and the best of each other sort. Plans of one sort do the same work in another order, which a
     simulation knows; sorts differ in what it may be wrong about.
     """
-    sorts: dict[Any, Searched] = {}
+    sorts: dict[Any, EvaluatedCandidate] = {}
     for found in (chosen, *best):
         sorts.setdefault(_sort(found.candidate), found)
     return list(sorts.values())
@@ -156,12 +158,12 @@ def _sort(candidate: Candidate) -> tuple[Any, ...]:
     return (*own, repr(candidate.checkpoint))
 
 
-def _run(found: Sequence[Searched], tuner: Tuner, run: Run, progress: Progress) -> list[_Tried]:
+def _run(found: Sequence[EvaluatedCandidate], tuner: Tuner, run: Run, progress: Progress) -> list[_Tried]:
     steps = run([tuner.plan(each) for each in found], progress)
     return [_Tried(each, own, each.step_s) for each, own in zip(found, steps, strict=True) if own]
 
 
-def _alike(one: Searched, other: Searched) -> bool:
+def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
     """Whether they are one plan."""
     return (one.stages, one.candidate.runs) == (other.stages, other.candidate.runs)
 
@@ -207,7 +209,7 @@ def _not_run(other: Alternative, chosen_s: float, least_s: float) -> Alternative
 
 
 def corrected(
-    profile: Profile, ran: Sequence[tuple[Searched, Sequence[Trace]]], batch_size: int, sweeps: int = _SWEEPS
+    profile: Profile, ran: Sequence[tuple[EvaluatedCandidate, Sequence[Trace]]], batch_size: int, sweeps: int = _SWEEPS
 ) -> Profile:
     """The profile with layers that cost, in micro-batches of all sizes, what plans took that ran. ran: the best first;
     layers cost what its stages took, as far as the others do not tell them apart.
@@ -225,7 +227,9 @@ def corrected(
     return replace(profile, graphs={rows: _scaled(graph, factors) for rows, graph in profile.graphs.items()})
 
 
-def _stage_times(found: Searched, steps: Sequence[Trace], layers: Mapping[str, LayerCosts]) -> list[StageTimes]:
+def _stage_times(
+    found: EvaluatedCandidate, steps: Sequence[Trace], layers: Mapping[str, LayerCosts]
+) -> list[StageTimes]:
     """What a micro-batch took on each stage: what its layers take, as many times as it took longer than predicted."""
     stages: dict[int, list[StageComparison]] = {}
     for step in steps:

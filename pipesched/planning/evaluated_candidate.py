@@ -16,7 +16,7 @@ from pipesched.simulation.simulator import simulate
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_bytes
 
-__all__ = ["WORTH", "Searched", "Stages", "label_of", "runs_of", "simplest"]
+__all__ = ["WORTH", "EvaluatedCandidate", "Stages", "label_of", "runs_of", "simplest"]
 
 Stages = tuple[tuple[str, ...], ...]
 
@@ -24,7 +24,7 @@ WORTH = 0.005  # a saving below this share of a step is not worth a more complic
 
 
 @dataclass(frozen=True)
-class Searched:
+class EvaluatedCandidate:
     """A candidate, cut into stages and simulated. limit_bytes: of each rank, where there are any. posted: receives of
     each channel that have their memory ahead of their turn.
     """
@@ -83,7 +83,7 @@ class Searched:
             note=note,
         )
 
-    def against(self, chosen: "Searched", label: str) -> Alternative:
+    def against(self, chosen: "EvaluatedCandidate", label: str) -> Alternative:
         """The same, with why another one was chosen."""
         share = self.step_s / chosen.step_s - 1
         if more := max(self.excess_bytes, default=0):
@@ -95,7 +95,7 @@ class Searched:
         return self.alternative(label, note)
 
 
-def simplest(found: Sequence[Searched]) -> Searched:
+def simplest(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:
     """The simplest of those that are as fast as the fastest."""
     fastest = min(each.step_s for each in found)
     near = [each for each in found if each.step_s <= fastest * (1 + WORTH)]

@@ -8,8 +8,8 @@ from itertools import cycle
 from pipesched import schedules
 from pipesched.errors import MemoryLimitError, PartitionError
 from pipesched.planning.candidates import Candidate
-from pipesched.planning.evaluated_candidate import Searched
-from pipesched.planning.memory_fit import Room
+from pipesched.planning.evaluated_candidate import EvaluatedCandidate
+from pipesched.planning.memory_fit import MemoryFitter
 from pipesched.planning.search_request import Search
 from pipesched.program.order import Schedule
 from pipesched.simulation.memory import rank_memory
@@ -74,15 +74,15 @@ def _on_the_host(search: Search, fits: "Fits") -> str:
     return text if machine.host_bytes_per_s else f"{text} and a profile that knows host_bytes_per_s"
 
 
-def leanest(search: Search, fits: "Fits") -> Searched:
+def leanest(search: Search, fits: "Fits") -> EvaluatedCandidate:
     """The plan that needs the least memory, whatever the limit: of the thriftiest schedules, then of whatever has room
     with less, until nothing has, or there is no time to ask.
     """
 
-    def within(limit: int, only: Candidate | None = None) -> Searched | None:
+    def within(limit: int, only: Candidate | None = None) -> EvaluatedCandidate | None:
         return fits(replace(search, memory_limit_bytes=(limit,) * search.num_ranks), only)
 
-    low = max(1, Room(search).least_bytes(min(search.num_microbatches)) // search.num_ranks)
+    low = max(1, MemoryFitter(search).least_bytes(min(search.num_microbatches)) // search.num_ranks)
     high, found = low, None
     while found is None:
         high *= 2
@@ -98,7 +98,9 @@ def leanest(search: Search, fits: "Fits") -> Searched:
     return found
 
 
-def _leaner(found: Searched, low: int, within: Callable[[int], Searched | None]) -> Searched:
+def _leaner(
+    found: EvaluatedCandidate, low: int, within: Callable[[int], EvaluatedCandidate | None]
+) -> EvaluatedCandidate:
     """By bisection the one that needs the least. within: one that keeps a limit; none keeps low."""
     while (high := max(found.peak_bytes)) > low * _FINE and high > low + 1:
         middle = (low + high) // 2
@@ -140,17 +142,17 @@ class Fits:
     """Plans that keep the limits of searches. By which schedules that is seen is found once for each way of
     checkpointing.
 
-    thrifty: the schedules by what they need, as `Room` has them. spend: is told of the actions that could have been
-    simulated.
+    thrifty: the schedules by what they need, as `MemoryFitter` has them. spend: is told of the actions that could have
+    been simulated.
     """
 
     def __init__(self, thrifty: dict[str, list[Schedule]], spend: Callable[[float], object] = lambda _: None) -> None:
         self._thrifty, self._spend = thrifty, spend
         self.spent = 0.0
 
-    def __call__(self, search: Search, only: Candidate | None = None) -> Searched | None:
+    def __call__(self, search: Search, only: Candidate | None = None) -> EvaluatedCandidate | None:
         """only: of this one."""
-        room, checkpoint = Room(search), repr(search.checkpoint)
+        room, checkpoint = MemoryFitter(search), repr(search.checkpoint)
         if only is not None:
             found = room.plan_of(only)
         else:
@@ -159,13 +161,13 @@ class Fits:
             found = room.any_plan(self._thrifty[checkpoint][:_LOOKED_AT])
         self.spent += room.spent
         self._spend(room.spent)
-        return found and Searched(*found, 0, search.memory_limit_bytes, search.posted)
+        return found and EvaluatedCandidate(*found, 0, search.memory_limit_bytes, search.posted)
 
     def others(self, search: Search) -> list[Candidate]:
         """Those that may need the least memory first, to be asked as far as there is time from now on."""
-        self.spent, room = 0.0, Room(search)
+        self.spent, room = 0.0, MemoryFitter(search)
         return room.by_thrift(room.candidates(), self._thrifty[repr(search.checkpoint)])
 
     def has_time(self, search: Search) -> bool:
         """Whether there is time to ask more."""
-        return self.spent <= _A_PASS * Room(search).in_need
+        return self.spent <= _A_PASS * MemoryFitter(search).in_need

@@ -10,7 +10,7 @@ import networkx as nx
 from pipesched.errors import PartitionError
 from pipesched.partitioning.partition import Partition
 from pipesched.planning.candidates import LADDER, Candidate, candidates, smaller_counts
-from pipesched.planning.evaluated_candidate import Searched, Stages
+from pipesched.planning.evaluated_candidate import EvaluatedCandidate, Stages
 from pipesched.planning.search_request import Search
 from pipesched.planning.stage_cutter import Cutter
 from pipesched.program.checkpointing import Keep, keep_by_layer
@@ -18,7 +18,7 @@ from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 
-__all__ = ["AT_LEAST", "A_SEARCH", "Room"]
+__all__ = ["AT_LEAST", "A_SEARCH", "MemoryFitter"]
 
 _IN_NEED = 1_000_000  # actions that could be simulated before it is said that nothing fits, whatever the effort
 _FEW_LAYERS = 8  # with more of them a cut that chooses what is recomputed takes longer than is counted
@@ -33,7 +33,7 @@ Choices = tuple[Literal["recompute", "offload"], ...]
 Fitting = tuple[Candidate, Stages, Costs]
 
 
-class Room:
+class MemoryFitter:
     """Asks for one search, and counts what that takes, in actions that could have been simulated."""
 
     def __init__(self, search: Search, progress: Callable[[float], None] = lambda _: None) -> None:
@@ -55,7 +55,7 @@ class Room:
         for own in [each.recomputing(self._search.checkpoint or LADDER[-1]) for each in self._largest()]:
             if cut := self._cut(own, None):
                 self._spend(own.num_actions * _A_FIT)
-                found.append(Searched(own, cut[1], self._costs(own, cut[1]), 0, posted=self._search.posted))
+                found.append(EvaluatedCandidate(own, cut[1], self._costs(own, cut[1]), 0, posted=self._search.posted))
         thrifty = sorted(found, key=lambda each: max(each.peak_bytes))
         return [each.candidate.schedule for each in found[:1] + thrifty]
 
@@ -200,7 +200,7 @@ class Room:
         """How much each rank needs beyond its limit."""
         searches = candidate.schedule.searches and not candidate.is_written
         self._spend(candidate.num_actions * (A_SEARCH if searches else _A_FIT))
-        return Searched(candidate, stages, costs, 0, limits, self._search.posted).excess_bytes
+        return EvaluatedCandidate(candidate, stages, costs, 0, limits, self._search.posted).excess_bytes
 
     def _cut(
         self, candidate: Candidate, limits: tuple[float, ...] | None, choices: Choices = ()

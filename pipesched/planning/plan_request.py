@@ -14,11 +14,11 @@ from pipesched.program.checkpointing import Checkpoint
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 
-__all__ = ["Wishes"]
+__all__ = ["PlanRequest"]
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PlanRequest:
     """What the user may choose; None leaves it to us."""
 
     schedule: str | Schedule | Program = "auto"
@@ -42,7 +42,7 @@ class Wishes:
                 f"a pipeline has a whole number of stages, at least one; got {shown(self.num_stages)}; pass 1 or more"
             )
 
-    def pinned(self, plan: Plan, names: list[str]) -> "Wishes":
+    def pinned(self, plan: Plan, names: list[str]) -> "PlanRequest":
         """The wishes that lead to ``plan``. Raises PartitionError where it is of another model or says otherwise."""
         if not isinstance(plan, Plan):
             raise PartitionError(f"plan is a Plan; got {plan!r}; read a saved one with Plan.load(path)")
@@ -52,10 +52,10 @@ class Wishes:
                 f"a plan has each layer of its model in exactly one stage; it has {len(of_plan)} layers, the model "
                 f"{len(names)}; {_first_difference(of_plan, names)}; make the plan anew for this model"
             )
-        if self != Wishes():
+        if self != PlanRequest():
             raise PartitionError("a plan holds all choices; others were made beside it; pass the plan alone")
         program = plan.program
-        return Wishes(
+        return PlanRequest(
             plan.maker() or plan.chained,  # a schedule makes programs for short batches, too
             program.num_weights,
             program.num_microbatches,

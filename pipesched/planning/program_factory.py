@@ -7,7 +7,7 @@ from typing import Any
 
 from pipesched import schedules
 from pipesched.errors import DeviceCountError, PartitionError, ScheduleError
-from pipesched.planning.plan_request import Wishes
+from pipesched.planning.plan_request import PlanRequest
 from pipesched.program.checkpointing import Checkpoint
 from pipesched.program.dependencies import StageGraph
 from pipesched.program.lowering import add_offloading, add_recompute, add_updates, forward_then_backward, lower
@@ -17,20 +17,20 @@ from pipesched.program.segments import Segments, enough_steps
 from pipesched.program.validation import validate
 from pipesched.program.weight_versions import Uses, update_groups, used_versions
 
-__all__ = ["MICROBATCHES_PER_RANK", "Programs"]
+__all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory"]
 
 _AUTO = "1f1b"
 _MORE_STEPS = 4  # times what PipeDream needs: a stream that does not repeat then never will
 MICROBATCHES_PER_RANK = 4  # from here on the bubble is small (GPipe, Huang et al. 2019)
 
 
-class Programs:
+class ProgramFactory:
     """The programs of one pipeline, validated and lowered; built once for each number of micro-batches.
 
     updates: the pipeline has optimizers: programs end with updates where they have none of their own.
     """
 
-    def __init__(self, wishes: Wishes, num_devices: int, *, updates: bool = False) -> None:
+    def __init__(self, wishes: PlanRequest, num_devices: int, *, updates: bool = False) -> None:
         self.updates = updates
         self.checkpoint: Checkpoint = wishes.checkpoint or "never"
         if wishes.num_ranks is not None:
@@ -51,7 +51,7 @@ class Programs:
         self._forget()
 
     @property
-    def wishes(self) -> Wishes:
+    def wishes(self) -> PlanRequest:
         """Those that lead to programs of the same shape."""
         count = self.num_microbatches
         return replace(
@@ -192,7 +192,7 @@ def _as_planned(num_ranks: int, num_devices: int) -> int:
     return num_ranks
 
 
-def _num_stages(wishes: Wishes, schedule: Schedule, num_devices: int) -> int:
+def _num_stages(wishes: PlanRequest, schedule: Schedule, num_devices: int) -> int:
     if wishes.num_stages is not None:
         return wishes.num_stages
     if wishes.boundaries is None or isinstance(wishes.boundaries, Mapping):
@@ -200,7 +200,7 @@ def _num_stages(wishes: Wishes, schedule: Schedule, num_devices: int) -> int:
     return len(wishes.boundaries) + 1
 
 
-def _source(wishes: Wishes, num_devices: int) -> Schedule | Program:
+def _source(wishes: PlanRequest, num_devices: int) -> Schedule | Program:
     """What makes the programs: the schedule with as many chunks as are asked for, or a program as it is."""
     if num_devices < 1:
         raise DeviceCountError("a pipeline runs on at least one device; got none; pass devices=['cpu'], or more")
@@ -236,7 +236,7 @@ def _with_chunks() -> list[str]:
     return [name for name in schedules.names() if "chunks_per_rank" in schedules.get(name).options]
 
 
-def _fixed(program: Program, num_devices: int, wishes: Wishes) -> Program:
+def _fixed(program: Program, num_devices: int, wishes: PlanRequest) -> Program:
     """A program as the user wrote it: its shape is what it is."""
     if program.num_ranks > num_devices:
         raise DeviceCountError(

@@ -9,7 +9,7 @@ from pipesched import schedules
 from pipesched.checks import is_count, shown
 from pipesched.errors import PartitionError, ScheduleError
 from pipesched.planning.candidates import microbatch_counts
-from pipesched.planning.plan_request import Wishes
+from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.stage_cutter import Pins
 from pipesched.program.checkpointing import Checkpoint, as_checkpoint
 from pipesched.program.order import Schedule
@@ -80,7 +80,7 @@ class Search:
         profile: Profile,
         num_ranks: int,
         batch_size: int,
-        wishes: Wishes,
+        wishes: PlanRequest,
         *,
         memory_limit_bytes: int | Sequence[int] | None = None,
         counts: Sequence[int] | None = None,
@@ -133,7 +133,7 @@ def check_offload(offload: Any) -> None:
         )
 
 
-def _is_list(wishes: Wishes) -> bool:
+def _is_list(wishes: PlanRequest) -> bool:
     return wishes.boundaries is not None and not isinstance(wishes.boundaries, Mapping)
 
 

@@ -23,9 +23,9 @@ from pipesched import schedules
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.cut_refinement import refined
-from pipesched.planning.evaluated_candidate import WORTH, Searched, Stages, label_of, runs_of, simplest
+from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, Stages, label_of, runs_of, simplest
 from pipesched.planning.infeasibility import Fits, infeasible, leanest, no_cut
-from pipesched.planning.memory_fit import A_SEARCH, AT_LEAST, Room
+from pipesched.planning.memory_fit import A_SEARCH, AT_LEAST, MemoryFitter
 from pipesched.planning.plan import Plan, Tie
 from pipesched.planning.search_request import Search
 from pipesched.program.placement import Placement
@@ -70,15 +70,15 @@ def _expected_s(one: Alternative) -> float:
     return one.step_s if one.measured_s is None else one.measured_s
 
 
-class Tuner(Room):
+class Tuner(MemoryFitter):
     """One search: what has been found, and how much may still be simulated."""
 
     def __init__(self, search: Search, progress: Callable[[float], None] = lambda _: None) -> None:
         super().__init__(search, progress)
-        self._found: list[Searched] = []
+        self._found: list[EvaluatedCandidate] = []
         self._work: dict[int, tuple[float, float, float]] = {}
 
-    def search(self, known: Sequence[Searched] = ()) -> Searched:
+    def search(self, known: Sequence[EvaluatedCandidate] = ()) -> EvaluatedCandidate:
         """The one to take: the simplest of those that are as fast as the fastest. known: some that there are already.
 
         Raises as ``find_plan``.
@@ -96,10 +96,10 @@ class Tuner(Room):
             self._found.append(self._refined(found, until=self._left - share))
         return simplest(self._found)
 
-    def _leanest(self) -> Searched:
+    def _leanest(self) -> EvaluatedCandidate:
         """What needs the least memory. Raises as ``find_plan`` where that is more than there is."""
         search = self._search
-        if search.memory_limit_bytes is None or not Room(replace(search, memory_limit_bytes=None)).any_plan():
+        if search.memory_limit_bytes is None or not MemoryFitter(replace(search, memory_limit_bytes=None)).any_plan():
             raise no_cut(search)
         fits = Fits({repr(search.checkpoint): self.thrifty}, self._spend)
         found = leanest(search, fits)
@@ -176,16 +176,16 @@ class Tuner(Room):
         simpler = candidate.order < best.candidate.order
         return bound_s >= best.step_s * (1 + WORTH if simpler else 1 - WORTH)
 
-    def simulated(self, candidate: Candidate, stages: Stages, costs: Costs | None = None) -> Searched:
+    def simulated(self, candidate: Candidate, stages: Stages, costs: Costs | None = None) -> EvaluatedCandidate:
         """A candidate cut into these stages. costs: of these, where they are known already."""
         costs = costs or self._costs(candidate, stages)
         runs = runs_of(candidate, stages)
         actions = len(runs.columns)
         self._spend(AT_LEAST + actions * (A_SEARCH if candidate.schedule.searches else 2))  # made, and gone through
         limits = self._search.memory_limit_bytes
-        return Searched(candidate, stages, costs, step_time(runs, costs), limits, self._search.posted)
+        return EvaluatedCandidate(candidate, stages, costs, step_time(runs, costs), limits, self._search.posted)
 
-    def _refined(self, found: Searched, until: float) -> Searched:
+    def _refined(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
         """The same with its cuts moved."""
         candidate, pins = found.candidate, self._search.pins
         if pins.complete or candidate.num_stages in (1, len(pins.layers)):
@@ -206,11 +206,11 @@ class Tuner(Room):
 
     # ---- the answer -------------------------------------------------------------------------------------------------
 
-    def best(self) -> list[Searched]:
+    def best(self) -> list[EvaluatedCandidate]:
         """All that were found, the fastest first."""
         return sorted(self._found, key=lambda found: (found.step_s, found.candidate.order))
 
-    def plan(self, chosen: Searched) -> Plan:
+    def plan(self, chosen: EvaluatedCandidate) -> Plan:
         """The plan of one that was simulated, with what it was weighed against."""
         candidate = chosen.candidate
         options = {k: v for k, v in candidate.schedule.options.items() if isinstance(v, int | float | str)}
@@ -231,7 +231,7 @@ class Tuner(Room):
         reason = "the search chose the cuts by simulated steps, not by this alone"
         return () if self._search.pins.complete else (reason,)
 
-    def _ties(self, chosen: Searched) -> tuple[Tie, ...]:
+    def _ties(self, chosen: EvaluatedCandidate) -> tuple[Tie, ...]:
         graph, placement = self._graph(chosen.candidate.num_microbatches), chosen.candidate.placement
         home = {layer: stage for stage, layers in enumerate(chosen.stages) for layer in layers}
         ties = []
@@ -241,7 +241,7 @@ class Tuner(Room):
             ties.append(Tie(tuple(names), own, tied_bytes(size, [placement[stage] for stage in own])))
         return tuple(ties)
 
-    def _alternatives(self, chosen: Searched) -> Iterator[Alternative]:
+    def _alternatives(self, chosen: EvaluatedCandidate) -> Iterator[Alternative]:
         """The plan itself, the best of each other schedule, and the baselines."""
         yield chosen.alternative()
         seen = {label_of(chosen.candidate)}
@@ -253,7 +253,7 @@ class Tuner(Room):
         for label, found in self._baselines(chosen.candidate.num_microbatches):
             yield found.against(chosen, label)
 
-    def _baselines(self, num_microbatches: int) -> Iterator[tuple[str, Searched]]:
+    def _baselines(self, num_microbatches: int) -> Iterator[tuple[str, EvaluatedCandidate]]:
         """One device alone, and as many layers on each of the ranks, by the two schedules that everybody has."""
         search, pins = self._search, self._search.pins
         layers = len(pins.layers)

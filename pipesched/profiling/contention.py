@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from pipesched.profiling.timing_run import Lap, Subject
+from pipesched.profiling.timing_run import Subject, TimingRun
 from pipesched.tensors.caller_context import Caller, intra_op
 
 __all__ = ["crowd"]
@@ -26,11 +26,13 @@ def crowd(
         twins = [replace(subject, layer=copy.deepcopy(subject.layer)) for subject in subjects]
     except Exception:  # of whatever modules hold: locks, graphs, files
         return []
-    laps = [Lap([replace(one, seconds={}, waited={}) for one in own], device, caller) for own in (subjects, twins)]
+    laps = [
+        TimingRun([replace(one, seconds={}, waited={}) for one in own], device, caller) for own in (subjects, twins)
+    ]
     with ThreadPoolExecutor(2, "pipesched-crowding") as pool:
 
-        def ran(*those: Lap) -> list[float]:
-            def go(lap: Lap) -> float:
+        def ran(*those: TimingRun) -> list[float]:
+            def go(lap: TimingRun) -> float:
                 with intra_op(threads), caller.held():
                     seconds: float = lap.held(lambda: _round(lap))
                     return seconds
@@ -49,7 +51,7 @@ def crowd(
     return found
 
 
-def _round(lap: Lap) -> float:
+def _round(lap: TimingRun) -> float:
     """What its layers take of a whole forward and backward and of a split one; not what is done between layers to
     measure them, which hinders others more than they do.
     """

@@ -15,9 +15,9 @@ from pipesched.model.state_guard import attributes_kept, unchanged
 from pipesched.profiling.contention import crowd
 from pipesched.profiling.layer_sizing import Layer, footprint_of
 from pipesched.profiling.plausibility import Measured, doubt
-from pipesched.profiling.timing_run import Lap, Subject
+from pipesched.profiling.timing_run import Subject, TimingRun
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.layer_costs import TIMES, LayerCosts
 from pipesched.tensors.caller_context import Caller, intra_op
 from pipesched.tensors.keyed_random import outside_kept
@@ -254,11 +254,11 @@ class _Survey:
     def _time(self, together: Sequence[Subject], *, known: bool = False) -> None:
         if not known:
             self._laps.append(together)
-        lap = Lap(together, self._device, self._caller)
+        lap = TimingRun(together, self._device, self._caller)
         lap.held(lambda: self._rounds(lap))
         lap.forget()
 
-    def _rounds(self, lap: Lap) -> None:
+    def _rounds(self, lap: TimingRun) -> None:
         lap.round()
         lap.weight_round(apart=True)
         lap.clear()
@@ -274,7 +274,7 @@ class _Survey:
     # ---- sizes --------------------------------------------------------------------------------------------------
 
     def _looked(self, subject: Subject) -> _Kind:
-        lap = Lap([subject], self._device, self._caller)
+        lap = TimingRun([subject], self._device, self._caller)
         found: _Kind
         try:
             found = lap.held(lambda: self._look(lap))
@@ -286,7 +286,7 @@ class _Survey:
             lap.forget()
         return found
 
-    def _look(self, lap: Lap) -> _Kind:
+    def _look(self, lap: TimingRun) -> _Kind:
         subject = lap.subjects[0]
         output = Payload.of(((lap.round().output,), {}))
         stage = _Alone(lap, subject, self._device, self._caller)
@@ -310,10 +310,10 @@ class _Held(nn.Module):
 class _Alone:
     """A layer as a stage of its own, which has learnt to split its backward. caller: whose autocast holds."""
 
-    def __init__(self, lap: Lap, subject: Subject, device: torch.device, caller: Caller) -> None:
+    def __init__(self, lap: TimingRun, subject: Subject, device: torch.device, caller: Caller) -> None:
         self._lap, self._layer = lap, lap.modules_of[subject]
         self.stage, self._caller = Stage({subject.name: _Held(self._layer)}, device), caller
-        self._feed = Feed(0, 0, [])
+        self._feed = StepData(0, 0, [])
         output = self.forward(subject.given.map_tensors(lambda tensor: tensor.to(device, copy=True)), split=True)
         self.stage.input_grad(0, tuple(torch.ones_like(tensor) for tensor in output.wanted))
         self.stage.weight_grad(0)
@@ -322,7 +322,7 @@ class _Alone:
         """Run it, in a step of its own."""
         self._lap.forget_graphs(self._layer)
         wanted = [tensor.detach().requires_grad_() for tensor in given.wanted]
-        self._feed = Feed(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
+        self._feed = StepData(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
         self.stage.begin(self._feed)
         output: Payload = self.stage.forward(0, split=split)
         return output

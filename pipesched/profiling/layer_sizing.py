@@ -15,7 +15,7 @@ from pipesched.runtime.stage.stage import Stage
 from pipesched.simulation.layer_memory import Footprint
 from pipesched.simulation.memory import Message
 from pipesched.tensors.memory_tracker import Books, books_of
-from pipesched.tensors.payload import Apart, Gradients, Payload, memory_of
+from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of
 from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["Layer", "Sizes", "footprint_of", "sizes_of"]
@@ -25,12 +25,12 @@ __all__ = ["Layer", "Sizes", "footprint_of", "sizes_of"]
 class Layer:
     """A layer that is a stage of its own, or a whole stage, and has learnt to split its backward.
 
-    run: (input, whether weight gradients are left to W) -> output, or Apart one for each taker. release: drops what a
-    pass has kept of inputs and of their gradients. weights: what is trained.
+    run: (input, whether weight gradients are left to W) -> output, or PerConsumer one for each taker. release: drops
+    what a pass has kept of inputs and of their gradients. weights: what is trained.
     """
 
     stage: Stage
-    run: Callable[[Payload, bool], Payload | Apart]
+    run: Callable[[Payload, bool], Payload | PerConsumer]
     release: Callable[[], None]
     weights: Sequence[Tensor]
     buffer_bytes: int
@@ -126,7 +126,7 @@ class _Pass:
         with _Dear() as dear:
             output = layer.run(given, split)
         self.forward = books.peak - begin
-        outputs: list[Payload] = list(output) if isinstance(output, Apart) else [output]
+        outputs: list[Payload] = list(output) if isinstance(output, PerConsumer) else [output]
         del output
         self.output_bytes = sum(tensor.nbytes for one in outputs for tensor in one.tensors)
         made = _memories(tensor for one in outputs for tensor in one.tensors)

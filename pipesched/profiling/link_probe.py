@@ -18,9 +18,9 @@ from pipesched.program.lowering import lower
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.executors.interpreter import StageLike
-from pipesched.runtime.executors.processes import DistributedExecutor
-from pipesched.runtime.executors.threads import Work
-from pipesched.runtime.rank_host import OverMesh
+from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.runtime.executors.threads import RunSpec
+from pipesched.runtime.rank_host import MeshRanks
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.trace import Span
 from pipesched.tensors.payload import Payload
@@ -47,14 +47,14 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
     once, so pairs that share a cable show what they have of it then. timeout: how long a rank waits for another one,
     in seconds. Raises DeviceCountError for a mesh of several dimensions, ExecutionError where a rank does not come.
     """
-    site = OverMesh(mesh, 1, timeout)
+    site = MeshRanks(mesh, 1, timeout)
     try:
         return measure_links(site.executor)
     finally:
         site.close()
 
 
-def measure_links(executor: DistributedExecutor) -> Links:
+def measure_links(executor: ProcessExecutor) -> Links:
     """The same over an executor that is there already. Collective."""
 
     def run(program: Program, sizes: Sequence[int]) -> Iterable[Span]:
@@ -62,7 +62,7 @@ def measure_links(executor: DistributedExecutor) -> Links:
             index: _Gives(sizes[index], executor.device)  # type: ignore[abstract]  # nothing but F runs
             for index in program.chunks(executor.rank)
         }
-        work = Work(program, stages, _nothing)
+        work = RunSpec(program, stages, _nothing)
         looks = [tuple(sizes)] * program.num_microbatches
         executor.run(work, grad=False, looks=looks)  # from now on the messages' forms are foreseen
         return executor.gather(executor.run(work, grad=False, looks=looks))

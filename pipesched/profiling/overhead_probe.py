@@ -31,11 +31,11 @@ from pipesched.program.dependencies import chain
 from pipesched.program.lowering import lower
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.rendezvous import collective
-from pipesched.runtime.executors.threads import Work
+from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.microbatches import Batch
-from pipesched.runtime.rank_host import OverMesh, Site, site_for
+from pipesched.runtime.rank_host import MeshRanks, RankHost, host_for
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.links import Link
 from pipesched.simulation.overheads import Overheads
@@ -140,7 +140,7 @@ def probe_overheads(
     """
     if not is_count(rounds):
         raise InputError(f"the medians of at least one round count; got rounds={shown(rounds)}; pass 1 or more")
-    site = site_for(devices, mesh, 1, timeout, "all")
+    site = host_for(devices, mesh, 1, timeout, "all")
     try:
         if not site.devices:
             raise DeviceCountError("overheads are of at least one rank; got no devices; pass such as ['cpu', 'cpu']")
@@ -157,7 +157,7 @@ def probe_overheads(
         site.close()
 
 
-def _runner(site: Site) -> Run:
+def _runner(site: RankHost) -> Run:
     def run(program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
         device, lowered = site.devices[0], lower(program)
         own = {stage for stage, rank in enumerate(program.placement) if site.holds(rank)}
@@ -165,7 +165,7 @@ def _runner(site: Site) -> Run:
         stages = {stage: Stage({"work": layer}, device) for stage, layer in layers.items()}
         x = torch.zeros(rows, _ROW_BYTES // 4, device=device)
         count = program.num_microbatches
-        feed = Feed(0, 0, [((x,), {})] * count, output_grads=[(x,)] * count)
+        feed = StepData(0, 0, [((x,), {})] * count, output_grads=[(x,)] * count)
 
         def prepare(caller: Caller) -> None:
             for layer, stage in zip(layers.values(), stages.values(), strict=True):
@@ -176,14 +176,14 @@ def _runner(site: Site) -> Run:
 
         def once() -> tuple[Ran, bool]:
             before_s = waited_s()
-            timeline = site.run(Work(lowered, stages, prepare), batch, grad=True)
+            timeline = site.run(RunSpec(lowered, stages, prepare), batch, grad=True)
             lost_s = waited_s() - before_s
             seconds = {
                 action: took_s
                 for stage, layer in layers.items()
                 for action, took_s in zip(_of_stage(program, stage), layer.seconds, strict=True)
             }
-            if isinstance(site, OverMesh):
+            if isinstance(site, MeshRanks):
                 spans = site.gather([timeline])
                 others = site.executor.exchange((seconds, lost_s))
                 seconds = {action: took_s for own, _ in others for action, took_s in own.items()}

@@ -19,14 +19,14 @@ from pipesched.profiling.layer_sizing import Layer, Sizes, sizes_of
 from pipesched.program.checkpointing import Keep
 from pipesched.program.program import Program
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_memory import Footprint, of_stage
 from pipesched.simulation.memory import Message
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.exchange import Trade
 from pipesched.tensors.memory_tracker import books_of
-from pipesched.tensors.payload import Apart, Payload, pytree
+from pipesched.tensors.payload import Payload, PerConsumer, pytree
 
 __all__ = ["StageSizes", "costs_with", "messages_of", "stage_sizes"]
 
@@ -146,7 +146,7 @@ class _Alone:
         self._stage, self._caller, self._arrived = stage, caller, arrived
         self._sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(stage.device), sample)
         self._given = Payload.joined(arrived)
-        self._feed = Feed(0, 0, [])
+        self._feed = StepData(0, 0, [])
         grads = [tuple(torch.ones_like(leaf) for leaf in one.wanted) for one in self._outputs(split=True)]
         stage.input_grad(0, *grads)  # so it learns to split
         stage.weight_grad(0)
@@ -180,23 +180,23 @@ class _Alone:
         self._feed.inputs = [None]
 
     def _end(self) -> None:
-        self._stage.begin(Feed(0, 0, []))
+        self._stage.begin(StepData(0, 0, []))
 
     def _outputs(self, *, split: bool = False) -> list[Payload]:
         made = self._run(self._given, split)
-        return list(made) if isinstance(made, Apart) else [made]
+        return list(made) if isinstance(made, PerConsumer) else [made]
 
-    def _run(self, given: Payload, split: bool) -> Payload | Apart:
+    def _run(self, given: Payload, split: bool) -> Payload | PerConsumer:
         return self._forward(given, split=split)
 
-    def _forward(self, given: Payload, **how: bool) -> Payload | Apart:
+    def _forward(self, given: Payload, **how: bool) -> Payload | PerConsumer:
         factors: list[float | None] | None = None if self._stage.head is None else [1.0]
-        self._feed = Feed(0, 0, [unchanged(self._sample)], factors=factors, autocast=self._caller.autocast)
+        self._feed = StepData(0, 0, [unchanged(self._sample)], factors=factors, autocast=self._caller.autocast)
         self._stage.begin(self._feed)
         leaves = iter(given.leaves)
         parts = [
             Payload(tuple(next(leaves) for _ in one.leaves), one.places, one.spec, one.needs_grad)
             for one in self._arrived
         ]
-        made: Payload | Apart = self._stage.forward(0, *parts, **how)
+        made: Payload | PerConsumer = self._stage.forward(0, *parts, **how)
         return made

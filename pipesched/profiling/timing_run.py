@@ -29,7 +29,7 @@ from pipesched.tensors.meta_tensors import lacks_contents, stand_in
 from pipesched.tensors.payload import Payload, trainable_leaves
 from pipesched.tensors.tree_structure import tensors_in
 
-__all__ = ["Clock", "Lap", "Run", "Subject"]
+__all__ = ["Clock", "Run", "Subject", "TimingRun"]
 
 _TOGETHER = "weight_grads_together_s"
 
@@ -62,7 +62,7 @@ class Run:
     products: list[list[Product]] = field(default_factory=list)
 
 
-class Lap(nn.Module):
+class TimingRun(nn.Module):
     """See the module. caller: whose autocast holds in forwards."""
 
     def __init__(self, subjects: Sequence[Subject], device: torch.device, caller: Caller) -> None:
@@ -317,7 +317,7 @@ def _is_scripted(layer: nn.Module) -> bool:
     return any(isinstance(module, torch.jit.ScriptModule) for module in layer.modules())
 
 
-def _copies(lap: Lap, device: torch.device) -> dict[str, Tensor]:
+def _copies(lap: TimingRun, device: torch.device) -> dict[str, Tensor]:
     scripted = [layer for layer in lap.layers if _is_scripted(layer)]
     own = {id(tensor) for layer in scripted for tensor in (*layer.parameters(), *layer.buffers())}
     parameters = {

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pipesched.errors import ExecutionError
 from pipesched.program.segments import Orders, Segments
-from pipesched.runtime.executors.threads import Timeline, Work
+from pipesched.runtime.executors.threads import RunSpec, Timeline
 from pipesched.runtime.microbatches import Batch, Weighting
-from pipesched.runtime.rank_host import Site
+from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.payload import used_here
 
@@ -38,10 +38,10 @@ class Stream:
 
     def __init__(
         self,
-        site: Site,
+        site: RankHost,
         segments: Segments,
         stages: Mapping[int, Stage],
-        feed: Feed,
+        feed: StepData,
         caller: Caller,
         finished: Callable[[Timeline], None],
     ) -> None:
@@ -154,7 +154,7 @@ class Stream:
         self._site.executor.end(self._run)
 
 
-def _work(segments: Segments, stages: Mapping[int, Stage], feed: Feed) -> Work:
+def _work(segments: Segments, stages: Mapping[int, Stage], feed: StepData) -> RunSpec:
     def begin(caller: Caller) -> None:
         feed.autocast = caller.autocast
         for index, stage in stages.items():
@@ -164,4 +164,4 @@ def _work(segments: Segments, stages: Mapping[int, Stage], feed: Feed) -> Work:
         for stage in stages.values():
             stage.end(failed)
 
-    return Work(segments.program, stages, begin, finish=end, pair=segments.pair, period=segments.num_microbatches)
+    return RunSpec(segments.program, stages, begin, finish=end, pair=segments.pair, period=segments.num_microbatches)

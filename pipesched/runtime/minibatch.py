@@ -16,15 +16,15 @@ from pipesched.errors import InputError
 from pipesched.program.program import Program
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.microbatches import Batch, Weighting
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.exchange import Trade
 from pipesched.tensors.payload import Payload, pytree, trainable_leaves
 
-__all__ = ["SENT_TYPES", "Call", "bring_ends", "dealt", "end_of", "received"]
+__all__ = ["SENT_TYPES", "StepCall", "bring_ends", "dealt", "end_of", "received"]
 
 
 @dataclass(frozen=True)
-class Call:
+class StepCall:
     """A mini-batch and what is asked of it.
 
     weighting: how losses count; None where there are none. A forward has those in its outputs alone. gather: whether
@@ -41,11 +41,11 @@ class Call:
         """How many micro-batches."""
         return len(self.batch)
 
-    def feed(self, seed: int, step: int) -> Feed:
+    def feed(self, seed: int, step: int) -> StepData:
         """What the stages get, and where they put what they make."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
         batch = self.batch
-        return Feed(seed, step, list(batch.inputs), batch.targets, factors, keep_outputs=self.return_outputs)
+        return StepData(seed, step, list(batch.inputs), batch.targets, factors, keep_outputs=self.return_outputs)
 
     @property
     def counting(self) -> Weighting:
@@ -54,11 +54,11 @@ class Call:
             raise ValueError(f"a call has a loss where it was asked for one; {self.method} was not")
         return self.weighting
 
-    def loss(self, feed: Feed) -> Tensor:
+    def loss(self, feed: StepData) -> Tensor:
         """The mini-batch's loss, where the last stage runs."""
         return self.counting.total([feed.losses[microbatch] for microbatch in range(len(self))])
 
-    def outputs(self, feed: Feed, *, own_loss: bool) -> Any:
+    def outputs(self, feed: StepData, *, own_loss: bool) -> Any:
         """In the mini-batch's order; None where the last stage runs in another process. own_loss: the loss that counts
         is in the outputs.
         """
@@ -93,7 +93,7 @@ class _Unsent:
 SENT_TYPES = _Opening, _Unsent
 
 
-def dealt(call: Call, program: Program, bodies: Sequence[Body], num_ranks: int) -> tuple[Call, list[Any]]:
+def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: int) -> tuple[StepCall, list[Any]]:
     """(rank 0's own call, each rank's part of it as a message). program: what the call runs, as far as placement goes.
 
     num_ranks: of the mesh; the program may use fewer. bodies: what its stages run. An input goes where one uses it,
@@ -122,14 +122,14 @@ def dealt(call: Call, program: Program, bodies: Sequence[Body], num_ranks: int) 
     return replace(call, batch=replace(batch, looks=looks)), messages
 
 
-def received(message: tuple[Any, ...]) -> Call:
+def received(message: tuple[Any, ...]) -> StepCall:
     """Rank 0's call, as far as this rank has a part in it."""
     opening, factors, shares, inputs, targets = message
     size = len(opening.rows)
     inputs = pytree.tree_map_only(_Unsent, _without_contents, inputs)
     batch = Batch(inputs or [((), {})] * size, targets or [], opening.rows, opening.output_dim, opening.looks)
     weighting = Weighting(_read(factors, size), _read(shares, size)) if opening.has_loss else None
-    return Call(opening.method, batch, weighting, opening.return_outputs, opening.gather)
+    return StepCall(opening.method, batch, weighting, opening.return_outputs, opening.gather)
 
 
 def _needed(value: Any, takers: Sequence[Body]) -> Any:
@@ -166,7 +166,7 @@ def end_of(program: Program) -> int:
     return program.placement[program.routes[0][-1] if program.routes else -1]
 
 
-def bring_ends(program: Program, feed: Feed, trade: Trade) -> None:
+def bring_ends(program: Program, feed: StepData, trade: Trade) -> None:
     """Bring losses and outputs of all micro-batches to ``end_of`` the program. Collective over processes."""
     end, ends = end_of(program), {program.placement[route[-1]] for route in program.routes}
     if trade.holds(end):

@@ -25,11 +25,11 @@ from pipesched.program.dependencies import StageGraph
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.heartbeat import beating
 from pipesched.runtime.executors.channel_plan import look
-from pipesched.runtime.executors.processes import DistributedExecutor
+from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.rank_run import RankTimeline
-from pipesched.runtime.executors.threads import LocalExecutor, Timeline, Work
+from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor, Timeline
 from pipesched.runtime.microbatches import Batch
-from pipesched.runtime.minibatch import SENT_TYPES, Call, received
+from pipesched.runtime.minibatch import SENT_TYPES, StepCall, received
 from pipesched.runtime.stage import batch_norm as norms
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts
@@ -41,7 +41,7 @@ from pipesched.tensors.payload import Payload
 from pipesched.tensors.pending_tensor import pending
 from pipesched.torch_checks import as_devices, as_timeout
 
-__all__ = ["Executor", "InProcess", "Inputs", "OverMesh", "Parts", "Site", "site_for"]
+__all__ = ["Executor", "Inputs", "MeshRanks", "RankHost", "SegmentedRun", "ThreadRanks", "host_for"]
 
 T = TypeVar("T")
 
@@ -63,13 +63,13 @@ _DECIDED = (
 )
 
 #: Rank 0's own call, and each rank's part of it as a message.
-Deal = Callable[[Call], tuple[Call, list[Any]]]
+Deal = Callable[[StepCall], tuple[StepCall, list[Any]]]
 
 #: Who passes a batch under a mesh: all ranks the same one, or the first rank alone.
 Inputs = Literal["all", "first"]
 
 
-class Parts(Protocol):
+class SegmentedRun(Protocol):
     """A run that is given its orders in parts."""
 
     @property
@@ -92,7 +92,7 @@ class Executor(Protocol):
     def caller(self, *, grad: bool) -> Caller:
         """The settings of this thread, with grad mode as given."""
 
-    def begin(self, work: Work, caller: Caller) -> Parts:
+    def begin(self, work: RunSpec, caller: Caller) -> SegmentedRun:
         """Begin a run that is then given its orders in parts. Nothing else runs before ``end``."""
 
     def end(self, run: Any) -> None:
@@ -102,7 +102,7 @@ class Executor(Protocol):
         """Raise ExecutionError within a step."""
 
 
-class Site(Protocol):
+class RankHost(Protocol):
     """What a pipeline asks of the place where its ranks run. Collective where that is several processes.
 
     devices: of the ranks. all_devices: also those that no rank uses.
@@ -115,7 +115,7 @@ class Site(Protocol):
     def executor(self) -> Executor:
         """What runs the ranks of this process, once started."""
 
-    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "Site":
+    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
         """The same site, of which so many ranks hold stages. all_ranks: none of a mesh may be left over. Raises
         DeviceCountError.
         """
@@ -138,14 +138,14 @@ class Site(Protocol):
     def start(self) -> None:
         """Start the ranks, once all that can be wrong before has been checked."""
 
-    def call(self, method: str, given: bool, make: Callable[[], Call], deal: Deal) -> Call:
+    def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         """A call, as this process is to run it. given: whether a batch was passed here; deal: each rank's part of one.
 
         Raises InputError where a batch was passed or missing against ``inputs=``, what ``make`` raises, and in the
         other processes ExecutionError that says so.
         """
 
-    def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
+    def run(self, work: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
         """Run a program on all ranks, each its part."""
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
@@ -164,26 +164,26 @@ class Site(Protocol):
         """End it."""
 
 
-class InProcess:
+class ThreadRanks:
     """Every rank in this process, on a device each; a device may repeat."""
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
         self.devices = self.all_devices = list(devices)
         self._threads = intra_op_threads
-        self._executor: LocalExecutor | None = None
+        self._executor: ThreadExecutor | None = None
 
     @property
-    def executor(self) -> LocalExecutor:
+    def executor(self) -> ThreadExecutor:
         """The ranks' threads, once started."""
         if self._executor is None:
             raise ExecutionError("ranks run once they have been started; these were not; call start")
         return self._executor
 
     def start(self) -> None:
-        self._executor = LocalExecutor(self.devices, self._threads)
+        self._executor = ThreadExecutor(self.devices, self._threads)
 
-    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "InProcess":
-        other = InProcess(self.all_devices, self._threads)
+    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "ThreadRanks":
+        other = ThreadRanks(self.all_devices, self._threads)
         other.devices = self.all_devices[:num_ranks]  # devices that no rank needs are left alone
         return other
 
@@ -202,10 +202,10 @@ class InProcess:
     def fail(self, what: str, error: Exception) -> NoReturn:
         raise error
 
-    def call(self, method: str, given: bool, make: Callable[[], Call], deal: Deal) -> Call:
+    def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         return make()
 
-    def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
+    def run(self, work: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
         return self.executor.run(work, grad=grad)
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
@@ -225,7 +225,7 @@ class InProcess:
             self._executor.close()
 
 
-class OverMesh:
+class MeshRanks:
     """One rank of a one-dimensional DeviceMesh in this process, the others in theirs. All calls are collective."""
 
     def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float, inputs: Inputs = "all") -> None:
@@ -245,8 +245,8 @@ class OverMesh:
         group = mesh.get_group()
         self.group = tuple(get_process_group_ranks(group))
 
-        def connect() -> DistributedExecutor:
-            executor = DistributedExecutor(group, device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s)
+        def connect() -> ProcessExecutor:
+            executor = ProcessExecutor(group, device=device, intra_op_threads=intra_op_threads, timeout_s=timeout_s)
             executor.encoding.know(*_DECIDED, *SENT_TYPES, *norms.SENT_TYPES)
             executor.encoding.know_own(Orders, Orders.parts, Orders.of_parts)
             executor.encoding.know_own(Looks, lambda looks: looks.values, Looks, immutable=True)
@@ -260,7 +260,7 @@ class OverMesh:
         """The rank of this process."""
         return self.executor.rank
 
-    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "OverMesh":
+    def use(self, num_ranks: int, *, all_ranks: bool = False) -> "MeshRanks":
         if all_ranks and num_ranks != len(self.all_devices):
             raise DeviceCountError(
                 f"every rank of the mesh holds stages, unless a plan leaves some out; it has {len(self.all_devices)} "
@@ -324,7 +324,7 @@ class OverMesh:
     def start(self) -> None:
         return
 
-    def call(self, method: str, given: bool, make: Callable[[], Call], deal: Deal) -> Call:
+    def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         first = self._inputs == "first"
         if given != (self.rank == 0 or not first):
             error = InputError(
@@ -337,7 +337,7 @@ class OverMesh:
             return make()
         return self._receive(method) if self.rank else self._deal(method, make, deal)
 
-    def _deal(self, method: str, make: Callable[[], Call], deal: Deal) -> Call:
+    def _deal(self, method: str, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         """Rank 0's own call, once the others' parts are on their way, or why there are none."""
         try:
             call, messages = deal(make())
@@ -347,7 +347,7 @@ class OverMesh:
         self.executor.deal(method, messages)
         return call
 
-    def _receive(self, method: str) -> Call:
+    def _receive(self, method: str) -> StepCall:
         message = self.executor.deal(method)
         if isinstance(message, str):
             raise ExecutionError(
@@ -363,7 +363,7 @@ class OverMesh:
             self.executor.fail(method, error)
         return call
 
-    def run(self, work: Work, batch: Batch, *, grad: bool) -> Timeline:
+    def run(self, work: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
         return self.executor.run(work, grad=grad, looks=batch.looks or batch.looking(look))
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
@@ -387,7 +387,7 @@ class OverMesh:
         return self.executor.trade(what, given, sources) if given or sources else {}
 
     @contextmanager
-    def connected(self) -> Iterator[DistributedExecutor]:
+    def connected(self) -> Iterator[ProcessExecutor]:
         """The executor; once it has ended, another one for as long as this is entered. Collective."""
         self.executor.check_outside("gather_model")
         if not self.executor.closed:
@@ -410,9 +410,9 @@ class OverMesh:
         self.executor.close()
 
 
-def site_for(
+def host_for(
     devices: Sequence[Any] | None, mesh: DeviceMesh | None, threads: int, timeout: float | None, inputs: Inputs
-) -> Site:
+) -> RankHost:
     """The site of a Pipeline with these arguments. Raises InputError, DeviceCountError, ExecutionError."""
     if inputs not in get_args(Inputs):
         raise InputError(
@@ -429,5 +429,5 @@ def site_for(
             raise InputError(
                 f"inputs= says which ranks of a mesh pass a batch; got {inputs!r} with devices=; leave it out"
             )
-        return InProcess(as_devices(devices), threads)
-    return OverMesh(mesh, threads, 60.0 if timeout is None else timeout, inputs)
+        return ThreadRanks(as_devices(devices), threads)
+    return MeshRanks(mesh, threads, 60.0 if timeout is None else timeout, inputs)

@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from pipesched.errors import InputError
 
 __all__ = [
-    "Apart",
     "Gradients",
     "Opened",
     "Payload",
+    "PerConsumer",
     "choose_rows",
     "flatten",
     "form_of",
@@ -42,7 +42,7 @@ __all__ = [
 Gradients = tuple[Tensor | None, ...]
 
 
-class Apart(tuple[Any, ...]):
+class PerConsumer(tuple[Any, ...]):
     """A value for each taker, where takers get different ones."""
 
 

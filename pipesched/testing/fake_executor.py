@@ -17,7 +17,7 @@ from pipesched.program.validation import check_routes
 from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.trace import Span, Trace
-from pipesched.tensors.payload import Apart
+from pipesched.tensors.payload import PerConsumer
 
 __all__ = ["FakeStage", "VirtualClock", "run_virtual"]
 
@@ -101,20 +101,20 @@ class FakeStage:
         """R."""
         self._run(Kind.R, microbatch, after=(Kind.F,))
 
-    def backward(self, microbatch: int, *grads: Any) -> Apart:
+    def backward(self, microbatch: int, *grads: Any) -> PerConsumer:
         """B."""
         self._wait_for_copy(microbatch)
         self._run(Kind.B, microbatch, after=(Kind.F,))
         self._gradients.append(microbatch)
         self._check(grads, Kind.B, microbatch)
-        return Apart([Action(self.index, Kind.B, microbatch)] * self._num_producers)
+        return PerConsumer([Action(self.index, Kind.B, microbatch)] * self._num_producers)
 
-    def input_grad(self, microbatch: int, *grads: Any) -> Apart:
+    def input_grad(self, microbatch: int, *grads: Any) -> PerConsumer:
         """I."""
         self._wait_for_copy(microbatch)
         self._run(Kind.I, microbatch, after=(Kind.F,))
         self._check(grads, Kind.B, microbatch)
-        return Apart([Action(self.index, Kind.B, microbatch)] * self._num_producers)
+        return PerConsumer([Action(self.index, Kind.B, microbatch)] * self._num_producers)
 
     def weight_grad(self, microbatch: int) -> None:
         """W."""

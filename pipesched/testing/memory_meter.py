@@ -10,7 +10,7 @@ from pipesched.checks import check_type
 from pipesched.errors import ExecutionError
 from pipesched.pipeline.pipeline import Pipeline
 from pipesched.runtime.executors.device_streams import Lane, Message
-from pipesched.runtime.rank_host import InProcess, OverMesh
+from pipesched.runtime.rank_host import MeshRanks, ThreadRanks
 from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.memory_tracker import Books, Ledger, books_of
 from pipesched.tensors.payload import Payload
@@ -47,8 +47,8 @@ class MemoryMeter:
         if self._site is not self._pipe._site or not self._books:
             self.__exit__()
             self._attach()
-        program = self._pipe._now.program
-        for index, stage in self._pipe._now.stages.items():
+        program = self._pipe._assembly.program
+        for index, stage in self._pipe._assembly.stages.items():
             books = self._books[program.placement[index]]
             if isinstance(books, Ledger):
                 books.add(_own(stage))
@@ -59,7 +59,7 @@ class MemoryMeter:
         """New books, for the ranks that there are now."""
         self._books.clear()
         self._site = site = self._pipe._site
-        if isinstance(site, InProcess):
+        if isinstance(site, ThreadRanks):
             executor = site.executor
             lanes = list(executor.lanes)
             for rank, lane in enumerate(lanes):
@@ -73,7 +73,7 @@ class MemoryMeter:
             executor._kept.clear()
             self._put_back.append(put_back)
         else:
-            assert isinstance(site, OverMesh)
+            assert isinstance(site, MeshRanks)
             own, lane = site.executor, site.executor._lane
             self._books[own.rank] = books_of(own.device)
             own._lane = _Metered(lane, self._books[own.rank], copies=False)

@@ -19,7 +19,7 @@ from pipesched.model.module_tree import check_initialised, is_in_a_row, layers_o
 from pipesched.model.state_guard import no_graph, untouched
 from pipesched.model.tied_weights import deliver
 from pipesched.runtime.microbatches import SplitDims, Splitter
-from pipesched.runtime.rank_host import InProcess
+from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms, Norms
 from pipesched.runtime.stage.split_backward import edge_of
 from pipesched.tensors.caller_context import Caller
@@ -69,7 +69,7 @@ def reference_step(
     seed = torch.initial_seed() if seed is None else as_seed(seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(intra_op_threads)
-    norms = MiniBatchNorms(batch_norm, InProcess([], 1))
+    norms = MiniBatchNorms(batch_norm, ThreadRanks([], 1))
     modules = {"": whole, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
     try:
         run = _Unpipelined(whole, loss_fn, norms.of_stage((0, 0), (0, 0), modules), batch.inputs[0], whole_layers)

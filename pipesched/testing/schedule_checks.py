@@ -11,7 +11,7 @@ from pipesched.program.order import OrderFunction, Schedule
 from pipesched.program.order import schedule as schedule_of
 from pipesched.program.program import Program, check_program
 from pipesched.program.validation import validate
-from pipesched.runtime.executors.threads import LocalExecutor, Work
+from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor
 from pipesched.simulation.costs import Costs, check_costs
 from pipesched.simulation.simulator import simulate
 from pipesched.simulation.trace import Trace
@@ -41,9 +41,9 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
     costs = costs or Costs.uniform(program.num_stages)
     validate(program)  # threads that deadlock would wait for ever
     stages = {index: FakeStage(index, costs) for index in range(program.num_stages)}
-    executor = LocalExecutor([torch.device("cpu")] * program.num_ranks, intra_op_threads=1)
+    executor = ThreadExecutor([torch.device("cpu")] * program.num_ranks, intra_op_threads=1)
     try:
-        run = executor.run(Work(lower(program), stages, lambda caller: None), grad=False)
+        run = executor.run(RunSpec(lower(program), stages, lambda caller: None), grad=False)
     finally:
         executor.close()
     return Trace(tuple(run.spans()), program.num_ranks, program.name, costs)

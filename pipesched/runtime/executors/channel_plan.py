@@ -11,7 +11,7 @@ from torch import Tensor
 from pipesched.program.actions import Action, Kind
 from pipesched.program.program import Program
 from pipesched.runtime.executors.interpreter import Rank
-from pipesched.runtime.transport.channels import Messages, Wire
+from pipesched.runtime.transport.channels import Channels, Messages
 from pipesched.runtime.transport.device_channels import Channel
 from pipesched.runtime.transport.layout_book import digest
 from pipesched.tensors.payload import flatten
@@ -78,7 +78,7 @@ class OrderMessages:
 class ChannelEnds:
     """The rank's ends of the channels, as the interpreter uses them."""
 
-    def __init__(self, program: Program, wire: Wire) -> None:
+    def __init__(self, program: Program, wire: Channels) -> None:
         self._placement, self._wire = program.placement, wire
 
     def sender(self, action: Action) -> Callable[[Any], None]:

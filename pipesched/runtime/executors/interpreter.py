@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from pipesched.errors import ExecutionError
 from pipesched.program.actions import Action, Kind
 from pipesched.program.program import Program
-from pipesched.tensors.payload import Apart
+from pipesched.tensors.payload import PerConsumer
 
 __all__ = ["Rank", "StageLike", "Stamps", "Timer", "Transport", "interpret"]
 
@@ -21,15 +21,15 @@ class StageLike(Protocol):
     """What a stage does for a micro-batch. ``arrived``: one value a producer; ``grads``: one a consumer."""
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
-        """F: returns the stage's output, or Apart one for each consumer."""
+        """F: returns the stage's output, or PerConsumer one for each consumer."""
 
     def recompute(self, microbatch: int, *, split: bool) -> None:
         """R."""
 
-    def backward(self, microbatch: int, *grads: Any) -> Apart:
+    def backward(self, microbatch: int, *grads: Any) -> PerConsumer:
         """B: returns a gradient for each producer."""
 
-    def input_grad(self, microbatch: int, *grads: Any) -> Apart:
+    def input_grad(self, microbatch: int, *grads: Any) -> PerConsumer:
         """I: returns a gradient for each producer."""
 
     def weight_grad(self, microbatch: int) -> None:
@@ -234,7 +234,7 @@ def interpret(rank: Rank, timer: Timer, stamps: Stamps) -> Iterator[Action]:
                 f"rank {rank.index}, position {position} of its order"
             )
             raise
-        if type(value) is Apart:
+        if type(value) is PerConsumer:
             for edge, part in zip(gives, value, strict=True):
                 edge.value = part
             part = None

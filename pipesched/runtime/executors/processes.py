@@ -36,15 +36,15 @@ from pipesched.runtime.executors.channel_plan import ChannelEnds, OrderMessages,
 from pipesched.runtime.executors.device_streams import lane_for
 from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
 from pipesched.runtime.executors.rank_run import RankRun, RankTimeline
-from pipesched.runtime.executors.threads import Work
-from pipesched.runtime.transport.channels import SHARE, Wire
+from pipesched.runtime.executors.threads import RunSpec
+from pipesched.runtime.transport.channels import SHARE, Channels
 from pipesched.runtime.transport.clock_sync import clock_offset
 from pipesched.runtime.transport.connections import met
 from pipesched.runtime.transport.device_channels import ends_over
 from pipesched.runtime.transport.encoding import Encoding
 from pipesched.runtime.transport.host_copies import Courier
 from pipesched.runtime.transport.layout_book import digest
-from pipesched.runtime.transport.message_layout import Form, describe
+from pipesched.runtime.transport.message_layout import MessageLayout, describe
 from pipesched.runtime.transport.ports import ConnectionLostError, Ports
 from pipesched.runtime.transport.rank_exchange import DEALT, Exchange
 from pipesched.runtime.transport.shared_value import Shared
@@ -52,7 +52,7 @@ from pipesched.simulation.trace import Span
 from pipesched.tensors.caller_context import Caller, intra_op
 from pipesched.tensors.payload import Payload
 
-__all__ = ["DistributedExecutor"]
+__all__ = ["ProcessExecutor"]
 
 _IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
 
@@ -61,7 +61,7 @@ class _Stopped(Exception):  # noqa: N818  it is no error: it ends the rank's loo
     """Another rank failed."""
 
 
-class DistributedExecutor:
+class ProcessExecutor:
     """One rank of a pipeline, in a process of its own. All methods, and making one, are collective.
 
     group: a process group of the pipeline's ranks, whose order is theirs; it is used for its store alone, and its
@@ -85,7 +85,7 @@ class DistributedExecutor:
         self._steps = 0
         self._shared: Shared | None = None
         self._fault: str | None = None
-        self._wire: Wire | None = None
+        self._wire: Channels | None = None
         self._forked = Forked()
         self._courier = Courier(self.device)
         #: Of what is no tensor: it reads types by name that it knows.
@@ -98,7 +98,7 @@ class DistributedExecutor:
             self._alarm.on_fault(connections.hang_up)
             self._links = links = connections.links
             ends = None if links is None else ends_over(links, connections.sockets, self.rank, self.encoding)
-            self._wire = Wire(Ports(connections.sockets, connections.port), _IDENTITY, self.encoding, ends)
+            self._wire = Channels(Ports(connections.sockets, connections.port), _IDENTITY, self.encoding, ends)
         with self._one_at_a_time("making a pipeline"):
             self._clock_s = clock_offset(connections.port, self.rank, self.num_ranks)
         end_in_children(self)
@@ -112,7 +112,7 @@ class DistributedExecutor:
     def learn(self, value: Any) -> None:
         """Know the types in a value that ranks may send. Raises ExecutionError for one that does not travel."""
         with self.encoding.learning():
-            Form(describe(Payload.of(value), self.encoding)[0], self.encoding).written()
+            MessageLayout(describe(Payload.of(value), self.encoding)[0], self.encoding).written()
 
     @property
     def closed(self) -> bool:
@@ -126,7 +126,7 @@ class DistributedExecutor:
 
     # ---- running --------------------------------------------------------------------------------------------------
 
-    def run(self, work: Work, *, grad: bool, looks: Sequence[Hashable] = ()) -> RankTimeline:
+    def run(self, work: RunSpec, *, grad: bool, looks: Sequence[Hashable] = ()) -> RankTimeline:
         """Run this rank's part of a lowered program in this thread, with grad mode as given.
 
         work: of its stages, only those of this rank are used. looks: what each micro-batch looks like; from it follow
@@ -143,7 +143,7 @@ class DistributedExecutor:
             finally:
                 work.finish(failed)
 
-    def _run(self, work: Work, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
+    def _run(self, work: RunSpec, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
         program, wire = work.program, self._open_wire()
         order = self._own(program.orders if work.orders is None else work.orders)
         messages = self._messages_of(program, order)
@@ -166,7 +166,7 @@ class DistributedExecutor:
         """The settings of this thread, with grad mode as given."""
         return Caller.here({self.device.type}, grad=grad)
 
-    def begin(self, work: Work, caller: Caller) -> RankRun:
+    def begin(self, work: RunSpec, caller: Caller) -> RankRun:
         """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``."""
         with self._one_at_a_time("a stream"):
             program, wire = work.program, self._open_wire()
@@ -219,7 +219,7 @@ class DistributedExecutor:
         all_stamps = [stamps if index == self.rank else Stamps.room_for(()) for index in range(self.num_ranks)]
         return RankTimeline(all_stamps, [self._lane.reader()] * self.num_ranks, start_s + self._clock_s)
 
-    def _rank_of(self, work: Work, messages: OrderMessages) -> Rank:
+    def _rank_of(self, work: RunSpec, messages: OrderMessages) -> Rank:
         """The rank of this work. It is kept, unless it runs a part of its order: then its stages are of one pass."""
         rank = messages.rank
         if rank is None or rank.stages is not work.stages:
@@ -261,7 +261,7 @@ class DistributedExecutor:
             known = self._known[id(program)] = program, own
         return known[1]
 
-    def _open_wire(self) -> Wire:
+    def _open_wire(self) -> Channels:
         self._forked.check()
         if self._wire is None:
             why = self._fault or "it was closed before this step"

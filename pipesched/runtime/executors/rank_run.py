@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipesched.program.actions import Action
 from pipesched.runtime.executors.interpreter import Rank
-from pipesched.runtime.executors.threads import Timeline, Work
+from pipesched.runtime.executors.threads import RunSpec, Timeline
 from pipesched.tensors.caller_context import Caller
 
 __all__ = ["RankRun", "RankTimeline"]
@@ -26,7 +26,7 @@ class RankRun:
 
     def __init__(
         self,
-        work: Work,
+        work: RunSpec,
         caller: Caller,
         rank: Rank,
         run_part: "Callable[[RankRun, tuple[Action, ...]], RankTimeline]",
@@ -38,7 +38,7 @@ class RankRun:
         self._run_part, self._leave = run_part, leave
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> RankTimeline:
-        """Run this rank's next part. Raises as ``DistributedExecutor.run``."""
+        """Run this rank's next part. Raises as ``ProcessExecutor.run``."""
         rank = self.rank.index
         return self._run_part(self, orders[rank] if rank < len(orders) else ())
 

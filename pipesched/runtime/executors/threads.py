@@ -23,7 +23,7 @@ from pipesched.runtime.executors.interpreter import Rank, StageLike, Stamps, int
 from pipesched.simulation.trace import Span
 from pipesched.tensors.caller_context import Caller
 
-__all__ = ["LocalExecutor", "Part", "Run", "Timeline", "Work"]
+__all__ = ["RunSegment", "RunSpec", "ThreadExecutor", "ThreadRun", "Timeline"]
 
 _STOP = Message("stop")
 _REMEMBERED = 64  # programs
@@ -36,7 +36,7 @@ class _Stopped(Exception):  # noqa: N818  it is no error: it ends a rank's loop
 
 
 @dataclass(frozen=True)
-class Work:
+class RunSpec:
     """What to run: a lowered program, its stages, and the part of its orders, all of it unless given.
 
     prepare: called with the caller's settings before the ranks start, once nothing else runs; finish: called after
@@ -53,10 +53,10 @@ class Work:
     period: int = 1
 
 
-class Crew:
+class BoundProgram:
     """The ranks of a program over its stages, and the channels between them. It can serve one run after the other."""
 
-    def __init__(self, work: Work, lanes: Sequence[Lane]) -> None:
+    def __init__(self, work: RunSpec, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes
         self.program, self.stages = work.program, work.stages
         self.channels = _channels(work.program)
@@ -66,12 +66,12 @@ class Crew:
         ]
 
 
-class Run:
+class ThreadRun:
     """A program under way: its ranks, and what became of them. It runs in one part, or in several."""
 
     ahead = 1  # parts that are handed on while others run
 
-    def __init__(self, work: Work, crew: "Crew", jobs: _Jobs, caller: Caller) -> None:
+    def __init__(self, work: RunSpec, crew: "BoundProgram", jobs: _Jobs, caller: Caller) -> None:
         self.work = work
         self.crew = crew
         self.caller = caller
@@ -80,13 +80,13 @@ class Run:
         self.deserted = False  # its ranks are in another process
         self._jobs = jobs
         self._lock = threading.Lock()
-        self._last: Part | None = None
+        self._last: RunSegment | None = None
 
-    def hand(self, orders: Sequence[tuple[Action, ...]]) -> "Part":
+    def hand(self, orders: Sequence[tuple[Action, ...]]) -> "RunSegment":
         """Give every rank the next part of its order; it begins when it has ended the one before."""
         for lane in self.crew.lanes:
             lane.follow()
-        self._last = part = Part(self, orders)
+        self._last = part = RunSegment(self, orders)
         handed = 0
         try:
             for index, queue in enumerate(self._jobs):
@@ -112,7 +112,7 @@ class Run:
         if self._last is not None:
             self.wait_for(self._last)
 
-    def wait_for(self, part: "Part") -> None:
+    def wait_for(self, part: "RunSegment") -> None:
         """Until every rank has ended a part, likewise."""
         try:
             part.finished.wait()
@@ -121,7 +121,7 @@ class Run:
             part.finished.wait()
             raise
 
-    def finish(self, part: "Part") -> "Timeline":
+    def finish(self, part: "RunSegment") -> "Timeline":
         """Wait until every rank has ended a part: what ran when. Raises what a stage raised."""
         self.wait_for(part)
         self.check()
@@ -151,10 +151,10 @@ class Run:
             raise error
 
 
-class Part:
+class RunSegment:
     """A part of every rank's order, on its way through the ranks."""
 
-    def __init__(self, run: Run, orders: Sequence[tuple[Action, ...]]) -> None:
+    def __init__(self, run: ThreadRun, orders: Sequence[tuple[Action, ...]]) -> None:
         self.finished = threading.Event()
         self._run = run
         self._stamps = [Stamps.room_for(order) for order in orders]
@@ -247,7 +247,7 @@ class _Wires:
         return self._placement[action.stage], self._placement[action.peer or 0]
 
 
-class LocalExecutor:
+class ThreadExecutor:
     """Threads that wait for runs. ``close`` ends them; so does dropping the executor."""
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
@@ -256,10 +256,10 @@ class LocalExecutor:
         self._busy = threading.Lock()
         self._jobs: _Jobs = [SimpleQueue() for _ in devices]
         self._threads = _start_threads(self._jobs, intra_op_threads)
-        self._under_way: list[ref[Run]] = []  # the run that the threads may be in
+        self._under_way: list[ref[ThreadRun]] = []  # the run that the threads may be in
         self._finalizer = finalize(self, _abandon, self._jobs, self._threads, self._under_way)
-        self._last: Run | None = None
-        self._kept: dict[int, Crew] = {}
+        self._last: ThreadRun | None = None
+        self._kept: dict[int, BoundProgram] = {}
         self._forked = Forked()
         end_in_children(self)
 
@@ -275,7 +275,7 @@ class LocalExecutor:
         """Whether the threads have been ended."""
         return not self._finalizer.alive
 
-    def run(self, work: Work, *, grad: bool) -> Timeline:
+    def run(self, work: RunSpec, *, grad: bool) -> Timeline:
         """Run a lowered program, with grad mode as given, until every rank has ended.
 
         Raises what a stage raised, with a note that says where; ExecutionError where a run is under way or after
@@ -293,19 +293,19 @@ class LocalExecutor:
             self._kept[id(work.program)] = crew
         return part.timeline()
 
-    def _taken(self, work: Work) -> Crew:
+    def _taken(self, work: RunSpec) -> BoundProgram:
         """The crew that ran the same work before and did not fail, or a new one."""
         if len(self._kept) >= _REMEMBERED:
             self._kept.clear()
         crew = self._kept.pop(id(work.program), None)
         again = crew is not None and crew.program is work.program and crew.stages is work.stages
-        return crew if crew is not None and again and work.orders is None else Crew(work, self.lanes)
+        return crew if crew is not None and again and work.orders is None else BoundProgram(work, self.lanes)
 
     def caller(self, *, grad: bool) -> Caller:
         """The settings of this thread, with grad mode as given."""
         return Caller.here(self._device_types, grad=grad)
 
-    def begin(self, work: Work, caller: Caller, crew: Crew | None = None) -> Run:
+    def begin(self, work: RunSpec, caller: Caller, crew: BoundProgram | None = None) -> ThreadRun:
         """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``.
 
         crew: of this work, a new one unless given.
@@ -319,7 +319,7 @@ class LocalExecutor:
             if self._last is not None:
                 self._last.wait()  # an impatient interrupt may have left ranks behind
             work.prepare(caller)
-            run = self._last = Run(work, crew or Crew(work, self.lanes), self._jobs, caller)
+            run = self._last = ThreadRun(work, crew or BoundProgram(work, self.lanes), self._jobs, caller)
             self._under_way[:] = [ref(run)]
             start_s = time.perf_counter()
             for lane in self.lanes:
@@ -332,7 +332,7 @@ class LocalExecutor:
             raise
         return run
 
-    def end(self, run: Run) -> None:
+    def end(self, run: ThreadRun) -> None:
         """End a run whose ranks have ended what they were given."""
         for lane in self.lanes:
             lane.end()
@@ -370,7 +370,7 @@ class LocalExecutor:
             thread.join()
 
 
-def _job(part: Part, index: int) -> Callable[[], None]:
+def _job(part: RunSegment, index: int) -> Callable[[], None]:
     return lambda: part.run_rank(index)
 
 
@@ -411,7 +411,7 @@ def _end_threads(jobs: _Jobs) -> None:
         queue.put(None)
 
 
-def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Sequence[ref[Run]]") -> None:
+def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Sequence[ref[ThreadRun]]") -> None:
     """Stop what is under way, end the threads and wait for them.
 
     Python aborts the process if it exits while a thread returns from an operation of torch.

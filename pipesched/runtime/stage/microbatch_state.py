@@ -12,13 +12,13 @@ from pipesched.runtime.stage.buffer_copies import Buffers
 from pipesched.runtime.stage.weight_products import Product
 from pipesched.runtime.stage.weight_stash import Tensors
 from pipesched.tensors.keyed_random import Key
-from pipesched.tensors.payload import Apart, Payload, trainable_leaves
+from pipesched.tensors.payload import Payload, PerConsumer, trainable_leaves
 
-__all__ = ["Saved", "buffers_of", "dropping", "roots_of"]
+__all__ = ["MicrobatchState", "buffers_of", "dropping", "roots_of"]
 
 
 @dataclass(eq=False)
-class Saved:
+class MicrobatchState:
     """What a stage keeps of one micro-batch from F to the end of B or W."""
 
     microbatch: int
@@ -40,9 +40,9 @@ class Saved:
     arrived: Payload | None = field(default=None, init=False)
 
 
-def roots_of(saved: Saved, value: Any) -> list[Tensor]:
+def roots_of(saved: MicrobatchState, value: Any) -> list[Tensor]:
     """What of a stage's output is differentiated; nothing where all in front of it is frozen."""
-    roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, Apart) else None
+    roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, PerConsumer) else None
     roots = trainable_leaves(value) if roots is None else roots
     if not roots and saved.counted is not None and saved.counted[1] != 0:
         raise InputError(

@@ -17,7 +17,7 @@ from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.payload import Payload
 
-__all__ = ["Again", "RunLayer", "is_dear"]
+__all__ = ["RecomputedLayers", "RunLayer", "is_dear"]
 
 #: (tensors in place of a layer's own, args, kwargs) -> what it returns
 RunLayer = Callable[[Mapping[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
@@ -32,7 +32,7 @@ class _Seen(NamedTuple):
     still: dict[str, tuple[Tensor, int]]
 
 
-class Again:
+class RecomputedLayers:
     """The layers of one stage that run again. What each call changes is learnt from its first run."""
 
     def __init__(self, random: KeyedRandom, deferral: Deferral) -> None:

@@ -20,22 +20,22 @@ from pipesched.program.weight_versions import Uses
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.buffer_copies import Moving
 from pipesched.runtime.stage.compiled_layers import Compiled
-from pipesched.runtime.stage.microbatch_state import Saved, buffers_of, dropping, roots_of
+from pipesched.runtime.stage.microbatch_state import MicrobatchState, buffers_of, dropping, roots_of
 from pipesched.runtime.stage.offloading import Offloads, addresses
-from pipesched.runtime.stage.recompute import Again
+from pipesched.runtime.stage.recompute import RecomputedLayers
 from pipesched.runtime.stage.split_backward import Deferral, edge_of, enter
-from pipesched.runtime.stage.step_data import Feed
+from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.stage.weight_products import Product, weight_grad
 from pipesched.runtime.stage.weight_stash import Weights
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.keyed_random import InBackward, KeyedRandom
-from pipesched.tensors.payload import Apart, Gradients, Payload, memory_of, pytree, used_here
+from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of, pytree, used_here
 from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["Stage"]
 
 _NOTHING: Mapping[str, Any] = {}
-_NONE_BACK = Apart()
+_NONE_BACK = PerConsumer()
 _NOTHING_MOVES = nullcontext()
 _LOSS = "loss_fn"  # the layer as which the loss draws random numbers and has versions
 
@@ -43,7 +43,7 @@ _LOSS = "loss_fn"  # the layer as which the loss draws random numbers and has ve
 class Stage:
     """One stage: its body, layers in a row unless it is another one, and on the last stage the head.
 
-    Where several stages take what it gives, its body gives each its own (``Apart``).
+    Where several stages take what it gives, its body gives each its own (``PerConsumer``).
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class Stage:
         self.late = False  # whether updates wait for the gradients of tied parameters, which come after the run
         self._waiting = False
         self.weights: Weights | None = None
-        self._saved: dict[int, Saved] = {}
+        self._saved: dict[int, MicrobatchState] = {}
         self._splits = True
-        self._feed = Feed(0, 0, [])
+        self._feed = StepData(0, 0, [])
         self._modifies_input: bool | None = None
         self._random = KeyedRandom(device)
         self._deferral = Deferral()
@@ -84,7 +84,7 @@ class Stage:
         self._forward_mode = {False: Intercept(*forward), True: Intercept(*forward, self._deferral)}
         self._backward_mode = {False: Intercept(*again), True: Intercept(*again, self._deferral)}
         self._mode = self._forward_mode[False]
-        self._again = Again(self._random, self._deferral)
+        self._again = RecomputedLayers(self._random, self._deferral)
         offloads = any(word == "offload" and name in self.layers for (name, _), word in self._keep.items())
         self._offloads = Offloads(device) if offloads else None
 
@@ -92,7 +92,7 @@ class Stage:
         """A stage over the same layers that holds nothing: for a pass that stays open beside others."""
         return Stage(self.body, self.device, self.head, **self._how)
 
-    def begin(self, feed: Feed, uses: Uses | None = None) -> None:
+    def begin(self, feed: StepData, uses: Uses | None = None) -> None:
         """Start a step; what a broken one left behind is dropped.
 
         uses: for a program that updates the weights on its way: which version each micro-batch uses.
@@ -110,7 +110,7 @@ class Stage:
 
     def end(self, failed: bool) -> None:
         """End a step: nothing of it stays behind, nor of one that failed gradients that the next update would take."""
-        self.begin(Feed(0, 0, []))
+        self.begin(StepData(0, 0, []))
         if failed and self.optimizer is not None:
             self._waiting = False
             self.optimizer.zero_grad(set_to_none=True)
@@ -137,14 +137,14 @@ class Stage:
         return self._saved[microbatch].products
 
     def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Any:
-        """F: the stage's output, a Payload, or Apart one for each consumer; on the last stage the loss, where the feed
-        asks for one.
+        """F: the stage's output, a Payload, or PerConsumer one for each consumer; on the last stage the loss, where
+        the feed asks for one.
         """
         payload, inputs = self._taken(microbatch, arrived)
         weights = self.weights.used_by(microbatch) if self.weights is not None else {}
         wanted = tuple([sum(one.needs_grad) for one in arrived]) if arrived else ()
         counted = None if self.head is None else self._counted(microbatch)
-        saved = Saved(microbatch, self._feed.key(microbatch), wanted, inputs, weights, counted)
+        saved = MicrobatchState(microbatch, self._feed.key(microbatch), wanted, inputs, weights, counted)
         guarded = payload.overlapping if arrived and len(payload.leaves) > 1 else ()
         versions = [tensor._version for tensor in guarded]
         if not torch.is_grad_enabled():
@@ -157,8 +157,8 @@ class Stage:
                 f"tensors that pass between stages are modified in place only where they share no memory; the layers "
                 f"{', '.join(self.layers)} modified one of {len(guarded)} that do; clone it, or move the boundary"
             )
-        if isinstance(value, Apart):
-            return Apart([self._apart_from_buffers(Payload.of(one)) for one in value])
+        if isinstance(value, PerConsumer):
+            return PerConsumer([self._apart_from_buffers(Payload.of(one)) for one in value])
         output = Payload.of(value)
         if not all(output.needs_grad):
             output = self._apart_from_buffers(output)
@@ -176,7 +176,7 @@ class Stage:
         arrived, saved.arrived = saved.arrived, None
         self._run_keeping(saved, arrived, split)
 
-    def backward(self, microbatch: int, *grads: Gradients) -> Apart:
+    def backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
         """B: adds the gradients of all parameters; returns those of what arrived, for each producer."""
         saved = self._saved.pop(microbatch)
         self._propagate(microbatch, saved, grads)
@@ -184,7 +184,7 @@ class Stage:
             self._deliver(saved, self.weights)
         return self._sent_back(microbatch, saved)
 
-    def input_grad(self, microbatch: int, *grads: Gradients) -> Apart:
+    def input_grad(self, microbatch: int, *grads: Gradients) -> PerConsumer:
         """I: returns the gradients of what arrived, for each producer; the weight gradients that pay are left to W."""
         saved = self._saved[microbatch]
         if saved.deferred:
@@ -250,7 +250,7 @@ class Stage:
         if self.weights is not None:
             self.weights.after_update()
 
-    def _deliver(self, saved: Saved, weights: Weights) -> None:
+    def _deliver(self, saved: MicrobatchState, weights: Weights) -> None:
         """End a micro-batch: all gradients at once, so that no update between its I and its W takes a part of them."""
         with self._backward_mode[False]:
             weights.deliver([*saved.grads, *weights.taken(saved.weights)])
@@ -292,7 +292,7 @@ class Stage:
         own = used_here(tensor.data) if tensor.is_cuda else tensor.data
         return own if own.device == self.device else own.to(self.device, non_blocking=True)
 
-    def _run(self, saved: Saved, arrived: Payload, split: bool = False) -> Any:
+    def _run(self, saved: MicrobatchState, arrived: Payload, split: bool = False) -> Any:
         """Call the layers, and on the last stage the head. What is returned is the root of the backward."""
         wanted = arrived.wanted
         if wanted and torch.is_grad_enabled():
@@ -359,12 +359,12 @@ class Stage:
             return self._compiled.call(self._mode, self._random, layer, own, args, kwargs)
         return call_with(own, layer, args, kwargs)
 
-    def _own(self, saved: Saved, name: str, number: int) -> Mapping[str, Tensor]:
+    def _own(self, saved: MicrobatchState, name: str, number: int) -> Mapping[str, Tensor]:
         """What a module's call uses in place of its own tensors."""
         ties = self._ties.get((name, number), _NOTHING)
         return {**saved.weights.get(name, _NOTHING), **(saved.buffers or _NOTHING).get(name, _NOTHING), **ties}
 
-    def _run_keeping(self, saved: Saved, arrived: Payload, split: bool) -> Any:
+    def _run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
         split = split and self._splits
         saved.deferred = split and self._deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self._deferral.learning)
@@ -377,7 +377,7 @@ class Stage:
             with self._offloads.saving(saved.microbatch), self._deferral.saving():
                 value = self._run(saved, arrived, noted)
             inputs = self._feed.inputs[saved.microbatch] if saved.inputs or not saved.wanted else None
-            output = list(value) if isinstance(value, Apart) else value
+            output = list(value) if isinstance(value, PerConsumer) else value
             outputs = self._feed.outputs.get(saved.microbatch)
             saved.staying = addresses((*tensors_in((inputs, output)), *(outputs.tensors if outputs else ())))
         if first and saved.left is not None:
@@ -393,7 +393,7 @@ class Stage:
         shapes = tuple(tensor.shape for tensor in arrived.tensors)
         return shapes, tuple(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
 
-    def _run_dropping(self, saved: Saved, arrived: Payload) -> Any:
+    def _run_dropping(self, saved: MicrobatchState, arrived: Payload) -> Any:
         """Run in grad mode, so that the layers see what they see without checkpointing, and keep the input alone."""
         snapshot = {name: buffers_of(module) for name, module in self.modules.items()}
         versions = [tensor._version for tensor in arrived.tensors]
@@ -418,7 +418,7 @@ class Stage:
                 f"place now, but not in their first forward; use checkpoint='never', or do not modify it in place"
             )
 
-    def _propagate(self, microbatch: int, saved: Saved, arrived: tuple[Gradients, ...]) -> None:
+    def _propagate(self, microbatch: int, saved: MicrobatchState, arrived: tuple[Gradients, ...]) -> None:
         edges, saved.edges = saved.edges, ()
         if self._offloads is not None:
             self._offloads.arrived(microbatch)
@@ -437,7 +437,7 @@ class Stage:
             else:
                 self.weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
 
-    def _sent_back(self, microbatch: int, saved: Saved) -> Apart:
+    def _sent_back(self, microbatch: int, saved: MicrobatchState) -> PerConsumer:
         grads = tuple(saved.input_grads)
         saved.input_grads.clear()  # the graph holds the list, and somebody may hold the graph for longer
         if not saved.wanted:
@@ -445,6 +445,6 @@ class Stage:
                 self._feed.input_grads[microbatch] = grads
             return _NONE_BACK
         if len(saved.wanted) == 1:
-            return Apart((grads,))
+            return PerConsumer((grads,))
         left = iter(grads)
-        return Apart(tuple(islice(left, count)) for count in saved.wanted)
+        return PerConsumer(tuple(islice(left, count)) for count in saved.wanted)

@@ -10,11 +10,11 @@ from torch import Tensor
 from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Gradients, Payload
 
-__all__ = ["Feed"]
+__all__ = ["StepData"]
 
 
 @dataclass
-class Feed:
+class StepData:
     """What one step, or a stream of steps, gives to its stages and takes from them: by micro-batch.
 
     step: the first one's number; step_size: the micro-batches of each step of a stream, which are numbered through.

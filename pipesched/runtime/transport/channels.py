@@ -29,12 +29,12 @@ from torch import Tensor
 
 from pipesched.errors import ExecutionError
 from pipesched.runtime.transport.encoding import Encoding
-from pipesched.runtime.transport.layout_book import DIGEST_BYTES, Book, digest
-from pipesched.runtime.transport.message_layout import Form, Packed, describe
+from pipesched.runtime.transport.layout_book import DIGEST_BYTES, LayoutBook, digest
+from pipesched.runtime.transport.message_layout import MessageLayout, Packed, describe
 from pipesched.runtime.transport.ports import Ports, Work, awaited, lost
 from pipesched.simulation.memory import AHEAD
 
-__all__ = ["COLLECT", "SHARE", "Ends", "Incoming", "Messages", "Outgoing", "Wire"]
+__all__ = ["COLLECT", "SHARE", "Channels", "Ends", "Incoming", "Messages", "Outgoing"]
 
 _HEADER = 64  # bytes
 _MOST_BYTES = 1 << 44  # of a message: no machine has as much memory
@@ -74,7 +74,7 @@ class Outgoing:
         counts: Counts | None = None,
         way: int = 0,
     ) -> None:
-        self.book = Book()
+        self.book = LayoutBook()
         self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding
         self._counts, self._way = counts or Counts.none(), way
         self._position = 0
@@ -107,10 +107,10 @@ class Outgoing:
         if self._sent or self._aside:
             self._retire(self._counts.there[self._way])
 
-    def _send_described(self, form: Form | None, value: Any) -> None:
+    def _send_described(self, form: MessageLayout | None, value: Any) -> None:
         description, leaves = describe(value, self._encoding)
         if form is None or form.description != description:
-            self._send_unforeseen(Form(description, self._encoding), leaves, form.nbytes if form else 0)
+            self._send_unforeseen(MessageLayout(description, self._encoding), leaves, form.nbytes if form else 0)
         elif form.nbytes < self._ports.limit and (data := form.in_place(leaves)) is not None:
             _FIELDS.pack_into(self._header, 0, 0, 0, *self._counts.here)
             self._send_short((self._header, data.numpy()), _HEADER + form.nbytes)
@@ -124,7 +124,7 @@ class Outgoing:
             else:
                 self._send_long(packed, form.spare)
 
-    def _send_unforeseen(self, form: Form, leaves: tuple[Any, ...], foreseen: int) -> None:
+    def _send_unforeseen(self, form: MessageLayout, leaves: tuple[Any, ...], foreseen: int) -> None:
         """The header alone goes where a message was foreseen; the form and the data follow on the side."""
         written = form.written()
         announced = Packed(None, _HEADER)
@@ -197,7 +197,7 @@ class Incoming:
         counts: Counts | None = None,
         way: int = 0,
     ) -> None:
-        self.book = Book()
+        self.book = LayoutBook()
         self.taken = 0
         self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding
         self._counts, self._way = counts or Counts.none(), way
@@ -252,8 +252,8 @@ class Incoming:
         self._counts.there[:] = there
         return form.restore(memory, start) if value is None else value
 
-    def _receive_unforeseen(self, form_bytes: int, data_bytes: int) -> tuple[Form, Tensor]:
-        form = Form.read(self._receive_aside(form_bytes).numpy().tobytes(), self._encoding)
+    def _receive_unforeseen(self, form_bytes: int, data_bytes: int) -> tuple[MessageLayout, Tensor]:
+        form = MessageLayout.read(self._receive_aside(form_bytes).numpy().tobytes(), self._encoding)
         if form.nbytes != data_bytes:
             raise lost(self._peer, RuntimeError(f"{data_bytes} bytes are announced for a form of {form.nbytes}"))
         return form, self._receive_aside(data_bytes)
@@ -344,7 +344,7 @@ class _Neighbour:
 Messages = Mapping[int, Mapping[tuple[bool, bool], Sequence[Hashable]]]
 
 
-class Wire:
+class Channels:
     """All channels of one rank; made when first used. names: what the parts of an identity are, for errors.
 
     encoding: of plain values. ends: makes those of runs; without it they go through the ports, as values beside runs

@@ -40,8 +40,8 @@ from torch import Tensor, distributed
 from pipesched.errors import ExecutionError
 from pipesched.runtime.transport.channels import Ends
 from pipesched.runtime.transport.encoding import Encoding
-from pipesched.runtime.transport.layout_book import Book
-from pipesched.runtime.transport.message_layout import Form, Packed, describe
+from pipesched.runtime.transport.layout_book import LayoutBook
+from pipesched.runtime.transport.message_layout import MessageLayout, Packed, describe
 from pipesched.runtime.transport.ports import ShortPort, lost
 
 __all__ = ["Channel", "Link", "Links", "Maker", "Sending", "ends_over", "links_for"]
@@ -251,7 +251,7 @@ class DeviceOutgoing:
     """The sending end of a channel. port: for headers."""
 
     def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
-        self.book, self._encoding = Book(), encoding
+        self.book, self._encoding = LayoutBook(), encoding
         self._links, self._channel, self._write = links, channel, port.sender(channel.taker, tag)
         self._position = 0
         self._sent: deque[_Sent] = deque()
@@ -271,7 +271,7 @@ class DeviceOutgoing:
         form = self.book.form(self._position)
         written = b""
         if form is None or form.description != description:
-            form = Form(description, self._encoding)
+            form = MessageLayout(description, self._encoding)
             written = form.written()
             self.book.note(self._position, form)
         if form.nbytes:
@@ -279,7 +279,7 @@ class DeviceOutgoing:
         self._send_header(written)
         self._position += 1
 
-    def _send_data(self, form: Form, leaves: tuple[Any, ...]) -> None:
+    def _send_data(self, form: MessageLayout, leaves: tuple[Any, ...]) -> None:
         self._reclaim()
         packed = form.spare.pop() if form.spare else Packed(form, 0, self._links.device)
         packed.fill(leaves)
@@ -307,7 +307,7 @@ class DeviceIncoming:
     """The receiving end of a channel. port: for headers."""
 
     def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
-        self.book, self._encoding = Book(), encoding
+        self.book, self._encoding = LayoutBook(), encoding
         self.taken = 0
         self._links, self._channel, self._reader = links, channel, port.reader(channel.giver, tag)
 
@@ -328,7 +328,7 @@ class DeviceIncoming:
         (form_bytes,) = _LENGTH.unpack(self._read(_LENGTH.size))
         form = self.book.form(self.taken)
         if form_bytes or form is None:
-            form = Form.read(bytes(self._read(form_bytes)), self._encoding)
+            form = MessageLayout.read(bytes(self._read(form_bytes)), self._encoding)
             self.book.note(self.taken, form)
         self.taken += 1
         if form.nbytes:

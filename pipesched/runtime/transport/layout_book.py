@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from hashlib import blake2b
 
-from pipesched.runtime.transport.message_layout import Form
+from pipesched.runtime.transport.message_layout import MessageLayout
 from pipesched.simulation.memory import AHEAD
 
-__all__ = ["DIGEST_BYTES", "Book", "digest"]
+__all__ = ["DIGEST_BYTES", "LayoutBook", "digest"]
 
 _SETTLED = 2 * AHEAD  # messages: when a receive is posted, all that come so many before it are here, and more
 _REMEMBERED = 4096  # forms in the book of a channel
@@ -19,15 +19,15 @@ def digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-class Book:
+class LayoutBook:
     """The forms that one end of a channel foresees: the same ones as the other end."""
 
     def __init__(self) -> None:
-        self._forms: dict[Hashable, Form] = {}
-        self._news: deque[tuple[int, Hashable, Form]] = deque()  # with the message's number in the run
+        self._forms: dict[Hashable, MessageLayout] = {}
+        self._news: deque[tuple[int, Hashable, MessageLayout]] = deque()  # with the message's number in the run
         self._keys: Sequence[Hashable] = ()
         self._first = 0  # the message that stands first in what follows; those before are behind
-        self.foreseen: list[Form | None] = []
+        self.foreseen: list[MessageLayout | None] = []
         self.sizes = digest(b"")  # what both ends must foresee alike
 
     @property
@@ -49,7 +49,7 @@ class Book:
         del self.foreseen[: behind - self._first]
         self._first = behind
 
-    def form(self, number: int) -> Form | None:
+    def form(self, number: int) -> MessageLayout | None:
         """What is foreseen of a message of the run; of a further one, when that is the next to be asked for."""
         at = number - self._first
         if at == len(self.foreseen):
@@ -57,7 +57,7 @@ class Book:
             self.foreseen.append(self._forms.get(self._keys[at]))
         return self.foreseen[at]
 
-    def note(self, number: int, form: Form) -> None:
+    def note(self, number: int, form: MessageLayout) -> None:
         """A message had another form. It counts from the next run on, or a few messages on in one of several parts:
         not before both ends must know it, so that they agree.
         """

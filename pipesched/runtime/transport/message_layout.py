@@ -17,7 +17,7 @@ from pipesched.errors import ExecutionError
 from pipesched.runtime.transport.encoding import Encoding
 from pipesched.tensors.payload import Payload
 
-__all__ = ["Form", "Packed", "describe"]
+__all__ = ["MessageLayout", "Packed", "describe"]
 
 _ALIGNMENT = 64  # bytes; as torch's own allocator: kernels may add in another order at another alignment
 _STORAGE_ALIGNMENT = 16  # bytes; the largest element
@@ -123,7 +123,7 @@ def _memory(leaf: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Form:
+class MessageLayout:
     """The form of a value: written once, known to both sides from then on. encoding: of its plain values."""
 
     description: Description
@@ -143,7 +143,7 @@ class Form:
         return self.encoding.written(self.description)
 
     @classmethod
-    def read(cls, written: bytes, encoding: Encoding) -> "Form":
+    def read(cls, written: bytes, encoding: Encoding) -> "MessageLayout":
         """The inverse of ``written``. Raises ExecutionError for bytes that are no form."""
         form = cls(encoding.read(written), encoding)
         try:
@@ -267,7 +267,7 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 class Packed:
     """A message's memory: ``header`` bytes, on a CPU alone, then those of a form's tensors. data: all of them."""
 
-    def __init__(self, form: Form | None, header: int, device: torch.device | None = None) -> None:
+    def __init__(self, form: MessageLayout | None, header: int, device: torch.device | None = None) -> None:
         pieces = form.pieces if form else []
         nbytes = header + (form.nbytes if form else 0)
         with torch.inference_mode(False):  # it serves steps with and without

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesched.runtime.transport.channels import COLLECT, Wire
+from pipesched.runtime.transport.channels import COLLECT, Channels
 from pipesched.tensors.payload import Payload
 
 __all__ = ["DEALT", "Exchange"]
@@ -29,7 +29,7 @@ _FIRST_TRADE = 30  # tag; the others follow, two each
 class Exchange:
     """One rank's side, over its wire. Values are pytrees of tensors and plain values."""
 
-    wire: Wire
+    wire: Channels
     rank: int
     num_ranks: int
     device: torch.device
