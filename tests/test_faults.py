@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from jobs_faults import Case
 from run_faults import outcomes
 from torch import distributed
@@ -14,7 +15,7 @@ from pipesched.program.actions import Action, Kind
 from pipesched.runtime.coordination import stuck_collectives as stuck
 from pipesched.runtime.coordination.failure_alarm import Alarm
 from pipesched.runtime.coordination.failure_notices import Fault
-from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, Activity, State, blamed
+from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, Activity, State, blamed, doing_at
 from pipesched.runtime.coordination.stores import StoreLostError, asked
 from pipesched.runtime.executors.interpreter import Stamps
 
@@ -116,6 +117,23 @@ def test_a_rank_that_receives_is_not_at_work_though_it_has_given_up() -> None:
     assert activity.state()[:3] == ("waits", "0RECV_B0<1 (stage 0, micro-batch 0)", "")
     stamps.ends[0] = stamps.starts[1] = time.perf_counter()
     assert activity.state()[:2] == ("works", "0B0 (stage 0, micro-batch 0)")
+
+
+def test_an_error_is_of_a_collective_where_torch_raises_it_within_one() -> None:
+    def by(call: Any) -> str:
+        try:
+            call()
+        except Exception as error:
+            return doing_at(error)
+        return "nothing"
+
+    class Hook(torch.nn.Module):
+        def forward(self) -> None:
+            raise ValueError("of the user's own")
+
+    assert by(lambda: distributed.get_process_group_ranks(object())) == "collective"
+    assert by(lambda: torch.zeros(2).view(3)) == "raised"
+    assert by(Hook()) == "raised"
 
 
 class _Group:

@@ -44,8 +44,10 @@ class Gathered(Planned):
         """The whole state of the model, on every rank, also of what ``wrap=`` has sharded. Collective under a mesh."""
         if not isinstance(self._site, MeshRanks):
             return self.state_dict()
-        own = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in self.state_dict().items()}
-        merged = {name: value for share in self._site.executor.exchange(own) for name, value in share.items()}
+        executor, state = self._site.executor, self.state_dict()
+        with executor.collective("full_state_dict"):
+            own = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+        merged = {name: value for share in executor.exchange(own) for name, value in share.items()}
         names = [*self._all_state(), *merged]  # the model's order; then what wrap has added on other ranks
         return {name: merged[name] for name in names if name in merged}
 
@@ -156,7 +158,8 @@ def _collect(
         takers = [rank for rank in targets if rank != source]
         for names in _batches(share) if takers else ():
             if executor.rank == source:
-                values = [_whole(tensors[name]).detach().cpu() for name in names]
+                with executor.collective("gather_model"):
+                    values = [_whole(tensors[name]).detach().cpu() for name in names]
                 executor.trade("weights", dict.fromkeys(takers, values), ())
             elif executor.rank in takers:
                 for name, value in zip(names, executor.trade("weights", {}, (source,))[source], strict=True):

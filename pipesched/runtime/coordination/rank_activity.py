@@ -139,11 +139,16 @@ def doing_at(error: BaseException) -> Doing:
     """What a rank did that an error of its own ended: it was in a collective where torch.distributed raised it, as a
     rule because another rank of the group had ended.
     """
+    doing: Doing = "raised"
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith((_OF_TORCH, "<")):
+            doing = "raised"  # code of others', called by what came before
+        elif file.startswith(_OF_COLLECTIVES):
+            doing = COLLECTIVE
         trace = trace.tb_next
-    of_collective = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OF_COLLECTIVES)
-    return COLLECTIVE if of_collective else "raised"
+    return doing
 
 
 def said(error: BaseException) -> str:

@@ -285,6 +285,12 @@ class ProcessExecutor:
                 f"arguments on every rank"
             )
 
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """Code that runs collectives of torch.distributed: an error in it ends all ranks, and names one to blame."""
+        with self._one_at_a_time(what):
+            yield
+
     def exchange(self, value: Any) -> list[Any]:
         """What every rank passed, in ranks' order: pytrees of tensors and plain values. It arrives on this device."""
         with self._one_at_a_time("an exchange"):
