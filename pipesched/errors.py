@@ -1,4 +1,4 @@
-"""Every error of pipesched: rule; place; numbers; remedy. Each also is the built-in type that users expect."""
+"""Errors: rule; place; numbers; remedy. Each also is the built-in type that users expect."""
 
 __all__ = [
     "ArgumentError",

@@ -1,4 +1,4 @@
-"""Arguments: what the caller of a Pipeline passed, checked. Each raises an error that says what to pass instead."""
+"""Torch checks: what the caller of a Pipeline passed, checked. Each raises an error that says what to pass instead."""
 
 import inspect
 import math

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipesched import Pipeline
 from pipesched.capture.layered_model import as_model
-from pipesched.program.checkpointing import CheckpointMode
+from pipesched.program.checkpoint_options import CheckpointMode
 from pipesched.tensors.payload import gather
 from pipesched.testing import reference_step
 

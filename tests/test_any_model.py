@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from pipesched import Pipeline
 from pipesched.errors import GraphError, InputError, ModelTypeError, ScheduleError
 from pipesched.runtime.microbatches import Splitter
-from pipesched.runtime.minibatch import StepCall, dealt
+from pipesched.runtime.step_call import StepCall, dealt
 from pipesched.testing import reference_step
 
 SCHEDULES = ["1f1b", "zb-h1", "interleaved-1f1b"]

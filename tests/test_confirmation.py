@@ -14,7 +14,7 @@ from pipesched.planning.report import Report
 from pipesched.planning.search_request import Search
 from pipesched.planning.stage_cutter import Pins
 from pipesched.planning.tuner import Tuner, find_plan
-from pipesched.program.checkpointing import keep_by_layer
+from pipesched.program.checkpoint_options import keep_by_layer
 from pipesched.simulation.layer_costs import TIMES, costs_of
 from pipesched.simulation.trace import Spans
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched import Pipeline, Plan
 from pipesched.errors import ExecutionError, GraphError, ScheduleError
-from pipesched.program.checkpointing import as_checkpoint, checkpoint_in_words
+from pipesched.program.checkpoint_options import as_checkpoint, checkpoint_in_words
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.layer_costs import LayerCosts

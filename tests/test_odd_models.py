@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipesched import Pipeline
 from pipesched.errors import GraphError, ModelTypeError, PartitionError
-from pipesched.program.checkpointing import CheckpointMode
+from pipesched.program.checkpoint_options import CheckpointMode
 from pipesched.testing import reference_step
 
 __all__ = ["every_product_deferred", "one_thread"]  # fixtures

@@ -15,7 +15,7 @@ from pipesched import Costs, Kind, Program, lower, schedules, simulate, validate
 from pipesched.errors import ExecutionError, ScheduleError
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
-from pipesched.program.checkpointing import offloading
+from pipesched.program.checkpoint_options import offloading
 from pipesched.program.lowering import add_offloading, add_recompute
 from pipesched.runtime.stage.offloading import Offloads, host_bytes_per_s
 from pipesched.simulation.layer_costs import LayerCosts, stage_costs

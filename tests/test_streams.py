@@ -244,7 +244,7 @@ MAY_WAIT = {
     ("runtime/executors/device_streams.py", "seconds"),  # who reads times
     ("runtime/executors/device_streams.py", "unpack"),  # a CPU rank that takes a value from a GPU
     ("runtime/microbatches.py", "_numbers"),  # counting targets on a device: once a step, as docs/design.md says
-    ("runtime/minibatch.py", "_read"),  # numbers that rank 0 dealt, which lie on the host
+    ("runtime/step_call.py", "_read"),  # numbers that rank 0 dealt, which lie on the host
     ("runtime/transport/host_copies.py", "_carry"),  # a thread of its own
     ("runtime/transport/device_channels.py", "drain"),  # when links are made and closed
     ("runtime/transport/device_channels.py", "_read"),  # bytes of a header, which lie on the host
@@ -258,7 +258,7 @@ STEP = [
         "tensors/keyed_random.py",
         "tensors/function_mode.py",
         "runtime/microbatches.py",
-        "runtime/minibatch.py",
+        "runtime/step_call.py",
     ),
     *(
         "tensors/caller_context.py",

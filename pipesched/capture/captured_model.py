@@ -1,4 +1,4 @@
-"""Captured: a model of any code as layers in the order of their calls, and the bodies of its stages."""
+"""Captured model: a model of any code as layers in the order of their calls, and the bodies of its stages."""
 
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Labels: what a micro-batch counts where a model computes a mean loss over its ``labels`` that are not ignored.
+"""Label counts: what a micro-batch counts where a model computes a mean loss over its ``labels`` that are not ignored.
 
 Padding is ignored, so micro-batches have unequal numbers of labels, and a loss that is a mean over them counts as many
 as it has. Which ones the model's mean is over, its own code decides: a language model that shifts its labels drops the

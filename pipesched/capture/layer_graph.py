@@ -1,4 +1,6 @@
-"""Flow: a captured forward as a graph of layers: where a stage may begin, and what each layer gives to later ones."""
+"""Layer graph: a captured forward as a graph of layers: where a stage may begin, and what each layer gives to later
+ones.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Layered: a model as layers in a row, whatever its code: what is measured and cut, and what its stages run."""
+"""Layered model: a model as layers in a row, whatever its code: what is measured and cut, and what its stages run."""
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import suppress

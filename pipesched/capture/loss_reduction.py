@@ -1,4 +1,4 @@
-"""Reductions: how a loss comes to one number, and so what the loss of each micro-batch counts in the batch's.
+"""Loss reduction: how a loss comes to one number, and so what the loss of each micro-batch counts in the batch's.
 
 The losses of ``torch.nn`` and ``torch.nn.functional`` say it themselves. Most means are over elements: rows count.
 Cross entropy and ``nll_loss`` divide by the targets that they do not ignore, each with the weight of its class.

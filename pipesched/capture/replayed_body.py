@@ -1,4 +1,4 @@
-"""Replayed: the body of a stage that runs its part of a model's own forward."""
+"""Replayed body: the body of a stage that runs its part of a model's own forward."""
 
 import copy
 from collections.abc import Mapping, Sequence

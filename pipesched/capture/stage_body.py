@@ -1,4 +1,4 @@
-"""Body: what a stage computes from what arrives: a chain of layers, or its part of a model's own forward."""
+"""Stage body: what a stage computes from what arrives: a chain of layers, or its part of a model's own forward."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""Cut: which calls of a captured forward each stage runs, and what the stages hand to each other."""
+"""Stage parts: which calls of a captured forward each stage runs, and what the stages hand to each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

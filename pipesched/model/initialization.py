@@ -1,4 +1,5 @@
-"""Initial: where the weights of a model on the meta device come from, once it is known which of them belong here.
+"""Initialization: where the weights of a model on the meta device come from, once it is known which of them belong
+here.
 
 A model of any size is built without contents, captured and cut; then each rank makes the weights of its own stages.
 What a module draws for its weights is keyed by (seed, the module's name): the bits depend neither on the cut nor on who

@@ -1,4 +1,4 @@
-"""Graph: what a model is made of: layers in a row, what holds them, hooks, norms over rows."""
+"""Module tree: what a model is made of: layers in a row, what holds them, hooks, norms over rows."""
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping

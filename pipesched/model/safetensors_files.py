@@ -1,4 +1,4 @@
-"""Weight files: tensors in safetensors files, read by name, and only when they are asked for.
+"""Safetensors files: tensors in safetensors files, read by name, and only when they are asked for.
 
 The library of that name reads them: it checks that a file's header fits the file. It maps a file into memory; a file is
 opened anew for each tensor, so at most one tensor is in memory twice.

@@ -1,4 +1,4 @@
-"""Stale: a model over a mesh, whose other ranks' weights are not here: whoever reads or saves it is told so.
+"""Stale weights: a model over a mesh, whose other ranks' weights are not here: whoever reads or saves it is told so.
 
 Each rank trains the weights of its own stages, in the user's own model. The rest of that model stays as it was. From
 the first step on, until the weights are gathered, hooks on the modules with such weights raise where the model is

@@ -1,4 +1,6 @@
-"""Untouched: runs that leave a model as it was: its tensors, gradients, hooks, modes, attributes and random numbers."""
+"""State guard: runs that leave a model as it was: its tensors, gradients, hooks, modes, attributes and random
+numbers.
+"""
 
 import copy
 import types

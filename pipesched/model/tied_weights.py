@@ -1,4 +1,4 @@
-"""Ties: weights that several calls use, each through a leaf of its own, so that their gradients have one order.
+"""Tied weights: weights that several calls use, each through a leaf of its own, so that their gradients have one order.
 
 A leaf shares the Parameter's memory, or is a copy on its stage's device. It sums over micro-batches; after a run the
 sums are added in the order of the calls and handed to the Parameter, whose hooks fire once. So the result does not

@@ -1,4 +1,4 @@
-"""Owners: on which rank each of a model's parameters and buffers lives."""
+"""Weight owners: on which rank each of a model's parameters and buffers lives."""
 
 from collections.abc import Collection, Mapping, Sequence
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipesched.errors import PartitionError
 from pipesched.partitioning.layer_arrays import Layers, numbers
-from pipesched.program.checkpointing import Keep
+from pipesched.program.checkpoint_options import Keep
 
 __all__ = ["Choice", "choices_of", "with_copies"]
 

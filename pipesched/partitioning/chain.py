@@ -1,4 +1,4 @@
-"""Stages along one order of the blocks: what is within a bound.
+"""Chain: what is within a bound.
 
 Where a stage's cost can only grow with its layers, filling each stage as far as the bound allows is exact: to begin
 later is never worse. It is worse where neighbours wait while a tensor crosses the cut between them, since a shorter

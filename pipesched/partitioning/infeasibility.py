@@ -1,4 +1,4 @@
-"""There is no partition: which rule it fails, by how much, and what would make one possible."""
+"""Infeasibility: which rule it fails, by how much, and what would make one possible."""
 
 from functools import cached_property
 from typing import Any

@@ -1,4 +1,4 @@
-"""Several stages a rank: cuts for which the busiest rank, not the slowest stage, is as fast as can be.
+"""Interleaving: cuts for which the busiest rank, not the slowest stage, is as fast as can be.
 
 From the cuts of the fastest slowest stage, and from even ones, one cut after the other moves to where the busiest of
 all ranks has the least to do, and of such places to where ranks are most alike, until none moves. Then some cuts are

@@ -1,4 +1,4 @@
-"""The lattice of order ideals: all sets of blocks that contain what they need, level by level, as arrays.
+"""Order ideals: all sets of blocks that contain what they need, level by level, as arrays.
 
 An ideal is what may lie before a cut. Level k holds those of k blocks; each comes from ideals of the level above by
 one block more. Sets are bit masks while the lattice is built; later the levels and the steps between them suffice.

@@ -1,4 +1,4 @@
-"""For each slot and each ideal of a level: where below it a stage may best begin.
+"""Pareto fronts: where below it a stage may best begin.
 
 Without limits of memory the best begin is one number. With them a begin may spare work or spare memory, and all are
 kept that no other equals in both.

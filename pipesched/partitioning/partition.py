@@ -1,4 +1,4 @@
-"""Partitioner: layer costs -> stages, exactly.
+"""Partition: layer costs -> stages, exactly.
 
 The smallest bottleneck is found by probe and exact bisection on whole numbers (Pinar and Aykanat 2004): a failed probe
 raises the lower end to the next bound at which something changes, a successful one lowers the upper end to the
@@ -26,7 +26,7 @@ from pipesched.partitioning.request import InFlight, Request
 from pipesched.partitioning.result import Partition
 from pipesched.partitioning.search import fill_up, filled_up
 from pipesched.partitioning.slots import Rank, Toll, fixed_order
-from pipesched.program.checkpointing import Keep
+from pipesched.program.checkpoint_options import Keep
 
 __all__ = ["Partition", "balance", "partition"]
 

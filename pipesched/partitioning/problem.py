@@ -1,4 +1,4 @@
-"""A partition to be found: the blocks, the slots, what crossing a cut costs, and what is pinned."""
+"""Problem: the blocks, the slots, what crossing a cut costs, and what is pinned."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

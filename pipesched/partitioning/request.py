@@ -15,7 +15,7 @@ from pipesched.partitioning.blocks import contract
 from pipesched.partitioning.layer_arrays import Layers, read
 from pipesched.partitioning.problem import Communication, Pin, Problem
 from pipesched.partitioning.slots import LineUp, Rank, fixed_order, free_order, placed
-from pipesched.program.checkpointing import Keep
+from pipesched.program.checkpoint_options import Keep
 from pipesched.simulation.links import Link
 
 __all__ = ["InFlight", "Request"]

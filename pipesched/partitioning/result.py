@@ -7,7 +7,7 @@ from typing import Any
 
 from pipesched.errors import ScheduleError
 from pipesched.json_files import read_fields
-from pipesched.program.checkpointing import Keep
+from pipesched.program.checkpoint_options import Keep
 from pipesched.units import quote_bytes, quote_count, quote_time
 
 __all__ = ["Partition", "StageSummary", "span"]

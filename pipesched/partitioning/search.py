@@ -1,4 +1,4 @@
-"""The search: a chain exactly; a graph exactly where its lattice is small enough, else along many orders."""
+"""Search: a chain exactly; a graph exactly where its lattice is small enough, else along many orders."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -25,11 +25,10 @@ from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_cutter import Cutter
 from pipesched.profiling.stage_sizing import StageSizes
-from pipesched.program.checkpointing import keep_by_layer, offloading
+from pipesched.program.checkpoint_options import keep_by_layer, offloading
 from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.executors.threads import RunSpec
-from pipesched.runtime.minibatch import end_of
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
@@ -38,6 +37,7 @@ from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.stage.weight_copies import Replicas
+from pipesched.runtime.step_call import end_of
 from pipesched.tensors.caller_context import Caller, intra_op
 from pipesched.tensors.meta_tensors import put_on
 from pipesched.user_warning import warn

@@ -1,4 +1,4 @@
-"""Automatic: schedule="auto": what of a pipeline's plan is searched for, and with which numbers."""
+"""Auto plan: schedule="auto": what of a pipeline's plan is searched for, and with which numbers."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

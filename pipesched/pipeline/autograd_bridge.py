@@ -1,4 +1,4 @@
-"""Open pass: a forward through the pipeline whose backward the caller starts, by differentiating the output.
+"""Autograd bridge: a forward through the pipeline whose backward the caller starts, by differentiating the output.
 
 And what a step hands to the caller's graph before the inputs.
 """

@@ -1,4 +1,4 @@
-"""Gathered: what a pipeline over a mesh brings together from all ranks: their states, or all weights in the model."""
+"""Gathering: what a pipeline over a mesh brings together from all ranks: their states, or all weights in the model."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any

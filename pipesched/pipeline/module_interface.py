@@ -1,4 +1,4 @@
-"""Wrapped: what a pipeline shows of the model it wraps: parameters, state, modes, length and indices."""
+"""Module interface: what a pipeline shows of the model it wraps: parameters, state, modes, length and indices."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice

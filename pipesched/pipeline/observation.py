@@ -1,4 +1,4 @@
-"""Observed: what a pipeline shows of itself: what was decided, traces, predictions, and the profile behind them."""
+"""Observation: what a pipeline shows of itself: what was decided, traces, predictions, and the profile behind them."""
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from pipesched.profiling.layered_costs import measure
 from pipesched.profiling.loss_costs import with_supposed_loss
 from pipesched.profiling.optimizer_memory import another, upkeep_of
 from pipesched.profiling.stage_sizing import StageSizes, costs_with, messages_of, stage_sizes
-from pipesched.program.checkpointing import Checkpoint, checkpoint_in_words, offloading
+from pipesched.program.checkpoint_options import Checkpoint, checkpoint_in_words, offloading
 from pipesched.program.program import Program
 from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.executors.threads import Timeline
@@ -43,7 +43,7 @@ from pipesched.simulation.memory import AHEAD, RankMemory, rank_memory
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.simulator import simulate
-from pipesched.simulation.tied_weight_costs import tied_bytes
+from pipesched.simulation.tied_weight_traffic import tied_bytes
 from pipesched.simulation.trace import Spans, Trace
 from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.units import counted, quote_bytes

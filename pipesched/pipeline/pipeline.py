@@ -19,14 +19,14 @@ from pipesched.model.initialization import Init, Initial, built, check_model
 from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import Automatic, adds_up
 from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_grads
-from pipesched.pipeline.call_errors import Form, explained
 from pipesched.pipeline.gathering import Gathered
+from pipesched.pipeline.sample_form import Form, explained
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.search_request import Offload, limits_of
 from pipesched.planning.stage_cutter import Boundaries, Pins
-from pipesched.program.checkpointing import Checkpoint, as_checkpoint
+from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
 from pipesched.program.lowering import halves
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
@@ -34,11 +34,11 @@ from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.executors.threads import ThreadExecutor, Timeline
 from pipesched.runtime.microbatches import Batch, SplitDims, Splitter
-from pipesched.runtime.minibatch import StepCall, bring_ends, dealt, end_of
 from pipesched.runtime.rank_host import Inputs, MeshRanks, ThreadRanks, host_for
 from pipesched.runtime.stage.batch_norm import BatchNormMode
 from pipesched.runtime.stage.compiled_layers import compiler
 from pipesched.runtime.stage.step_data import StepData
+from pipesched.runtime.step_call import StepCall, bring_ends, dealt, end_of
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.simulation.links import Links
 from pipesched.simulation.profile import Profile

@@ -1,4 +1,6 @@
-"""Trial: plans of a model run for some steps, in turn, on the devices that are there, and leave the model as it was."""
+"""Plan trials: plans of a model run for some steps, in turn, on the devices that are there, and leave the model as
+it was.
+"""
 
 import copy
 import time

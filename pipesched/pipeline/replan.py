@@ -1,4 +1,4 @@
-"""Planned: a pipeline that is given one plan after another, and goes on as if it had always had the last one."""
+"""Replan: a pipeline that is given one plan after another, and goes on as if it had always had the last one."""
 
 import time
 from collections.abc import Hashable, Mapping
@@ -20,7 +20,7 @@ from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.replan_verdict import Replanned, certain, check_steps_left, layers_moved, strayed, verdict
 from pipesched.planning.stage_cutter import Pins
-from pipesched.program.checkpointing import offloading
+from pipesched.program.checkpoint_options import offloading
 from pipesched.program.program import Program
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_host import ThreadRanks

@@ -1,4 +1,4 @@
-"""Tuning: a model, or what was measured of it, and the devices there are -> the plan to run."""
+"""Tune: a model, or what was measured of it, and the devices there are -> the plan to run."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -21,7 +21,7 @@ from pipesched.planning.stage_cutter import Boundaries
 from pipesched.planning.tuner import find_plan, too_small
 from pipesched.profiling.profile_model import as_loss
 from pipesched.profiling.profile_model import profile as measure
-from pipesched.program.checkpointing import Checkpoint
+from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.order import Schedule
 from pipesched.runtime.coordination.rendezvous import collective
 from pipesched.runtime.microbatches import SplitDims

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from pipesched import schedules
 from pipesched.errors import ScheduleError
 from pipesched.program.actions import Kind
-from pipesched.program.checkpointing import Checkpoint, CheckpointMode, keep_by_layer
+from pipesched.program.checkpoint_options import Checkpoint, CheckpointMode, keep_by_layer
 from pipesched.program.lowering import add_recompute
 from pipesched.program.order import Schedule
 from pipesched.program.placement import Placement

@@ -1,4 +1,4 @@
-"""Correction: what stages took -> what their layers cost now, and which devices are slow.
+"""Cost correction: what stages took -> what their layers cost now, and which devices are slow.
 
 A stage's time does not tell the shares of its layers, nor that of its device. So layers of a stage are scaled together,
 but for what equal layers tell that run elsewhere: they cost what they cost there, where that is less. What a stage

@@ -1,4 +1,5 @@
-"""Refinement: a cut with the smallest bottleneck need not have the shortest step: it is moved where that is shorter.
+"""Cut refinement: a cut with the smallest bottleneck need not have the shortest step: it is moved where that is
+shorter.
 
 A move takes one layer from a stage, and passes one on through all stages in between, to another stage.
 """

@@ -1,4 +1,6 @@
-"""Searched: a candidate that was cut into stages and simulated, and how it stands beside the one that is taken."""
+"""Evaluated candidate: a candidate that was cut into stages and simulated, and how it stands beside the one that is
+taken.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +9,7 @@ from typing import Any
 
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.candidates import LADDER, Candidate
-from pipesched.program.checkpointing import Checkpoint, checkpoint_in_words, offloading
+from pipesched.program.checkpoint_options import Checkpoint, checkpoint_in_words, offloading
 from pipesched.program.lowering import add_offloading, add_updates
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs

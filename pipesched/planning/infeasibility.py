@@ -1,4 +1,4 @@
-"""Infeasible: no plan keeps the limits of memory: by how much, and what would help."""
+"""Infeasibility: no plan keeps the limits of memory: by how much, and what would help."""
 
 from collections.abc import Callable
 from dataclasses import replace

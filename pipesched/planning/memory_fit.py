@@ -1,4 +1,4 @@
-"""Room: the cuts of candidates that keep the limits of memory, and which of them may need the least."""
+"""Memory fit: the cuts of candidates that keep the limits of memory, and which of them may need the least."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from pipesched.planning.candidates import LADDER, Candidate, candidates, smaller
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate, Stages
 from pipesched.planning.search_request import Search
 from pipesched.planning.stage_cutter import Cutter
-from pipesched.program.checkpointing import Keep, keep_by_layer
+from pipesched.program.checkpoint_options import Keep, keep_by_layer
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs

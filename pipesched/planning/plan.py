@@ -13,7 +13,7 @@ from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, read_fields
 from pipesched.partitioning.result import Partition, span
 from pipesched.planning.alternatives import Alternative
-from pipesched.program.checkpointing import Checkpoint, as_checkpoint, checkpoint_in_words, offloading
+from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint, checkpoint_in_words, offloading
 from pipesched.program.dependencies import StageGraph, chain
 from pipesched.program.lowering import add_offloading, add_recompute
 from pipesched.program.order import Schedule

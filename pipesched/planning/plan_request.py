@@ -10,7 +10,7 @@ from pipesched.checks import is_count, shown
 from pipesched.errors import PartitionError, ScheduleError
 from pipesched.planning.plan import Plan
 from pipesched.planning.stage_cutter import Boundaries
-from pipesched.program.checkpointing import Checkpoint
+from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 

@@ -1,4 +1,4 @@
-"""Planning: what the user asked for -> the programs to run, and the stages."""
+"""Program factory: what the user asked for -> the programs to run, and the stages."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 from pipesched import schedules
 from pipesched.errors import DeviceCountError, PartitionError, ScheduleError
 from pipesched.planning.plan_request import PlanRequest
-from pipesched.program.checkpointing import Checkpoint
+from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.dependencies import StageGraph
 from pipesched.program.lowering import add_offloading, add_recompute, add_updates, forward_then_backward, lower
 from pipesched.program.order import Schedule

@@ -1,4 +1,4 @@
-"""Replanning: what a better plan would save, whether that is worth moving layers for, and what was decided.
+"""Replan verdict: what a better plan would save, whether that is worth moving layers for, and what was decided.
 
 With hysteresis, so that noise moves nothing: a saving counts above 3 % of a step and above twice the noise, and over
 the steps that are left it outweighs what moving costs.

@@ -1,4 +1,4 @@
-"""Reports: a plan, what was weighed against it, what was expected of it and what came of it, for people to read."""
+"""Report: a plan, what was weighed against it, what was expected of it and what came of it, for people to read."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from pipesched.partitioning.result import span
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.plan import Plan
 from pipesched.program.actions import Kind
-from pipesched.program.checkpointing import Keep, checkpoint_in_words, keep_by_layer
+from pipesched.program.checkpoint_options import Keep, checkpoint_in_words, keep_by_layer
 from pipesched.simulation.comparison import Comparison, Pair, compared, measured_costs, quote_off
 from pipesched.simulation.trace import Trace, check_trace, chrome_json
 from pipesched.units import counted, quote_bytes, quote_count, quote_time, time_unit

@@ -1,4 +1,4 @@
-"""Search: what is asked of the tuner, checked."""
+"""Search request: what is asked of the tuner, checked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from pipesched.errors import PartitionError, ScheduleError
 from pipesched.planning.candidates import microbatch_counts
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.stage_cutter import Pins
-from pipesched.program.checkpointing import Checkpoint, as_checkpoint
+from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
 from pipesched.simulation.links import Links

@@ -1,4 +1,4 @@
-"""Boundaries: what the user pins of a model's cut, and where the partitioner puts the rest."""
+"""Stage cutter: what the user pins of a model's cut, and where the partitioner puts the rest."""
 
 from bisect import bisect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,11 +12,11 @@ import networkx as nx
 from pipesched.checks import shown
 from pipesched.errors import PartitionError
 from pipesched.partitioning.partition import Partition, partition
-from pipesched.program.checkpointing import Checkpoint
+from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.liveness import peaks_of_stages
 from pipesched.program.program import Program
 from pipesched.simulation.links import Links
-from pipesched.simulation.tied_weight_costs import tied_bytes, tied_groups
+from pipesched.simulation.tied_weight_traffic import tied_bytes, tied_groups
 from pipesched.units import quote_time
 
 __all__ = ["Boundaries", "Cutter", "Pins"]

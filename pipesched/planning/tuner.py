@@ -34,7 +34,7 @@ from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import costs_of
 from pipesched.simulation.links import Links
 from pipesched.simulation.simulator import step_time
-from pipesched.simulation.tied_weight_costs import tied_bytes, tied_groups
+from pipesched.simulation.tied_weight_traffic import tied_bytes, tied_groups
 from pipesched.units import quote_time
 
 __all__ = ["Tuner", "find_plan", "too_small"]

@@ -1,4 +1,4 @@
-"""Crowding: how much longer layers take while another rank computes beside them. They share memory and its caches, by
+"""Contention: how much longer layers take while another rank computes beside them. They share memory and its caches, by
 how much depends on the layers: products of small matrices hinder each other little, what streams through memory does.
 """
 

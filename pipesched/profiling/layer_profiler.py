@@ -1,4 +1,6 @@
-"""Profiler: layers + one micro-batch -> measured costs. The model is left as it was: weights, buffers, grads, RNG."""
+"""Layer profiler: layers + one micro-batch -> measured costs. The model is left as it was: weights, buffers, grads,
+RNG.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,6 @@
-"""Sizing: what one layer needs in memory, by running it: each memory once, to the byte, by the books of its device."""
+"""Layer sizing: what one layer needs in memory, by running it: each memory once, to the byte, by the books of its
+device.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

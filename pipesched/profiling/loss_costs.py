@@ -1,4 +1,4 @@
-"""Losses: what a loss of a model's outputs costs: with its target, or with one that it seems to take."""
+"""Loss costs: what a loss of a model's outputs costs: with its target, or with one that it seems to take."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,4 +1,5 @@
-"""Upkeep: what optimizers hold beside the weights, and what their steps need: asked of the optimizer's own class.
+"""Optimizer memory: what optimizers hold beside the weights, and what their steps need: asked of the optimizer's own
+class.
 
 By steps of stand-ins that need no memory: so any stage can be asked about, and what a step needs meanwhile is seen.
 `pipesched.profiling.optimizer_costs` makes real steps, since it times them.

@@ -1,4 +1,4 @@
-"""Profiling: a model and a sample -> a Profile: what its layers cost for micro-batches of several sizes."""
+"""Profile model: a model and a sample -> a Profile: what its layers cost for micro-batches of several sizes."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -16,7 +16,7 @@ from pipesched.capture.loss import Head
 from pipesched.model.state_guard import unchanged, untouched
 from pipesched.model.tied_weights import Ties
 from pipesched.profiling.layer_sizing import Layer, Sizes, sizes_of
-from pipesched.program.checkpointing import Keep
+from pipesched.program.checkpoint_options import Keep
 from pipesched.program.program import Program
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData

@@ -1,4 +1,4 @@
-"""Lap: layers that are measured together, forwards in their order and then backwards in the reverse one.
+"""Timing run: layers that are measured together, forwards in their order and then backwards in the reverse one.
 
 So each layer finds the caches as it does in a step: its input has just been written, its weights have not been used
 since the lap before. What a stage does between layers is not counted: one backward runs through all of them, and notes

@@ -1,4 +1,4 @@
-"""Columns: many actions as arrays of integers, an action a row. ``Action`` is their face.
+"""Action arrays: many actions as arrays of integers, an action a row. ``Action`` is their face.
 
 A pipeline of a thousand ranks has millions of actions: whatever looks at all of them works on columns.
 """

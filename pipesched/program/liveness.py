@@ -1,4 +1,4 @@
-"""Holdings: what a rank holds while each of its actions runs. A matter of order alone, not of time."""
+"""Liveness: what a rank holds while each of its actions runs. A matter of order alone, not of time."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral

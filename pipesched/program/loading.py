@@ -1,4 +1,4 @@
-"""Files: programs that were written down, as our text form or as the CSV of torch.distributed.pipelining."""
+"""Loading: programs that were written down, as our text form or as the CSV of torch.distributed.pipelining."""
 
 import csv
 import re

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipesched.program.action_arrays import CODES, Columns, Ints, Mask, Orders
 from pipesched.program.actions import OTHER_END, Action, Kind
-from pipesched.program.checkpointing import Checkpoint, as_checkpoint
+from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
 from pipesched.program.dependencies import BACKWARDS
 from pipesched.program.program import Program, check_program
 from pipesched.program.validation import check_places

@@ -1,4 +1,4 @@
-"""Text form: a program as lines that people read and write, and back."""
+"""Text format: a program as lines that people read and write, and back."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Walk: the one way through a program that its dependencies allow, with or without time.
+"""Traversal: the one way through a program that its dependencies allow, with or without time.
 
 Every rank runs its order as far as the others let it. What never runs is in a deadlock.
 """

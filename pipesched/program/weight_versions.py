@@ -1,4 +1,4 @@
-"""Versions: which version of a stage's weights each micro-batch uses, read from the program.
+"""Weight versions: which version of a stage's weights each micro-batch uses, read from the program.
 
 Version v is the weights after v updates of the stage. A micro-batch's forward and backward use one version.
 """

@@ -1,4 +1,4 @@
-"""Stream: steps of an asynchronous schedule, which run on into each other until a flush.
+"""Async steps: steps of an asynchronous schedule, which run on into each other until a flush.
 
 Every rank has the orders of the steps asked for so far and goes through them without waiting for the others: in one
 process threads, which their caller is a step ahead of; in processes of their own the callers themselves. Weights are

@@ -1,4 +1,4 @@
-"""Batch: a mini-batch cut into micro-batches, and how much each counts for the loss."""
+"""Microbatches: a mini-batch cut into micro-batches, and how much each counts for the loss."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

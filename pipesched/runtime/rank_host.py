@@ -1,4 +1,6 @@
-"""Site: where a pipeline's ranks run: all in this process, or one here and the others in processes of their own."""
+"""Rank host: where a pipeline's ranks run: all in this process, or one here and the others in processes of their
+own.
+"""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,8 +31,8 @@ from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.executors.rank_run import RankTimeline
 from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor, Timeline
 from pipesched.runtime.microbatches import Batch
-from pipesched.runtime.minibatch import SENT_TYPES, StepCall, received
 from pipesched.runtime.stage import batch_norm as norms
+from pipesched.runtime.step_call import SENT_TYPES, StepCall, received
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.simulation.links import Link, Links

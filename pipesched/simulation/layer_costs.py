@@ -8,7 +8,7 @@ from typing import Any
 
 import networkx as nx
 
-from pipesched.program.checkpointing import Checkpoint, Keep, keep_by_layer
+from pipesched.program.checkpoint_options import Checkpoint, Keep, keep_by_layer
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_memory import Footprint, dropping_bytes, of_loss, of_stage
 

@@ -1,4 +1,4 @@
-"""Footprint: what layers need in memory, one after the other, from what each needs alone."""
+"""Layer memory: what layers need in memory, one after the other, from what each needs alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Profiles: what a model's layers cost for one micro-batch, of several sizes, on one machine; kept in a file."""
+"""Profile: what a model's layers cost for one micro-batch, of several sizes, on one machine; kept in a file."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import networkx as nx
 from pipesched.checks import as_list, as_path, check_known, check_type, is_count, shown
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.json_files import load_json
-from pipesched.program.checkpointing import Keep
+from pipesched.program.checkpoint_options import Keep
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts, Stages, costs_of, costs_of_stage, joined_costs, messages
 from pipesched.simulation.overheads import Machine, RanksAre

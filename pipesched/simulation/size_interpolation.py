@@ -1,4 +1,6 @@
-"""Fitting: a figure for sizes that were not measured: between the two nearest that were, or on one line through all."""
+"""Size interpolation: a figure for sizes that were not measured: between the two nearest that were, or on one line
+through all.
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Caller: the thread-local settings of the thread that calls a step, to hold in the ranks' threads too.
+"""Caller context: the thread-local settings of the thread that calls a step, to hold in the ranks' threads too.
 
 (Default dtype, deterministic algorithms and matmul precision are the process's own and hold everywhere.)
 """

@@ -1,4 +1,4 @@
-"""Trades: what ranks give each other beside a program's messages, all that one has for another in one message."""
+"""Exchange: what ranks give each other beside a program's messages, all that one has for another in one message."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol

@@ -1,4 +1,4 @@
-"""Interception: one TorchFunctionMode that sees every torch function a stage calls, and a table of what to do.
+"""Function mode: one TorchFunctionMode that sees every torch function a stage calls, and a table of what to do.
 
 Keyed random numbers and deferred weight gradients both need to see calls; they are providers of one table, so that
 a call is looked up once.

@@ -1,4 +1,4 @@
-"""Randomness: random numbers that depend on where they are drawn, never on the plan.
+"""Keyed random: random numbers that depend on where they are drawn, never on the plan.
 
 Each draw is keyed by (seed, step, micro-batch, layer, call, op): the same bits in whatever stage, thread or order the
 layer runs, and again when it is recomputed. Dropout draws from a generator of its own; every other random function

@@ -1,4 +1,5 @@
-"""Ledger: the memory of tensors that lives, to the byte: of one thread on the host, or of a GPU by its allocator.
+"""Memory tracker: the memory of tensors that lives, to the byte: of one thread on the host, or of a GPU by its
+allocator.
 
 Every operation that torch runs in the thread is seen, those of backwards too, and so is every storage that comes out of
 one; it is in the books until it is freed, by whichever thread. What a kernel allocates and frees within itself is not

@@ -1,4 +1,5 @@
-"""Contents: code that runs where some tensors have none: they lie on the meta device, with a shape and a type alone.
+"""Meta tensors: code that runs where some tensors have none: they lie on the meta device, with a shape and a type
+alone.
 
 What is computed from the model's inputs keeps its contents; what is computed with weights that have none has none. So
 code that looks at masks or lengths goes its usual way.

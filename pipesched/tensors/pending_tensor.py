@@ -1,4 +1,4 @@
-"""Pending: a tensor that is still on its way. Whoever looks at it waits; whoever does not, need not."""
+"""Pending tensor: a tensor that is still on its way. Whoever looks at it waits; whoever does not, need not."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Tensor functions: which torch functions read contents of tensors, change them in place, or differentiate."""
+"""Torch functions: which torch functions read contents of tensors, change them in place, or differentiate."""
 
 from collections.abc import Callable, Sequence
 from inspect import currentframe

@@ -1,4 +1,6 @@
-"""Pattern: the form of a value, dataclasses of users among it: where its tensors are, and what is beside them."""
+"""Tree structure: the form of a value, dataclasses of users among it: where its tensors are, and what is beside
+them.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

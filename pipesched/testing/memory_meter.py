@@ -1,4 +1,6 @@
-"""Meter: what the ranks of a pipeline hold while it runs, to the byte, to be compared with what was predicted."""
+"""Memory meter: what the ranks of a pipeline hold while it runs, to the byte, to be compared with what was
+predicted.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,6 @@
-"""Testing: what tests of schedules and of pipelines use. ``reference_step`` is the loop that a pipeline must equal."""
+"""Schedule checks: what tests of schedules and of pipelines use. ``reference_step`` is the loop that a pipeline must
+equal.
+"""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""Unsplit: a model's forward as one piece, with the keyed random numbers and the tied weights of a pipeline."""
+"""Unsplit model: a model's forward as one piece, with the keyed random numbers and the tied weights of a pipeline."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack

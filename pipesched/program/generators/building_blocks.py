@@ -1,4 +1,4 @@
-"""Schedules that repeat one building block: Pipeline Parallelism with Controllable Memory (Qi et al. 2024,
+"""Building blocks: Pipeline Parallelism with Controllable Memory (Qi et al. 2024,
 arXiv:2405.15362).
 
 A building block says in which slot one micro-batch runs its forward and its input gradient on every stage. Repeated at

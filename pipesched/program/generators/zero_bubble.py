@@ -1,4 +1,4 @@
-"""The automatic zero-bubble heuristic: orders made for given costs and memory (Qi et al. 2023, arXiv:2401.10241,
+"""Zero bubble: orders made for given costs and memory (Qi et al. 2023, arXiv:2401.10241,
 section 3.1).
 
 Warm-up forwards fill the time until a rank's first input gradient can start. Then every rank runs input gradients and

@@ -1,4 +1,5 @@
-"""Alarm: how all ranks of a job learn that one has failed, within moments and whatever they wait for; and which one.
+"""Failure alarm: how all ranks of a job learn that one has failed, within moments and whatever they wait for; and which
+one.
 
 In every rank a thread listens at an address that the others have read from the store. A rank that fails tells all:
 those of its pipeline, and all others of the job, which may share collectives with them. Each answers with what it is

@@ -1,4 +1,6 @@
-"""Notices: what a rank tells others of a fault, and what they answer. It asks many at a time, and waits for none."""
+"""Failure notices: what a rank tells others of a fault, and what they answer. It asks many at a time, and waits for
+none.
+"""
 
 import json
 import selectors

@@ -1,4 +1,5 @@
-"""Forked: a child process, made by os.fork as a DataLoader makes its workers, has copies of its parent's executors.
+"""Forked process: a child process, made by os.fork as a DataLoader makes its workers, has copies of its parent's
+executors.
 
 They have no threads there, and share the parent's connections. So in the child an executor ends without a word to
 anybody, and whoever uses it is told.

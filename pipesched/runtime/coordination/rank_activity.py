@@ -1,4 +1,4 @@
-"""Activity: what a rank is doing, told to the others where one fails, and which rank is then to blame."""
+"""Rank activity: what a rank is doing, told to the others where one fails, and which rank is then to blame."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""Stuck: a rank in a collective of torch.distributed that will never end, since another rank of it has failed.
+"""Stuck collectives: a rank in a collective of torch.distributed that will never end, since another rank of it has
+failed.
 
 NCCL's collectives end with their groups. gloo's do not end: the process does, unless PIPESCHED_END_STUCK_RANKS is 0.
 """

@@ -1,4 +1,4 @@
-"""Messages: what a rank's order sends and receives, channel by channel, and by what the form of each is foreseen.
+"""Channel plan: what a rank's order sends and receives, channel by channel, and by what the form of each is foreseen.
 
 And the rank's ends of the channels.
 """

@@ -1,4 +1,4 @@
-"""Streams: what a rank's device does beside computing: its clock, and the copies between devices."""
+"""Device streams: what a rank's device does beside computing: its clock, and the copies between devices."""
 
 import time
 from collections.abc import Callable, Iterator

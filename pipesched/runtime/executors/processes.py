@@ -1,4 +1,4 @@
-"""Distributed executor: one rank a process. The interpreter of the other executors, over torch.distributed.
+"""Processes: one rank a process. The interpreter of the other executors, over torch.distributed.
 
 Why it cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a channel to
 its k-th receive have no cycle. A send never blocks its rank: it copies its message and returns. A receive takes the

@@ -1,4 +1,4 @@
-"""Parts: a rank in a process of its own, on its way through a program: in one part, or in those of a stream."""
+"""Rank run: a rank in a process of its own, on its way through a program: in one part, or in those of a stream."""
 
 import time
 from collections.abc import Callable, Sequence

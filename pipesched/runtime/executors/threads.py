@@ -1,4 +1,4 @@
-"""Local executor: every rank in this process, a thread each; on CUDA devices with streams of its own.
+"""Threads: every rank in this process, a thread each; on CUDA devices with streams of its own.
 
 Transport is a queue for each (from, to, kind). A rank that fails stops the others: each looks before every action,
 and a rank that waits for a message gets one that says so.

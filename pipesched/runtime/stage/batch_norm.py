@@ -1,4 +1,5 @@
-"""Norms: running statistics of BatchNorm over whole mini-batches, though each micro-batch is normalised by its own.
+"""Batch norm: running statistics of BatchNorm over whole mini-batches, though each micro-batch is normalised by its
+own.
 
 As deferred batch normalisation in torchgpipe (Kim et al. 2020, arXiv:2004.09910): each micro-batch is normalised with
 its own mean and variance, and the running ones move once a mini-batch, as by one forward over all of it. What each call

@@ -1,4 +1,5 @@
-"""Moving: the buffers that forwards write to. A backward sees them as its own micro-batch's forward has left them.
+"""Buffer copies: the buffers that forwards write to. A backward sees them as its own micro-batch's forward has left
+them.
 
 Several micro-batches are in flight, and autograd keeps what the next forward would write over. So each forward writes
 to copies, which autograd keeps, and the buffers take over what they hold.

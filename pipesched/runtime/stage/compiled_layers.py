@@ -1,4 +1,4 @@
-"""Compiled: layers that run through torch.compile, with random numbers that still belong to their place.
+"""Compiled layers: layers that run through torch.compile, with random numbers that still belong to their place.
 
 No mode sees the calls of a compiled graph. So nothing of it is left to W, and a layer that draws random numbers does so
 from the default generator, seeded for that call: other numbers than in eager code, but the same ones whatever the plan,

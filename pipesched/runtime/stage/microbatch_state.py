@@ -1,4 +1,4 @@
-"""Saved: what a stage keeps of one micro-batch, from F to the end of B or W."""
+"""Microbatch state: what a stage keeps of one micro-batch, from F to the end of B or W."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Offloads: what some layers of a stage save for their backward waits in the host's memory.
+"""Offloading: what some layers of a stage save for their backward waits in the host's memory.
 
 Hooks on saved tensors see what autograd saves while a stage runs forward. OFFLOAD copies the memory of what such
 layers alone have saved, each piece once; FREE gives it back once it is copied; FETCH makes room for it and copies it

@@ -1,4 +1,4 @@
-"""Again: layers of a stage that run again inside their own backward, from their inputs (torch.utils.checkpoint).
+"""Recompute: layers of a stage that run again inside their own backward, from their inputs (torch.utils.checkpoint).
 
 Of such a layer only its input is held from forward to backward (Chen et al. 2016, arXiv:1604.06174). Its second run
 sees what the first one saw: the same random numbers, weights and buffers, on copies of those that it changes.

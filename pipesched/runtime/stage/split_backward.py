@@ -1,4 +1,5 @@
-"""Backward: whole (B), or split into input gradients (I) and weight gradients (W) (Qi et al. 2023, arXiv:2401.10241).
+"""Split backward: whole (B), or split into input gradients (I) and weight gradients (W) (Qi et al. 2023,
+arXiv:2401.10241).
 
 Split without running anything twice. While a forward runs, each product with a weight, such as ``linear(x, w)``, is
 called with ``w`` detached: autograd then propagates to ``x`` alone. I is an ordinary backward over that graph: it also

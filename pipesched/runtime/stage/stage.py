@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipesched.capture.loss import Head
 from pipesched.capture.stage_body import Body, Chain, call_with
 from pipesched.errors import ExecutionError, InputError
-from pipesched.program.checkpointing import Keep
+from pipesched.program.checkpoint_options import Keep
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.buffer_copies import Moving

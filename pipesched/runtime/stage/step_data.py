@@ -1,4 +1,4 @@
-"""Feed: what a step gives to its stages and takes from them."""
+"""Step data: what a step gives to its stages and takes from them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

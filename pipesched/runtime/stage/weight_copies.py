@@ -1,4 +1,4 @@
-"""Replicas: further copies of a part's layers, for stages that run on the weights of an earlier stage.
+"""Weight copies: further copies of a part's layers, for stages that run on the weights of an earlier stage.
 
 The first stage of a weight copy runs the user's own layers, its home. Every further one runs a copy on its own device,
 with Parameters of its own: made equal to the home's before each run, and their gradients are added to the home's after

@@ -1,4 +1,6 @@
-"""Products: what is left to W of each product with a weight, and how W computes and delivers the weight gradients."""
+"""Weight products: what is left to W of each product with a weight, and how W computes and delivers the weight
+gradients.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

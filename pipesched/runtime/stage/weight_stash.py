@@ -1,4 +1,5 @@
-"""Weights: the versions of a stage's weights that micro-batches in flight use, while the optimizer makes newer ones.
+"""Weight stash: the versions of a stage's weights that micro-batches in flight use, while the optimizer makes newer
+ones.
 
 A version is a set of tensors that share memory with the live Parameters: leaves with a version counter of their own,
 on which ``torch.func.functional_call`` runs the user's layers. What gradient arrives at them is handed on to the live

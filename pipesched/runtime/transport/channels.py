@@ -1,4 +1,4 @@
-"""Wire: values from rank to rank, in channels that are first in, first out.
+"""Channels: values from rank to rank, in channels that are first in, first out.
 
 A value is one message: a header of 64 bytes, then the bytes of all its tensors, laid out by its form. What form a
 message will have is foreseen from the last one with the same key (edge, kind, and what its micro-batch looks like),

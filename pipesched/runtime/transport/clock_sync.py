@@ -1,4 +1,4 @@
-"""Clock: what to add to a rank's clock so that all ranks of several processes share one."""
+"""Clock sync: what to add to a rank's clock so that all ranks of several processes share one."""
 
 import time
 from typing import Any

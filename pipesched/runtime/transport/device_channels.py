@@ -1,4 +1,5 @@
-"""Device wire: values from rank to rank whose tensors lie on accelerators. Control by the hosts, data by the devices.
+"""Device channels: values from rank to rank whose tensors lie on accelerators. Control by the hosts, data by the
+devices.
 
 A value is a header, by sockets from host to host, and one packed tensor of bytes, by a link from device to device. The
 header says that the form is the foreseen one, or announces another, which follows it. Data is posted and never waited

@@ -1,4 +1,6 @@
-"""Courier: what a device has still to compute goes to the other hosts once it is there, and no step waits for it."""
+"""Host copies: what a device has still to compute goes to the other hosts once it is there, and no step waits for
+it.
+"""
 
 import threading
 from collections.abc import Callable, Sequence

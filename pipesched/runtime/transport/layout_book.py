@@ -1,4 +1,4 @@
-"""Book: what form each message of a channel is foreseen to have. Both ends keep one, and foresee the same."""
+"""Layout book: what form each message of a channel is foreseen to have. Both ends keep one, and foresee the same."""
 
 from collections import deque
 from collections.abc import Hashable, Sequence

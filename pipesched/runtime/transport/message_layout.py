@@ -1,4 +1,4 @@
-"""Forms: what a value on a wire looks like, apart from the bytes of its tensors.
+"""Message layout: what a value on a wire looks like, apart from the bytes of its tensors.
 
 A value is a Payload (forward), Gradients (backward), a tensor, or a plain value. Its form is small, compares fast, and
 says how the tensors' bytes are laid into one message, and how the value is put together again on the other side:

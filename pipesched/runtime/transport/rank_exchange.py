@@ -1,4 +1,4 @@
-"""Exchange: values that ranks give each other beside the messages of a program."""
+"""Rank exchange: values that ranks give each other beside the messages of a program."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

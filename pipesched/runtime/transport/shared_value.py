@@ -1,4 +1,4 @@
-"""Shared: a value of one rank that the others can look at."""
+"""Shared value: a value of one rank that the others can look at."""
 
 import threading
 from collections.abc import Callable

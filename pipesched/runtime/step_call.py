@@ -1,4 +1,4 @@
-"""Call: one call of step, evaluate or forward: what goes in, how losses count, and what comes out.
+"""Step call: one call of step, evaluate or forward: what goes in, how losses count, and what comes out.
 
 And how it travels, where rank 0 alone passes a batch: every rank gets what all need and of the batch what its own
 stages take.

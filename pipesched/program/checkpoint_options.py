@@ -1,4 +1,6 @@
-"""Keeping: what becomes of the activations that forwards save: kept, recomputed or offloaded, by stage or layer."""
+"""Checkpoint options: what becomes of the activations that forwards save: kept, recomputed or offloaded, by stage or
+layer.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

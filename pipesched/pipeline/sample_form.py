@@ -1,4 +1,6 @@
-"""Sampled: the form in which a pipeline got its sample, and what is said of a call in another form that went wrong."""
+"""Sample form: the form in which a pipeline got its sample, and what is said of a call in another form that went
+wrong.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Tied: the parameters of a measured graph that several layers use, and what they cost a step."""
+"""Tied weight traffic: the parameters of a measured graph that several layers use, and what they cost a step."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
