@@ -46,7 +46,7 @@ class Waits:
 
     def __init__(self, pipe: Pipeline) -> None:
         self.count = 0
-        port = pipe._site.executor._wire._ports.short
+        port = pipe._host.executor._wire._ports.short
         reader = port.reader
 
         def counted(peer: int, tag: int) -> Any:
@@ -88,7 +88,7 @@ def losses_looked_at_late(group: Any) -> None:
 def a_loss_lives_without_its_pipeline(group: Any) -> None:
     pipe = pipeline(group)
     loss = pipe.step(X, target=Y)
-    pipe._site.executor.exchange(None)  # nobody drops what another one still waits for
+    pipe._host.executor.exchange(None)  # nobody drops what another one still waits for
     del pipe
     assert torch.equal(loss, expected_losses(1)[0])
 
@@ -102,7 +102,7 @@ def losses_of_one_that_fails(group: Any) -> tuple[list[Any], list[Any]]:
         with suppress(ExecutionError, ZeroDivisionError), pipeline(group) as pipe:
             losses = [pipe.step(X, target=Y)]
             if last and not sent:
-                pipe._site.executor.share = fails
+                pipe._host.executor.share = fails
             losses.append(pipe.step(X, target=Y))
             if sent:
                 pipe.model[-1].register_forward_hook(fails)

@@ -99,7 +99,7 @@ def test_the_callers_device_waits_for_what_it_is_given(name: str, monkeypatch: p
             assert len(told) == 3 * max(1, step)
             ends = [span.end_s for span in pipe.trace.spans if span.action.kind is Kind.F and span.rank == 2]
             assert len(ends) == 3 * max(1, step)
-            assert pipe._site.executor.lanes[2].reader()(told[-1]) >= max(ends)
+            assert pipe._host.executor.lanes[2].reader()(told[-1]) >= max(ends)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -290,7 +290,7 @@ def test_a_pipeline_that_is_dropped_with_steps_under_way_ends_its_threads() -> N
     pipe = pipeline(transformer(), "pipedream", 3)
     weights_after(pipe, 7)
     pipe.step(batch(1)[0], target=batch(1)[1])
-    threads = pipe._site.executor._threads
+    threads = pipe._host.executor._threads
     del pipe
     gc.collect()
     for thread in threads:

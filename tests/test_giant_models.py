@@ -21,7 +21,7 @@ from ranks import Ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipesched.capture.captured_model import Captured
+from pipesched.capture.captured_model import CapturedModel
 from pipesched.errors import GraphError, InputError, ModelTypeError
 from pipesched.model.safetensors_files import WeightFiles
 from pipesched.testing import reference_step
@@ -93,7 +93,7 @@ def test_any_model_is_filled(name: str) -> None:
 
 
 def calls(model: nn.Module, sample: Any) -> list[Any]:
-    captured = Captured(model, sample)
+    captured = CapturedModel(model, sample)
     return [
         (mode, str(call), call.takes, call.uses, call.gives, dict(call.changes), call.reads, call.random, call.joined)
         for mode, capture in captured.captures.items()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipesched import graph_of, partition
 from pipesched.capture.capture import INPUT
-from pipesched.capture.captured_model import Captured
+from pipesched.capture.captured_model import CapturedModel
 from pipesched.capture.layered_model import layered
 
 FLOAT = 4
@@ -83,7 +83,7 @@ def test_what_crosses_a_cut_is_what_its_stages_receive(name: str) -> None:
     if name == "attends":
         args, kwargs = (), {"x": args[0], "y": args[1], **kwargs}
     known = layered(model, (args, kwargs))
-    assert isinstance(known, Captured)
+    assert isinstance(known, CapturedModel)
     graph, names = known.graph({}), list(known.layers)
     sizes = known.captures[True].nbytes
     for cut in range(1, len(names)):

@@ -17,7 +17,7 @@ from torch import nn
 
 import pipesched
 from pipesched import graph_of
-from pipesched.capture.layered_model import InARow
+from pipesched.capture.layered_model import LayersInARow
 from pipesched.errors import InputError, ScheduleError
 from pipesched.simulation.layer_costs import LayerCosts, costs_of, messages
 from pipesched.simulation.profile import Profile
@@ -194,9 +194,9 @@ def test_a_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     asked = {"rows": [2, 4], "cache": tmp_path / "profiles"}
     first = pipesched.profile(model(), torch.randn(4, 8), **asked)
     measuring: list[Any] = []
-    monkeypatch.setattr(InARow, "measure", lambda self, *_: measuring.append(self) or first_costs(self))
+    monkeypatch.setattr(LayersInARow, "measure", lambda self, *_: measuring.append(self) or first_costs(self))
 
-    def first_costs(row: InARow) -> dict[str, LayerCosts]:
+    def first_costs(row: LayersInARow) -> dict[str, LayerCosts]:
         return {name: costs_of(first.graph(4), name) for name in row.layers}
 
     again = pipesched.profile(model(), torch.randn(4, 8), **asked)  # other numbers in weights and inputs

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipesched.capture.capture import Call, Capture
 from pipesched.capture.layer_graph import flow_of, gap, narrowest, unused, with_costs
 from pipesched.capture.recording import Recording, recorded
-from pipesched.capture.replayed_body import Loose, Replayed
+from pipesched.capture.replayed_body import Loose, ReplayedBody
 from pipesched.capture.stage_body import Body
 from pipesched.capture.stage_parts import Part, cut_at
 from pipesched.capture.whole_layers import opened
@@ -27,14 +27,14 @@ from pipesched.tensors.payload import choose_rows
 from pipesched.tensors.tree_structure import tensors_in
 from pipesched.user_warning import warn
 
-__all__ = ["Captured", "Cut"]
+__all__ = ["CapturedModel", "Cut"]
 
 
 #: The names of each stage's layers.
 Cut = tuple[tuple[str, ...], ...]
 
 
-class Captured:
+class CapturedModel:
     """A model, seen once in each of its modes. sample: (args, kwargs).
 
     layers: what may begin a stage, by name, in the order of calls: a layer's second call is ``name#2``. sample: as
@@ -209,7 +209,7 @@ class Captured:
     def bodies(self, cut: Cut, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
         """The stages' bodies. What no call uses lies in the stage of what is registered before it."""
         parts, edges = self.parts(cut), self.edges(cut)
-        bodies = [Replayed(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
+        bodies = [ReplayedBody(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
         held = [_tensors(body.layers.values()) for body in bodies]
         for stage, names in unused(self.model, held).items():
             bodies[stage].layers["(never used)"] = Loose(self.model, names)

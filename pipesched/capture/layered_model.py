@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesched.capture.captured_model import Captured, Cut
+from pipesched.capture.captured_model import CapturedModel, Cut
 from pipesched.capture.layer_graph import flow_of, row_of, with_costs
 from pipesched.capture.recorder import record
 from pipesched.capture.stage_body import Body, Chain
@@ -28,14 +28,14 @@ from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.payload import pytree
 
-__all__ = ["LayerError", "Layered", "as_model", "layered", "stages_of"]
+__all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
     """A layer raised: a step says it better."""
 
 
-class Layered(Protocol):
+class LayeredModel(Protocol):
     """A model as layers."""
 
     @property
@@ -114,7 +114,7 @@ def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] |
 
 def layered(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
-) -> Layered:
+) -> LayeredModel:
     """Layers in a row as they are; any other module by what its forward does with the sample. whole_layers: modules
     that stay in one piece.
 
@@ -131,9 +131,9 @@ def layered(
     check_initialised(model)
     whole = as_whole_layers(model, whole_layers)
     if isinstance(model, nn.Sequential) and is_in_a_row(model):
-        return InARow(model, sample, whole)
+        return LayersInARow(model, sample, whole)
     try:
-        return Captured(model, sample, whole)
+        return CapturedModel(model, sample, whole)
     except TypeError as error:
         _check_takes(model, *sample, error)
         raise
@@ -170,7 +170,7 @@ def _check_is_open(model: nn.Module) -> None:
             )
 
 
-class InARow:
+class LayersInARow:
     """An nn.Sequential whose layers share nothing."""
 
     def __init__(

@@ -19,20 +19,20 @@ from pipesched.tensors.payload import PerConsumer, pytree
 from pipesched.tensors.tree_structure import named_leaves, positional
 
 if TYPE_CHECKING:
-    from pipesched.capture.captured_model import Captured
+    from pipesched.capture.captured_model import CapturedModel
 
-__all__ = ["Loose", "Replayed"]
+__all__ = ["Loose", "ReplayedBody"]
 
 
 _BETWEEN = "(between layers)"
 
 
-class Replayed:
+class ReplayedBody:
     """The body of a stage that runs its part of a model's own forward."""
 
     def __init__(
         self,
-        captured: "Captured",
+        captured: "CapturedModel",
         parts: Mapping[bool, Sequence[Part]],
         edges: Sequence[tuple[int, int]],
         stage: int,
@@ -75,7 +75,7 @@ class Replayed:
             for mode, part in self._parts.items()
         }
 
-    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "Replayed":
+    def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "ReplayedBody":
         """The same part. What is tied is not, here: what comes to each copy goes to its own use."""
         other = copy.copy(self)
         other.layers, other._twins = dict(layers), {}

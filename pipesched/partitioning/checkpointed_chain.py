@@ -16,7 +16,7 @@ from pipesched.partitioning.bisection import INFINITE, Fails, Found
 from pipesched.partitioning.knapsack import Knapsack
 from pipesched.partitioning.slots import LineUp, Slot, Toll
 
-__all__ = ["KeptChain"]
+__all__ = ["CheckpointedChain"]
 
 Run = tuple[int, int]  # cuts from the first to the last, both included
 
@@ -30,7 +30,7 @@ class _Row:
     fastest: Sequence[int]  # ticks of all blocks before each cut, at least
 
 
-class KeptChain:
+class CheckpointedChain:
     """The cuts of one order of the blocks, and what may be between them.
 
     members: the layers of each block, in order. choices: of each layer. spans: for each number of stages, the first and

@@ -14,7 +14,7 @@ from pipesched.partitioning.blocks import cuts_of
 from pipesched.partitioning.knapsack import Knapsack
 from pipesched.partitioning.problem import Problem
 
-__all__ = ["KeptRanks"]
+__all__ = ["CheckpointedRanks"]
 
 _ROUNDS = 20  # of moving every cut; a few are enough
 _STEPS = (-4, -2, -1, 1, 2, 4)
@@ -23,7 +23,7 @@ Key = tuple[int, int, int, int]
 Stages = tuple[tuple[int, int], ...]  # where each of a rank's stages begins and ends
 
 
-class KeptRanks:
+class CheckpointedRanks:
     """One order of the blocks, and what ranks need for the stages between its cuts."""
 
     def __init__(self, problem: Problem, order: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipesched.partitioning.bisection import Found
 from pipesched.partitioning.blocks import cuts_of
-from pipesched.partitioning.checkpointed_interleaving import KeptRanks
+from pipesched.partitioning.checkpointed_interleaving import CheckpointedRanks
 from pipesched.partitioning.problem import Problem
 from pipesched.partitioning.search import Solution, filled_up, solve
 from pipesched.partitioning.slots import Rank, fixed_order
@@ -61,7 +61,7 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
         ranks=tuple(replace(rank, limit=None) for rank in line_up.ranks),
         slots=tuple(replace(slot, limit=None) for slot in line_up.slots),
     )
-    kept = KeptRanks(problem, range(len(problem.blocks)))
+    kept = CheckpointedRanks(problem, range(len(problem.blocks)))
     begins = [_descended(replace(problem, line_up=limits, choices=()), begin) for limits in (free, line_up)]
     found = [kept.descended(descent.cuts) for descent in begins if descent.order == kept.order]
     return min((one for one in found if one), key=lambda one: one.bottleneck, default=None)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pipesched.partitioning.activation_choices import Choice
 from pipesched.partitioning.blocks import Blocks, Cuts, cuts_of
 from pipesched.partitioning.chain import Chain
-from pipesched.partitioning.checkpointed_chain import KeptChain
+from pipesched.partitioning.checkpointed_chain import CheckpointedChain
 from pipesched.partitioning.lattice import Lattice
 from pipesched.partitioning.order_ideals import Ideals
 from pipesched.partitioning.slots import LineUp, Toll
@@ -76,11 +76,11 @@ class Problem:
         cuts = cuts_of(self.blocks, order)
         return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
 
-    def kept_chain(self, order: Sequence[int]) -> KeptChain:
+    def kept_chain(self, order: Sequence[int]) -> CheckpointedChain:
         """The same where choices are made for layers."""
         toll = self.toll(cuts_of(self.blocks, order))
         members = self.blocks.members
-        return KeptChain(list(order), members, self.choices, toll, self.line_up, self.spans(order))
+        return CheckpointedChain(list(order), members, self.choices, toll, self.line_up, self.spans(order))
 
     def spans(self, order: Sequence[int]) -> list[tuple[int, int]]:
         """For each number of stages, the first and the last cut of an order where pins let that many be closed."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipesched.capture.captured_model import Cut
-from pipesched.capture.layered_model import Layered
+from pipesched.capture.layered_model import LayeredModel
 from pipesched.capture.loss import Head
 from pipesched.capture.stage_body import Body
 from pipesched.capture.stage_module import Wrap, wrapped_bodies
@@ -54,7 +54,7 @@ class AssemblySpec:
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
-    layered: Layered
+    layered: LayeredModel
     layers: dict[str, nn.Module]
     initial: Initial
     batch_norm: BatchNormMode
@@ -96,7 +96,7 @@ class Assembly:
     ) -> None:
         begin, self._filling_s = time.perf_counter(), 0.0
         self.programs, self.division = programs, division
-        self._spec, self._site = whole, site
+        self._spec, self._host = whole, site
         going = offloading(programs.checkpoint, self.cut)
         program = programs.connect(whole.layered.edges(self.cut), going)
         ranks = [program.placement[index] for index in range(program.num_weights)]
@@ -148,12 +148,12 @@ class Assembly:
 
     def _bodies(self) -> Sequence[Body]:
         whole, program, tied = self._spec, self.program, self.ties.parameters
-        devices = [self._site.devices[program.placement[index]] for index in range(program.num_weights)]
+        devices = [self._host.devices[program.placement[index]] for index in range(program.num_weights)]
         bodies = whole.layered.bodies(self.cut, devices, self.ties)
         begin = time.perf_counter()
-        whole.initial.fill(self._owners(bodies), self._site)
+        whole.initial.fill(self._owners(bodies), self._host)
         self._filling_s = time.perf_counter() - begin
-        holds = self._site.holds
+        holds = self._host.holds
         return wrapped_bodies(whole.wrap, whole.model, whole.layers, bodies, program, devices, holds, tied)
 
     def _owners(self, bodies: Sequence[Body]) -> Owners:
@@ -164,7 +164,7 @@ class Assembly:
         """Raise GraphError where a layer uses a parameter of another rank that it is not given: it would be an old one,
         or on another device, and its gradient would not come back.
         """
-        site, placement = self._site, self.program.placement
+        site, placement = self._host, self.program.placement
         for layer, name, stage in self._spec.layered.reached(self.cut):
             home, rank = self.owners.rank(name), placement[stage]
             if home == rank:
@@ -186,7 +186,7 @@ class Assembly:
         return [{*names, *(f"loss_fn.{key}" for key, *_ in own)} for names in written]
 
     def _stages(self) -> dict[int, Stage]:
-        program, site, written = self.program, self._site, self._written()
+        program, site, written = self.program, self._host, self._written()
         stages: dict[int, Stage] = {}
         for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
             rank, last = program.placement[index], not program.graph.consumers[index]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pipesched.capture.layered_model import Layered, stages_of
+from pipesched.capture.layered_model import LayeredModel, stages_of
 from pipesched.capture.loss_reduction import reduces
 from pipesched.checks import is_count, shown
 from pipesched.errors import InputError, PartitionError
@@ -49,7 +49,7 @@ class Automatic:
 
     model: Any
     module: nn.Module
-    layered: Layered
+    layered: LayeredModel
     sample: Any
     split_dims: SplitDims
     devices: Sequence[torch.device]

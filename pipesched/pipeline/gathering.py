@@ -29,22 +29,22 @@ class Gathered(Planned):
 
     def _place(self) -> None:
         """Say which tensors of the model other ranks train."""
-        if isinstance(self._site, MeshRanks):
+        if isinstance(self._host, MeshRanks):
             names = (name for name, _ in _tensors(self._roots(), duplicates=True))
             homes = {name: self._assembly.owners.rank(name) for name in names}
             layers = [layer for stage in self._assembly.stages.values() for layer in stage.modules.values()]
             run_here = [module for layer in layers for module in layer.modules()]
-            self._guard.place(Placement(self._site.group, self._site.rank, homes), run_here, self._site.executor)
+            self._guard.place(Placement(self._host.group, self._host.rank, homes), run_here, self._host.executor)
 
     def _is_own(self, name: str) -> bool:
         """Whether a parameter or buffer of this name lies in this process: under a mesh those of its stages do."""
-        return isinstance(self._site, ThreadRanks) or self._site.holds(self._assembly.owners.rank(name))
+        return isinstance(self._host, ThreadRanks) or self._host.holds(self._assembly.owners.rank(name))
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole state of the model, on every rank, also of what ``wrap=`` has sharded. Collective under a mesh."""
-        if not isinstance(self._site, MeshRanks):
+        if not isinstance(self._host, MeshRanks):
             return self.state_dict()
-        executor, state = self._site.executor, self.state_dict()
+        executor, state = self._host.executor, self.state_dict()
         with executor.collective("full_state_dict"):
             own = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in state.items()}
         merged = {name: value for share in executor.exchange(own) for name, value in share.items()}
@@ -78,7 +78,7 @@ class Gathered(Planned):
 
         """
         self._settle()
-        site = self._site
+        site = self._host
         if not isinstance(site, MeshRanks):
             _check_target(rank, [rank], 1)
             return

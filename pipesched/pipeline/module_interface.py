@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from pipesched.errors import GraphError
 from pipesched.model.stale_weights import StaleGuard
 
-__all__ = ["Wrapped"]
+__all__ = ["ModuleInterface"]
 
 _LOSS_PREFIX = "loss_fn."
 
 
-class Wrapped:
+class ModuleInterface:
     """A model, and a loss function that may have parameters of its own, under one set of names."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:

@@ -11,12 +11,12 @@ import networkx as nx
 import torch
 from torch import nn
 
-from pipesched.capture.captured_model import Captured, Cut
-from pipesched.capture.layered_model import Layered
+from pipesched.capture.captured_model import CapturedModel, Cut
+from pipesched.capture.layered_model import LayeredModel
 from pipesched.errors import MemoryLimitError
 from pipesched.model.state_guard import set_aside
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
-from pipesched.pipeline.module_interface import Wrapped
+from pipesched.pipeline.module_interface import ModuleInterface
 from pipesched.planning.cost_correction import slowed
 from pipesched.planning.plan import Plan, Tie
 from pipesched.planning.program_factory import ProgramFactory
@@ -54,14 +54,14 @@ __all__ = ["Observed"]
 _LOSS_BYTES = 8  # of a micro-batch
 
 
-class Observed(Wrapped):
+class Observed(ModuleInterface):
     """A wrapped model with programs that run on a site: its plan, and their times."""
 
     _layers: dict[str, nn.Module]
-    _layered: Layered
+    _layered: LayeredModel
     _threads: int
     _spec: AssemblySpec
-    _site: RankHost
+    _host: RankHost
     _assembly: Assembly
     _stream: Stream | None = None
     _runs: deque[Timeline]
@@ -88,8 +88,8 @@ class Observed(Wrapped):
             return own._layered.graph(own._treated(programs))
 
         cutter = Cutter(pins, program, graph, programs.checkpoint, self._links, speeds=speeds)
-        cut, found = self._site.agreed(cutter.cut)
-        self._site.learn(self._layered, cut)
+        cut, found = self._host.agreed(cutter.cut)
+        self._host.learn(self._layered, cut)
         return (
             StageCut(cut, cutter, found) if plan is None else StageCut(cut, cutter, plan.partition, plan.alternatives)
         )
@@ -120,8 +120,8 @@ class Observed(Wrapped):
         for name, stage in uses:
             stages.setdefault(name, []).append(stage)
         where: list[Any] = list(self._assembly.program.placement)
-        if isinstance(self._site, ThreadRanks):  # uses on one device share its memory
-            where = [self._site.devices[rank] for rank in where]
+        if isinstance(self._host, ThreadRanks):  # uses on one device share its memory
+            where = [self._host.devices[rank] for rank in where]
         sizes = {name: parameter.nbytes for name, parameter in self.model.named_parameters()}
         ties: dict[tuple[int, ...], list[str]] = {}
         for name, own in stages.items():
@@ -139,7 +139,7 @@ class Observed(Wrapped):
     @property
     def devices(self) -> list[torch.device]:
         """The device of each rank; under a mesh this process's own, for all."""
-        return self._site.devices
+        return self._host.devices
 
     @property
     def num_stages(self) -> int:
@@ -205,24 +205,24 @@ class Observed(Wrapped):
     def _stage_sizes(self) -> Sequence[StageSizes]:
         """What the stages of a captured model need, each run in one piece; none where that cannot be."""
         layered, now, whole = self._layered, self._assembly, self._spec
-        if not isinstance(layered, Captured) or whole.wrap is not None or lacks_contents(layered.model):
+        if not isinstance(layered, CapturedModel) or whole.wrap is not None or lacks_contents(layered.model):
             return ()
         if now.sizes is None:
             self._settle()
-            devices = [self._site.devices[now.program.placement[part]] for part in range(now.program.num_weights)]
+            devices = [self._host.devices[now.program.placement[part]] for part in range(now.program.num_weights)]
             with self._guard.lifted(), set_aside(self.model):
-                now.sizes = stage_sizes(layered, now.cut, devices, self._site, now.keep, own_loss=whole.loss_fn is None)
+                now.sizes = stage_sizes(layered, now.cut, devices, self._host, now.keep, own_loss=whole.loss_fn is None)
         return now.sizes
 
     @property
     def _posted(self) -> int:
-        return 0 if isinstance(self._site, ThreadRanks) else AHEAD
+        return 0 if isinstance(self._host, ThreadRanks) else AHEAD
 
     def _check_room(self, rows: Sequence[int]) -> None:
         """Raise MemoryLimitError for micro-batches of more rows than were planned for, with which a rank would hold
         more than its limit. What was measured is taken in proportion to rows. Warns in the first step of other sizes.
         """
-        if self._step == 0 and self._planned_rows not in (0, max(rows)) and self._site.holds(0):
+        if self._step == 0 and self._planned_rows not in (0, max(rows)) and self._host.holds(0):
             warn(
                 f"the plan was found for micro-batches of {counted(self._planned_rows, 'row')}, by the sample or "
                 f"batch_size; those of the first step have {counted(max(rows), 'row')}: {sum(rows)} rows in "
@@ -264,18 +264,18 @@ class Observed(Wrapped):
 
     def _read(self, run: Timeline) -> Trace:
         trace = self._trace_of([run], ())
-        if self._assembly.programs.streams or not isinstance(self._site, ThreadRanks):
+        if self._assembly.programs.streams or not isinstance(self._host, ThreadRanks):
             return trace  # a part: of a stream, without a beginning from which versions could be told, or of the ranks
         return self._bounded(trace)
 
     def gather_trace(self) -> Trace | None:
         """As ``trace``, of all ranks on one clock; None before the first step. Collective under a mesh."""
-        if not isinstance(self._site, MeshRanks) or not self._runs:
+        if not isinstance(self._host, MeshRanks) or not self._runs:
             return self.trace
         if self._stream is not None:
-            spans = self._site.gather(self._stream.timelines)
+            spans = self._host.gather(self._stream.timelines)
             return replace(self._trace_of([], self._stream.versions), spans=Spans.of(tuple(spans)))
-        spans = self._site.gather([self._runs[-1]])
+        spans = self._host.gather([self._runs[-1]])
         return self._bounded(replace(self._trace_of([], ()), spans=Spans.of(tuple(spans))))
 
     def report(self) -> Report:
@@ -297,7 +297,7 @@ class Observed(Wrapped):
     @property
     def _unused(self) -> list[str]:
         """Devices that the plan leaves out."""
-        every, used = self._site.all_devices, len(self._site.devices)
+        every, used = self._host.all_devices, len(self._host.devices)
         if used == len(every):
             return []
         names = ", ".join(map(str, every[used:]))
@@ -312,7 +312,7 @@ class Observed(Wrapped):
         name = f"{self._assembly.program.name}, measured"
         sizes = self._profiled_costs() if self._profile is not None else None
         spans = tuple(span for run in runs for span in run.spans())
-        return Trace(spans, len(self._site.devices), name, sizes, versions)
+        return Trace(spans, len(self._host.devices), name, sizes, versions)
 
     @property
     def _costs(self) -> Costs | None:
@@ -329,7 +329,7 @@ class Observed(Wrapped):
         """The steps before the last one whose times serve a prediction: without the first, which warms up, where there
         are others. Under a mesh none: this rank has not seen what the others took.
         """
-        earlier = list(self._runs)[:-1] if isinstance(self._site, ThreadRanks) else []
+        earlier = list(self._runs)[:-1] if isinstance(self._host, ThreadRanks) else []
         return earlier[1:] if len(earlier) > 1 else earlier
 
     def _expected_costs(self) -> Costs:
@@ -353,11 +353,11 @@ class Observed(Wrapped):
 
     @cached_property
     def _host_bytes_per_s(self) -> float | None:
-        return host_bytes_per_s(self._site.devices[0])
+        return host_bytes_per_s(self._host.devices[0])
 
     def _slowness(self, rank: int) -> float:
         """How many times as long as others a rank's device takes, as far as steps have told."""
-        return self._slow.get(self._site.all_devices[rank], 1.0) if self._slow else 1.0
+        return self._slow.get(self._host.all_devices[rank], 1.0) if self._slow else 1.0
 
     def _treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
         """What layers cost as the programs treat what they save."""
@@ -369,9 +369,9 @@ class Observed(Wrapped):
             effort = replace(QUICK, crowds=crowds and not lacks_contents(self.model))
             self._settle()  # the layers are called from this thread
             with self._guard.lifted(), set_aside(self.model, self.loss_fn):
-                profile = measure(self._layered, self._site.devices[0], self._threads, effort)
+                profile = measure(self._layered, self._host.devices[0], self._threads, effort)
                 if self.loss_fn is not None and not lacks_contents(self.model):
-                    (last, costs), where = profile.popitem(), self._site.devices[0]
+                    (last, costs), where = profile.popitem(), self._host.devices[0]
                     costs = with_supposed_loss(costs, self.loss_fn, self._layered.output(), where, self._threads)
                     profile[last] = costs
             self._profile = profile

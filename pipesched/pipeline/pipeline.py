@@ -20,7 +20,7 @@ from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import Automatic, adds_up
 from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_grads
 from pipesched.pipeline.gathering import Gathered
-from pipesched.pipeline.sample_form import Form, explained
+from pipesched.pipeline.sample_form import CallForm, explained
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
@@ -144,8 +144,8 @@ class Pipeline(Gathered):
         given, weight, optimizer = as_call(sample), as_function(loss_weight, "loss_weight"), as_optimizer(optimizer)
         self._threads = as_threads(intra_op_threads)
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
-        self._site = host_for(devices, mesh, self._threads, timeout, inputs)
-        self._seed = self._site.agreed(lambda: own_seed)
+        self._host = host_for(devices, mesh, self._threads, timeout, inputs)
+        self._seed = self._host.agreed(lambda: own_seed)
         module = built(chain, self._seed)
         self._layered = layered(module, given, whole_layers)
         initial = Initial(module, init, self._seed, loss_fn)
@@ -156,12 +156,12 @@ class Pipeline(Gathered):
         keeping = None if checkpoint is None else as_checkpoint(checkpoint, self._layers)
         wishes = PlanRequest(schedule, num_stages, num_microbatches, boundaries, keeping, together)
         weight, reduction = resolve_loss(
-            module, given, loss_fn, weight, loss_reduction, split_dims, agreed=self._site.agreed
+            module, given, loss_fn, weight, loss_reduction, split_dims, agreed=self._host.agreed
         )
         self._links, self._step, self._form = (
             links,
             0,
-            Form.of(*given) if inputs == "all" or self._site.holds(0) else None,
+            CallForm.of(*given) if inputs == "all" or self._host.holds(0) else None,
         )
         automatic = Automatic(
             model,
@@ -184,7 +184,7 @@ class Pipeline(Gathered):
         asked = Pins(list(self._layers), boundaries, together)
         self._asked = asked if not asked.complete else Pins(asked.layers, None, together)
         if automatic.chooses(wishes, plan):
-            plan, self._profile, self._overheads, self._planned_rows = self._site.agreed(
+            plan, self._profile, self._overheads, self._planned_rows = self._host.agreed(
                 lambda: automatic.plan(wishes, lambda: self._profiled(crowds=mesh is None))
             )
             wishes = PlanRequest()
@@ -193,7 +193,7 @@ class Pipeline(Gathered):
         pins = Pins(list(self._layers), wishes.boundaries, wishes.together)
         programs = ProgramFactory(wishes, len(self.devices), updates=optimizer is not None)
         programs.check_updates()
-        self._site = self._site.use(programs.num_ranks, all_ranks=plan is None)
+        self._host = self._host.use(programs.num_ranks, all_ranks=plan is None)
         self._splitter = Splitter(programs.num_microbatches, programs.fixed, split_dims, weight, reduction)
         program = programs.plain(programs.num_microbatches)
         programs.training(programs.num_microbatches)
@@ -202,9 +202,9 @@ class Pipeline(Gathered):
             pins = Pins(pins.layers, starts, wishes.together)
         division = self._divided(pins, programs, plan)
         decided = division.cut, repr(pins), repr(programs.checkpoint), self._threads, repr(seed), batch_norm
-        self._site.check(program, decided)
+        self._host.check(program, decided)
         if wrap is not None:
-            self._profile = self._site.agreed(self._profiled)  # layers may be sharded from here on
+            self._profile = self._host.agreed(self._profiled)  # layers may be sharded from here on
         self._spec = AssemblySpec(
             module,
             self.loss_fn,
@@ -216,10 +216,10 @@ class Pipeline(Gathered):
             wrap,
             optimizer,
         )
-        self._assembly = Assembly(self._spec, self._site, programs, division)
+        self._assembly = Assembly(self._spec, self._host, programs, division)
         self._assembly.take_over()
         self._place()
-        self._site.start()
+        self._host.start()
         self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
 
     @property
@@ -275,10 +275,10 @@ class Pipeline(Gathered):
             self._assembly.programs.training(len(call)), feed, uses=self._assembly.programs.uses(len(call))
         )
         with self._assembly.delivering(), self._assembly.norms.counting():
-            self._runs.append(self._site.run(work, call.batch, grad=True))
+            self._runs.append(self._host.run(work, call.batch, grad=True))
         self._assembly.update_late(self._threads)
         self._step += 1
-        bring_ends(self._assembly.programs.plain(len(call)), feed, self._site)
+        bring_ends(self._assembly.programs.plain(len(call)), feed, self._host)
         deliver_input_grads(call.batch, feed)
         return self._result(call, feed)
 
@@ -289,10 +289,10 @@ class Pipeline(Gathered):
 
         def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
             return dealt(
-                call, self._assembly.programs.plain(len(call)), self._assembly.bodies, len(self._site.all_devices)
+                call, self._assembly.programs.plain(len(call)), self._assembly.bodies, len(self._host.all_devices)
             )
 
-        return self._site.call(method, bool(args or kwargs) or target is not None, make, deal)
+        return self._host.call(method, bool(args or kwargs) or target is not None, make, deal)
 
     def _enqueue(self, call: StepCall) -> torch.Tensor:
         wanted = any(call.batch.wanted_inputs())
@@ -302,14 +302,14 @@ class Pipeline(Gathered):
                     f"an asynchronous step returns before its own {what} are known; this one was asked for them; "
                     f"call evaluate or forward for outputs, detach inputs, or use a synchronous schedule"
                 )
-        executor = self._site.executor
+        executor = self._host.executor
         executor.check_outside("step")
         caller, segments = executor.caller(grad=True), self._assembly.programs.segments(len(call))
         if self._stream is not None and (self._stream.caller, self._stream.segments) != (caller, segments):
             self.flush()
         if self._stream is None or not self._stream.open:
             feed = StepData(self._seed, self._step, [])
-            self._stream = Stream(self._site, segments, self._assembly.stages, feed, caller, self._runs.append)
+            self._stream = Stream(self._host, segments, self._assembly.stages, feed, caller, self._runs.append)
         self._step += 1
         return self._stream.step(call.batch, call.counting)
 
@@ -340,15 +340,15 @@ class Pipeline(Gathered):
     def _infer(self, call: StepCall) -> StepData:
         feed = call.feed(self._seed, self._step)
         with self._assembly.norms.counting():
-            self._site.run(
+            self._host.run(
                 self._assembly.work(self._assembly.programs.inference(len(call)), feed), call.batch, grad=False
             )
-        bring_ends(self._assembly.programs.plain(len(call)), feed, self._site)
+        bring_ends(self._assembly.programs.plain(len(call)), feed, self._host)
         return feed
 
     def _result(self, call: StepCall, feed: StepData) -> Any:
         last = end_of(self._assembly.programs.plain(len(call)))
-        loss = self._site.loss(last, lambda: call.loss(feed))
+        loss = self._host.loss(last, lambda: call.loss(feed))
         return (loss, self._outputs(call, feed)) if call.return_outputs else loss
 
     def _outputs(self, call: StepCall, feed: StepData) -> Any:
@@ -356,14 +356,14 @@ class Pipeline(Gathered):
         if not call.gather:
             return call.outputs(feed, own_loss=own_loss)
         last = end_of(self._assembly.programs.plain(len(call)))
-        return self._site.from_rank(last, lambda: call.outputs(feed, own_loss=own_loss))
+        return self._host.from_rank(last, lambda: call.outputs(feed, own_loss=own_loss))
 
     def _local(self, what: str) -> ThreadExecutor:
-        if not isinstance(self._site, ThreadRanks):
+        if not isinstance(self._host, ThreadRanks):
             raise InputError(
                 f"{what} runs in one process, so far; this pipeline runs over a mesh; use step, or devices="
             )
-        return self._site.executor
+        return self._host.executor
 
     @explained
     def forward(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
@@ -388,7 +388,7 @@ class Pipeline(Gathered):
 
         self.flush()
         call = self._called("forward", (args, kwargs, None), make)
-        if not differentiated or isinstance(self._site, MeshRanks):  # there rank 0's settings decide, in make
+        if not differentiated or isinstance(self._host, MeshRanks):  # there rank 0's settings decide, in make
             return self._outputs(call, self._infer(call))
         executor = self._local(what)
         feed = call.feed(self._seed, self._step)
@@ -426,7 +426,7 @@ class Pipeline(Gathered):
         try:
             self.flush()
         finally:
-            self._site.close()
+            self._host.close()
 
     def _settle(self) -> None:
         self.flush()

@@ -117,7 +117,7 @@ class Planned(Observed):
         stages = [
             StageTimes(
                 self._assembly.cut[part],
-                self._site.devices[program.placement[stage]],
+                self._host.devices[program.placement[stage]],
                 *(getattr(measured, time)[stage] for time in TIMES),
             )
             for stage, part in enumerate(program.weights)
@@ -217,7 +217,7 @@ class Planned(Observed):
             raise
         now.take_over()
         site.close()
-        self._site, self._assembly, self._splitter, self._stream = other, now, splitter, None
+        self._host, self._assembly, self._splitter, self._stream = other, now, splitter, None
         self._runs.clear()
         if now.undriven:
             warn(
@@ -226,7 +226,7 @@ class Planned(Observed):
             )
 
     def _replannable(self) -> ThreadRanks:
-        if not isinstance(self._site, ThreadRanks):
+        if not isinstance(self._host, ThreadRanks):
             raise InputError(
                 f"replan moves layers within one process; this pipeline runs over a mesh of {len(self.devices)} ranks; "
                 f"save its state, and make a new pipeline with plan="
@@ -236,7 +236,7 @@ class Planned(Observed):
                 f"wrap= has changed each stage as a whole, and a layer does not leave it; this pipeline of "
                 f"{self.num_stages} stages has wrap=; save its state, and make a new pipeline with plan="
             )
-        return self._site
+        return self._host
 
 
 def _copy_s(size: int, one: torch.device, other: torch.device) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipesched.errors import ArgumentError, GraphError, PipeschedError
 from pipesched.units import counted
 
-__all__ = ["Form", "explained"]
+__all__ = ["CallForm", "explained"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -21,7 +21,7 @@ _BESIDE = ("target", "return_outputs", "gather")  # what a step takes that is no
 
 
 @dataclass(frozen=True)
-class Form:
+class CallForm:
     """How arguments are passed, as the text of a call: ``(x=tensor, pair=(tensor, tensor))``. typed: the same with the
     types and dimensions of tensors, which may differ from batch to batch.
     """
@@ -30,7 +30,7 @@ class Form:
     typed: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Form":
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "CallForm":
         """The form of a call with these."""
 
         def written(write: Callable[[Tensor], str]) -> str:
@@ -44,7 +44,7 @@ class Form:
 
 
 class _Called(Protocol):
-    _form: Form | None  # of the sample; None where this process is passed no batch
+    _form: CallForm | None  # of the sample; None where this process is passed no batch
 
 
 def explained(method: _Method) -> _Method:
@@ -59,7 +59,7 @@ def explained(method: _Method) -> _Method:
         except (TypeError, LookupError, AttributeError, GraphError) as error:
             if own._form is None or (isinstance(error, PipeschedError) and not isinstance(error, GraphError)):
                 raise
-            given = Form.of(args, {name: value for name, value in kwargs.items() if name not in _BESIDE})
+            given = CallForm.of(args, {name: value for name, value in kwargs.items() if name not in _BESIDE})
             if given == own._form and (given.typed == own._form.typed or not isinstance(error, GraphError)):
                 raise
             name, forms = method.__name__, [str(form) for form in (own._form, given)]

@@ -101,7 +101,7 @@ class StepLog:
             return None
         trace, now_s = self._pipe.gather_trace(), time.perf_counter()
         said, self._said = self._said, (self._calls, now_s)
-        if trace is None or not self._pipe._site.holds(0):
+        if trace is None or not self._pipe._host.holds(0):
             return None
         steps = _steps(trace, self._pipe.num_microbatches)
         predicted = self._pipe.predicted

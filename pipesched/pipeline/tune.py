@@ -114,7 +114,7 @@ def tune(
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
     if count and isinstance(num_ranks, int):
         devices = _there(num_ranks)
-    site = _site(devices if count and devices else ["cpu"], mesh)
+    site = _host(devices if count and devices else ["cpu"], mesh)
     places = list(devices or site.devices)
     if num_ranks is None:
         num_ranks = len(places)
@@ -148,7 +148,7 @@ def tune(
         return _together(site, decide, trial.run) if isinstance(site, MeshRanks) else decide(trial.run)
 
 
-def _site(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
+def _host(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
     return host_for(devices, None, 1, None, "all") if mesh is None else host_for(None, mesh, 1, _PATIENCE_S, "all")
 
 

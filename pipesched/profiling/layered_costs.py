@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.capture.capture import Call, Capture, FunctionCall, Value
-from pipesched.capture.captured_model import Captured
-from pipesched.capture.layered_model import Layered, as_model, layered
+from pipesched.capture.captured_model import CapturedModel
+from pipesched.capture.layered_model import LayeredModel, as_model, layered
 from pipesched.model.containers import Twin
 from pipesched.model.state_guard import set_aside
 from pipesched.profiling.layer_profiler import QUICK, Between, Effort, measure_calls, measure_layers
@@ -48,16 +48,16 @@ def graph_of(
 
 
 def measure(
-    known: Layered, device: torch.device, intra_op_threads: int, effort: Effort = QUICK
+    known: LayeredModel, device: torch.device, intra_op_threads: int, effort: Effort = QUICK
 ) -> dict[str, LayerCosts]:
     """What each layer costs."""
-    if isinstance(known, Captured):
+    if isinstance(known, CapturedModel):
         return _measure_captured(known, device, intra_op_threads, effort)
     return measure_layers(known.layers, known.sample, device, intra_op_threads, effort)
 
 
 def _measure_captured(
-    known: Captured, device: torch.device, intra_op_threads: int, effort: Effort
+    known: CapturedModel, device: torch.device, intra_op_threads: int, effort: Effort
 ) -> dict[str, LayerCosts]:
     """Of each layer, with those after it that no stage may begin with, and the functions between."""
     capture = known.captures[known.model.training]

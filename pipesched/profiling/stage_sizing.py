@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.capture.captured_model import Captured, Cut
+from pipesched.capture.captured_model import CapturedModel, Cut
 from pipesched.capture.loss import Head
 from pipesched.model.state_guard import unchanged, untouched
 from pipesched.model.tied_weights import Ties
@@ -44,7 +44,7 @@ class StageSizes:
 
 
 def stage_sizes(
-    captured: Captured,
+    captured: CapturedModel,
     cut: Cut,
     devices: Sequence[torch.device],
     trade: Trade,

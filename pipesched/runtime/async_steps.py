@@ -49,7 +49,7 @@ class Stream:
         self.segments = segments
         self.timelines: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self.num_parts = 0
-        self._site = site
+        self._host = site
         self._stages = stages
         self._feed = feed
         self._inputs: dict[int, object] = {}
@@ -113,7 +113,7 @@ class Stream:
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         """One call at a time, and none by a rank. What is raised within ends the stream."""
-        self._site.executor.check_outside(what)
+        self._host.executor.check_outside(what)
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
                 "one step at a time; this one was called while another is under way; call it after that one returns"
@@ -141,7 +141,7 @@ class Stream:
         size = self.segments.num_microbatches
         own = range(step * size, (step + 1) * size)
         losses, last = self._feed.losses, self.segments.program.placement[-1]
-        self._losses[step] = self._site.loss(
+        self._losses[step] = self._host.loss(
             last, lambda: weighting.total([used_here(losses.pop(number)) for number in own])
         )
         self._losses.pop(step - 2, None)
@@ -151,7 +151,7 @@ class Stream:
 
     def _end(self) -> None:
         self.open = False
-        self._site.executor.end(self._run)
+        self._host.executor.end(self._run)
 
 
 def _work(segments: Segments, stages: Mapping[int, Stage], feed: StepData) -> RunSpec:

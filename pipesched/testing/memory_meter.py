@@ -32,7 +32,7 @@ class MemoryMeter:
 
     def __init__(self, pipe: Pipeline) -> None:
         check_type(pipe, Pipeline, "pipe is a Pipeline", "pass the one whose memory is to be counted")
-        self._pipe, self._site = pipe, pipe._site
+        self._pipe, self._host = pipe, pipe._host
         self._books, self._put_back = dict[int, Books](), list[Callable[[], None]]()
         self.mark()
 
@@ -46,7 +46,7 @@ class MemoryMeter:
 
     def mark(self) -> None:
         """Begin anew, also after ``replan``: what is there now is the most so far."""
-        if self._site is not self._pipe._site or not self._books:
+        if self._host is not self._pipe._host or not self._books:
             self.__exit__()
             self._attach()
         program = self._pipe._assembly.program
@@ -60,7 +60,7 @@ class MemoryMeter:
     def _attach(self) -> None:
         """New books, for the ranks that there are now."""
         self._books.clear()
-        self._site = site = self._pipe._site
+        self._host = site = self._pipe._host
         if isinstance(site, ThreadRanks):
             executor = site.executor
             lanes = list(executor.lanes)
@@ -86,7 +86,7 @@ class MemoryMeter:
         """The most that each rank has held at once since the last mark, by rank. Raises ExecutionError after a
         ``replan``, whose ranks are others.
         """
-        if self._site is not self._pipe._site:
+        if self._host is not self._pipe._host:
             raise ExecutionError(
                 f"a meter counts the ranks that there were at its last mark; these {len(self._books)} are gone since "
                 f"replan(); call mark() after it"

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipesched import partition
-from pipesched.capture.captured_model import Captured
+from pipesched.capture.captured_model import CapturedModel
 from pipesched.model.state_guard import untouched
 from pipesched.tensors.tree_structure import tensors_in
 
@@ -24,7 +24,7 @@ def counted(model: nn.Module, sample: dict[str, Any]) -> "nx.DiGraph[str]":
 
     That is the operations of its products and convolutions, and _FLOPS_A_BYTE for each byte of what any function gives.
     """
-    captured = Captured(model, ((), sample))
+    captured = CapturedModel(model, ((), sample))
     graph = nx.path_graph(captured.layers, nx.DiGraph)
     nx.set_node_attributes(graph, 0.0, "forward_s")
     begin = ""

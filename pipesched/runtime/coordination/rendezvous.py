@@ -220,7 +220,7 @@ class Rendezvous:
 def collective(function: _Function) -> _Function:
     """A function that all ranks of a ``mesh=`` call: where it raises before they have met, the others hear of it too.
 
-    A method that makes ``_site`` ends that where it raises.
+    A method that makes ``_host`` ends that where it raises.
     """
 
     @wraps(function)
@@ -230,7 +230,7 @@ def collective(function: _Function) -> _Function:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            site = getattr(args[0], "_site", None) if args else None
+            site = getattr(args[0], "_host", None) if args else None
             if site is not None:
                 site.abandon("making a pipeline", error)
             elif rendezvous is not None and Rendezvous.announced == before:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError
 
-__all__ = ["Buffers", "Moving", "own_buffers"]
+__all__ = ["BufferCopies", "Buffers", "own_buffers"]
 
 #: One layer's buffers by name.
 Buffers = dict[str, Tensor]
@@ -31,7 +31,7 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                     yield f"{prefix}.{key}".removeprefix("."), part, key
 
 
-class Moving:
+class BufferCopies:
     """Those of one stage's modules. written: names of the model's tensors that its forwards write to.
 
     statistics_apart: running statistics are kept apart, and those buffers stay as they are.

@@ -18,7 +18,7 @@ from pipesched.errors import ExecutionError, InputError
 from pipesched.program.checkpoint_options import Keep
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.stage.batch_norm import Norms
-from pipesched.runtime.stage.buffer_copies import Moving
+from pipesched.runtime.stage.buffer_copies import BufferCopies
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.microbatch_state import MicrobatchState, buffers_of, dropping, roots_of
 from pipesched.runtime.stage.offloading import Offloads, addresses
@@ -26,7 +26,7 @@ from pipesched.runtime.stage.recompute import RecomputedLayers
 from pipesched.runtime.stage.split_backward import Deferral, edge_of, enter
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.stage.weight_products import Product, weight_grad
-from pipesched.runtime.stage.weight_stash import Weights
+from pipesched.runtime.stage.weight_stash import WeightStash
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.keyed_random import InBackward, KeyedRandom
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of, pytree, used_here
@@ -64,14 +64,14 @@ class Stage:
         self._norms, self._compiled = norms, compiled
         self.device = device
         self.head = head
-        self._moving = Moving(self.modules, written, statistics_apart=norms is not None)
+        self._moving = BufferCopies(self.modules, written, statistics_apart=norms is not None)
         self._moves = bool(self._moving)
         self._how: Any = {"ties": ties, "norms": norms, "compiled": compiled, "keep": keep, "written": written}
         self.optimizer: torch.optim.Optimizer | None = None
         self.elsewhere: Collection[nn.Parameter] = ()  # the tied parameters that other stages update
         self.late = False  # whether updates wait for the gradients of tied parameters, which come after the run
         self._waiting = False
-        self.weights: Weights | None = None
+        self.weights: WeightStash | None = None
         self._saved: dict[int, MicrobatchState] = {}
         self._splits = True
         self._feed = StepData(0, 0, [])
@@ -105,7 +105,7 @@ class Stage:
         if self._compiled is not None:
             self._compiled.begin()
         self._splits = all(type(parameter) is nn.Parameter for parameter in self.parameters)  # none is sharded
-        self.weights = None if uses is None else Weights(self.modules, uses)
+        self.weights = None if uses is None else WeightStash(self.modules, uses)
         self._deferral.begin(None if self.weights is None else self.weights.live)
 
     def end(self, failed: bool) -> None:
@@ -250,7 +250,7 @@ class Stage:
         if self.weights is not None:
             self.weights.after_update()
 
-    def _deliver(self, saved: MicrobatchState, weights: Weights) -> None:
+    def _deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
         """End a micro-batch: all gradients at once, so that no update between its I and its W takes a part of them."""
         with self._backward_mode[False]:
             weights.deliver([*saved.grads, *weights.taken(saved.weights)])

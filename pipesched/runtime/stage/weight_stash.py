@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipesched.program.weight_versions import Uses
 from pipesched.tensors.payload import used_here
 
-__all__ = ["Arrived", "Tensors", "Weights"]
+__all__ = ["Arrived", "Tensors", "WeightStash"]
 
 #: The tensors of one version by module and name.
 Tensors = dict[str, dict[str, Tensor]]
@@ -35,7 +35,7 @@ class _Holder(nn.Module):
         act()
 
 
-class Weights:
+class WeightStash:
     """One stage's versions. modules: by name. uses: which micro-batch uses which."""
 
     def __init__(self, modules: Mapping[str, Any], uses: Uses) -> None:
