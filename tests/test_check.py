@@ -134,4 +134,4 @@ def test_the_schedule_of_contributing_is_found_and_valid_and_keeps_its_law(with_
     tests = ["tests/test_budget.py", "tests/test_schedules.py", "-q", "-k", chosen]
     result = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests], tree)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"^12 passed", result.stdout, re.MULTILINE), result.stdout  # 8 shapes, picture, 2 sizes, law
+    assert re.search(r"^11 passed", result.stdout, re.MULTILINE), result.stdout  # 8 shapes, picture, size, law

@@ -50,7 +50,7 @@ def test_what_is_done_between_layers_does_not_count(monkeypatch):
     took_s = {"forward_s": 1.0, "backward_s": 2.0, "input_grad_s": 4.0, "weight_grad_s": 8.0}
     rounds = []
 
-    class Told(crowding.Lap):
+    class Told(crowding.TimingRun):
         def round(self, **options):
             self.note("forward_s", "backward_s")
 
@@ -67,7 +67,7 @@ def test_what_is_done_between_layers_does_not_count(monkeypatch):
             rounds.append(self)
             super().clear()
 
-    monkeypatch.setattr(crowding, "Lap", Told)
+    monkeypatch.setattr(crowding, "TimingRun", Told)
     lap = Told(subjects(nn.Linear(4, 4), nn.GELU()), CPU, Caller.here(["cpu"], grad=True))
     assert [crowding._round(lap) for _ in range(2)] == [2 * 16.0] * 2  # of two layers; each round is its own
     assert crowded(nn.Linear(4, 4)) == [1.0] * 3

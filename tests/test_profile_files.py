@@ -17,8 +17,8 @@ from torch import nn
 
 import pipesched
 from pipesched import graph_of
-from pipesched.capture.layered_model import LayersInARow
 from pipesched.errors import InputError, ScheduleError
+from pipesched.profiling import profile_model
 from pipesched.simulation.layer_costs import LayerCosts, costs_of, messages
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.size_interpolation import figure_at
@@ -194,10 +194,12 @@ def test_a_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     asked = {"rows": [2, 4], "cache": tmp_path / "profiles"}
     first = pipesched.profile(model(), torch.randn(4, 8), **asked)
     measuring: list[Any] = []
-    monkeypatch.setattr(LayersInARow, "measure", lambda self, *_: measuring.append(self) or first_costs(self))
 
-    def first_costs(row: LayersInARow) -> dict[str, LayerCosts]:
+    def measured(row: Any, *_: Any) -> dict[str, LayerCosts]:
+        measuring.append(row)
         return {name: costs_of(first.graph(4), name) for name in row.layers}
+
+    monkeypatch.setattr(profile_model, "measure", measured)
 
     again = pipesched.profile(model(), torch.randn(4, 8), **asked)  # other numbers in weights and inputs
     assert not measuring

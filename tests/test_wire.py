@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipesched.runtime.transport.channels import Incoming, Outgoing, Ports
+from pipesched.runtime.transport.encoding import Encoding
 from pipesched.tensors.payload import Payload
 
 
@@ -68,7 +69,7 @@ messages = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6)), max_si
 def test_both_ends_agree_whatever_their_parts(data: st.DataObject, run: list[tuple[str, int]]) -> None:
     """Three runs, over a port for short messages and one for long ones. The receiver is as far behind as it likes."""
     short, long = Memory(), Memory()
-    outgoing, incoming = (end(Ports(short, long, 10), 0, 0) for end in (Outgoing, Incoming))
+    outgoing, incoming = (end(Ports(short, long, 10), 0, 0, Encoding()) for end in (Outgoing, Incoming))
     keys = [key for key, _ in run]
     for _ in range(3):
         sent = taken = known_there = known_here = 0
@@ -96,7 +97,7 @@ def value(size: int, number: int) -> Payload:
 
 def test_what_was_announced_is_foreseen_a_few_messages_later() -> None:
     port = Memory()
-    outgoing, incoming = (end(Ports(port, port), 0, 0) for end in (Outgoing, Incoming))
+    outgoing, incoming = (end(Ports(port, port), 0, 0, Encoding()) for end in (Outgoing, Incoming))
     outgoing.open(())
     incoming.open(())
     announced = []

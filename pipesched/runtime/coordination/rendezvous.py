@@ -29,6 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LOOK_S = 0.2  # how long rank 0 waits for one rank until it looks whether others have failed
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between two looks into the store
+_SPARE_S = 1.0  # beyond the timeout: rank 0, which knows all that have come, gives up first
 _PATIENCE_S = 2.0  # for a store that does not answer
 _WAITING, _WITHDRAWN, _TOKEN, _FAILED = "waiting", "withdrawn", "token ", "failed "
 
@@ -107,7 +108,7 @@ class Rendezvous:
         found = self._change(self._rank, number, "", _WAITING)
         self._store.set(f"came/{self._rank}/{number}", "")
         if found == _WAITING:
-            if not self._wait([f"answered/{self._rank}/{number}"], end_s):
+            if not self._wait([f"answered/{self._rank}/{number}"], end_s + _SPARE_S):
                 found = self._change(self._rank, number, _WAITING, _WITHDRAWN)
             else:
                 found = self._state(self._rank, number)
