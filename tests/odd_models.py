@@ -28,6 +28,19 @@ class Block(nn.Module):
         return x + self.drop(self.down(torch.relu(self.up(x))))
 
 
+class InBlocks(nn.Module):
+    """Four layers of a kind in a list, each added to what goes into it."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
 def square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).pow(2).mean()
 

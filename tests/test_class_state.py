@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import every_product_deferred, one_thread
-from odd_models import FLOATS, check, square
+from odd_models import FLOATS, InBlocks, check, square
 from torch import Tensor, nn
 
 from pipesched import Pipeline, graph_of, profile
@@ -79,17 +79,6 @@ class FromInput(Layer):
 
 class InBase(Counts):
     """Has an attribute of its own from its first forward on."""
-
-
-class InBlocks(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(kind() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
 
 
 def in_a_row(kind: type[nn.Module]) -> nn.Sequential:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import every_product_deferred, one_thread
-from odd_models import FLOATS, Blocks, check, made, square
+from odd_models import FLOATS, Blocks, InBlocks, check, made, square
 from torch import Tensor, nn
 
 from pipesched import Pipeline
@@ -82,17 +82,6 @@ class Hooks(Scaling):
         return y
 
 
-class InList(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(kind() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 class Between(Blocks):
     """The model's own buffer, used between two of its layers."""
 
@@ -119,11 +108,11 @@ class Twice(nn.Module):
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "scaling": lambda: InList(Scaling),
-    "by .data": lambda: InList(Uncounted),
-    "a Function reads": lambda: InList(Reads),
-    "a Function reads what is replaced": lambda: InList(Replaces),
-    "a hook reads": lambda: InList(Hooks),
+    "scaling": lambda: InBlocks(Scaling),
+    "by .data": lambda: InBlocks(Uncounted),
+    "a Function reads": lambda: InBlocks(Reads),
+    "a Function reads what is replaced": lambda: InBlocks(Replaces),
+    "a hook reads": lambda: InBlocks(Hooks),
     "between layers": Between,
     "twice": Twice,
     "in a row": lambda: nn.Sequential(Scaling(), Uncounted(), Reads(), Scaling()),
@@ -146,7 +135,7 @@ def test_also_where_stages_run_again(name: str, checkpoint: Any) -> None:
 @pytest.mark.parametrize("kind", [Scaling, Uncounted, Reads, Replaces])
 def test_also_where_layers_run_again(kind: type[nn.Module]) -> None:
     again = {"blocks.0": "recompute", "blocks.2": "recompute-cheap", "blocks.3": "offload"}
-    check(lambda: InList(kind), FLOATS, stages=2, boundaries=["blocks.2"], checkpoint=again)  # type: ignore[arg-type]
+    check(lambda: InBlocks(kind), FLOATS, stages=2, boundaries=["blocks.2"], checkpoint=again)  # type: ignore[arg-type]
 
 
 def test_also_of_a_pass_that_the_caller_differentiates() -> None:
@@ -201,7 +190,7 @@ class WritesBoth(Scaling):
 
 def test_a_buffer_that_both_write_to_is_refused_by_its_name() -> None:
     with (
-        Pipeline(made(lambda: InList(WritesBoth)), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe,
+        Pipeline(made(lambda: InBlocks(WritesBoth)), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe,
         pytest.raises(ExecutionError, match=r"buffer 'amax' of layer 'blocks\.\d' is written to by both; let the"),
     ):
         pipe.step(FLOATS, target=FLOATS)

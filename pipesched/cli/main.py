@@ -268,7 +268,3 @@ def _peak(program: Program) -> float:
     share = dict(zip(program.placement, program.shares, strict=True))
     ranks = range(program.num_ranks)
     return max(peak_in_flight(program.orders.rank(rank)) / share.get(rank, 1) for rank in ranks)
-
-
-if __name__ == "__main__":
-    main()

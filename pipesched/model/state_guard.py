@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-# As in ledger.py: public modes do not see operations on ``.data``, nor those inside torch's own functions.
+# As in tensors/memory_tracker.py: no public mode sees operations on ``.data``, or those inside torch's functions.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched.tensors.keyed_random import outside_kept
@@ -192,7 +192,7 @@ class _Copies:
 
 
 class _CopiesOfWritten(_Copies, TorchDispatchMode):
-    """Its method is of another class for the reason that ledger.py gives."""
+    """Its method is of another class for the reason that tensors/memory_tracker.py gives."""
 
     supports_higher_order_operators = True
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# As in ledger.py: operations of backwards are seen by no public mode.
+# As in tensors/memory_tracker.py: operations of backwards are seen by no public mode.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched.runtime.stage.recompute import is_dear

@@ -1,6 +1,4 @@
-"""Schedule checks: what tests of schedules and of pipelines use. ``reference_step`` is the loop that a pipeline must
-equal.
-"""
+"""Schedule checks: a schedule is proved, simulated and run by stages that check, over ranks and micro-batches."""
 
 from itertools import product
 
@@ -18,10 +16,8 @@ from pipesched.simulation.costs import Costs, check_costs
 from pipesched.simulation.simulator import simulate
 from pipesched.simulation.trace import Trace
 from pipesched.testing.fake_executor import FakeStage, run_virtual
-from pipesched.testing.memory_meter import MemoryMeter
-from pipesched.testing.reference_step import reference_step
 
-__all__ = ["FakeStage", "MemoryMeter", "check_schedule", "reference_step", "run_fake"]
+__all__ = ["check_schedule", "run_fake"]
 
 _ROW = "{:>6}{:>15}{:>10}{:>8}{:>13}{:>16}"
 

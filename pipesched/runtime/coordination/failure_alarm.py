@@ -49,7 +49,7 @@ class Bell:
 class _Ear:
     """What the listening thread shares with the alarm. It holds no alarm, so that one can be dropped."""
 
-    def __init__(self, host: str, activity: Activity, name: str, timeout_s: float) -> None:
+    def __init__(self, host: str, activity: Activity, name: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.listener = socket.create_server((host, 0), family=family, backlog=_CALLERS)
         self.listener.setblocking(False)
@@ -61,7 +61,7 @@ class _Ear:
         self.fault: Fault | None = None
         self.state: State | None = None
         self.hang_ups: list[Callable[[], None]] = []
-        self._activity, self._name, self._timeout_s = activity, name, timeout_s
+        self._activity, self._name = activity, name
         self._lock = threading.Lock()
         self._stuck: Stuck | None = None
         self._callers: dict[Any, bytearray] = {}  # connections, and what has come from them
@@ -188,7 +188,7 @@ class Alarm:
         self._names = names_of(group)
         self._own_ranks = set(ranks)
         self.activity = Activity(self._names)
-        self._ear = _Ear(host, self.activity, self.name, timeout_s)
+        self._ear = _Ear(host, self.activity, self.name)
         self._thread = threading.Thread(target=self._ear.listen, name=f"pipesched alarm {self.rank}", daemon=True)
         self._thread.start()
         self._finalizer = Finalize(self, _end, (self._ear.outside, self._thread), exitpriority=0)  # also in a Process
