@@ -71,6 +71,13 @@ def fail(
     return seconds, type(caught).__name__, str(caught), getattr(caught, "__notes__", []), after
 
 
+def good_step(group: Any) -> None:
+    """One step, and a pipeline that is closed."""
+    executor = ProcessExecutor(group, timeout_s=10)
+    checked_run(executor, lower(schedules.get("1f1b").program(group.size(), 8)))
+    executor.close()
+
+
 def different_programs(group: Any, odd: int) -> tuple[str, int]:
     """One rank has another program: what it says, and how many forwards ran; then the same program runs."""
     executor = ProcessExecutor(group, timeout_s=10)

@@ -176,6 +176,15 @@ def test_a_rank_that_sticks_ends_by_timeout(ranks: Ranks) -> None:
     assert "nothing came from rank 1 within the timeout" in text
 
 
+def test_a_rank_that_closed_another_pipeline_is_not_to_blame(ranks: Ranks) -> None:
+    """Rank 1 is late in two actions, in neither for half of the timeout: that the others are silent says nothing."""
+    ranks.run(3, failures.good_step)
+    results = ranks.run(2, failures.fail, Action.parse("1B3"), failures.be_late, 2.5, Action.parse("1F3"))
+    _, error, text, _, _ = results[0]
+    assert error == "ExecutionError"
+    assert text.startswith("a rank that fails stops all; rank 0 failed: nothing came from rank 1 within the timeout")
+
+
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_another_program_is_found_before_the_first_step(ranks: Ranks, odd: int) -> None:
     others = {0: "ranks 1, 2 of 3 have", 1: "rank 1 of 3 has", 2: "rank 2 of 3 has"}[odd]

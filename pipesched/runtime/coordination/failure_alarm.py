@@ -22,7 +22,7 @@ from typing import Any
 from torch import distributed
 
 from pipesched.runtime.coordination.failure_notices import LONGEST, Address, Fault, told
-from pipesched.runtime.coordination.rank_activity import Activity, Doing, State, blamed
+from pipesched.runtime.coordination.rank_activity import ENDED, Activity, Doing, State, blamed
 from pipesched.runtime.coordination.rendezvous import AbsentError, names_of, ranks_of
 from pipesched.runtime.coordination.stores import Store, StoreLostError, asked, missing
 from pipesched.runtime.coordination.stuck_collectives import Stuck
@@ -38,6 +38,7 @@ _LONGEST_TEXT = 8000  # letters; a message has LONGEST bytes
 _CALLERS = 256  # connections at a time
 _MAKING = "making a pipeline"  # a call, as far as others see it
 _PEOPLE = "pipesched/alarms"  # in the job's store: how many addresses there are
+_SIGNED_OFF = "signed off"  # in the job's store, after an address: its rank has closed the pipeline
 
 
 class Bell:
@@ -196,6 +197,7 @@ class Alarm:
         self._own = Address(self.name, ranks[self.rank], host, port, self._ear.word.decode())
         self._addresses: list[Address] = []
         self._elsewhere: dict[int, Address] = {}
+        self._key = ""  # of this rank's address, in the job's store
         self._store_is_lost = False
         if self._job is not None:
             asked(self._announce, timeout_s)
@@ -242,7 +244,15 @@ class Alarm:
     def _announce(self) -> None:
         """To the ranks of the job that are in other pipelines. It asks the job's store."""
         assert self._job is not None
-        self._job.set(f"{_PEOPLE}/{self._job.add(_PEOPLE, 1)}", json.dumps(self._own))
+        self._key = f"{_PEOPLE}/{self._job.add(_PEOPLE, 1)}"
+        self._job.set(self._key, json.dumps(self._own))
+
+    def _sign_off(self) -> None:
+        """Tell the ranks of other pipelines that nobody listens here from now on."""
+        job, key = self._job, self._key
+        if job is not None and key and self._finalizer.still_active() and not self._store_is_lost:
+            with suppress(RuntimeError):  # no store, or no new thread as Python ends
+                asked(lambda: job.set(f"{key}/{_SIGNED_OFF}", ""), _PATIENCE_S / (8 if self.bell.rung else 2))
 
     def _awaited(self, store: Store) -> list[Address]:
         """Of all ranks of this pipeline."""
@@ -280,6 +290,20 @@ class Alarm:
             self.look_around()
         return list(self._elsewhere.values())
 
+    def _without_signed_off(self, answers: Mapping[str, State | str]) -> dict[str, State | str]:
+        """The answers from elsewhere, without the ranks that have closed their pipelines: they are not to blame."""
+        numbers = {number for number, address in self._elsewhere.items() if answers.get(address.name) == ENDED}
+        job = self._job
+        if job is None or not numbers:
+            return dict(answers)
+        with suppress(RuntimeError):
+            numbers = asked(
+                lambda: {number for number in numbers if not job.check([f"{_PEOPLE}/{number}/{_SIGNED_OFF}"])},
+                _PATIENCE_S / 2,
+            )
+        blamable = {self._elsewhere[number].name for number in numbers}
+        return {name: answer for name, answer in answers.items() if answer != ENDED or name in blamable}
+
     # ---- a fault ----------------------------------------------------------------------------------------------
 
     def ring(self, text: str, doing: Doing, ended: int | None = None) -> Fault:
@@ -313,7 +337,7 @@ class Alarm:
             return
         found = blamed({self.name: state, **ours}, self._timeout_s)
         elsewhere = self._elsewhere_now()
-        theirs = told(guess, elsewhere, _PATIENCE_S / 2, until=ear.settled.is_set)
+        theirs = self._without_signed_off(told(guess, elsewhere, _PATIENCE_S / 2, until=ear.settled.is_set))
         left = None if ended is None else ([self._names[ended]], "it has left the pipeline")
         found = found or blamed(theirs, self._timeout_s) or left or self._suspect({self.name: state, **theirs})
         who, why = found or ([self.name], "")
@@ -321,7 +345,7 @@ class Alarm:
         fault = Fault(", ".join(who), noticed + guess.text, True)
         ear.hear(fault)
         answers = {**theirs, **ours}
-        listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers[one.name], State)]
+        listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers.get(one.name), State)]
         told(fault, listeners, _PATIENCE_S / 4)
 
     def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
@@ -346,7 +370,12 @@ class Alarm:
 
     def end(self) -> None:
         """End the thread."""
+        self._sign_off()
         self._finalizer()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_finalizer"):
+            self._sign_off()
 
 
 def _end(outside: socket.socket, thread: threading.Thread) -> None:
