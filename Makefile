@@ -28,7 +28,7 @@ check: $(VENV)/develop ## Lint, format, types, layers, private imports, the gall
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest -q tests/test_private_torch.py
+	$(BIN)/python -m pytest -q tests/repo/test_private_torch.py
 	$(BIN)/python docs/gallery.py --check
 
 gallery: $(VENV)/develop ## Write docs/schedules.md: every schedule with its picture and figures.

@@ -31,8 +31,8 @@ from pipesched import Pipeline, Plan, schedules
 from pipesched.planning.candidates import synchronous
 from pipesched.simulation.profile import Profile
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from waiting import Waiting
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.sleeping_layers import Waiting
 
 RANKS, COUNT, ROWS, WIDTH, LENGTH = 2, 8, 4, 192, 64
 SLEEP_S = 0.003

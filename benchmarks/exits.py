@@ -16,9 +16,9 @@ from pathlib import Path
 
 from measure import machine
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from jobs_exits import ENDS
-from run_exits import Exit, exits
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.jobs.exits import ENDS
+from tests.support.run_exits import Exit, exits
 
 PLACES = {"threads": "one process", "mesh": "2 processes", "torchrun": "torchrun, 2 ranks"}
 SCHEDULES = ("1f1b", "pipedream")

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from measure import machine
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from jobs_faults import FAULTS, PHASES, STORES, Case
-from run_faults import Outcome, outcomes
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.jobs.faults import FAULTS, PHASES, STORES, Case
+from tests.support.run_faults import Outcome, outcomes
 
 LAYOUTS = {
     (store, num_ranks, replicas): f"{f'{replicas}x2, fully_shard' if replicas > 1 else '3 ranks'}; store {place}"

@@ -19,8 +19,8 @@ from torch.nn import functional
 from pipesched import Pipeline, schedules
 from pipesched.testing import MemoryMeter
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from models import TransformerBlock
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.models import TransformerBlock
 
 RANKS, MICROBATCHES = 2, 8
 WIDTH, TOKENS, WORDS = 128, 64, 1000

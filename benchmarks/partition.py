@@ -23,8 +23,8 @@ from measure import machine
 from pipesched import partition
 from pipesched.partitioning.partition import balance
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from partition_graphs import branches, chain, residual
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.layer_graphs import branches, chain, residual
 
 LINK = {"bandwidth_bytes_per_s": 1e11}
 

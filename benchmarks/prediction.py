@@ -43,8 +43,8 @@ from pipesched.profiling.overhead_probe import waited_s
 from pipesched.simulation.overheads import Machine, Overheads, RanksAre
 from pipesched.simulation.profile import Profile
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from waiting import Waiting
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.sleeping_layers import Waiting
 
 ROWS, RANKS, DISTURBED = 32, 2, 0.1
 PROFILES = 3

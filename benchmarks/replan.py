@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from pipesched import Pipeline
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from waiting import waited
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.sleeping_layers import waited
 
 MICROBATCHES = 8
 

@@ -39,10 +39,10 @@ from torch.utils import _pytree as pytree
 from pipesched import Pipeline, graph_of
 from pipesched.testing import reference_step
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "zoo"))
+sys.path.append(str(Path(__file__).parents[1]))
 
-from architectures import MORE, ROWS, ZOO, Specimen
-from work import counted, even_boundaries, shares
+from tests.support.zoo_architectures import MORE, ROWS, ZOO, Specimen
+from tests.support.zoo_work import counted, even_boundaries, shares
 
 MICROBATCHES = 4
 MODELS = {**ZOO, **MORE}
@@ -264,8 +264,8 @@ HEAD = """\
 
 # The zoo
 
-Models of many kinds, built small from their configurations (`tests/zoo/architectures.py`), in four stages (Reformer:
-three, for all its blocks are one layer), 4 micro-batches of 2 rows, dropout on; pipesched, and the tracer of
+Models of many kinds, built small from their configurations (`tests/support/zoo_architectures.py`), in four stages
+(Reformer: three, for all its blocks are one layer), 4 micro-batches of 2 rows, dropout on; pipesched, and the tracer of
 `torch.distributed.pipelining`, in one run of `python benchmarks/zoo.py --write` on {date}, {machine}, transformers
 {transformers}. {summary}
 

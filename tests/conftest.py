@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
-import places
 import pytest
-from fake_cuda import cuda  # noqa: F401
 from hypothesis import settings
-from models import every_product_deferred, one_thread  # noqa: F401
-from ranks import Ranks
+
+from tests.support import places
+from tests.support.fake_cuda import cuda  # noqa: F401
+from tests.support.models import every_product_deferred, one_thread  # noqa: F401
+from tests.support.rank_processes import Ranks
 
 settings.register_profile("same", derandomize=True, deadline=None)  # a run of the tests is as the one before
 settings.load_profile("same")

@@ -10,16 +10,15 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="the zoo is built by transformers: pip install pipesched[zoo]")
 
-import places
-from architectures import MORE, ROWS, ZOO, Specimen
-from models import assert_as, assert_equal_bits, gradients
-from ranks import Ranks
-from whole_state import unchanged
-from work import counted, even_boundaries, shares
-
 import pipesched
 from pipesched import Pipeline
 from pipesched.testing import reference_step
+from tests.support import places
+from tests.support.models import assert_as, assert_equal_bits, gradients
+from tests.support.rank_processes import Ranks
+from tests.support.whole_state import unchanged
+from tests.support.zoo_architectures import MORE, ROWS, ZOO, Specimen
+from tests.support.zoo_work import counted, even_boundaries, shares
 
 STAGES = MICROBATCHES = 4
 SCHEDULES = ["1f1b", "zb-h1"]

@@ -1,0 +1,275 @@
+"""What a micro-batch counts where a model takes a mean over its own labels: those that are not ignored."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipesched import Pipeline
+from pipesched.capture.label_counts import IGNORED, counted_labels, counts
+from pipesched.testing import reference_step
+from tests.support.models import assert_as
+
+VOCABULARY = 11
+
+
+class Language(nn.Module):
+    """A small model that computes its own loss from labels. how: over which labels it takes the mean."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.embed, self.blocks = nn.Embedding(VOCABULARY, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(8, VOCABULARY)
+
+    def forward(self, text: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        x = self.embed(text)
+        for block in self.blocks:
+            x = x + self.drop(torch.tanh(block(x)))
+        logits = self.head(x)
+        return {"logits": logits, "loss": None if labels is None else self.loss(logits, labels)}
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        cross_entropy = functional.cross_entropy
+        if self.how == "shifted":
+            return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        if self.how == "rolled":  # as where labels are padded at their end: the same labels, another code
+            labels = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        if self.how == "rows":
+            one_by_one = cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1)
+            return (one_by_one / (labels != IGNORED).sum(1)).mean()
+        if self.how == "classes":
+            return cross_entropy(logits[:, -1], labels)
+        if self.how == "sum":
+            return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        if self.how == "no ignored":
+            return -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
+        return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def made(how: str) -> Language:
+    torch.manual_seed(0)
+    return Language(how)
+
+
+def text(rows: int, columns: int = 6) -> Tensor:
+    return torch.randint(VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(rows))
+
+
+def padded(rows: int) -> Tensor:
+    """Labels, the last of which are ignored: one in the first row, two in the second, and so on."""
+    labels = text(rows).clone()
+    for row in range(rows):
+        labels[row, 6 - min(row % 5, 4) :] = IGNORED
+    return labels
+
+
+WAYS = {"plain": "labels", "shifted": "labels but each row's first", "rolled": "labels but each row's first"}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_gradient_is_that_of_the_whole_batch_however_labels_are_padded(how: str, rows: int) -> None:
+    model, whole, loop = (made(how) for _ in range(3))
+    for one in (model, whole, loop):
+        one.drop.p = 0.0
+    x, labels = text(8), padded(8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = Pipeline(
+            model,
+            {"text": text(rows), "labels": text(rows)},
+            devices=["cpu"] * 2,
+            num_microbatches=4,
+            seed=3,
+            schedule="1f1b",
+        )
+    with pipe:
+        loss = pipe.step(text=x, labels=labels)
+        torch.testing.assert_close(loss, whole(x, labels)["loss"])
+        whole(x, labels)["loss"].backward()
+        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+        assert torch.equal(loss, reference_step(loop, text=x, labels=labels, num_microbatches=4, seed=3))
+        assert_as(pipe, loop)
+
+
+def sample(how: str, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    labels = torch.arange(rows) if how == "classes" else text(rows)
+    return (), {"text": text(rows), "labels": labels}
+
+
+@pytest.mark.parametrize("how", [*WAYS, "rows", "classes"])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("columns", [3, 700])
+def test_the_way_is_told_from_the_losses(how: str, rows: int, columns: int) -> None:
+    """Of short and long rows; the model is left as it was, and its random numbers too."""
+    model = made(how)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    labels = torch.arange(rows) if how == "classes" else text(rows, columns)
+    if rows == 5 and how != "classes":
+        labels[1:, 1:] = IGNORED  # a sample may be padded, too
+    way = counted_labels(model, ((text(rows, columns), labels), {}))
+    assert way == {**WAYS, "rows": None, "classes": "labels"}[how]
+    assert (counts(model, way) is None) == (how == "rows")
+    assert model.training
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_the_text_may_be_its_own_labels(how: str) -> None:
+    """One tensor, passed twice."""
+    x = text(2)
+    assert counted_labels(made(how), ((), {"text": x, "labels": x})) == WAYS[how]
+    assert counted_labels(made(how), ((x, x), {})) == WAYS[how]
+
+
+@pytest.mark.parametrize("how", [*WAYS, "rows", "classes"])
+def test_the_way_is_told_of_a_model_without_contents(how: str) -> None:
+    with torch.device("meta"):
+        empty = made(how)
+    assert counted_labels(empty, sample(how, 2)) == {**WAYS, "rows": None, "classes": "labels"}[how]
+
+
+@pytest.mark.parametrize(("how", "why"), [("sum", "fits none of"), ("no ignored", "it failed on four rows")])
+def test_where_it_cannot_be_told_rows_count_and_a_warning_says_so(how: str, why: str) -> None:
+    with pytest.warns(UserWarning, match=f"(?s){why}.*pass loss_weight="):
+        assert counted_labels(made(how), sample(how, 2)) is None
+
+
+def test_losses_that_are_all_equal_tell_nothing() -> None:
+    model = made("plain")
+    for parameter in model.head.parameters():
+        nn.init.zeros_(parameter)
+    with pytest.warns(UserWarning, match="its loss fits each of"):
+        assert counted_labels(model, sample("plain", 2)) is None
+
+
+def test_without_labels_nothing_is_run() -> None:
+    model = made("plain")
+    model.register_forward_hook(lambda *_: pytest.fail("it ran"))
+    assert counted_labels(model, ((text(2),), {})) is None
+    assert counted_labels(model, ((), {"text": text(2), "labels": None})) is None
+    assert counted_labels(model, ((), {"text": text(2), "labels": torch.ones(2)})) is None
+
+
+# ---- the loss in outputs ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    """As Hugging Face's, but none that pytrees know."""
+
+    logits: Tensor
+    loss: Tensor | None
+
+
+class End(nn.Module):
+    """The loss as a layer: the way through the model is the same with labels and without them."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, logits: Tensor, labels: Tensor | None) -> Any:
+        loss = None if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if self.form == "scalar":
+            return loss
+        output = {"logits": logits, "loss": loss}
+        return Output(**output) if self.form == "dataclass" else output
+
+
+class Told(Language):
+    """form: in which its output is given."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__("plain")
+        self.drop.p, self.end = 0.0, End(form)
+
+    def forward(self, text: Tensor, labels: Tensor | None = None) -> Any:
+        return self.end(super().forward(text)["logits"], labels)
+
+
+def loss_in(output: Any) -> Any:
+    return output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
+
+
+def some_without_labels() -> Tensor:
+    """Of four micro-batches of two rows the second has nothing to count."""
+    labels = padded(8)
+    labels[2:4] = IGNORED
+    return labels
+
+
+@pytest.fixture(params=["dict", "dataclass", "scalar"])
+def told(request: pytest.FixtureRequest) -> Iterator[tuple[Pipeline, Told]]:
+    torch.manual_seed(0)
+    model = Told(request.param)
+    whole, example = copy.deepcopy(model), {"text": text(2), "labels": text(2)}
+    with Pipeline(model, example, devices=["cpu"] * 2, num_microbatches=4, schedule="1f1b") as pipe:
+        yield pipe, whole
+
+
+def test_the_loss_in_outputs_is_the_batchs(told: tuple[Pipeline, Told]) -> None:
+    """Not one for each micro-batch: a scalar, and to the bit the one that is returned beside it."""
+    pipe, whole = told
+    x, labels = text(8), some_without_labels()
+    expected = loss_in(whole(x, labels)).detach()
+    for method in (pipe.step, pipe.evaluate):
+        loss, output = method(text=x, labels=labels, return_outputs=True)
+        assert torch.equal(loss_in(output), loss)
+        torch.testing.assert_close(loss, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(loss_in(pipe(x, labels)), expected)
+        assert torch.equal(loss_in(pipe(text=x, labels=labels)), loss)
+    if pipe.model.end.form != "scalar":
+        logits = output["logits"] if isinstance(output, dict) else output.logits
+        torch.testing.assert_close(logits, whole(x)["logits"] if isinstance(output, dict) else whole(x).logits)
+
+
+def test_the_loss_in_outputs_goes_backward(told: tuple[Pipeline, Told]) -> None:
+    """With the gradients of the whole batch; those of micro-batches that count nothing are none, and not NaN."""
+    pipe, whole = told
+    x, labels = text(8), some_without_labels()
+    (2 * loss_in(pipe(text=x, labels=labels))).backward()
+    (2 * loss_in(whole(x, labels))).backward()
+    for one, other in zip(pipe.model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("told", ["dataclass"], indirect=True)
+def test_outputs_without_a_loss_have_none(told: tuple[Pipeline, Told]) -> None:
+    pipe, _ = told
+    with torch.no_grad():
+        assert loss_in(pipe(text=text(8))) is None
+        assert loss_in(pipe(text=text(8), labels=None)) is None
+        assert loss_in(pipe(text=text(8), labels=torch.full((8, 6), IGNORED))).isnan()  # as plain PyTorch says
+
+
+def test_outputs_without_the_inputs_that_loss_weight_needs_have_no_loss() -> None:
+    model = Told("dataclass")
+    choices = {"devices": ["cpu"] * 2, "num_microbatches": 4, "schedule": "1f1b"}
+    weight = lambda text, labels: (labels != IGNORED).sum()  # noqa: E731
+    with Pipeline(model, {"text": text(2), "labels": text(2)}, loss_weight=weight, **choices) as pipe, torch.no_grad():
+        assert pipe(text=text(8)).loss is None
+        assert pipe(text=text(8), labels=padded(8)).loss.dim() == 0
+
+
+def test_scalars_that_are_not_the_loss_stay_one_for_each_micro_batch() -> None:
+    class WithMore(Told):
+        def forward(self, text: Tensor, labels: Tensor | None = None) -> Any:
+            output = super().forward(text, labels)
+            return output | {"largest": output["logits"].max()}
+
+    choices = {"devices": ["cpu"] * 2, "num_microbatches": 4, "schedule": "1f1b"}
+    with Pipeline(WithMore("dict"), {"text": text(2), "labels": text(2)}, **choices) as pipe:
+        output = pipe.evaluate(text=text(8), labels=padded(8), return_outputs=True)[1]
+    assert output["loss"].dim() == 0
+    assert output["largest"].shape == (4,)

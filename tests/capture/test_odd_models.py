@@ -1,0 +1,360 @@
+"""Odd models: each trains as the loop does, to the bit, or is an error that says what is wrong with it."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipesched import Pipeline
+from pipesched.errors import GraphError, ModelTypeError, PartitionError
+from pipesched.program.checkpoint_options import CheckpointMode
+from pipesched.testing import reference_step
+from tests.support.models import every_product_deferred, one_thread
+from tests.support.odd_models import FLOATS, Block, Blocks, check, made, square
+
+__all__ = ["every_product_deferred", "one_thread"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("every_product_deferred", "one_thread")
+
+
+class MaskedLate(nn.Module):
+    """The code asks for the shape of a mask that only the last blocks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = mask.to(torch.bool)
+        if hidden.shape[-1] < x.shape[-1]:
+            hidden = torch.cat([hidden, hidden], -1)
+        for number, block in enumerate(self.blocks):
+            x = block(x) if number < 5 else block(x).masked_fill(hidden, 0.0)
+        return x
+
+
+def test_the_shape_of_what_a_later_stage_uses() -> None:
+    check(MaskedLate, FLOATS, (FLOATS > 0).long())
+
+
+class Remembering(nn.Module):
+    """A layer that keeps things as plain attributes, and puts a new tensor in the place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.count, self.seen = nn.Linear(8, 8), 0, []
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.seen.append(len(x))
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return self.inner(x - self.mean) * self.count
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembering() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_layers_that_remember() -> None:
+    model = Remembers()
+    Pipeline(model, FLOATS[:2], devices=["cpu"] * 3, loss_fn=square, schedule="1f1b").close()  # captures, and measures
+    assert [(block.count, block.seen, block.mean.tolist()) for block in model.blocks] == [(0, [], [0.0] * 8)] * 4
+    check(Remembers, FLOATS)
+
+
+class OnlyTrains(nn.Module):
+    """Fails in the mode in which it is not used, as a detector does without targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            raise ValueError("only in training")
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_model_that_runs_in_one_mode() -> None:
+    own, plain = made(OnlyTrains), made(OnlyTrains)
+    with Pipeline(
+        own, FLOATS[:2], devices=["cpu"] * 3, loss_fn=square, num_microbatches=4, seed=5, schedule="1f1b"
+    ) as pipe:
+        due = reference_step(plain, FLOATS, target=FLOATS, loss_fn=square, num_microbatches=4, seed=5)
+        assert torch.equal(pipe.step(FLOATS, target=FLOATS), due)
+        pipe.eval()
+        with pytest.raises(GraphError, match="captured; with the sample it calls other layers, or fails") as caught:
+            pipe.evaluate(FLOATS, target=FLOATS)
+        assert "only in training" in str(caught.value.__cause__)
+
+
+class Told(nn.Module):
+    """Puts what it makes into an object, and takes what the layer before has put there, and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop, self.scale = nn.Linear(8, 8), nn.Dropout(0.1), None
+
+    def forward(self, x: Tensor, kept: SimpleNamespace) -> Tensor:
+        y = self.drop(self.inner(x)) * self.scale
+        x, kept.last = x + y * kept.last, y
+        return x
+
+
+class Tells(nn.Module):
+    """Layers that hand each other tensors in objects, two by two, and are told something by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.first = nn.ModuleList(Told() for _ in range(6)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.first(x).sigmoid()
+        for number, block in enumerate(self.blocks):
+            if number % 2 == 0:
+                kept = SimpleNamespace(last=1.0)
+            block.scale = scale
+            x = block(x, kept)
+        return x
+
+
+def test_layers_that_hand_things_on_stay_together() -> None:
+    check(Tells, FLOATS)
+    with pytest.raises(GraphError, match=r"what passes between stages is what calls return; blocks\.0 hands"):
+        Pipeline(Tells(), FLOATS[:2], devices=["cpu"] * 5, schedule="1f1b", loss_fn=square)
+
+
+class Silent(nn.Module):
+    """Returns nothing."""
+
+    def forward(self, x: Tensor) -> None:
+        self.seen = tuple(x.shape)
+
+
+class InPlace(nn.Module):
+    """Writes on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.add_(1))
+
+
+class Mixed(nn.Module):
+    """A layer that returns nothing, one that writes on its input, which is used again, one without parameters, and
+    parameters and a layer that nothing uses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.silent, self.relu, self.second = nn.Linear(8, 8), Silent(), nn.ReLU(), nn.Linear(8, 8)
+        self.writes, self.last = InPlace(), nn.Linear(8, 8)
+        self.unused, self.spare = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.silent(x)
+        x = self.second(self.relu(x)) * 1
+        return self.last(self.writes(x) + x)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(
+    "boundaries", [["silent", "relu"], ["relu", "second"], ["second", "writes"], ["writes", "last"]]
+)
+def test_what_a_stage_may_begin_with(boundaries: list[str], checkpoint: CheckpointMode) -> None:
+    check(Mixed, FLOATS, boundaries=boundaries, checkpoint=checkpoint, schedules=["1f1b"])
+
+
+class Row(nn.Module):
+    """Linear layers, so that plain PyTorch gives the same loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+
+class Adds(Row):
+    """Changes what it is given, which all layers use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.add_(1)
+        for layer in self.layers:
+            h = layer(h) + x
+        return h
+
+
+class Asks(Row):
+    """Asks an early tensor whether it is trained, and how it lies, at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = self.layers[0](x).t().contiguous().t()
+        for layer in self.layers[1:]:
+            h = layer(h)
+        return h * (2 if first.requires_grad else 3) * (5 if first.is_contiguous() else 7)
+
+
+class Stores(nn.Linear):
+    """Keeps what it returns where another finds it."""
+
+    def __init__(self, store: dict[str, Tensor]) -> None:
+        super().__init__(8, 8)
+        self.store = store
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.store["seen"] = super().forward(x)
+        return self.store["seen"]
+
+
+class Finds(Stores):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.store["seen"].detach()
+
+
+class Stored(Row):
+    def __init__(self) -> None:
+        super().__init__()
+        store: dict[str, Tensor] = {}
+        self.layers[1], self.layers[3] = Stores(store), Finds(store)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Recomputes(Row):
+    """torch.utils.checkpoint over two layers each: no stage begins between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first in (0, 2, 4):
+            pair = self.layers[first : first + 2]
+            x = x + checkpoint(lambda h, pair=pair: pair[1](pair[0](h).tanh()), x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Adds, Asks, Stored, Recomputes])
+def test_what_plain_pytorch_gives(kind: type[nn.Module]) -> None:
+    x, target = torch.randn(8, 8), torch.ones(8, 8)
+    due = square(made(kind)(x.clone()), target)
+    options: dict[str, Any] = {"loss_fn": square, "num_microbatches": 4, "seed": 5}
+    torch.testing.assert_close(reference_step(made(kind), x.clone(), target=target, **options), due.detach())
+    with Pipeline(made(kind), x[:2], devices=["cpu"] * 3, **options) as pipe:
+        torch.testing.assert_close(pipe.step(x.clone(), target=target), due.detach())
+
+
+def test_no_stage_begins_within_what_is_recomputed_as_one() -> None:
+    with pytest.raises(PartitionError, match=r"got 'layers\.3'; the layers are layers\.0, layers\.2"):
+        Pipeline(Recomputes(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 2, boundaries=["layers.3"])
+
+
+class Remembered(Row):
+    """A tensor that nobody knows is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.mean.mul_(0.9).add_(x.detach().mean(0))
+
+
+class Unbound(Row):
+    """As many tensors as rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        rows = x.unbind(0)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x + torch.stack(rows).mean(0)
+
+
+class Measures(Row):
+    """Asks for a shape, but not of the sample's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = self.layers[0](x)
+        for layer in self.layers[1:]:
+            h = layer(h)
+        return h * (h.shape[1] if len(x) == 2 else first.shape[1])
+
+
+def test_what_follows_the_batch_otherwise_than_with_the_sample_is_an_error() -> None:
+    with pytest.raises(GraphError, match=r"mul_ changes a tensor of shape \(8,\) that is none of these; register it"):
+        Pipeline(Remembered(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, schedule="1f1b")
+    for kind, message in ((Unbound, "unbind gives others now"), (Measures, "takes the way that it took with")):
+        pipe = Pipeline(kind(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4, schedule="1f1b")
+        with pipe, pytest.raises(GraphError, match=message):
+            pipe.step(torch.randn(12, 8), target=torch.zeros(12, 8))
+
+
+class Bare(nn.Module):
+    """No layers at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.weight, 0.2, self.training)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(8, 8), Bare, lambda: nn.Sequential(nn.Linear(8, 8))])
+def test_one_layer(make: Callable[[], nn.Module]) -> None:
+    check(make, FLOATS, stages=1)
+    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square) as pipe:
+        assert pipe.num_stages == 1  # the other device is left out
+    with pytest.raises(PartitionError, match="the model has 1 layers"):
+        Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
+
+
+@pytest.mark.parametrize("kind", [list, tuple, nn.ModuleList])
+def test_a_list_of_stages(kind: Callable[[list[nn.Module]], Any]) -> None:
+    def make() -> Any:
+        return kind([nn.Sequential(Block(), Block(), Block()), Block(), nn.Sequential(Block())])
+
+    check(make, FLOATS)
+    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 3, loss_fn=square, schedule="1f1b") as pipe:
+        assert pipe.boundaries == ["1", "2.0"]
+    with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, schedule="1f1b", loss_fn=square) as pipe:
+        assert pipe.num_stages == 2
+    with pytest.raises(ModelTypeError, match="or a list of them; got int"):
+        Pipeline(kind([Block(), 3]) if kind is not nn.ModuleList else [3], FLOATS[:2])
+
+
+def test_hooks_on_the_models_backward_are_an_error() -> None:
+    model = Blocks()
+    model.register_full_backward_hook(lambda module, given, taken: None)
+    with pytest.raises(GraphError, match="it has 1 hooks on its backward"):
+        Pipeline(model, FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
+
+
+class Vmapped(Blocks):
+    """Functions of the model inside vmap, where nobody sees them."""
+
+    def after(self, number: int, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row * row.sum())(x)
+
+
+def test_what_is_not_seen_is_an_error() -> None:
+    with pytest.raises((GraphError, RuntimeError)):
+        check(Vmapped, FLOATS)

@@ -1,0 +1,74 @@
+"""A model over a mesh: each rank has the newest weights of its own stages, and gather_model brings them together."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipesched import Pipeline
+from pipesched.errors import InputError
+from tests.support.jobs import gather as jobs
+from tests.support.rank_processes import Ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize(("kind", "schedule"), [("row", "1f1b"), ("tied", "1f1b"), ("row", "zb-v"), ("row", "chimera")])
+def test_the_gathered_model_is_the_loops(
+    ranks: Ranks, kind: str, schedule: str, closed: bool, rank: int | None
+) -> None:
+    ranks.run(2, jobs.gathered, kind, schedule, rank, closed)
+
+
+def test_three_ranks_gather(ranks: Ranks) -> None:
+    ranks.run(3, jobs.gathered, "tied", "1f1b", None, False)
+
+
+@pytest.mark.parametrize("kind", ["row", "tied"])
+def test_who_reads_or_saves_a_stale_model_is_told(ranks: Ranks, kind: str) -> None:
+    for rank, found in enumerate(ranks.run(2, jobs.readings, kind)):
+        for name, text in found.items():
+            assert text.startswith("ExecutionError: over a mesh each rank trains the weights of its own stages"), name
+            assert f"on rank {rank} " in text
+            assert f"which rank {1 - rank} trains; call gather_model() of its pipeline on every rank" in text
+
+
+def test_a_whole_state_makes_the_model_whole(ranks: Ranks) -> None:
+    ranks.run(2, jobs.loaded)
+
+
+def test_a_second_pipeline_works_or_is_refused_by_name(ranks: Ranks) -> None:
+    for found in ranks.run(2, jobs.several):
+        assert "a second pipeline; " not in found
+        for name, text in found.items():
+            assert text.startswith("ExecutionError: over a mesh"), name
+            assert "gather_model()" in text
+        assert "a pipeline that places layers otherwise was used" in found["step"]
+        assert "for a second pipeline" in found["new"]
+
+
+def test_where_and_what_cannot_be_gathered(ranks: Ranks) -> None:
+    for nowhere, unequal, adapted in ranks.run(2, jobs.wrong_ranks):
+        assert nowhere.startswith("InputError: gather_model(rank) takes a rank of the mesh, or None for all; rank 0 of")
+        assert "all ranks gather the model on the same rank; ranks 0 to 1 passed 1, None; pass the same" in unequal
+        assert "in the model of rank 0 '4.inner.weight' of rank 1 is missing; wrap= has changed" in adapted or (
+            "of rank 1 is missing; wrap= has changed layers on one rank alone: use full_state_dict" in adapted
+        )
+
+
+def test_parts_without_contents_are_made_where_they_are_gathered(ranks: Ranks) -> None:
+    for called, saved in ranks.run(2, jobs.without_contents):
+        assert called.startswith("ExecutionError: over a mesh")
+        assert saved.startswith("over a mesh"), "a warning"
+
+
+def test_in_one_process_the_model_is_whole() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with Pipeline(model, torch.ones(2, 2), devices=["cpu", "cpu"], schedule="1f1b", boundaries=[1]) as pipe:
+        assert pipe.gather_model() is None
+        assert pipe.gather_model(rank=0) is None
+        with pytest.raises(InputError, match="takes a rank of the mesh, or None for all; rank 0 of 1 passed 1"):
+            pipe.gather_model(1)

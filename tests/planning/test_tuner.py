@@ -1,0 +1,277 @@
+"""The tuner, by simulation alone: what it finds beside what there is, the limits it keeps, and what it says."""
+
+import json
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipesched import schedules, simulate, validate
+from pipesched.errors import MemoryLimitError, PartitionError
+from pipesched.planning.candidates import microbatch_counts, synchronous
+from pipesched.planning.search_request import Search
+from pipesched.planning.stage_cutter import Pins
+from pipesched.planning.tuner import find_plan
+from pipesched.simulation.links import Link, Links
+from pipesched.simulation.memory import rank_memory
+from pipesched.simulation.profile import Profile
+from tests.support.synthetic_profiles import profile, row
+
+TIMES = [1.0, 2.0, 1.0, 3.0, 1.0, 1.0, 2.0]
+
+
+def search(times=TIMES, ranks=2, counts=(8,), layers=None, **asked):
+    known = profile(times, **(layers or {}))
+    pins = Pins(list(known.layers), asked.pop("boundaries", None), asked.pop("together", ()))
+    return Search(known, pins, ranks, max(counts), counts, **asked)
+
+
+def cuts(layers, num_stages):
+    for starts in combinations(range(1, len(layers)), num_stages - 1):
+        ends = (*starts, len(layers))
+        yield tuple(tuple(layers[begin:end]) for begin, end in zip((0, *starts), ends, strict=True))
+
+
+def exhaustive(asked, chunks=(1, 2)):
+    """The shortest step of every schedule, cut in every way."""
+    steps = []
+    for schedule in synchronous():
+        own = [schedule]
+        if "chunks_per_rank" in schedule.options:
+            own = [schedule.with_options(chunks_per_rank=count) for count in chunks if count > 1]
+        for each in own:
+            program = each.program(asked.num_ranks, asked.num_microbatches[0])
+            for stages in cuts(asked.pins.layers, program.num_stages):
+                costs = replace(asked.profile.costs(stages, 1), links=asked.links)
+                steps.append(simulate(program, costs).makespan_s)
+    return min(steps)
+
+
+@pytest.mark.parametrize("times", [TIMES, [1.0] * 6, [6.0, 1, 1, 1, 1, 1, 1], [1.0, 1, 1, 1, 1, 8], [5.0, 1, 4, 2, 3]])
+def test_the_plan_is_within_one_percent_of_the_best_of_all_schedules_and_cuts(times):
+    asked = search(times)
+    assert find_plan(asked).predicted().makespan_s <= exhaustive(asked) * 1.01
+
+
+def test_what_is_not_among_the_first_may_be_the_fastest_once_its_cuts_are_moved():
+    """Light and heavy layers in turn, and a heavy last one: as smallest bottlenecks cut them zb-h2 is ahead."""
+    plan = find_plan(search([0.1] + [1.2, 2.1] * 8 + [5.0], 4, (4,)))
+    assert plan.schedule == "interleaved-zb"
+    assert plan.predicted().makespan_s <= 115  # 122.8 by zb-h2
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=9), st.integers(2, 4), st.sampled_from([2, 4, 8]))
+def test_no_baseline_is_faster_and_the_plan_is_proved(times, ranks, count):
+    plan = find_plan(search([float(time) for time in times], ranks, (count,), effort=100_000))
+    validate(plan.program, exact=True)
+    own, *others = plan.alternatives
+    assert own.step_s == pytest.approx(plan.predicted().makespan_s)
+    baselines = {each.label: each.step_s for each in others if each.label in ("one device", "equal split")}
+    assert {*baselines} == {"one device", "equal split"}
+    assert own.step_s <= min(each.step_s for each in others) * 1.005
+    assert own.num_microbatches == count
+
+
+def test_a_profile_always_gives_the_same_plan():
+    asked = search(TIMES, 3, (3, 6, 12), {"fixed_s": 0.1})
+    assert json.dumps(find_plan(asked).to_dict()) == json.dumps(find_plan(asked).to_dict())
+
+
+@pytest.mark.parametrize("heavy", [0, -1])
+def test_a_heavy_first_or_last_layer_leaves_its_rank_fewer_layers(heavy):
+    times = [1.0] * 12
+    times[heavy] = 4.0
+    plan = find_plan(search(times, 4, (16,)))
+    equal = [each.step_s for each in plan.alternatives if each.label == "equal split"]
+    assert len(equal) == 2
+    assert plan.alternatives[0].step_s < 0.8 * min(equal)
+
+
+def test_split_backwards_are_taken_only_where_both_parts_are_no_dearer():
+    cheap, dear = (find_plan(search([1.0] * 8, 4, (8,), {"split": split})) for split in (1.0, 2.0))
+    assert any(str(action.kind) == "W" for action in cheap.program.orders[0])
+    assert not any(str(action.kind) == "W" for action in dear.program.orders[0])
+
+
+def test_of_equal_plans_the_simplest_is_taken():
+    plan = find_plan(search([1.0] * 4, 2, (1,), {"split": 2.0}))  # one micro-batch, whole backwards: nothing overlaps
+    assert (plan.schedule, plan.program.num_ranks, plan.program.num_stages) == ("1f1b", 1, 1)
+
+
+def test_ranks_that_only_wait_for_messages_are_left_out():
+    slow = Links(inside=Link(latency_s=100.0))
+    assert find_plan(search([1.0] * 8, 4, (8,), links=slow)).program.num_ranks == 1
+    assert find_plan(search([1.0] * 8, 4, (8,), links=slow, all_ranks=True)).program.num_ranks == 4
+    assert find_plan(search([1.0] * 8, 4, (8,))).program.num_ranks == 4
+
+
+def test_fewer_larger_micro_batches_where_each_costs_a_fixed_time():
+    def best(fixed_s):
+        known = profile([1.0] * 8, (1, 2, 4, 8), fixed_s=fixed_s)
+        counts = microbatch_counts(32, 4, known.graphs)
+        return find_plan(Search(known, Pins(list(known.layers)), 4, 32, counts)).program.num_microbatches
+
+    assert best(0.0) == 32
+    assert best(3.0) < 32
+
+
+def test_micro_batches_are_of_sizes_between_those_that_were_measured():
+    assert microbatch_counts(32, 4, [2, 4]) == [8, 16]
+    assert microbatch_counts(32, 4, [4]) == [8]
+    assert microbatch_counts(7, 2, [1, 2]) == [4, 7]  # a prime number of rows: uneven ones too
+    assert microbatch_counts(8, 2, [16]) == []
+
+
+def test_only_exact_synchronous_schedules_are_searched():
+    names = {schedule.name for schedule in synchronous()}
+    assert {"1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"} <= names
+    assert not {"pipedream", "pipedream-2bw", "chimera", "dualpipe"} & names
+
+
+# ---- what is given --------------------------------------------------------------------------------------------------
+
+
+def test_pins_groups_and_ties_are_kept():
+    asked = search([1.0] * 8, 4, (8,), boundaries={"layer1": 1}, together=[("layer6", "layer7")], all_ranks=True)
+    stages = find_plan(asked).stages
+    assert stages[0] == ("layer0",)
+    assert sum({"layer6", "layer7"} <= {*names} for names in stages) == 1
+
+
+def test_a_schedule_stages_and_all_boundaries_that_are_given_stay():
+    asked = search([1.0] * 8, 2, (8,), boundaries=["layer2", "layer4", "layer6"], num_stages=4)
+    plan = find_plan(replace(asked, schedule=schedules.get("interleaved-1f1b")))
+    assert (plan.schedule, plan.boundaries) == ("interleaved-1f1b", ["layer2", "layer4", "layer6"])
+
+
+def test_more_stages_than_layers_are_an_error():
+    with pytest.raises(PartitionError, match=r"at least one layer.*2 layers have no such cut into 3 stages on 3 ranks"):
+        find_plan(search([1.0, 1.0], 3, (4,), num_stages=3, all_ranks=True))
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+HEAVY = {"activation_bytes": 10_000, "output_bytes": 100, "parameter_bytes": 100}
+
+
+def peaks(plan):
+    from pipesched.program.lowering import add_recompute
+
+    return [each.total_bytes for each in rank_memory(add_recompute(plan.program, plan.checkpoint), plan.costs)]
+
+
+def test_a_limit_is_kept_and_costs_time():
+    free = find_plan(search([1.0] * 8, 4, (16,), HEAVY))
+    limit = max(peaks(free)) // 2
+    tight = find_plan(search([1.0] * 8, 4, (16,), HEAVY, memory_limit_bytes=(limit,) * 4))
+    assert max(peaks(tight)) <= limit
+    assert tight.predicted().makespan_s > free.predicted().makespan_s
+    assert tight.alternatives[0].limit_bytes == limit
+    assert tight.alternatives[0].fits
+
+
+def test_only_as_many_layers_are_recomputed_as_a_limit_asks_for():
+    """Early ranks hold more micro-batches: they recompute, and the last ones do not."""
+    asked = search([1.0] * 8, 4, (16,), HEAVY, memory_limit_bytes=(60_000,) * 4, schedule=schedules.get("1f1b"))
+    plan = find_plan(replace(asked, all_ranks=True))
+    assert plan.checkpoint == {"layer0": "recompute", "layer2": "recompute"}
+    assert max(peaks(plan)) <= 60_000
+    whole = find_plan(replace(asked, all_ranks=True, checkpoint="except_last"))
+    assert plan.predicted().makespan_s < 0.92 * whole.predicted().makespan_s
+
+
+def test_a_limit_that_nobody_keeps_says_what_would_help():
+    asked = search([1.0] * 8, 2, (8,), {"parameter_bytes": 1_000, "activation_bytes": 10})
+    least = 8_000 // 2  # of weights alone
+    with pytest.raises(MemoryLimitError, match=r"no plan for 2 ranks and a batch of 8 rows fits") as caught:
+        find_plan(replace(asked, memory_limit_bytes=(least // 2,) * 2))
+    text = str(caught.value)
+    assert "the least that does is" in text
+    ranks = int(text.split("use ")[1].split(" ranks", maxsplit=1)[0])
+    limit = (least // 2,) * ranks
+    assert find_plan(replace(asked, num_ranks=ranks, memory_limit_bytes=limit)).program.num_ranks <= ranks
+    with pytest.raises(MemoryLimitError):
+        find_plan(replace(asked, num_ranks=ranks - 1, memory_limit_bytes=limit[1:]))
+
+
+SMALL = 200_000  # the effort of a pipeline that plans for itself
+
+
+def test_a_small_effort_does_not_make_a_limit_one_that_nobody_keeps():
+    asked = search([1.0] * 6 + [5.0, 1.0], counts=(1, 2, 4, 8), ranks_are="processes", effort=SMALL)
+    asked = replace(asked, memory_limit_bytes=(5500,) * 2)
+    assert find_plan(asked).alternatives[0].peak_bytes <= 5500
+
+
+@settings(max_examples=6)
+@given(
+    times=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=4, max_size=6),
+    limit=st.integers(2_000, 8_000),
+    ranks_are=st.sampled_from(["threads", "processes"]),
+    checkpoint=st.sampled_from([None, "never", "always"]),
+)
+def test_what_fits_with_a_large_effort_fits_with_a_small_one(times, limit, ranks_are, checkpoint):
+    asked = search(times, counts=(2, 8), ranks_are=ranks_are, checkpoint=checkpoint, memory_limit_bytes=(limit,) * 2)
+    try:
+        find_plan(asked)
+    except MemoryLimitError:
+        with pytest.raises(MemoryLimitError, match="the least that does is"):
+            find_plan(replace(asked, effort=SMALL))
+    else:
+        assert find_plan(replace(asked, effort=SMALL)).alternatives[0].peak_bytes <= limit
+
+
+@settings(max_examples=6)
+@given(
+    times=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=4, max_size=6),
+    heavy=st.sampled_from([100, 1_000, 10_000]),
+    ranks=st.integers(2, 3),
+    schedule=st.sampled_from([None, "1f1b", "interleaved-1f1b"]),
+    checkpoint=st.sampled_from([None, "never", "always"]),
+)
+def test_the_least_limit_that_an_error_names_is_enough_and_the_same_whatever_the_limit(
+    times, heavy, ranks, schedule, checkpoint
+):
+    wished = None if schedule is None else schedules.get(schedule)
+    asked = search(times, ranks, (2, 8), {"activation_bytes": heavy}, schedule=wished, checkpoint=checkpoint)
+    asked = replace(asked, effort=SMALL)
+    with pytest.raises(MemoryLimitError) as caught:
+        find_plan(replace(asked, memory_limit_bytes=(100,) * ranks))
+    least = int(str(caught.value).split("the least that does is ")[1].split(" bytes")[0])
+    plan = find_plan(replace(asked, memory_limit_bytes=(least,) * ranks))
+    assert plan.alternatives[0].peak_bytes <= least
+    with pytest.raises(MemoryLimitError, match=f"the least that does is {least} bytes"):
+        find_plan(replace(asked, memory_limit_bytes=(int(least / 1.01),) * ranks))
+
+
+def test_fewer_layers_than_ranks_do_not_hide_that_memory_is_what_lacks():
+    with pytest.raises(MemoryLimitError, match="the least that does is"):
+        find_plan(search([1.0] * 3, 4, (4,), memory_limit_bytes=(500,) * 4))
+
+
+def test_a_schedule_that_searches_is_refused_for_its_memory():
+    asked = search([1.0] * 4, 2, (4,), schedule=schedules.get("zb-auto"), memory_limit_bytes=(500,) * 2)
+    with pytest.raises(MemoryLimitError, match="the least that does is"):
+        find_plan(asked)
+
+
+def test_a_layer_that_fits_nowhere_is_named():
+    sizes = [100] * 7 + [100_000]
+    with pytest.raises(MemoryLimitError, match=r"layer 'layer7' alone needs .* for one micro-batch, on any rank"):
+        find_plan(search([1.0] * 8, 2, (8,), {"parameter_bytes": sizes}, memory_limit_bytes=(50_000,) * 2))
+
+
+def test_without_recomputation_the_error_names_it():
+    asked = search([1.0] * 8, 2, (8,), HEAVY, checkpoint="never")
+    limit = max(peaks(find_plan(replace(asked, checkpoint="always"))))
+    with pytest.raises(MemoryLimitError, match=r"or this limit with checkpoint='always'"):
+        find_plan(replace(asked, memory_limit_bytes=(limit,) * 2))
+
+
+def test_sizes_between_measured_ones_cost_what_lies_between():
+    known = Profile({1: row([1.0] * 4, rows=1), 4: row([1.0] * 4, rows=4)})
+    plan = find_plan(Search(known, Pins(list(known.layers)), 2, 12, (4, 6)))
+    assert sum(plan.costs.forward_s) == pytest.approx(4 * 12 / plan.program.num_microbatches)

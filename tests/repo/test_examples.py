@@ -1,0 +1,115 @@
+"""The examples run, and show what they say."""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+OWN = ROOT / "examples" / "own_schedule.py"
+MESH = ROOT / "examples" / "torchrun.py"
+DEMO = ROOT / "examples" / "train_gpt.py"
+SLURM = ROOT / "examples" / "slurm.sh"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def test_an_own_schedule_is_proved_trained_with_and_drawn_in_30_lines(tmp_path):
+    assert len(OWN.read_text().splitlines()) <= 30
+    ran = subprocess.run(
+        [sys.executable, str(OWN)],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "slow-link-1f1b: valid for 1..8 ranks and 1..16 micro-batches" in ran.stdout
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", ran.stdout, re.MULTILINE)]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "runs" / "own_schedule.png").read_bytes().startswith(b"\x89PNG")
+
+
+def torchrun(processes):
+    ran = subprocess.run(
+        [*TORCHRUN, "--standalone", f"--nproc_per_node={processes}", str(MESH)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return re.findall(r"^step \d: loss [\d.]+$", ran.stdout, re.MULTILINE)
+
+
+def test_as_many_processes_as_there_are_give_the_same_losses():
+    alone = torchrun(1)
+    assert len(alone) == 5
+    assert torchrun(2) == alone
+
+
+def finish(commands, folder):
+    """Run all at once, in a folder; what they print."""
+    pipe = subprocess.PIPE
+    running = [
+        subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    try:
+        printed = [one.communicate(timeout=100)[0] for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    assert not any(one.returncode for one in running), "\n".join(printed)
+    return "".join(printed)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What the demo trains in one process, in two steps."""
+    folder = tmp_path_factory.mktemp("alone")
+    finish([[sys.executable, str(DEMO), "--steps", "2", "--save", "weights.pt"]], folder)
+    return torch.load(folder / "weights.pt")
+
+
+def check_demo(folder, printed, num_ranks, alone):
+    assert printed.count(f"Pipeline(1f1b, {num_ranks} rank{'s' * (num_ranks > 1)},") == 1
+    assert printed.count("loss before") == 1
+    assert (folder / "runs" / "demo" / "report.png").read_bytes().startswith(b"\x89PNG")
+    weights = torch.load(folder / "weights.pt")
+    assert weights.keys() == alone.keys()
+    assert all(torch.equal(weights[name], value) for name, value in alone.items())
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_the_demo_gives_the_same_weights_in_any_number_of_processes(processes, alone, tmp_path):
+    command = [*TORCHRUN, "--standalone", f"--nproc_per_node={processes}", str(DEMO)]
+    printed = finish([[*command, "--steps", "2", "--save", "weights.pt"]], tmp_path)
+    check_demo(tmp_path, printed, processes, alone)
+
+
+def test_readmes_command_for_several_machines(alone, tmp_path):
+    """Two torchruns, as on two machines, of one process each."""
+    (line,) = re.findall(r"^    torchrun (--nnodes 2.*) examples/train_gpt.py$", (ROOT / "README.md").read_text(), re.M)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = shlex.split(line.replace("host1:29500", endpoint))
+    command = [*TORCHRUN, *options, "--local_addr", "127.0.0.1", str(DEMO), "--steps", "2", "--save", "weights.pt"]
+    check_demo(tmp_path, finish([command, command], tmp_path), 2, alone)
+
+
+def test_the_slurm_script_is_a_script():
+    subprocess.run(["bash", "-n", str(SLURM)], check=True)
+    options = dict(re.findall(r"--(\w+) (\S+)", SLURM.read_text().split("srun torchrun")[1]))
+    assert {"nnodes", "nproc_per_node", "rdzv_id", "rdzv_backend", "rdzv_endpoint"} == options.keys()
+    assert os.access(SLURM, os.X_OK)

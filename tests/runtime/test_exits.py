@@ -1,0 +1,29 @@
+"""Scripts that end while a pipeline is open: the exit code is their own, and so is all that they write."""
+
+import pytest
+
+from tests.support.jobs.exits import ENDS
+from tests.support.run_exits import Exit, exits
+
+pytestmark = pytest.mark.timeout(240)
+
+OPEN = [end for end in ENDS if end != "close"]
+
+
+@pytest.mark.parametrize("end", [end for end in OPEN if end != "destroy_process_group"])
+def test_a_stream_under_way_in_threads_leaves_the_exit_as_it_is(end: str) -> None:
+    assert exits("threads", "pipedream", end) == [Exit(ENDS[end], True, "")]
+
+
+@pytest.mark.parametrize("end", OPEN)
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_open_pipelines_over_a_mesh_leave_the_exit_as_it_is(schedule: str, end: str) -> None:
+    """The store lies in rank 0, which may end before the others."""
+    assert exits("mesh", schedule, end) == [Exit(ENDS[end], True, "")] * 2
+
+
+@pytest.mark.parametrize("end", ["end of the script", "sys.exit(3)"])
+def test_torchrun_reports_what_the_script_did(end: str) -> None:
+    (whole,) = exits("torchrun", "1f1b", end)
+    assert (whole.code, whole.ran) == (1 if ENDS[end] else 0, True)
+    assert "-6" not in whole.said.split()

@@ -1,0 +1,242 @@
+"""One rank fails: the others end in time, and name it. benchmarks/faults.py runs all cases, these are some."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from pipesched.program.actions import Action, Kind
+from pipesched.runtime.coordination import stuck_collectives as stuck
+from pipesched.runtime.coordination.failure_alarm import Alarm
+from pipesched.runtime.coordination.failure_notices import Fault
+from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, Activity, State, blamed, doing_at
+from pipesched.runtime.coordination.stores import StoreLostError, asked
+from pipesched.runtime.executors.interpreter import Stamps
+from tests.support.jobs.faults import Case
+from tests.support.run_faults import outcomes
+
+TIMEOUT_S = 10.0
+
+CASES = [
+    Case("SIGSTOP", "later forward", 1),
+    Case("SIGSTOP", "evaluate", 0, "rank 0"),
+    Case("SIGKILL", "first backward", 2),
+    Case("sys.exit(3)", "before construction", 1),
+    Case("hang", "first forward", 0),
+    Case("raise", "update", 2, "rank 0"),
+    Case("SIGKILL", "while measuring", 0),
+    Case("SIGSTOP", "before construction", 0, "rank 0"),
+    Case("SIGKILL", "while connecting", 0, "rank 0"),
+]
+SHARDED = [
+    Case("raise", "first backward", 3, num_ranks=4, replicas=2),
+    Case("SIGSTOP", "later forward", 0, "rank 0", 4, 2),
+    Case("hang", "update", 2, num_ranks=4, replicas=2),
+]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("cases", [CASES, SHARDED], ids=["3 ranks", "2x2 with fully_shard"])
+def test_survivors_end_in_time_and_name_the_rank_that_failed(cases: list[Case]) -> None:
+    for outcome in outcomes(cases, TIMEOUT_S):
+        assert outcome.happened, outcome
+        assert (outcome.late, outcome.wrong) == ([], []), outcome
+        assert outcome.survivors, outcome
+
+
+# ---- who is to blame ------------------------------------------------------------------------------------------------
+
+
+def state(doing: Any, seconds: float = 0.0, what: str = "1F0", last: dict[str, str] | None = None) -> State:
+    return State(doing, what, "", seconds, last or {})
+
+
+def test_a_rank_that_raised_is_to_blame_whatever_others_do() -> None:
+    answers = {"rank 0": SILENT, "rank 1": state("works", 9), "rank 2": state("raised", what="ZeroDivisionError: x")}
+    assert blamed(answers, 5) == (["rank 2"], "ZeroDivisionError: x")
+
+
+def test_ranks_that_do_not_answer_are_to_blame_with_the_last_that_came_from_them() -> None:
+    answers = {"rank 0": state("waits", last={"rank 1": "1F3"}), "rank 1": SILENT}
+    names, why = blamed(answers, 5) or ([], "")
+    assert (names, why) == (
+        ["rank 1"],
+        "it does not answer, so its process is stopped or cannot be reached; the last that came from it is of 1F3",
+    )
+    names, why = blamed({**answers, "rank 2": ENDED}, 5) or ([], "")
+    assert names == ["rank 1", "rank 2"]
+    assert "rank 2: its process has ended, or has left the pipeline; nothing has come from it in this call" in why
+
+
+def test_of_ranks_that_answer_the_one_that_works_for_longest_is_to_blame() -> None:
+    answers = {"rank 0": state("waits", 5), "rank 1": state("works", 5.1), "rank 2": state("works", 0.1)}
+    assert blamed(answers, 5) == (["rank 1"], "it has been in 1F0 for 5.1 s")
+    assert blamed({**answers, "rank 1": state("collective", 5.1)}, 5) is None
+
+
+def test_what_a_rank_does_is_told_by_where_its_thread_is() -> None:
+    activity, started, done = Activity(["rank 0"]), threading.Event(), threading.Event()
+
+    def call(wait: Any) -> State:
+        def run() -> None:
+            activity.begin("a step")
+            started.set()
+            wait()
+
+        started.clear()
+        done.clear()
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        started.wait()
+        told = activity.state()
+        while told.place.endswith(" in run"):  # not there yet
+            told = activity.state()
+        done.set()
+        thread.join()
+        return told
+
+    def layer() -> None:
+        done.wait()
+
+    working, waiting = call(layer), call(lambda: asked(done.wait, 60))
+    assert (working.doing, working.what, working.place.endswith(" in layer")) == ("works", "a step", True)
+    assert waiting.doing == "waits"
+
+
+def test_a_rank_that_receives_is_not_at_work_though_it_has_given_up() -> None:
+    """Its thread then puts away what the run held."""
+    activity, order = Activity(["rank 0", "rank 1"]), (Action(0, Kind.RECV_B, 0, 1), Action(0, Kind.B, 0))
+    stamps = Stamps.room_for(order)
+    activity.begin("a step")
+    activity.run(stamps, (0, 1))
+    stamps.starts[0] = time.perf_counter()
+    assert activity.state()[:3] == ("waits", "0RECV_B0<1 (stage 0, micro-batch 0)", "")
+    stamps.ends[0] = stamps.starts[1] = time.perf_counter()
+    assert activity.state()[:2] == ("works", "0B0 (stage 0, micro-batch 0)")
+
+
+def test_an_error_is_of_a_collective_where_torch_raises_it_within_one() -> None:
+    def by(call: Any) -> str:
+        try:
+            call()
+        except Exception as error:
+            return doing_at(error)
+        return "nothing"
+
+    class Hook(torch.nn.Module):
+        def forward(self) -> None:
+            raise ValueError("of the user's own")
+
+    assert by(lambda: distributed.get_process_group_ranks(object())) == "collective"
+    assert by(lambda: torch.zeros(2).view(3)) == "raised"
+    assert by(Hook()) == "raised"
+
+
+class _Group:
+    """The parts of a process group that an alarm uses."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+@pytest.mark.timeout(60)
+def test_a_stranger_rings_no_alarm_and_holds_none_up() -> None:
+    """Neither what it says, nor that it says nothing, nor half of a message."""
+    import socket
+
+    store = distributed.HashStore()
+    alarms: list[Alarm] = []
+
+    def make(rank: int) -> None:
+        alarm = Alarm(_Group(rank, 2), "127.0.0.1", 30.0)
+        alarm.meet(store)
+        alarms.append(alarm)
+
+    makers = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join()
+    alarms.sort(key=lambda alarm: alarm.rank)
+    _, _, host, port, word = json.loads(store.get("alarm/1"))
+    said = [b"", b"x", b"\n", b"y" * 32 + b'["rank 0", "lies", true]\n', word[:8].encode(), bytes(1 << 17)]
+    strangers = [socket.create_connection((host, port)) for _ in said]
+    for stranger, text in zip(strangers, said, strict=True):
+        try:
+            stranger.sendall(text)
+        except ConnectionError:
+            assert len(text) > 1 << 16
+    assert alarms[0].ring("it failed", "raised") == Fault("rank 0", "it failed", True)
+    assert alarms[1].bell.rung
+    assert alarms[1].ring("lost", "waits") == Fault("rank 0", "it failed", True)
+    for end in (*alarms, *strangers):
+        getattr(end, "end", getattr(end, "close", None))()
+
+
+def test_a_store_that_does_not_answer_is_left() -> None:
+    silent = threading.Event()
+    with pytest.raises(StoreLostError, match=r"rank 0 failed: .* the store .*, which did not answer within 0\.1 s"):
+        asked(silent.wait, 0.1)
+    silent.set()
+    assert asked(lambda: 3, 60) == 3
+
+
+def test_what_is_asked_of_a_store_ends_where_a_rank_has_failed() -> None:
+    silent, given_up = threading.Event(), threading.Event()
+    given_up.set()
+    with pytest.raises(RuntimeError, match="Connection closed: a rank has failed"):
+        asked(silent.wait, 60, given_up)
+    silent.set()
+    assert asked(lambda: 3, 60, given_up) == 3
+
+
+# ---- ranks that are stuck in a collective ---------------------------------------------------------------------------
+
+
+class _InCollective(Activity):
+    """Of a rank that is in a collective, and remains there."""
+
+    def doing(self) -> Any:
+        return "collective", ""
+
+    def innermost(self) -> tuple[int, int]:
+        return 1, 1
+
+
+@pytest.mark.parametrize("setting", ["", "0"])
+def test_a_stuck_rank_aborts_its_nccl_groups_and_then_ends_its_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    now, ended, aborted = [100.0], [], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stuck, "_abort_nccl_groups", lambda: not aborted.append(now[0]))
+    monkeypatch.setattr(stuck.os, "_exit", ended.append)
+    monkeypatch.setenv("PIPESCHED_END_STUCK_RANKS", setting)
+    activity = _InCollective(["rank 0"])
+    activity.begin("a step")
+    looks = stuck.Stuck(activity)
+    while not ended and now[0] < 120:
+        now[0] += 0.25
+        looks.look("rank 0", "rank 1 failed: it raised")
+    assert aborted == [102.0]
+    assert (ended, now[0]) == (([], 120.0) if setting == "0" else ([1], 103.0))
+    assert ("rank 1 failed: it raised; rank 0 is stuck in a collective" in capsys.readouterr().err) == bool(ended)
+
+
+def test_only_nccl_groups_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        aborted = False
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    groups = {Group(): "nccl", Group(): "gloo", Group(): "cpu:gloo,cuda:nccl"}
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_backend", groups.__getitem__)
+    monkeypatch.setattr(distributed.distributed_c10d._world.__class__, "pg_names", groups)
+    assert stuck._abort_nccl_groups()
+    assert [group.aborted for group in groups] == [True, False, True]

@@ -1,0 +1,83 @@
+"""What the processes of test_cuda run. On CPUs the same runs over stand-ins for the links of devices."""
+
+import random
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from pipesched import Pipeline, schedules
+from pipesched.program.lowering import lower
+from pipesched.runtime.executors.processes import ProcessExecutor
+from pipesched.tensors.payload import Payload
+from pipesched.testing import reference_step
+from tests.support.jobs.messages import Carries, tensor, value
+from tests.support.jobs.programs import work
+from tests.support.models import gradients, mixed_model
+
+X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.arange(19) % 4
+
+
+def own_device(group: Any, kind: str) -> torch.device:
+    """A device for each rank."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(group.rank())
+    return torch.device("cuda", group.rank())
+
+
+def round_trips(group: Any, kind: str, seed: int) -> int:
+    """Values of any form, there and back, known and unknown; they come out on the device as they were."""
+    device, rng = own_device(group, kind), random.Random(seed)
+    outputs = [Payload.of(value(rng)).map_tensors(lambda one: one.to(device)) for _ in range(10)]
+    grads = [tuple(rng.choice([None, tensor(rng).detach().to(device)]) for _ in range(3)) for _ in range(10)]
+    program = lower(schedules.get("gpipe").program(2, 10))
+    executor = ProcessExecutor(group, device=device, timeout_s=30)
+    seen = 0
+    for order in (1, 1, -1, 1):
+        stages = {index: Carries(index, outputs[::order], grads[::order]) for index in range(2)}
+        executor.run(work(program, stages), grad=False, looks=list(range(10)))
+        seen += stages[group.rank()].seen
+    executor.close()
+    return seen
+
+
+def train(group: Any, kind: str, names: list[str], checkpoint: str) -> None:
+    """Losses and gradients of steps of two sizes equal the loop's on the same device, bit by bit."""
+    device = own_device(group, kind)
+    mesh = DeviceMesh.from_group(group, kind)
+    x, y = X.to(device), Y.to(device)
+    for name in names:
+        expected, actual = mixed_model().to(device), mixed_model()
+        cut = [
+            11 * stage // (group.size() * schedules.get(name).chunks_per_rank)
+            for stage in range(1, group.size() * schedules.get(name).chunks_per_rank)
+        ]
+        with Pipeline(
+            actual,
+            x[:2],
+            loss_fn=functional.cross_entropy,
+            mesh=mesh,
+            schedule=name,
+            num_microbatches=4,
+            boundaries=cut,
+            checkpoint=checkpoint,
+            seed=5,
+        ) as pipe:
+            for step, rows in enumerate((19, 6, 19)):
+                loss = pipe.step(x[:rows], target=y[:rows])
+                wanted = reference_step(
+                    expected,
+                    x[:rows],
+                    target=y[:rows],
+                    loss_fn=functional.cross_entropy,
+                    num_microbatches=4,
+                    seed=5,
+                    step=step,
+                )
+                assert float(loss) == float(wanted), (name, step)
+            due = gradients(expected)
+            mine = {key: p.grad for key, p in pipe.named_parameters() if p.grad is not None}
+            assert all(torch.equal(grad, due[key]) for key, grad in mine.items()), name
+            assert pipe.trace.makespan_s > 0

@@ -1,0 +1,237 @@
+"""Models that are built without contents, and what the ranks of test_giant_models do with them."""
+
+import ctypes
+import gc
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipesched import Pipeline
+from pipesched.errors import InputError, PipeschedError
+from pipesched.model import safetensors_files as weight_files
+from pipesched.testing import reference_step
+from tests.support import places
+from tests.support.models import assert_as
+
+TEXT = torch.arange(10 * 6).view(10, 6) % 11 + 1
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = self.attention(y, y, y, attn_mask=mask)[0]
+        return x + self.down(functional.gelu(self.up(y)))
+
+
+class GPT(nn.Module):
+    """A tied head, a parameter and a computed buffer between layers, and code that looks at the inputs' contents."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(12, 8), nn.Parameter(torch.empty(6, 8))
+        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(4)), nn.LayerNorm(8)
+        self.register_buffer("scale", torch.linspace(1, 2, 8).expand(6, -1), persistent=False)
+        self.head = nn.Linear(8, 12)
+        self.head.weight = self.embed.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.place, std=0.02)
+
+    def forward(self, text: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        length = text.shape[1]
+        x = self.embed(text) + self.place[:length]
+        kept = torch.zeros(x.shape, device=x.device)
+        kept[:] = x
+        mask = torch.triu(torch.full((length, length), float("-inf"), device=x.device), 1)
+        if not (text != 0).all():
+            kept = kept * (text != 0)[..., None]
+        for block in self.blocks:
+            kept = block(kept, mask)
+        logits = self.head(self.norm(kept) * self.scale)
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def row() -> nn.Sequential:
+    """Layers in a row: buffers that are reset, dropout, and a layer that is frozen."""
+    layers = (nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=True), nn.Tanh(), nn.Dropout(0.2))
+    model = nn.Sequential(*layers, nn.Linear(8, 16), nn.RMSNorm(16), nn.Linear(16, 8), nn.Linear(8, 4))
+    model[4].requires_grad_(False)
+    return model
+
+
+def empty_row() -> nn.Sequential:
+    with torch.device("meta"):
+        return row()
+
+
+def small(module: nn.Module) -> None:
+    """An init_fn."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.5)
+
+
+ROWS = torch.randn(10, 8, generator=torch.Generator().manual_seed(3))
+TARGET = torch.arange(10) % 4
+
+
+LABELS = torch.where(TEXT % 4 == 0, -100, TEXT)
+
+
+def gpt_pipeline(model: Any, **options: Any) -> Pipeline:
+    sample = {"text": TEXT[:2], "labels": LABELS[:2]}
+    return Pipeline(model, sample, **{"seed": 3, "num_microbatches": 4, **options})
+
+
+def row_pipeline(model: Any, **options: Any) -> Pipeline:
+    choices = {"seed": 3, "num_microbatches": 4, "loss_fn": functional.cross_entropy, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of BatchNorm
+        return Pipeline(model, ROWS[:2], **choices)
+
+
+def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert not [name for name, value in one.items() if not torch.equal(value, other[name])]
+
+
+def drawn(group: places.Group) -> None:
+    """Weights are those of a pipeline of one stage, whoever makes them."""
+    for model, init, pipeline, layers in (
+        (GPT, "reset", gpt_pipeline, 7),
+        (GPT, small, gpt_pipeline, 7),
+        (row, "reset", row_pipeline, 8),
+        (None, small, row_pipeline, 8),
+    ):
+        with pipeline(model or empty_row(), init=init, devices=["cpu"]) as alone:
+            due = alone.full_state_dict()
+        assert model is not GPT or not torch.equal(due["blocks.0.up.weight"], due["blocks.1.up.weight"])
+        cuts = places.even_boundaries(layers, group.size())
+        with pipeline(model or empty_row(), init=init, boundaries=cuts, **places.place(group)) as pipe:
+            assert_same(pipe.full_state_dict(), due)
+            assert all(not parameter.is_meta for parameter in pipe.parameters())
+            assert all(parameter.isfinite().all() for parameter in pipe.parameters())
+
+
+def loaded(group: places.Group, init: Any, schedule: str, options: Mapping[str, Any]) -> None:
+    """A model that is filled trains as one that had its weights from the beginning."""
+    plain = real_gpt()
+    given = plain.state_dict() if init is None else init
+    with gpt_pipeline(GPT, init=given, schedule=schedule, **places.place(group), **options) as pipe:
+        for step in range(2):
+            due = reference_step(plain, text=TEXT, labels=LABELS, num_microbatches=4, seed=3, step=step)
+            assert torch.equal(pipe.step(text=TEXT, labels=LABELS), due)
+        if any(True for _ in pipe.parameters()):
+            assert_as(pipe, plain)
+        if not places.is_one_process(group):
+            own = set(pipe.state_dict())
+            empty = {name for name, value in pipe.model.state_dict().items() if value.is_meta}
+            assert not own & empty
+            assert empty  # what belongs to others was never made
+        pipe.load_state_dict(real_gpt(1).state_dict())
+        whole = pipe.full_state_dict()
+        assert_same(whole, real_gpt(1).state_dict())
+
+
+def real_gpt(seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    return GPT()
+
+
+def two_directions(group: places.Group) -> None:
+    """Copies take over weights that were made elsewhere; an optimizer has the weights that there are."""
+    torch.manual_seed(0)
+    plain = row()
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    optimizer = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
+    for schedule, options in (("chimera", {"checkpoint": "always"}), ("1f1b", optimizer)):
+        losses = []
+        for model, init in ((empty_row(), state), (_with(state), None)):
+            with row_pipeline(
+                model, init=init, schedule=schedule, boundaries=[4], **options, **places.place(group)
+            ) as pipe:
+                losses += [pipe.step(ROWS, target=TARGET).clone() for _ in range(2)]
+                losses.append(pipe.evaluate(ROWS, target=TARGET).clone())
+        assert all(map(torch.equal, losses[:3], losses[3:]))
+    losses = []
+    for model, init in ((GPT, real_gpt().state_dict()), (real_gpt(), None)):  # ties, on copies
+        with gpt_pipeline(model, init=init, schedule="dualpipe", boundaries=[3], **places.place(group)) as pipe:
+            losses += [pipe.step(text=TEXT[:8], labels=LABELS[:8]).clone() for _ in range(2)]
+    assert all(map(torch.equal, losses[:2], losses[2:]))
+
+
+def _with(state: Mapping[str, Tensor]) -> nn.Sequential:
+    model = row()
+    model.load_state_dict(state)
+    return model
+
+
+def broken_on_one(group: places.Group, path: str) -> str:
+    """The last rank's file is cut short once its header has been read."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if group.rank() == 1:
+                patch.setattr(weight_files, "_read", _ends)
+            with row_pipeline(row, init=path, boundaries=[4], **places.place(group)) as pipe:
+                pipe.step(ROWS, target=TARGET)
+    except PipeschedError as error:
+        return str(error)
+    return "nothing"
+
+
+def _ends(file: Any, into: memoryview, path: Path) -> None:
+    raise InputError(f"{path} ends before")
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+WIDTH, DEPTH = 1024, 40
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+
+def begin_peak() -> None:
+    """From now on the peak counts anew, and what is freed is the system's again: glibc keeps much of it, by threads."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def peak_bytes() -> int:
+    """The most memory that this program has held. (What getrusage says also counts the process that started it.)"""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def peaks(group: places.Group, init: Any, boundaries: list[int] | None) -> tuple[int, int, int]:
+    """A rank's share of the weights in bytes; how many more than before it held, with weights and with gradients."""
+    x = torch.ones(4, WIDTH)
+    with row_pipeline(row, **places.place(group)) as pipe:  # so that the code is loaded
+        pipe.step(ROWS, target=TARGET)
+    begin_peak()
+    before = peak_bytes()
+    choices = {"init": init, "num_microbatches": 2, "boundaries": boundaries, "seed": 1}
+    with Pipeline(wide, x, loss_fn=functional.mse_loss, **choices, **places.place(group)) as pipe:
+        made = peak_bytes() - before
+        pipe.step(x, target=x)
+        return sum(parameter.nbytes for parameter in pipe.parameters()), made, peak_bytes() - before

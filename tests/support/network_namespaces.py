@@ -1,0 +1,108 @@
+"""Hosts that are network namespaces of this machine, each joined to each by a cable of its own, and ranks on them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations, permutations
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PORT = 29500  # of the first host alone: no other program is there
+
+
+class Hosts:
+    """So many hosts. Each has one address and, to every other host k, an interface ``to<k>`` with a route."""
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"pipesched-{os.getpid()}-{host}" for host in range(count)]
+
+    def make(self) -> None:
+        """Make the hosts and their cables. Raises CalledProcessError where that is not allowed."""
+        for name in self.names:
+            run("ip", "netns", "add", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        for a, b in combinations(range(len(self.names)), 2):
+            cable = f"to{b} netns {self.names[a]} type veth peer name to{a} netns {self.names[b]}"
+            run("ip", "link", "add", *cable.split())
+        for here, there in permutations(range(len(self.names)), 2):
+            inside = ("ip", "-n", self.names[here])
+            run(*inside, "address", "add", f"{self.address(here)}/32", "dev", f"to{there}")
+            run(*inside, "link", "set", f"to{there}", "up")
+            run(*inside, "route", "add", self.address(there), "dev", f"to{there}")
+
+    def remove(self) -> None:
+        """Remove the hosts that there are, and with them their cables."""
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+    @staticmethod
+    def address(host: int) -> str:
+        return f"10.77.0.{host + 1}"
+
+    def slow(self, a: int, b: int, bits_per_s: int) -> None:
+        """Let a cable carry no more, each way."""
+        for here, there in ((a, b), (b, a)):
+            shaper = f"root tbf rate {bits_per_s}bit burst 32kb latency 400ms"
+            run("tc", "-n", self.names[here], "qdisc", "add", "dev", f"to{there}", *shaper.split())
+
+    def run(self, module: str, timeout_s: float) -> list[str]:
+        """Run a module as a rank on each host, with the environment that torchrun gives; what each printed."""
+        ranks = [self._start(host, module) for host in range(len(self.names))]
+        try:
+            printed = [rank.communicate(timeout=timeout_s) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        failed = [f"rank {rank}: {said[1]}" for rank, said in enumerate(printed) if ranks[rank].returncode]
+        assert not failed, "\n".join(failed)
+        return [said[0] for said in printed]
+
+    def _start(self, host: int, module: str) -> subprocess.Popen[str]:
+        count = len(self.names)
+        torchrun = {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(PORT), "WORLD_SIZE": str(count)}
+        own = {"RANK": str(host), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": f"to{(host + 1) % count}"}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[host], sys.executable, "-m", module],
+            env={**os.environ, **torchrun, **own, "PYTHONPATH": os.pathsep.join(paths)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def why_not() -> str:
+    """Why this machine cannot have such hosts; "" where it can."""
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if sys.platform != "linux" or missing:
+        return f"hosts need Linux with iproute2; missing: {', '.join(missing) or 'Linux'}"
+    if os.geteuid() != 0:
+        return "hosts need root, to make network namespaces"
+    probe = Hosts(2)
+    try:
+        probe.make()
+        probe.slow(0, 1, 10**6)
+    except subprocess.CalledProcessError as error:
+        return f"hosts need a kernel that allows network namespaces, veth and tbf: {error.stderr.strip()}"
+    finally:
+        probe.remove()
+    return ""
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[Hosts]:
+    """So many hosts, for a while."""
+    made = Hosts(count)
+    try:
+        made.make()
+        yield made
+    finally:
+        made.remove()

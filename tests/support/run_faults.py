@@ -1,0 +1,192 @@
+"""Runs jobs/faults.py: which survivors ended, how long after the fault, and which rank their errors name.
+
+    python -m tests.support.run_faults '[["SIGSTOP", "later forward", 1]]' [--timeout 5]
+
+Each case is a fault, a phase, a rank, and what differs from Case. Ranks are forked from this process, which has torch
+imported, uses no thread, and prints a JSON list of outcomes.
+"""
+
+import argparse
+import atexit
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.jobs.faults import Case, as_script, run_rank
+
+ROOT = Path(__file__).parents[2]
+SPARE_S = 5.0  # beyond the timeout, in which survivors are to end
+PATIENCE_S = 40.0  # beyond the timeout, until all survivors of a case are killed
+_RANK = r"rank \d+(?: \(global rank \d+\))?"
+_BLAME = re.compile(rf"({_RANK}(?:, {_RANK})*) (?:failed:|ha(?:s|ve) not come)")
+
+
+class Outcome(NamedTuple):
+    """seconds: from the fault until the last survivor's error, or its end. late: ranks for which that was too long.
+
+    wrong: what survivors said that do not name the failing rank alone. survivors: that failed. stuck: which never did.
+    """
+
+    case: Case
+    happened: bool
+    seconds: float
+    survivors: int
+    late: list[int]
+    wrong: list[str]
+
+
+def outcomes(cases: Sequence[Case], timeout_s: float, patience_s: float = 600) -> list[Outcome]:
+    """Run cases one after the other, in a process of their own that imports torch once."""
+    command = [sys.executable, "-m", __spec__.name, json.dumps(cases), "--timeout", str(timeout_s)]
+    run = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=patience_s)
+    return [Outcome(Case(*case), *rest) for case, *rest in map(json.loads, run.stdout.splitlines())]
+
+
+def outcome(case: Case, timeout_s: float) -> Outcome:
+    """Run one case."""
+    with _folder() as folder, _store(case, folder) as port:
+        said = [folder / str(rank) for rank in range(case.num_ranks)]
+        jobs = [_rank(case, rank, port, timeout_s, own) for rank, own in enumerate(said)]
+        started = [_forked(job, own) for job, own in zip(jobs, said, strict=True)]
+        try:
+            ended = _watched(case, started, said[case.rank], timeout_s)
+        finally:
+            for process in started:
+                _kill(process)
+        return _judged(case, said, ended, timeout_s)
+
+
+def _judged(case: Case, said: Sequence[Path], ended: dict[int, float], timeout_s: float) -> Outcome:
+    def read(rank: int) -> dict[str, object]:
+        return json.loads(said[rank].read_text()) if said[rank].exists() else {}  # type: ignore[no-any-return]
+
+    fault_s = float(read(case.rank).get("fault_s", 0))  # type: ignore[arg-type]
+    slowest, late, wrong, failed = 0.0, [], [], 0
+    for rank in range(case.num_ranks):
+        if rank == case.rank:
+            continue
+        own, text = read(rank), said[rank].with_suffix(".err").read_text()
+        end_s = own.get("raised_s", own.get("ended_s", ended.get(rank)))
+        seconds = 1e9 if end_s is None else float(end_s) - fault_s  # type: ignore[arg-type]
+        slowest = max(slowest, seconds)
+        if seconds > timeout_s + SPARE_S:
+            late.append(rank)
+        if "ended_s" not in own:
+            failed += 1
+            error = str(own.get("error") or text[text.rfind("pipesched: ") :])
+            if _named(error) != {case.rank}:
+                wrong.append(f"rank {rank}: {error[:600] or 'nothing'}")
+    return Outcome(case, fault_s > 0, round(slowest, 2), failed, late, wrong)
+
+
+def _named(error: str) -> set[int]:
+    """The global ranks that an error blames."""
+    found = _BLAME.search(error)
+    if not found:
+        return set()
+    return {int(re.findall(r"\d+", one)[-1]) for one in re.findall(_RANK, found[1])}
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def _rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> Callable[[], int]:
+    return lambda: as_script(lambda: run_rank(case, rank, port, timeout_s, said), said)
+
+
+def _forked(job: Callable[[], int], said: Path) -> int:
+    process = os.fork()
+    if process:
+        return process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(said.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), number)
+    code = 99
+    try:
+        code = job()
+        atexit._run_exitfuncs()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Not tempfile's own context: forked processes would remove the folder at their exit."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _store(case: Case, folder: Path) -> Iterator[int]:
+    """The port of a store in a process of its own; 0 where rank 0 has it."""
+    if case.store == "rank 0":
+        yield 0
+        return
+    process = _forked(lambda: _serve(folder / "port"), folder / "store")
+    try:
+        while not (folder / "port").exists():
+            time.sleep(0.01)
+        yield int((folder / "port").read_text())
+    finally:
+        _kill(process)
+
+
+def _serve(file: Path) -> int:
+    from torch import distributed
+
+    store = distributed.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    file.with_suffix(".new").write_text(str(store.port))
+    file.with_suffix(".new").rename(file)
+    time.sleep(1000)
+    return 0
+
+
+def _watched(case: Case, started: Sequence[int], said: Path, timeout_s: float) -> dict[int, float]:
+    """When each survivor's process has ended, until all have, or are too late."""
+    ended: dict[int, float] = {}
+    end_s = time.monotonic() + 2 * PATIENCE_S
+    seen = False
+    while len(ended) < len(started) - 1 and time.monotonic() < end_s:
+        if not seen and said.exists():
+            seen, end_s = True, time.monotonic() + timeout_s + PATIENCE_S
+        for rank, process in enumerate(started):
+            if rank not in ended and rank != case.rank and os.waitpid(process, os.WNOHANG)[0]:
+                ended[rank] = time.time()
+        time.sleep(0.02)
+    return ended
+
+
+def _kill(process: int) -> None:
+    try:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    except (ChildProcessError, ProcessLookupError):
+        return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases")
+    parser.add_argument("--timeout", type=float, default=5.0)
+    args = parser.parse_args()
+    for case in json.loads(args.cases):
+        print(json.dumps(outcome(Case(*case), args.timeout)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
