@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Pipeline
+from pipesched import Distributed, Pipeline
 
 RANKS, VOCABULARY, LENGTH = 4, 32_768, 32
 TEXT = torch.arange(8 * LENGTH).view(8, LENGTH) % VOCABULARY
@@ -87,7 +87,13 @@ def measured(make: Callable[[], Any], step: Callable[[Any], Any]) -> tuple[Any, 
 def pipelined(rank: int, folder: str, init: str, shape: tuple[int, int]) -> tuple[float, ...]:
     """In a rank: its share of the weights in bytes, and what was measured."""
     mesh = DeviceMesh.from_group(distributed.group.WORLD, "cpu")
-    choices: dict[str, Any] = {"loss_fn": loss, "num_microbatches": 4, "seed": 0, "mesh": mesh, "timeout": 200.0}
+    choices: dict[str, Any] = {
+        "loss_fn": loss,
+        "num_microbatches": 4,
+        "seed": 0,
+        "mesh": mesh,
+        "distributed": Distributed(timeout=200.0),
+    }
     make = lambda: Pipeline(lambda: GPT(*shape), TEXT[:2], init=init, **choices)  # noqa: E731
     pipe, found = measured(make, lambda pipe: pipe.step(TEXT, target=TEXT))
     share = {id(p): p.nbytes for layer in pipe.model.modules() for p in layer.parameters() if not p.is_meta}

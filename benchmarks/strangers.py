@@ -29,7 +29,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from pipesched import Pipeline
+from pipesched import Distributed, Pipeline
 from pipesched.runtime.transport import sockets
 from pipesched.runtime.transport.sockets import SocketPort
 from pipesched.testing import reference_step
@@ -260,7 +260,9 @@ def job(rank: int, kind: str, folder: Path, num_steps: int, timeout_s: float) ->
     for step in range(num_steps):
         rows = 24 - step
         expected.append(reference_step(plain, x[:rows], target=y[:rows], step=step, **given))
-    with Pipeline(model(), x[:2], mesh=mesh, schedule="1f1b", timeout=timeout_s, **given) as pipe:
+    with Pipeline(
+        model(), x[:2], mesh=mesh, schedule="1f1b", distributed=Distributed(timeout=timeout_s), **given
+    ) as pipe:
         for step, loss in enumerate(expected):
             rows = 24 - step  # every step has messages of other sizes, which are announced
             if not torch.equal(pipe.step(x[:rows], target=y[:rows]), loss):

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from pipesched import viz as viz
     from pipesched.partitioning.partition import Partition as Partition
     from pipesched.partitioning.partition import partition as partition
+    from pipesched.pipeline.options import Distributed as Distributed
+    from pipesched.pipeline.options import Numerics as Numerics
+    from pipesched.pipeline.options import Search as Search
     from pipesched.pipeline.pipeline import Pipeline as Pipeline
     from pipesched.pipeline.step_log import StepLog as StepLog
     from pipesched.pipeline.tune import tune as tune
@@ -55,9 +58,11 @@ if TYPE_CHECKING:
 _HOME = {
     "Action": "program.actions",
     "Costs": "simulation.costs",
+    "Distributed": "pipeline.options",
     "Kind": "program.actions",
     "Link": "simulation.links",
     "Links": "simulation.links",
+    "Numerics": "pipeline.options",
     "Order": "program.order",
     "Partition": "partitioning.partition",
     "Pipeline": "pipeline.pipeline",
@@ -66,6 +71,7 @@ _HOME = {
     "Program": "program.program",
     "Report": "planning.report",
     "Schedule": "program.order",
+    "Search": "pipeline.options",
     "Shape": "program.order",
     "Span": "simulation.trace",
     "StepLog": "pipeline.step_log",

@@ -154,7 +154,8 @@ def _fits(weights: list[float], losses: list[Tensor]) -> bool:
 def _unknown(why: str) -> str | None:
     warn(
         f"micro-batches count as many labels as the model's own mean loss is over; which these are could not be told: "
-        f"{why}; each counts its rows; pass loss_weight=, or loss_reduction='sum' for a sum, or ignore this warning"
+        f"{why}; each counts its rows; pass Numerics(loss_weight=...), or loss_reduction='sum' for a sum, or ignore "
+        f"this warning"
     )
     return None
 

@@ -45,7 +45,7 @@ from pipesched.user_warning import warn
 __all__ = ["Assembly", "AssemblySpec", "StageCut"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AssemblySpec:
     """A model, and what is asked of it whatever the plan, as ``Pipeline`` takes it.
 
@@ -94,9 +94,12 @@ class Assembly:
         division: StageCut,
         optimizers: Mapping[int, Optimizer] | None = None,
     ) -> None:
-        begin, self._filling_s = time.perf_counter(), 0.0
-        self.programs, self.division = programs, division
-        self._spec, self._host = whole, site
+        begin = time.perf_counter()
+        self.programs = programs
+        self.division = division
+        self._filling_s = 0.0
+        self._spec = whole
+        self._host = site
         going = offloading(programs.checkpoint, self.cut)
         program = programs.connect(whole.layered.edges(self.cut), going)
         ranks = [program.placement[index] for index in range(program.num_weights)]
@@ -144,7 +147,7 @@ class Assembly:
     @property
     def program(self) -> Program:
         """That of a full batch, as its author wrote it."""
-        return self.programs.plain(self.programs.num_microbatches)
+        return self.programs.full.plain
 
     def _bodies(self) -> Sequence[Body]:
         whole, program, tied = self._spec, self.program, self.ties.parameters

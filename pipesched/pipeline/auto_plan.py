@@ -1,4 +1,4 @@
-"""Auto plan: schedule="auto": what of a pipeline's plan is searched for, and with which numbers."""
+"""Auto plan: the search for what the user of a pipeline left open."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,122 +15,115 @@ from pipesched.capture.loss_reduction import reduces
 from pipesched.checks import is_count, shown
 from pipesched.errors import InputError, PartitionError
 from pipesched.model.module_tree import normalised_over_rows
+from pipesched.pipeline.options import Numerics, Search
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import MICROBATCHES_PER_RANK
-from pipesched.planning.search_request import Offload, Search, check_offload
+from pipesched.planning.search_request import Offload
+from pipesched.planning.search_request import Search as SearchProblem
 from pipesched.planning.tuner import find_plan, too_small
 from pipesched.profiling.optimizer_costs import measure_updates
 from pipesched.profiling.profile_model import profile as measure
 from pipesched.profiling.profile_model import put_updates
-from pipesched.runtime.microbatches import SplitDims, Splitter
+from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.layer_costs import LayerCosts, costs_of
-from pipesched.simulation.links import Links
 from pipesched.simulation.overheads import Machine, Overheads, RanksAre
 from pipesched.simulation.profile import Profile
 from pipesched.torch_checks import as_call
 from pipesched.user_warning import warn
 
-__all__ = ["Automatic", "adds_up", "as_profile", "cores_of", "on_devices"]
-
-_EFFORT = 200_000  # actions that are simulated while a pipeline is made
+__all__ = ["AutoPlan", "adds_up", "as_profile", "cores_of", "on_devices"]
 
 
-@dataclass(frozen=True)
-class Automatic:
-    """What a pipeline's own plan is searched with.
+@dataclass(frozen=True, kw_only=True)
+class AutoPlan:
+    """The search for a pipeline's own plan."""
 
-    model: as it was given; module: as it is built. free: nothing of what is learned depends on how many micro-batches
-    there are. devices: of the ranks; ranks_are processes, each has its part. profile: a Profile or the
-    path of one, which is then not measured. intra_op_threads: of ranks. optimizer: what a limit of memory also
-    counts the states of. offload: whether activations may wait on the host; "auto": where no device is the host's own.
-    """
-
-    model: Any
-    module: nn.Module
+    model: Any  #: as the user gave it
+    module: nn.Module  #: as it was built
     layered: LayeredModel
     sample: Any
-    split_dims: SplitDims
-    devices: Sequence[torch.device]
+    devices: Sequence[torch.device]  #: of the ranks
     ranks_are: RanksAre
-    batch_size: int | None
-    memory_limit_bytes: int | Sequence[int] | None
-    links: Links | None
-    profile: Any
-    intra_op_threads: int
-    optimizer: Callable[[list[Any]], Optimizer] | None
-    free: bool
-    offload: Offload = "auto"
+    search: Search
+    numerics: Numerics
+    optimizer: Callable[[list[Any]], Optimizer] | None  #: a memory limit also counts its states
+    free: bool  #: whether results are the same whatever the number of micro-batches
 
-    def __post_init__(self) -> None:
-        check_offload(self.offload)
-
-    def chooses(self, wishes: PlanRequest, plan: Plan | None) -> bool:
+    def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
         """Whether anything is left to search for: not where a plan is given, nor a schedule or all boundaries and no
         limits. Raises PartitionError for a plan with more to be searched for.
         """
-        asked = (self.batch_size, self.memory_limit_bytes, self.profile) != (None, None, None)
-        if plan is not None and asked:
+        if plan is not None and self.search.is_asked_for:
             raise PartitionError(
                 "a plan holds all choices; batch_size, memory_limit_bytes and profile are for a search, and were given "
                 "beside it; pass the plan alone, or make one with pipesched.tune"
             )
         if plan is not None:
             return False
-        given = isinstance(wishes.boundaries, Sequence) or bool(
-            stages_of(self.model, list(self.layered.layers), wishes.num_stages or len(self.devices))
+        cut_is_given = isinstance(request.boundaries, Sequence) or bool(
+            stages_of(self.model, list(self.layered.layers), request.num_stages or len(self.devices))
         )
-        return asked or (
-            wishes.schedule == "auto" and not given and len(self.devices) > 1 and bool(self.layered.layers)
-        )
+        several = len(self.devices) > 1 and bool(self.layered.layers)
+        return self.search.is_asked_for or (request.schedule == "auto" and not cut_is_given and several)
 
-    def plan(
-        self, wishes: PlanRequest, profiled: Callable[[], Mapping[str, LayerCosts]]
+    def find(
+        self, request: PlanRequest, measured: Callable[[], Mapping[str, LayerCosts]]
     ) -> tuple[Plan, dict[str, LayerCosts], Overheads | None, int]:
-        """The plan, what layers cost for its micro-batches, what ranks take beside, and the rows of a micro-batch.
-        profiled: measures layers with the sample.
+        """Search. Raises as `pipesched.tune`.
 
-        Raises as `pipesched.tune`.
+        Args:
+            request: what the user asked for; the rest is searched.
+            measured: measures layers with the sample.
+
+        Returns:
+            The plan, what layers cost for its micro-batches, what ranks take beside their stages, and the rows of a
+            micro-batch.
+
         """
-        rows, size = self._rows(), self.batch_size
-        if size is None:
-            size = rows * (wishes.num_microbatches or MICROBATCHES_PER_RANK * len(self.devices))
-        if not is_count(size):
+        sample_rows = self._sample_rows()
+        batch_size = self.search.batch_size
+        if batch_size is None:
+            batch_size = sample_rows * (request.num_microbatches or MICROBATCHES_PER_RANK * len(self.devices))
+        if not is_count(batch_size):
             raise InputError(
-                f"batch_size is a number of rows, at least 1; got {shown(size)}; pass that of a whole step"
+                f"batch_size is a number of rows, at least 1; got {shown(batch_size)}; pass that of a whole step"
             )
-        search_counts = self.free and self.batch_size is not None and wishes.num_microbatches is None
-        if wishes.num_microbatches is None and not search_counts:
-            wishes = replace(wishes, num_microbatches=-(-size // rows))
-        known = self._with_updates(self._profile(rows, profiled, several=search_counts))
-        if self.memory_limit_bytes is not None:
-            known = on_devices(known, self.devices, self.offload)
-        search = Search.of(
-            known,
+        search_counts = self.free and self.search.batch_size is not None and request.num_microbatches is None
+        if request.num_microbatches is None and not search_counts:
+            request = replace(request, num_microbatches=-(-batch_size // sample_rows))
+        profile = self._with_updates(self._profile(sample_rows, measured, several=search_counts))
+        if self.search.memory_limit_bytes is not None:
+            profile = on_devices(profile, self.devices, self.search.offload)
+        problem = SearchProblem.of(
+            profile,
             len(self.devices),
-            size,
-            wishes,
-            memory_limit_bytes=self.memory_limit_bytes,
-            links=self.links,
+            batch_size,
+            request,
+            memory_limit_bytes=self.search.memory_limit_bytes,
+            links=self.search.links,
             ranks_are=self.ranks_are,
-            num_cores=cores_of(self.devices, self.intra_op_threads),
-            offload=self.offload,
-            effort=_EFFORT,
+            num_cores=cores_of(self.devices, self.numerics.intra_op_threads),
+            offload=self.search.offload,
+            effort=self.search.effort,
         )
-        plan = find_plan(search)
+        plan = find_plan(problem)
         if why := too_small(plan, len(self.devices)):
             warn(why)
-        rows = -(-size // plan.program.num_microbatches)
-        graph, beside = known.graph(rows), plan.costs.overheads if plan.costs else None
-        return plan, {name: costs_of(graph, name) for name in graph}, beside, rows
+        rows = -(-batch_size // plan.program.num_microbatches)
+        graph = profile.graph(rows)
+        overheads = plan.costs.overheads if plan.costs else None
+        return plan, {name: costs_of(graph, name) for name in graph}, overheads, rows
 
-    def _rows(self) -> int:
-        return Splitter(1, fixed=False, split_dims=self.split_dims).batch(*as_call(self.sample)).rows[0]
+    def _sample_rows(self) -> int:
+        splitter = Splitter(1, fixed=False, split_dims=self.numerics.split_dims)
+        return splitter.batch(*as_call(self.sample)).rows[0]
 
-    def _profile(self, rows: int, profiled: Callable[[], Mapping[str, LayerCosts]], *, several: bool) -> Profile:
-        if self.profile is not None:
-            known = as_profile(self.profile)
+    def _profile(self, rows: int, measured: Callable[[], Mapping[str, LayerCosts]], *, several: bool) -> Profile:
+        """What layers cost: as given, or measured for micro-batches of several sizes or of the sample's."""
+        if self.search.profile is not None:
+            known = as_profile(self.search.profile)
             known.check_model(self.layered.graph({}))
             return known
         if several:
@@ -138,18 +131,18 @@ class Automatic:
                 self.module,
                 self.sample,
                 device=self.devices[0],
-                intra_op_threads=self.intra_op_threads,
-                split_dims=self.split_dims,
+                intra_op_threads=self.numerics.intra_op_threads,
+                split_dims=self.numerics.split_dims,
             )
-        return Profile({rows: self.layered.graph(profiled())}, machine=Machine(on_host=self.devices[0].type == "cpu"))
+        return Profile({rows: self.layered.graph(measured())}, machine=Machine(on_host=self.devices[0].type == "cpu"))
 
     def _with_updates(self, known: Profile) -> Profile:
         """The profile with what the optimizer keeps, where memory is limited and it does not say."""
         kept = any(size for graph in known.graphs.values() for _, size in graph.nodes(data="optimizer_bytes"))
-        if self.optimizer is None or self.memory_limit_bytes is None or kept:
+        if self.optimizer is None or self.search.memory_limit_bytes is None or kept:
             return known
         parameters = dict(self.module.named_parameters())
-        updates = measure_updates(self.optimizer, parameters, self.devices[0], self.intra_op_threads)
+        updates = measure_updates(self.optimizer, parameters, self.devices[0], self.numerics.intra_op_threads)
         graphs = {rows: graph.copy() for rows, graph in known.graphs.items()}
         put_updates(graphs.values(), updates)
         return replace(known, graphs=graphs)

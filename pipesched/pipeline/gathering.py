@@ -1,6 +1,6 @@
-"""Gathering: what a pipeline over a mesh brings together from all ranks: their states, or all weights in the model."""
+"""Gathering: bring the states of all ranks of a mesh together, or all weights into the model."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,14 +8,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pipesched.checks import is_count, shown
 from pipesched.errors import InputError
-from pipesched.model.stale_weights import Placement
-from pipesched.pipeline.replan import Planned
+from pipesched.model.stale_weights import Placement, StaleGuard
+from pipesched.pipeline.assembly import Assembly
 from pipesched.runtime.executors.processes import ProcessExecutor
-from pipesched.runtime.rank_host import MeshRanks, ThreadRanks
+from pipesched.runtime.rank_host import MeshRanks, RankHost
 from pipesched.tensors.exchange import copy_into
 from pipesched.tensors.meta_tensors import give_contents
 
-__all__ = ["Gathered"]
+__all__ = ["gather_model", "merged_state", "place_weights"]
 
 #: The shape and the bytes of each tensor that a rank gives, by name.
 _Share = Mapping[str, tuple[tuple[int, ...], int]]
@@ -24,84 +24,79 @@ _BATCH = 64 << 20  # bytes that travel together
 _EXTRA = "_extra_state"
 
 
-class Gathered(Planned):
-    """A pipeline whose weights may lie in several processes."""
+def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankHost, assembly: Assembly) -> None:
+    """Tell a model's guard which of its tensors other ranks train. roots: modules by the prefix of their names."""
+    if isinstance(host, MeshRanks):
+        names = (name for name, _ in _tensors(roots, duplicates=True))
+        homes = {name: assembly.owners.rank(name) for name in names}
+        layers = [layer for stage in assembly.stages.values() for layer in stage.modules.values()]
+        run_here = [module for layer in layers for module in layer.modules()]
+        guard.place(Placement(host.group, host.rank, homes), run_here, host.executor)
 
-    def _place(self) -> None:
-        """Say which tensors of the model other ranks train."""
-        if isinstance(self._host, MeshRanks):
-            names = (name for name, _ in _tensors(self._roots(), duplicates=True))
-            homes = {name: self._assembly.owners.rank(name) for name in names}
-            layers = [layer for stage in self._assembly.stages.values() for layer in stage.modules.values()]
-            run_here = [module for layer in layers for module in layer.modules()]
-            self._guard.place(Placement(self._host.group, self._host.rank, homes), run_here, self._host.executor)
 
-    def _is_own(self, name: str) -> bool:
-        """Whether a parameter or buffer of this name lies in this process: under a mesh those of its stages do."""
-        return isinstance(self._host, ThreadRanks) or self._host.holds(self._assembly.owners.rank(name))
+def merged_state(state: Mapping[str, Any], names: Iterable[str], host: MeshRanks) -> dict[str, Any]:
+    """The states of all ranks in one, on every rank, also of what ``wrap=`` has sharded. Collective.
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The whole state of the model, on every rank, also of what ``wrap=`` has sharded. Collective under a mesh."""
-        if not isinstance(self._host, MeshRanks):
-            return self.state_dict()
-        executor, state = self._host.executor, self.state_dict()
-        with executor.collective("full_state_dict"):
-            own = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-        merged = {name: value for share in executor.exchange(own) for name, value in share.items()}
-        names = [*self._all_state(), *merged]  # the model's order; then what wrap has added on other ranks
-        return {name: merged[name] for name in names if name in merged}
+    Args:
+        state: of this rank.
+        names: of the whole model's state, in its order.
+        host: of the ranks.
 
-    def gather_model(self, rank: int | None = None) -> None:
-        """Bring the newest weights and buffers of all ranks into the model itself.
+    """
+    executor = host.executor
+    with executor.collective("full_state_dict"):
+        own = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+    merged = {name: value for share in executor.exchange(own) for name, value in share.items()}
+    return {name: merged[name] for name in (*names, *merged) if name in merged}  # what wrap has added comes last
 
-        Over a mesh each rank trains the weights of its own stages. The other parameters and buffers of its model are
-        stale from the first step on. Calling the model, its ``state_dict``, copying and pickling it then raise, until
-        this method has gathered the weights, or ``load_state_dict`` has loaded a whole state into the model::
 
-            pipe.gather_model(rank=0)
-            if mesh.get_local_rank() == 0:
-                model.save_pretrained("trained")
+def gather_model(
+    roots: Mapping[str, nn.Module],
+    state: Mapping[str, Any],
+    *,
+    guard: StaleGuard,
+    host: RankHost,
+    assembly: Assembly,
+    rank: int | None,
+) -> None:
+    """Bring the weights and buffers of all ranks into the model of one rank, or of all. Collective under a mesh.
 
-        Parameters stay the same objects, on their devices. Gradients and optimizer states do not move. The next step
-        makes the model stale again. In one process the model is always whole.
+    Args:
+        roots: the model and its loss module, by the prefix of their names.
+        state: of this rank.
+        guard: of the model.
+        host: of the ranks.
+        assembly: says which rank trains which weight.
+        rank: the one that gathers; None: all.
 
-        The call is collective: every rank of the mesh makes it, also after ``close``. A rank that gathers holds the
-        whole model; parameters of other ranks on the meta device get their contents on the CPU.
-
-        Args:
-            rank: the rank of the mesh whose model gets all weights; default: None, every rank.
-
-        Raises:
-            InputError: for a rank that the mesh does not have, for ranks that differ in it, and where ``wrap=`` has
-                given layers other parameters than the model has on the ranks that gather.
-            ExecutionError: where a rank fails or does not come.
-
-        """
-        self._settle()
-        site = self._host
-        if not isinstance(site, MeshRanks):
-            _check_target(rank, [rank], 1)
-            return
-        with site.connected() as executor, self._guard.lifted():
-            tensors = dict(_tensors(self._roots()))
-            own = {name: (tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items() if self._is_own(name)}
-            extra = {name: value for name, value in self.state_dict().items() if name.endswith(_EXTRA)}
-            asked, shares, extras = zip(*executor.exchange((rank, own, extra)), strict=True)
-            targets = _check_target(rank, asked, executor.num_ranks)
-            _check_fits(executor.exchange(_misfit(tensors, shares) if executor.rank in targets else None))
-            _collect(executor, targets, tensors, shares)
-            if executor.rank in targets:
-                for name, value in ((name, value) for theirs in extras for name, value in theirs.items()):
-                    self._holder(name).set_extra_state(value)
+    """
+    if not isinstance(host, MeshRanks):
+        _check_target(rank, [rank], 1)
+        return
+    with host.connected() as executor, guard.lifted():
+        tensors = dict(_tensors(roots))
+        own = {
+            name: (tuple(tensor.shape), tensor.nbytes)
+            for name, tensor in tensors.items()
+            if host.holds(assembly.owners.rank(name))
+        }
+        extra = {name: value for name, value in state.items() if name.endswith(_EXTRA)}
+        asked, shares, extras = zip(*executor.exchange((rank, own, extra)), strict=True)
+        targets = _check_target(rank, asked, executor.num_ranks)
+        _check_fits(executor.exchange(_misfit(tensors, shares) if executor.rank in targets else None))
+        _collect(executor, targets, tensors, shares)
         if executor.rank in targets:
-            self._guard.release()
+            for theirs in extras:
+                for name, value in theirs.items():
+                    _holder(roots, name).set_extra_state(value)
+    if executor.rank in targets:
+        guard.release()
 
-    def _holder(self, name: str) -> nn.Module:
-        """The module of which a name in the state is the extra state."""
-        prefix, root = max(
-            (item for item in self._roots().items() if name.startswith(item[0])), key=lambda item: item[0]
-        )
-        return root.get_submodule(name.removeprefix(prefix).removesuffix(_EXTRA).removesuffix("."))
+
+def _holder(roots: Mapping[str, nn.Module], name: str) -> nn.Module:
+    """The module of which a name in the state is the extra state."""
+    prefix = max((prefix for prefix in roots if name.startswith(prefix)), key=len)
+    return roots[prefix].get_submodule(name.removeprefix(prefix).removesuffix(_EXTRA).removesuffix("."))
 
 
 def _tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -21,13 +21,18 @@ class ModuleInterface:
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
         self.model = model
         self.loss_fn = loss_fn
-        self._guard = StaleGuard(self._roots())
+        #: The modules by the prefix of their parameters' names.
+        self._roots: dict[str, nn.Module] = {"": model}
+        if isinstance(loss_fn, nn.Module):
+            self._roots[_LOSS_PREFIX] = loss_fn
+        #: Keeps stale weights from being read.
+        self._guard = StaleGuard(self._roots)
         if isinstance(loss_fn, nn.Module) and any(name.startswith(_LOSS_PREFIX) for name in model.state_dict()):
             raise GraphError(
                 "the loss module's parameters are named loss_fn.*; the model has a layer of that name; rename the layer"
             )
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        shared = [name for prefix, module in self._modules().items() if prefix for name in _tensors_in(module, own)]
+        shared = [name for prefix, module in self._roots.items() if prefix for name in _tensors_in(module, own)]
         if shared:
             raise GraphError(
                 f"a parameter belongs to a layer or to the loss; {shared[0]!r} of the loss module is the model's too; "
@@ -35,12 +40,8 @@ class ModuleInterface:
             )
 
     def _modules(self) -> dict[str, nn.Module]:
-        """The modules by the prefix of their parameters' names."""
-        return self._roots()
-
-    def _roots(self) -> dict[str, nn.Module]:
-        loss = {_LOSS_PREFIX: self.loss_fn} if isinstance(self.loss_fn, nn.Module) else {}
-        return {"": self.model, **loss}
+        """``roots``, once their weights are the newest."""
+        return self._roots
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own parameters under their own names; those of a loss module as ``loss_fn.…``."""

@@ -1,106 +1,112 @@
 """Pipeline: the front door. Wraps a model and trains it through a schedule."""
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from os import PathLike
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from pipesched.capture.layered_model import as_model, layered, stages_of
-from pipesched.capture.loss_reduction import LossReduction, resolve_loss
+from pipesched.capture.layered_model import as_model, layered
+from pipesched.capture.loss_reduction import resolve_loss
 from pipesched.capture.stage_module import Wrap
-from pipesched.errors import InputError
 from pipesched.model.initialization import Init, Initial, built, check_model
-from pipesched.pipeline.assembly import Assembly, AssemblySpec
-from pipesched.pipeline.auto_plan import Automatic, adds_up
-from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_grads
-from pipesched.pipeline.gathering import Gathered
+from pipesched.pipeline.assembly import AssemblySpec
+from pipesched.pipeline.auto_plan import AutoPlan, adds_up
+from pipesched.pipeline.construction import check_functions, choose_plan, ending_on_error, start
+from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.gathering import gather_model, merged_state, place_weights
+from pipesched.pipeline.memory_forecast import MemoryForecast
+from pipesched.pipeline.module_interface import ModuleInterface
+from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
+from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.sample_form import CallForm, explained
+from pipesched.pipeline.step_history import StepHistory
+from pipesched.pipeline.step_runner import StepRunner
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
-from pipesched.planning.program_factory import ProgramFactory
-from pipesched.planning.search_request import Offload, limits_of
+from pipesched.planning.replan_verdict import Replanned, check_steps_left
+from pipesched.planning.report import Report
+from pipesched.planning.search_request import limits_of
 from pipesched.planning.stage_cutter import Boundaries, Pins
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
-from pipesched.program.lowering import halves
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program
-from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.coordination.rendezvous import collective
-from pipesched.runtime.executors.threads import ThreadExecutor, Timeline
-from pipesched.runtime.microbatches import Batch, SplitDims, Splitter
-from pipesched.runtime.rank_host import Inputs, MeshRanks, ThreadRanks, host_for
-from pipesched.runtime.stage.batch_norm import BatchNormMode
+from pipesched.runtime.microbatches import Splitter
+from pipesched.runtime.rank_host import MeshRanks, ThreadRanks, host_for
 from pipesched.runtime.stage.compiled_layers import compiler
-from pipesched.runtime.stage.step_data import StepData
-from pipesched.runtime.step_call import StepCall, bring_ends, dealt, end_of
-from pipesched.simulation.layer_costs import LayerCosts
-from pipesched.simulation.links import Links
-from pipesched.simulation.profile import Profile
-from pipesched.torch_checks import as_call, as_function, as_optimizer, as_seed, as_threads
+from pipesched.simulation.memory import RankMemory
+from pipesched.simulation.trace import Trace
+from pipesched.torch_checks import as_call, as_seed
 
 __all__ = ["Pipeline"]
 
-_LOSS, _WRAP = ("output", "target"), ("stage_module", "stage")  # what is called with what
-_REMEMBERED = 6  # steps whose times serve the next prediction
 
-
-class Pipeline(Gathered):
+class Pipeline(ModuleInterface):
     """A model cut into stages that train together.
 
-    model: any module; each stage runs the model's own forward with the calls of other stages left out, an nn.Sequential
-    its layers. Or a list of modules, each of which takes what the one before gives: a stage each, where there are as
-    many. Its Parameters stay its own and are moved to the devices in place. A model without contents (built under
-    ``torch.device("meta")``, or a function that builds one, whose buffers then have theirs) is cut first; then each
-    rank fills its own stages. init: from what: "reset", each module's ``reset_parameters``, is the default;
-    init_fn(module) is called after that, both keyed by seed and name, whatever the plan; a mapping, such as a
-    state_dict; or safetensors files, an index of them, or their folder, cast to the model's types. sample: one
-    micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keywords). loss_fn(output, target)
-    -> scalar, a function or a Module; without one the model's own loss counts (a scalar output, or its ``loss``).
-    devices: one a rank of this process; a device may repeat. mesh: instead, a one-dimensional DeviceMesh, with one rank
-    a process, such as ``mesh["pp"]``: every process makes the pipeline with the same model and arguments, keeps its own
-    stages, and calls the same methods with the same batch; with inputs="first" rank 0 alone passes one, and the others
-    call ``step()``, ``evaluate()`` and ``forward()`` with nothing, and get what rank 0 asks for. Each rank then trains
-    its own stages' weights in its model. ``gather_model()`` brings all weights into the model; until then calling,
-    copying or saving the model raises ExecutionError, also after ``close``. timeout: how long a
-    rank waits for another one there, 60 s unless given. schedule: a name, a Schedule or a Program, such as
-    ``load_program(path)`` reads from a file; "chimera" and "dualpipe" hold the layers twice. "auto": the plan with the
-    shortest predicted step, as `pipesched.tune` finds it from measured layers; it may use fewer devices, or one alone,
-    which a warning says; what else is given is kept. memory_limit_bytes: what a rank may hold, also of the states of
-    optimizer=, one number for all or one for each. batch_size: the rows of a step, where they are known: then the
-    search may choose other micro-batches than the sample's size, if neither BatchNorm nor the loss looks across rows (a
-    loss of torch.nn, a model's own over labels, or one with loss_weight).
-    profile: what layers cost, a Profile or its path, in the place of measuring them.
-    num_stages: as many as devices, times the schedule's chunks, unless given. num_microbatches: 4 a device, likewise.
-    boundaries: the first layer of every stage but stage 0, by position or
-    name; or of some layers the stage that each begins, {name: stage}; the rest is cut where measured layer times say.
-    together: groups of layers that share a stage. whole_layers: names of modules that are one layer each, such as
-    ["block.moe"], whose own code depends on the batch. links: between ranks, as `probe_links` finds them: then what
-    crosses between stages counts. checkpoint: of whole stages "never", "always" or "except_last", or by
-    layer {name: "recompute", "recompute-cheap" or "offload"}; "never" unless given, or what a limit of memory asks for.
-    offload: whether such a limit may take to the host what layers save; "auto": not on CPUs, where it gives no memory
-    back.
-    loss_weight(target, or the inputs without one) -> what a micro-batch counts; default: what a mean loss of torch.nn
-    divides by (rows, or targets that are not ignore_index, by their classes' weight), the labels over which a model
-    with ``labels`` takes its own mean loss, else rows. loss_reduction: how loss_fn reduces; default: as a loss of
-    torch.nn says, else "mean"; of functions of your own pass "sum" for a sum.
-    split_dims: the dim along which arguments are split, one for all or one for each; None passes an argument whole.
-    batch_norm: running statistics of BatchNorm move with each "micro-batch", or once a "mini-batch", as by one forward.
-    intra_op_threads: of each rank, 1 unless given. seed: of all random numbers; the default generator's unless given.
-    plan: a saved Plan, instead of all choices. wrap: (stage_module, stage) -> the module that the stage runs: itself,
-    changed in place, as by ``fully_shard`` or by adapters in its layers, or one around it. compile: layers run through
-    torch.compile; its arguments by name, or True.
-    optimizer: params -> torch.optim.Optimizer, called once for each stage with its parameters (a loss module's are the
-    last stage's): each rank updates its stages at its own end of a step, and clears their gradients; asynchronous
-    schedules, which update on their way, need one.
+    ::
 
-    Raises GraphError, PartitionError, ScheduleError (all also ValueError), DeviceCountError (also IndexError),
-    ModelTypeError (also TypeError), InputError (also ValueError).
+        pipe = Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"])
+        for x, y in loader:
+            loss = pipe.step(x, target=y)
+            optimizer.step()
+            pipe.zero_grad()
+
+    The model's Parameters stay its own and are moved to the devices in place. Under a mesh every process makes the
+    pipeline with the same model and arguments, trains its own stages, and calls the same methods with the same batch.
+    ``gather_model()`` then brings all weights into the model; until then calling, copying or saving the model raises
+    ExecutionError, also after ``close``.
+
+    Args:
+        model: any module: each stage runs the model's own forward with the calls of other stages left out; of an
+            nn.Sequential its layers. A list of modules, each of which takes what the one before gives, is a stage each
+            where there are as many. A model without contents (built under ``torch.device("meta")``, or a function that
+            builds one, whose buffers then have theirs) is cut first; then each rank fills its own stages alone.
+        sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keywords).
+        devices: the device of each rank in this process; a device may repeat.
+        mesh: instead of devices, a one-dimensional DeviceMesh with a process for each rank, such as ``mesh["pp"]``.
+        loss_fn: ``loss_fn(output, target)`` -> scalar, a function or a Module; default: the model's own loss (a scalar
+            output, or its ``loss``).
+        schedule: a name, a Schedule or a Program, such as `load_program` reads from a file. "chimera" and "dualpipe"
+            hold the layers twice. Default: "auto", the plan with the shortest predicted step, as `tune` finds it from
+            measured layers; it may use fewer devices, or one alone, which a warning says; what else is given is kept.
+        num_microbatches: into how many micro-batches a batch is cut; default: 4 a device.
+        num_stages: default: as many as devices, times the schedule's chunks.
+        boundaries: the first layer of every stage but stage 0, by position or name; or of some layers the stage that
+            each begins, ``{name: stage}``. What is left open is cut where measured layer times say.
+        together: groups of layers that share a stage.
+        whole_layers: names of modules that are one layer each, such as ``["block.moe"]``, because their own code
+            depends on the batch.
+        checkpoint: what becomes of what forwards save: "never", "always" or "except_last" for whole stages, or by
+            layer ``{name: "recompute", "recompute-cheap" or "offload"}``; default: "never", or what a memory limit
+            asks for.
+        optimizer: ``optimizer(params)`` -> torch.optim.Optimizer, called once for each stage with its parameters (those
+            of a loss module belong to the last stage). Each rank updates its stages at its own end of a step, and
+            clears their gradients. Asynchronous schedules update on their way and need one. Default: the user steps an
+            optimizer of ``pipe.parameters()``.
+        seed: of all random numbers; default: the seed of torch's default generator.
+        init: what a model without contents is filled from: "reset" (the default), each module's ``reset_parameters``;
+            a function of a module, called after that; both keyed by seed and name, whatever the plan; a mapping, such
+            as a state_dict; or safetensors files, an index of them, or their folder, cast to the model's types.
+        wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: itself, changed in place, as by
+            ``fully_shard`` or by adapters in its layers, or one around it.
+        compile: whether layers run through torch.compile, or its arguments by name; default: False.
+        plan: a saved Plan, instead of all choices.
+        search: what the search for a plan knows and respects, such as ``Search(memory_limit_bytes=16 << 30)``.
+        numerics: how a batch is split and losses are weighted, such as ``Numerics(batch_norm="mini-batch")``.
+        distributed: how processes work together, such as ``Distributed(timeout=300)``.
+
+    Raises:
+        GraphError: for a model that cannot be captured (also a ValueError).
+        PartitionError: for stages that cannot be (also a ValueError).
+        ScheduleError: for a schedule that cannot be (also a ValueError).
+        DeviceCountError: for too few devices (also an IndexError).
+        ModelTypeError: for an argument that is no model, function or optimizer (also a TypeError).
+        InputError: for other wrong arguments (also a ValueError).
+
     """
 
     @collective
@@ -112,125 +118,117 @@ class Pipeline(Gathered):
         devices: Sequence[Any] | None = None,
         mesh: DeviceMesh | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
-        num_stages: int | None = None,
         schedule: str | Schedule | Program = "auto",
         num_microbatches: int | None = None,
+        num_stages: int | None = None,
         boundaries: Boundaries | None = None,
         together: Sequence[Collection[str]] = (),
         whole_layers: Collection[str] = (),
-        links: Links | None = None,
         checkpoint: Checkpoint | None = None,
         optimizer: Callable[[list[Any]], Optimizer] | None = None,
-        loss_weight: Callable[..., Any] | None = None,
-        loss_reduction: LossReduction | None = None,
-        split_dims: SplitDims = 0,
+        seed: int | None = None,
+        init: Init | None = None,
         wrap: Wrap | None = None,
         compile: bool | Mapping[str, Any] = False,
-        batch_norm: BatchNormMode = "micro-batch",
-        intra_op_threads: int = 1,
-        seed: int | None = None,
-        inputs: Inputs = "all",
-        timeout: float | None = None,
         plan: Plan | None = None,
-        profile: Profile | str | PathLike[str] | None = None,
-        batch_size: int | None = None,
-        memory_limit_bytes: int | Sequence[int] | None = None,
-        offload: Offload = "auto",
-        init: Init | None = None,
+        search: Search | None = None,
+        numerics: Numerics | None = None,
+        distributed: Distributed | None = None,
     ) -> None:
+        search = as_options(search, Search)
+        numerics = as_options(numerics, Numerics)
+        distributed = as_options(distributed, Distributed)
+        threads = numerics.intra_op_threads
         chain = as_model(model)
         check_model(chain)
-        loss_fn, wrap = as_function(loss_fn, "loss_fn", _LOSS), as_function(wrap, "wrap", _WRAP)
-        given, weight, optimizer = as_call(sample), as_function(loss_weight, "loss_weight"), as_optimizer(optimizer)
-        self._threads = as_threads(intra_op_threads)
+        check_functions(loss_fn=loss_fn, wrap=wrap, optimizer=optimizer)
+        call = as_call(sample)
         own_seed = torch.initial_seed() if seed is None else as_seed(seed)
-        self._host = host_for(devices, mesh, self._threads, timeout, inputs)
-        self._seed = self._host.agreed(lambda: own_seed)
-        module = built(chain, self._seed)
-        self._layered = layered(module, given, whole_layers)
-        initial = Initial(module, init, self._seed, loss_fn)
-        self._layers = dict(self._layered.layers)
-        super().__init__(module, loss_fn)
-        self._profile: dict[str, LayerCosts] | None = None
-        self._slow, self._kinds, self._overheads, self._planned_rows = {}, None, None, 0
-        keeping = None if checkpoint is None else as_checkpoint(checkpoint, self._layers)
-        wishes = PlanRequest(schedule, num_stages, num_microbatches, boundaries, keeping, together)
-        weight, reduction = resolve_loss(
-            module, given, loss_fn, weight, loss_reduction, split_dims, agreed=self._host.agreed
-        )
-        self._links, self._step, self._form = (
-            links,
-            0,
-            CallForm.of(*given) if inputs == "all" or self._host.holds(0) else None,
-        )
-        automatic = Automatic(
-            model,
-            module,
-            self._layered,
-            sample,
-            split_dims,
-            self.devices,
-            "threads" if mesh is None else "processes",
-            batch_size,
-            memory_limit_bytes,
-            links,
-            profile,
-            self._threads,
-            optimizer,
-            free=adds_up(module, self.loss_fn, weight),
-            offload=offload,
-        )
-        self._limits = limits_of(memory_limit_bytes, len(self.devices))
-        asked = Pins(list(self._layers), boundaries, together)
-        self._asked = asked if not asked.complete else Pins(asked.layers, None, together)
-        if automatic.chooses(wishes, plan):
-            plan, self._profile, self._overheads, self._planned_rows = self._host.agreed(
-                lambda: automatic.plan(wishes, lambda: self._profiled(crowds=mesh is None))
+        host = host_for(devices, mesh, threads, distributed.timeout, distributed.inputs)
+        with ending_on_error(host):
+            self._seed = host.agreed(lambda: own_seed)
+            module = built(chain, self._seed)
+            layers = layered(module, call, whole_layers)
+            initial = Initial(module, init, self._seed, loss_fn)
+            super().__init__(module, loss_fn)
+            self._form = CallForm.of(*call) if distributed.inputs == "all" or host.holds(0) else None
+            self._spec = AssemblySpec(
+                model=module,
+                loss_fn=loss_fn,
+                layered=layers,
+                layers=dict(layers.layers),
+                initial=initial,
+                batch_norm=numerics.batch_norm,
+                compiled=compiler(compile, numerics.batch_norm),
+                wrap=wrap,
+                optimizer=optimizer,
             )
-            wishes = PlanRequest()
-        if plan is not None:
-            wishes = wishes.pinned(plan, list(self._layers))
-        pins = Pins(list(self._layers), wishes.boundaries, wishes.together)
-        programs = ProgramFactory(wishes, len(self.devices), updates=optimizer is not None)
-        programs.check_updates()
-        self._host = self._host.use(programs.num_ranks, all_ranks=plan is None)
-        self._splitter = Splitter(programs.num_microbatches, programs.fixed, split_dims, weight, reduction)
-        program = programs.plain(programs.num_microbatches)
-        programs.training(programs.num_microbatches)
-        self._layered.check(program)
-        if wishes.boundaries is None and (starts := stages_of(model, pins.layers, program.num_weights)):
-            pins = Pins(pins.layers, starts, wishes.together)
-        division = self._divided(pins, programs, plan)
-        decided = division.cut, repr(pins), repr(programs.checkpoint), self._threads, repr(seed), batch_norm
-        self._host.check(program, decided)
-        if wrap is not None:
-            self._profile = self._host.agreed(self._profiled)  # layers may be sharded from here on
-        self._spec = AssemblySpec(
-            module,
-            self.loss_fn,
-            self._layered,
-            self._layers,
-            initial,
-            batch_norm,
-            compiler(compile, batch_norm),
-            wrap,
-            optimizer,
+            self._book = CostBook(
+                model=module,
+                layered=layers,
+                loss_fn=loss_fn,
+                guard=self._guard,
+                devices=host.all_devices,
+                intra_op_threads=threads,
+                links=search.links,
+            )
+            loss_weight, loss_reduction = resolve_loss(
+                module,
+                call,
+                loss_fn,
+                numerics.loss_weight,
+                numerics.loss_reduction,
+                numerics.split_dims,
+                agreed=host.agreed,
+            )
+            auto_plan = AutoPlan(
+                model=model,
+                module=module,
+                layered=layers,
+                sample=sample,
+                devices=host.all_devices,
+                ranks_are="threads" if mesh is None else "processes",
+                search=search,
+                numerics=numerics,
+                optimizer=optimizer,
+                free=adds_up(module, loss_fn, loss_weight),
+            )
+            limits = limits_of(search.memory_limit_bytes, len(host.all_devices))
+            kept = None if checkpoint is None else as_checkpoint(checkpoint, layers.layers)
+            request = PlanRequest(schedule, num_stages, num_microbatches, boundaries, kept, together)
+            asked = Pins(list(layers.layers), boundaries, together)
+            plan, request = choose_plan(auto_plan, request, plan, host, self._book)
+            self._running = start(
+                model=model,
+                spec=self._spec,
+                host=host,
+                book=self._book,
+                splitter=Splitter(1, False, numerics.split_dims, loss_weight, loss_reduction),
+                plan=plan,
+                request=request,
+                agreed=(threads, repr(seed), numerics.batch_norm),
+            )
+            place_weights(self._roots, self._guard, self._running.host, self._running.assembly)
+            self._running.host.start()
+        self._history = StepHistory(self._running, self._book)
+        self._memory = MemoryForecast(self._running, self._book, spec=self._spec, guard=self._guard, limits=limits)
+        self._steps = StepRunner(
+            self._running,
+            model=module,
+            has_loss_fn=loss_fn is not None,
+            guard=self._guard,
+            memory=self._memory,
+            seed=self._seed,
+            intra_op_threads=threads,
         )
-        self._assembly = Assembly(self._spec, self._host, programs, division)
-        self._assembly.take_over()
-        self._place()
-        self._host.start()
-        self._runs: deque[Timeline] = deque(maxlen=_REMEMBERED)
-
-    @property
-    def optimizers(self) -> dict[int, Optimizer]:
-        """What optimizer= made, by stage: to save states, and to drive learning rates.
-
-        Flushes first. So must who keeps an optimizer, or a scheduler of it, before each change: an update of an
-        asynchronous schedule that is under way takes the old learning rate or the new one.
-        """
-        self.flush()
-        return self._assembly.optimizers
+        self._replanner = Replanner(
+            running=self._running,
+            book=self._book,
+            history=self._history,
+            spec=self._spec,
+            asked=Pins(asked.layers, None, together) if asked.complete else asked,
+            limits=limits,
+        )
 
     # ---- running ----------------------------------------------------------------------------------------------
 
@@ -256,114 +254,14 @@ class Pipeline(Gathered):
         own rows. A batch of another number of micro-batches flushes first. What a layer raises comes from this step,
         the next one or ``flush``; the steps under way are then lost, and each stage keeps the updates that it has made.
         """
-
-        def make() -> StepCall:
-            if not torch.is_grad_enabled():
-                raise InputError(
-                    "step computes gradients; it was called under no_grad; leave no_grad, or call evaluate"
-                )
-            batch = self._batch(args, kwargs, target)
-            weighting = self._splitter.weighting(batch, self._assembly.programs.groups(len(batch)))
-            return StepCall("step", batch, weighting, return_outputs, gather)
-
-        call = self._called("step", (args, kwargs, target), make)
-        self._check_room(call.batch.rows)
-        if self._assembly.programs.streams:
-            return self._enqueue(call)
-        feed = call.feed(self._seed, self._step)
-        work = self._assembly.work(
-            self._assembly.programs.training(len(call)), feed, uses=self._assembly.programs.uses(len(call))
-        )
-        with self._assembly.delivering(), self._assembly.norms.counting():
-            self._runs.append(self._host.run(work, call.batch, grad=True))
-        self._assembly.update_late(self._threads)
-        self._step += 1
-        bring_ends(self._assembly.programs.plain(len(call)), feed, self._host)
-        deliver_input_grads(call.batch, feed)
-        return self._result(call, feed)
-
-    def _called(self, method: str, given: tuple[Any, ...], make: Callable[[], StepCall]) -> StepCall:
-        args, kwargs, target = given
-        self._assembly.members.check()
-        self._guard.check(changes=method == "step" or self.training)
-
-        def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
-            return dealt(
-                call, self._assembly.programs.plain(len(call)), self._assembly.bodies, len(self._host.all_devices)
-            )
-
-        return self._host.call(method, bool(args or kwargs) or target is not None, make, deal)
-
-    def _enqueue(self, call: StepCall) -> torch.Tensor:
-        wanted = any(call.batch.wanted_inputs())
-        for what, asked in (("outputs", call.return_outputs), ("gradients of inputs", wanted)):
-            if asked:
-                raise InputError(
-                    f"an asynchronous step returns before its own {what} are known; this one was asked for them; "
-                    f"call evaluate or forward for outputs, detach inputs, or use a synchronous schedule"
-                )
-        executor = self._host.executor
-        executor.check_outside("step")
-        caller, segments = executor.caller(grad=True), self._assembly.programs.segments(len(call))
-        if self._stream is not None and (self._stream.caller, self._stream.segments) != (caller, segments):
-            self.flush()
-        if self._stream is None or not self._stream.open:
-            feed = StepData(self._seed, self._step, [])
-            self._stream = Stream(self._host, segments, self._assembly.stages, feed, caller, self._runs.append)
-        self._step += 1
-        return self._stream.step(call.batch, call.counting)
-
-    def flush(self) -> torch.Tensor | None:
-        """Of an asynchronous schedule: run what is left of the steps under way, so that all their updates are made.
-
-        Returns the last step's loss; None where nothing is under way, as always with synchronous schedules. The next
-        step starts anew, with the weights as they are then. Raises as ``step``. ``evaluate``, ``forward``, ``close``,
-        and what reads or changes parameters, states and modes through the pipeline, flush by themselves; flush before
-        you touch the model itself, an optimizer or a learning rate scheduler.
-        """
-        return self._stream.flush() if self._stream is not None and self._stream.open else None
+        return self._steps.step(args, kwargs, target, return_outputs=return_outputs, gather=gather)
 
     @explained
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
     ) -> Any:
         """As ``step``, without gradients: forwards alone, in the modules' present mode."""
-
-        def make() -> StepCall:
-            batch = self._batch(args, kwargs, target)
-            return StepCall("evaluate", batch, self._splitter.weighting(batch), return_outputs, gather)
-
-        self.flush()
-        call = self._called("evaluate", (args, kwargs, target), make)
-        return self._result(call, self._infer(call))
-
-    def _infer(self, call: StepCall) -> StepData:
-        feed = call.feed(self._seed, self._step)
-        with self._assembly.norms.counting():
-            self._host.run(
-                self._assembly.work(self._assembly.programs.inference(len(call)), feed), call.batch, grad=False
-            )
-        bring_ends(self._assembly.programs.plain(len(call)), feed, self._host)
-        return feed
-
-    def _result(self, call: StepCall, feed: StepData) -> Any:
-        last = end_of(self._assembly.programs.plain(len(call)))
-        loss = self._host.loss(last, lambda: call.loss(feed))
-        return (loss, self._outputs(call, feed)) if call.return_outputs else loss
-
-    def _outputs(self, call: StepCall, feed: StepData) -> Any:
-        own_loss = self.loss_fn is None
-        if not call.gather:
-            return call.outputs(feed, own_loss=own_loss)
-        last = end_of(self._assembly.programs.plain(len(call)))
-        return self._host.from_rank(last, lambda: call.outputs(feed, own_loss=own_loss))
-
-    def _local(self, what: str) -> ThreadExecutor:
-        if not isinstance(self._host, ThreadRanks):
-            raise InputError(
-                f"{what} runs in one process, so far; this pipeline runs over a mesh; use step, or devices="
-            )
-        return self._host.executor
+        return self._steps.evaluate(args, kwargs, target, return_outputs=return_outputs, gather=gather)
 
     @explained
     def forward(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
@@ -376,45 +274,182 @@ class Pipeline(Gathered):
         those of inputs only). It updates nothing, also with optimizer=: step the ``optimizers``. Under no_grad, and in
         eval mode, only forwards run.
         """
-        what = "a forward that can be differentiated (under no_grad none can)"
-        differentiated = torch.is_grad_enabled() and self.training
-
-        def make() -> StepCall:
-            if differentiated:
-                self._local(what)
-            batch = self._splitter.batch(args, kwargs)
-            weighting = self._splitter.weighting_of_outputs(batch) if self.loss_fn is None else None
-            return StepCall("forward", batch, weighting, return_outputs=True, gather=gather)
-
-        self.flush()
-        call = self._called("forward", (args, kwargs, None), make)
-        if not differentiated or isinstance(self._host, MeshRanks):  # there rank 0's settings decide, in make
-            return self._outputs(call, self._infer(call))
-        executor = self._local(what)
-        feed = call.feed(self._seed, self._step)
-        program = self._assembly.programs.open_pass(len(call))
-        there, back = halves(program)
-        stages = {index: stage.fresh() for index, stage in self._assembly.stages.items()}
-        work = self._assembly.work(program, feed, stages)
-        with self._assembly.norms.counting():
-            executor.run(replace(work, orders=there, finish=_nothing), grad=True)
-        self._step += 1
-        back_work = replace(work, prepare=_nothing, orders=back)
-
-        def run_backwards() -> None:
-            with self._assembly.delivering():
-                executor.run(back_work, grad=True)
-
-        return attach(OpenPass(call.batch, feed, run_backwards, call.weighting))
+        return self._steps.forward(args, kwargs, gather=gather)
 
     __call__ = forward
 
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
-        if self.loss_fn is not None and target is None:
-            raise InputError("loss_fn(output, target) needs a target; got none; pass target=, or call forward")
-        if self.loss_fn is None and target is not None:
-            raise InputError("a target goes to loss_fn; there is none; pass loss_fn= to Pipeline, or no target")
-        return self._splitter.batch(args, kwargs, target)
+    def flush(self) -> torch.Tensor | None:
+        """Of an asynchronous schedule: run what is left of the steps under way, so that all their updates are made.
+
+        Returns the last step's loss; None where nothing is under way, as always with synchronous schedules. The next
+        step starts anew, with the weights as they are then. Raises as ``step``. ``evaluate``, ``forward``, ``close``,
+        and what reads or changes parameters, states and modes through the pipeline, flush by themselves; flush before
+        you touch the model itself, an optimizer or a learning rate scheduler.
+        """
+        return self._running.flush()
+
+    @property
+    def optimizers(self) -> dict[int, Optimizer]:
+        """What optimizer= made, by stage: to save states, and to drive learning rates.
+
+        Flushes first. So must who keeps an optimizer, or a scheduler of it, before each change: an update of an
+        asynchronous schedule that is under way takes the old learning rate or the new one.
+        """
+        self.flush()
+        return self._running.assembly.optimizers
+
+    # ---- the plan ---------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs, with the costs known so far."""
+        return self._running.plan(self._book, self.model, self._history.costs)
+
+    def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
+        """Go on with another plan: that which is given, or a better one, if there is one.
+
+        Without a plan the medians of the last steps say what layers cost now, and layers are cut anew, for the same
+        schedule; ``boundaries=`` and ``together=`` that leave some of the cut open hold, and so does
+        ``memory_limit_bytes=``. The better cut is taken where
+        the step that is predicted of it is shorter by more than 3 % and twice the noise, and, over ``steps_left`` steps
+        if they are known, by more than moving costs. A rank that takes longer than others for equal layers gets fewer.
+        Where no layer times are known yet layers are measured first, with the sample; with ``measure`` they are anew,
+        which tells apart layers of one stage that have come to differ. Print what is returned: it says why.
+
+        Weights, buffers, gradients and the states of optimizers go with their layers, random numbers and the count of
+        steps go on: with as many micro-batches the result is, to the bit, that of a run that had this plan from its
+        first step. Parameters stay the same objects, and so does the optimizer of each stage that there still is: a
+        learning rate scheduler goes on, and a stage that is new needs one of its own. An optimizer of your own keeps
+        its state where it is: with several kinds of devices move it too.
+        Flushes first. A plan that cannot be applied raises what making a pipeline raises, and the old one runs on.
+        Raises InputError over a mesh, and where ``wrap=`` has changed the stages.
+        """
+        check_steps_left(steps_left)
+        self._replanner.begin()
+        if plan is not None:
+            return self._replanner.apply(plan)
+        return self._replanner.improve(steps_left, measure=measure)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each rank; under a mesh this process's own, for all."""
+        return self._running.host.devices
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into; with several chains of them the stages of one."""
+        return len(self._running.cut)
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many micro-batches a full batch is cut into."""
+        return self._running.assembly.programs.num_microbatches
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What becomes of what forwards save: a mode for all stages, or a word by layer."""
+        return self._running.assembly.programs.checkpoint
+
+    @property
+    def boundaries(self) -> list[str]:
+        """The first layer of every stage but stage 0."""
+        return [names[0] for names in self._running.cut[1:]]
+
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """The layers of each stage; the layers themselves, not copies."""
+        return [nn.Sequential(*(self._spec.layers[name] for name in names)) for names in self._running.cut]
+
+    # ---- measured and predicted -------------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> Trace | None:
+        """The last step, measured; None before the first. On a GPU this waits for the step to end.
+
+        Of an asynchronous schedule: what all ranks have run since the last flush, or up to it; the last six steps of
+        it where there are more, which then count as in flight only what begins with them. Under a mesh: this rank's
+        part; ``gather_trace`` has all.
+        """
+        return self._history.trace
+
+    def gather_trace(self) -> Trace | None:
+        """As ``trace``, of all ranks on one clock; None before the first step. Collective under a mesh."""
+        return self._history.gather_trace()
+
+    @property
+    def predicted(self) -> Trace:
+        """The step, simulated: from what actions took in the steps before the last one, else from layer times.
+
+        Of an asynchronous schedule: as many steps as show how it goes on, and a flush.
+        """
+        return self._history.predicted
+
+    @property
+    def predicted_memory(self) -> tuple[RankMemory, ...]:
+        """What each rank holds at once in a step, at most, by what it is for. Of an asynchronous schedule: in as many
+        steps as show how it goes on.
+        """
+        return self._memory.by_rank()
+
+    def report(self) -> Report:
+        """The plan explained, and the last step beside what was predicted of it. Collective under a mesh.
+
+        ``print`` shows it, ``save("report.html")`` writes a page, other endings a picture or text.
+        """
+        notes = (*self._history.notes(), *self._running.unused_devices)
+        return Report(self.plan, self.gather_trace(), self.predicted, notes)
+
+    # ---- weights ----------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole state of the model, on every rank, also of what ``wrap=`` has sharded. Collective under a mesh."""
+        state = self.state_dict()
+        host = self._running.host
+        return merged_state(state, self._all_state(), host) if isinstance(host, MeshRanks) else state
+
+    def gather_model(self, rank: int | None = None) -> None:
+        """Bring the newest weights and buffers of all ranks into the model itself.
+
+        Over a mesh each rank trains the weights of its own stages. The other parameters and buffers of its model are
+        stale from the first step on. Calling the model, its ``state_dict``, copying and pickling it then raise, until
+        this method has gathered the weights, or ``load_state_dict`` has loaded a whole state into the model::
+
+            pipe.gather_model(rank=0)
+            if mesh.get_local_rank() == 0:
+                model.save_pretrained("trained")
+
+        Parameters stay the same objects, on their devices. Gradients and optimizer states do not move. The next step
+        makes the model stale again. In one process the model is always whole.
+
+        The call is collective: every rank of the mesh makes it, also after ``close``. A rank that gathers holds the
+        whole model; parameters of other ranks on the meta device get their contents on the CPU.
+
+        Args:
+            rank: the rank of the mesh whose model gets all weights; default: None, every rank.
+
+        Raises:
+            InputError: for a rank that the mesh does not have, for ranks that differ in it, and where ``wrap=`` has
+                given layers other parameters than the model has on the ranks that gather.
+            ExecutionError: where a rank fails or does not come.
+
+        """
+        gather_model(
+            self._roots,
+            self.state_dict(),
+            guard=self._guard,
+            host=self._running.host,
+            assembly=self._running.assembly,
+            rank=rank,
+        )
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name lies in this process: under a mesh those of its stages do."""
+        host = self._running.host
+        return isinstance(host, ThreadRanks) or host.holds(self._running.assembly.owners.rank(name))
+
+    def _modules(self) -> dict[str, nn.Module]:
+        self.flush()  # while stages run on older weights, their modules hold those
+        return super()._modules()
 
     # ---- its life ---------------------------------------------------------------------------------------------
 
@@ -426,28 +461,20 @@ class Pipeline(Gathered):
         try:
             self.flush()
         finally:
-            self._host.close()
+            self._running.host.close()
 
-    def _settle(self) -> None:
-        self.flush()
-
-    def _modules(self) -> dict[str, nn.Module]:
-        self.flush()  # while stages run on older weights, their modules hold those
-        return super()._modules()
+    def __repr__(self) -> str:
+        return str(self._running)
 
     def __reduce__(self) -> Any:
         raise TypeError(
             "a pipeline has threads and is neither copied nor pickled; save state_dict() and plan, and make a new one"
         )
 
-    def __enter__(self) -> "Pipeline":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._stream is not None:
-            self._stream.abandon()
+        if kind is not None:
+            self._steps.abandon()
         self.close()
-
-
-def _nothing(*_: Any) -> None:
-    return

@@ -1,28 +1,31 @@
-"""Replan: a pipeline that is given one plan after another, and goes on as if it had always had the last one."""
+"""Replanning: switch a live pipeline to another plan between two steps, with the results of having used it from the
+start.
+"""
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipesched.capture.captured_model import Cut
 from pipesched.errors import InputError
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
-from pipesched.pipeline.observation import Observed
-from pipesched.planning.cost_correction import Known, StageTimes
+from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.pipeline.step_history import StepHistory
+from pipesched.planning.cost_correction import StageTimes
 from pipesched.planning.cut_refinement import refined
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
-from pipesched.planning.replan_verdict import Replanned, certain, check_steps_left, layers_moved, strayed, verdict
+from pipesched.planning.replan_verdict import Replanned, certain, layers_moved, strayed, verdict
 from pipesched.planning.stage_cutter import Pins
 from pipesched.program.checkpoint_options import offloading
 from pipesched.program.program import Program
-from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.simulation.comparison import measured_costs
 from pipesched.simulation.costs import Costs
@@ -32,7 +35,7 @@ from pipesched.simulation.simulator import simulate
 from pipesched.tensors.payload import pytree
 from pipesched.user_warning import warn
 
-__all__ = ["Planned"]
+__all__ = ["Replanner"]
 
 _FEWEST = 3  # steps
 _EFFORT = 200_000  # actions that are simulated to find where cuts are best
@@ -46,103 +49,114 @@ class _Place(NamedTuple):
     nbytes: int
 
 
-class Planned(Observed):
-    """What was decided, and may be decided anew between two steps."""
+class Replanner:
+    """Finds and applies other plans of a pipeline in one process.
 
-    _spec: AssemblySpec
-    _splitter: Splitter
-    _asked: Pins
-    _kinds: dict[str, Hashable] | None
+    Args:
+        running: the plan that runs, which is replaced.
+        book: what layers cost.
+        history: the last steps.
+        spec: the model and what is asked of it whatever the plan.
+        asked: the boundaries that the user has fixed.
+        limits: bytes of each rank; None without a limit.
 
-    def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
-        """Go on with another plan: that which is given, or a better one, if there is one.
+    """
 
-        Without a plan the medians of the last steps say what layers cost now, and layers are cut anew, for the same
-        schedule; ``boundaries=`` and ``together=`` that leave some of the cut open hold, and so does
-        ``memory_limit_bytes=``. The better cut is taken where
-        the step that is predicted of it is shorter by more than 3 % and twice the noise, and, over ``steps_left`` steps
-        if they are known, by more than moving costs. A rank that takes longer than others for equal layers gets fewer.
-        Where no layer times are known yet layers are measured first, with the sample; with ``measure`` they are anew,
-        which tells apart layers of one stage that have come to differ. Print what is returned: it says why.
+    def __init__(
+        self,
+        *,
+        running: RunningPlan,
+        book: CostBook,
+        history: StepHistory,
+        spec: AssemblySpec,
+        asked: Pins,
+        limits: tuple[int, ...] | None,
+    ) -> None:
+        self._running = running
+        self._book = book
+        self._history = history
+        self._spec = spec
+        self._asked = asked
+        self._limits = limits
 
-        Weights, buffers, gradients and the states of optimizers go with their layers, random numbers and the count of
-        steps go on: with as many micro-batches the result is, to the bit, that of a run that had this plan from its
-        first step. Parameters stay the same objects, and so does the optimizer of each stage that there still is: a
-        learning rate scheduler goes on, and a stage that is new needs one of its own. An optimizer of your own keeps
-        its state where it is: with several kinds of devices move it too.
-        Flushes first. A plan that cannot be applied raises what making a pipeline raises, and the old one runs on.
-        Raises InputError over a mesh, and where ``wrap=`` has changed the stages.
-        """
-        check_steps_left(steps_left)
-        site = self._replannable()
-        site.executor.check_open("replan")
-        site.executor.check_outside("replan")
-        self._settle()
-        if plan is None:
-            return self._better(site, steps_left, measure)
-        wishes = PlanRequest().pinned(plan, list(self._layers))
-        programs = self._programs(site, wishes)
-        pins = Pins(list(self._layers), wishes.boundaries)
-        return self._moved(site, programs, self._divided(pins, programs, plan))
+    def begin(self) -> None:
+        """Finish the steps under way. Raises InputError and ExecutionError where no other plan can be applied now."""
+        host = self._host()
+        host.executor.check_open("replan")
+        host.executor.check_outside("replan")
+        self._running.flush()
 
-    def _better(self, site: ThreadRanks, steps_left: int | None, measure: bool) -> Replanned:
-        steps = [self._trace_of([run], ()) for run in self._runs]
+    def apply(self, plan: Plan) -> Replanned:
+        """Go on with a plan."""
+        names = list(self._spec.layers)
+        request = PlanRequest().pinned(plan, names)
+        programs = self._programs(request)
+        pins = Pins(names, request.boundaries)
+        return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
+
+    def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
+        """Go on with a better cut, if there is one that is worth it."""
+        running = self._running
+        steps = self._history.steps()
         steps = steps[1:] if len(steps) > _FEWEST else steps  # the first one under a plan warms up
         if len(steps) < _FEWEST:
-            return Replanned(self.plan, f"{_FEWEST} steps of a plan tell what it takes; {len(steps)} were measured")
+            return Replanned(self._plan(), f"{_FEWEST} steps of a plan tell what it takes; {len(steps)} were measured")
         if measure:
-            self._profile = self._kinds = None
-        noise, now = strayed(steps), self._assembly
-        measured = measured_costs(steps, now.program.num_stages, self._profiled_costs())
+            self._book.forget()
+        now = running.assembly
+        noise = strayed(steps)
+        measured = measured_costs(steps, now.program.num_stages, self._book.stage_costs(now.programs, now.cut))
         self._learn(measured, certain(noise))
-        programs = self._programs(site, now.programs.wishes)
-        division = self._divided(self._asked, programs, None)
+        programs = self._programs(now.programs.request)
+        division = self._book.cut_stages(running.host, self._asked, programs, None)
         update_s = sum(measured.update_s) / (sum(measured.weight_bytes) or 1)
         before_s = self._step_s(now.programs, now.cut, update_s)
         self._refine(programs, division, update_s)
         after_s = self._step_s(programs, division.cut, update_s)
-        there = self._ranks(programs.plain(programs.num_microbatches), division.cut)
-        layers = layers_moved(self._ranks(now.program, now.cut), there)
-        size, cost_s = self._moving(site, layers)
+        layers = layers_moved(_ranks(now.program, now.cut), _ranks(programs.full.plain, division.cut))
+        size, cost_s = self._moving(layers)
         kept = verdict(before_s, after_s, noise=noise, cost_s=cost_s, steps_left=steps_left)
-        found = Replanned(self.plan, kept, layers, size, before_s, after_s, noise, cost_s)
+        found = Replanned(self._plan(), kept, layers, size, before_s, after_s, noise, cost_s)
         if kept:
             return found
-        moved = self._moved(site, programs, division)
+        moved = self._move(programs, division)
         return replace(found, plan=moved.plan, moved_bytes=moved.moved_bytes, cost_s=moved.cost_s)
+
+    def _plan(self) -> Plan:
+        return self._running.plan(self._book, self._spec.model, self._history.costs)
 
     def _learn(self, measured: Costs, tolerance: float) -> None:
         """Layers cost what stages took, as far as that tells."""
-        program, profile = self._assembly.program, self._profiled()
+        program = self._running.program
+        devices = self._running.host.devices
         stages = [
             StageTimes(
-                self._assembly.cut[part],
-                self._host.devices[program.placement[stage]],
+                self._running.cut[part],
+                devices[program.placement[stage]],
                 *(getattr(measured, time)[stage] for time in TIMES),
             )
             for stage, part in enumerate(program.weights)
         ]
-        if self._kinds is None:
-            self._kinds = dict(profile)
-        known = Known(profile, self._kinds, self._slow).corrected(stages, tolerance)
-        self._profile, self._slow, self._overheads = dict(known.layers), dict(known.slow), None  # a part of these
+        self._book.learn(stages, tolerance)
 
     def _refine(self, programs: ProgramFactory, division: StageCut, update_s: float) -> None:
         """Move the division's cuts, or those of now where they are better, wherever that shortens the step."""
-        pins, left = self._asked, _EFFORT
+        pins = self._asked
+        left = _EFFORT
 
         def step_s(cut: Cut) -> float:
             nonlocal left
-            left -= len(programs.timed(programs.num_microbatches).columns)
+            left -= len(programs.full.timed.columns)
             return self._step_s(programs, cut, update_s, self._limits)
 
-        now = self._assembly.cut
+        now = self._running.cut
         starts = [now] if pins.allows([pins.places[names[0]] for names in now]) else []
-        seconds = [costs.forward_s + costs.backward_s for costs in self._treated(programs).values()]
+        seconds = [costs.forward_s + costs.backward_s for costs in self._book.treated(programs).values()]
         best = min([*starts, division.cut], key=step_s)
         found = refined(best, pins, seconds, step_s, goes_on=lambda: left > 0)
         if found != division.cut:
-            division.cut, division.partition = found, None
+            division.cut = found
+            division.partition = None
 
     def _step_s(
         self, programs: ProgramFactory, cut: Cut, update_s: float, limits: tuple[int, ...] | None = None
@@ -150,93 +164,113 @@ class Planned(Observed):
         """The predicted step of programs whose stages have these layers; endless where a rank would need more memory
         than its limit. update_s: for a byte of weights.
         """
-        programs.connect(self._layered.edges(cut), offloading(programs.checkpoint, cut))
-        costs = self._predicted_costs(programs, cut)
+        programs.connect(self._book.layered.edges(cut), offloading(programs.checkpoint, cut))
+        costs = self._book.stage_costs(programs, cut)
         costs = replace(costs, update_s=tuple(update_s * size for size in costs.weight_bytes))
-        timed = programs.timed(programs.num_microbatches)
+        timed = programs.full.timed
         held = rank_memory(timed, costs) if limits else ()
         if any(own.total_bytes > limit for own, limit in zip(held, limits or (), strict=False)):
             return inf
         return simulate(timed, costs).makespan_s * programs.num_microbatches / timed.num_microbatches
 
-    def _moving(self, site: ThreadRanks, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
+    def _moving(self, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
         """The bytes that go to another device where layers go to other ranks, and the seconds that all of it takes."""
-        graph, places = self._layered.graph(self._profiled()), self._places()
+        graph = self._book.layered.graph(self._book.measured())
+        places = self._places()
+        devices = self._running.host.all_devices
         sizes: dict[tuple[torch.device, torch.device], dict[str, int]] = {}
         for layer, ranks in layers.items():
-            way = site.all_devices[ranks[0]], site.all_devices[ranks[1]]
+            way = devices[ranks[0]], devices[ranks[1]]
             if way[0] != way[1]:
                 names = (*graph.nodes[layer]["parameters"], *graph.nodes[layer]["buffers"])
                 sizes.setdefault(way, {}).update({name: places[name].nbytes for name in names})
         total = {way: sum(own.values()) for way, own in sizes.items()}
-        return sum(total.values()), self._assembly.made_s + sum(_copy_s(size, *way) for way, size in total.items())
+        copying_s = sum(_copy_s(size, *way) for way, size in total.items())
+        return sum(total.values()), self._running.assembly.made_s + copying_s
 
     # ---- applying a plan --------------------------------------------------------------------------------------------
 
-    def _programs(self, site: ThreadRanks, wishes: PlanRequest) -> ProgramFactory:
-        programs = ProgramFactory(wishes, len(site.all_devices), updates=self._spec.optimizer is not None)
+    def _programs(self, request: PlanRequest) -> ProgramFactory:
+        host = self._running.host
+        programs = ProgramFactory(request, len(host.all_devices), updates=self._spec.optimizer is not None)
         programs.check_updates()
-        programs.training(programs.num_microbatches)
-        self._layered.check(programs.plain(programs.num_microbatches))
+        _ = programs.full.training  # raises what cannot be lowered
+        self._spec.layered.check(programs.full.plain)
         return programs
 
-    def _moved(self, site: ThreadRanks, programs: ProgramFactory, division: StageCut) -> Replanned:
+    def _move(self, programs: ProgramFactory, division: StageCut) -> Replanned:
         begin = time.perf_counter()
-        ranks, places = self._ranks(self._assembly.program, self._assembly.cut), self._places()
-        self._apply(site, programs, division)
+        ranks = _ranks(self._running.program, self._running.cut)
+        places = self._places()
+        self._replace_plan(programs, division)
         cost_s = time.perf_counter() - begin
         now = self._places()
         size = sum(place.nbytes for name, place in places.items() if place.device != now[name].device)
-        layers = layers_moved(ranks, self._ranks(self._assembly.program, self._assembly.cut))
-        return Replanned(self.plan, layers=layers, moved_bytes=size, cost_s=cost_s)
+        layers = layers_moved(ranks, _ranks(self._running.program, self._running.cut))
+        return Replanned(self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
-    def _ranks(self, program: Program, cut: Cut) -> dict[str, int]:
-        """Where each layer runs; of several chains the first."""
-        return {name: program.placement[stage] for stage, names in enumerate(cut) for name in names}
-
-    def _places(self) -> dict[str, "_Place"]:
+    def _places(self) -> dict[str, _Place]:
         """Where each parameter and buffer lies, and what lies with it."""
-        states = {p: state for made in self._assembly.optimizers.values() for p, state in made.state.items()}
-        places = {name: _Place(buffer.device, buffer.nbytes) for name, buffer in self.named_buffers()}
-        for name, parameter in self.named_parameters():
-            beside = [leaf for leaf in pytree.tree_leaves(states.get(parameter)) if isinstance(leaf, Tensor)]
-            held = [parameter, *beside, *([] if parameter.grad is None else [parameter.grad])]
-            places[name] = _Place(parameter.device, sum(tensor.nbytes for tensor in held if tensor.dim()))
+        optimizers = self._running.assembly.optimizers.values()
+        states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
+        places: dict[str, _Place] = {}
+        for name, tensor in _named_tensors(self._spec):
+            held = [tensor]
+            if isinstance(tensor, nn.Parameter):
+                state = pytree.tree_leaves(states.get(tensor))
+                held += [leaf for leaf in (*state, tensor.grad) if isinstance(leaf, Tensor)]
+                held = [leaf for leaf in held if leaf.dim()]
+            places[name] = _Place(tensor.device, sum(leaf.nbytes for leaf in held))
         return places
 
-    def _apply(self, site: ThreadRanks, programs: ProgramFactory, division: StageCut) -> None:
+    def _replace_plan(self, programs: ProgramFactory, division: StageCut) -> None:
         """Raises what making a pipeline raises; the old plan then runs on."""
-        splitter = replace(self._splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
-        other = site.use(programs.num_ranks)
+        running = self._running
+        old = self._host()
+        splitter = replace(running.splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
+        host = old.use(programs.num_ranks)
         try:
-            other.start()
-            now = Assembly(self._spec, other, programs, division, self._assembly.optimizers)
+            host.start()
+            assembly = Assembly(self._spec, host, programs, division, running.assembly.optimizers)
         except BaseException:
-            other.close()
-            self._assembly.put_back()
+            host.close()
+            running.assembly.put_back()
             raise
-        now.take_over()
-        site.close()
-        self._host, self._assembly, self._splitter, self._stream = other, now, splitter, None
-        self._runs.clear()
-        if now.undriven:
+        assembly.take_over()
+        old.close()
+        running.replace(host=host, assembly=assembly, splitter=splitter)
+        if assembly.undriven:
             warn(
-                f"a scheduler drives the optimizers that it was made with; those of stages {now.undriven} are new, "
-                f"with the settings of now; make schedulers for them too, of pipe.optimizers"
+                f"a scheduler drives the optimizers that it was made with; those of stages {assembly.undriven} are "
+                f"new, with the settings of now; make schedulers for them too, of pipe.optimizers"
             )
 
-    def _replannable(self) -> ThreadRanks:
-        if not isinstance(self._host, ThreadRanks):
+    def _host(self) -> ThreadRanks:
+        host = self._running.host
+        if not isinstance(host, ThreadRanks):
             raise InputError(
-                f"replan moves layers within one process; this pipeline runs over a mesh of {len(self.devices)} ranks; "
+                f"replan moves layers within one process; this pipeline runs over a mesh of {len(host.devices)} ranks; "
                 f"save its state, and make a new pipeline with plan="
             )
         if self._spec.wrap is not None:
             raise InputError(
                 f"wrap= has changed each stage as a whole, and a layer does not leave it; this pipeline of "
-                f"{self.num_stages} stages has wrap=; save its state, and make a new pipeline with plan="
+                f"{len(self._running.cut)} stages has wrap=; save its state, and make a new pipeline with plan="
             )
-        return self._host
+        return host
+
+
+def _ranks(program: Program, cut: Cut) -> dict[str, int]:
+    """Where each layer runs; of several chains the first."""
+    return {name: program.placement[stage] for stage, names in enumerate(cut) for name in names}
+
+
+def _named_tensors(spec: AssemblySpec) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of the model, and of a loss module as ``loss_fn.…``."""
+    roots = {"": spec.model, **({"loss_fn.": spec.loss_fn} if isinstance(spec.loss_fn, nn.Module) else {})}
+    for prefix, root in roots.items():
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            yield prefix + name, tensor
 
 
 def _copy_s(size: int, one: torch.device, other: torch.device) -> float:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from pipesched.checks import check_type, is_count, shown
 from pipesched.errors import InputError
-from pipesched.pipeline.observation import Observed
+from pipesched.pipeline.pipeline import Pipeline
 from pipesched.program.actions import Kind
 from pipesched.simulation.comparison import Pair, quote_off
 from pipesched.simulation.trace import Trace
@@ -74,13 +74,13 @@ class StepLog:
 
     def __init__(
         self,
-        pipe: Observed,
+        pipe: Pipeline,
         writer: _Writer | None = None,
         *,
         every: int = 1,
         show: Callable[[str], Any] | None = print,
     ) -> None:
-        check_type(pipe, Observed, "pipe is a Pipeline", "pass the one whose steps are to be said")
+        check_type(pipe, Pipeline, "pipe is a Pipeline", "pass the one whose steps are to be said")
         if not is_count(every):
             raise InputError(f"every is a whole number of steps, at least 1; got {shown(every)}; pass 1 or more")
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
@@ -101,7 +101,7 @@ class StepLog:
             return None
         trace, now_s = self._pipe.gather_trace(), time.perf_counter()
         said, self._said = self._said, (self._calls, now_s)
-        if trace is None or not self._pipe._host.holds(0):
+        if trace is None or not self._pipe._running.host.holds(0):
             return None
         steps = _steps(trace, self._pipe.num_microbatches)
         predicted = self._pipe.predicted

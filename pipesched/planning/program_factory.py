@@ -1,8 +1,8 @@
-"""Program factory: what the user asked for -> the programs to run, and the stages."""
+"""Program factory: makes the programs that a pipeline runs from what the user asked for."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 from pipesched import schedules
@@ -17,7 +17,7 @@ from pipesched.program.segments import Segments, enough_steps
 from pipesched.program.validation import validate
 from pipesched.program.weight_versions import Uses, update_groups, used_versions
 
-__all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory"]
+__all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory", "StepPrograms"]
 
 _AUTO = "1f1b"
 _MORE_STEPS = 4  # times what PipeDream needs: a stream that does not repeat then never will
@@ -25,91 +25,97 @@ MICROBATCHES_PER_RANK = 4  # from here on the bubble is small (GPipe, Huang et a
 
 
 class ProgramFactory:
-    """The programs of one pipeline, validated and lowered; built once for each number of micro-batches.
+    """Makes the programs of one pipeline, validated and lowered, once for each number of micro-batches.
 
-    updates: the pipeline has optimizers: programs end with updates where they have none of their own.
+    Args:
+        request: what the user asked for.
+        num_devices: how many devices there are; the programs may use fewer.
+        updates: whether the pipeline has optimizers; programs without updates of their own then end with them.
+
     """
 
-    def __init__(self, wishes: PlanRequest, num_devices: int, *, updates: bool = False) -> None:
+    def __init__(self, request: PlanRequest, num_devices: int, *, updates: bool = False) -> None:
+        if request.num_ranks is not None:
+            num_devices = _as_planned(request.num_ranks, num_devices)
         self.updates = updates
-        self.checkpoint: Checkpoint = wishes.checkpoint or "never"
-        if wishes.num_ranks is not None:
-            num_devices = _as_planned(wishes.num_ranks, num_devices)
-        self._source = _source(wishes, num_devices)
-        self._wishes = wishes
-        self.fixed = isinstance(self._source, Program)
-        if isinstance(self._source, Program):
-            self.num_ranks = self._source.num_ranks
-            count: Any = self._source.num_microbatches
+        self.checkpoint: Checkpoint = request.checkpoint or "never"
+        self.source = _source(request, num_devices)
+        self._request = request
+        if isinstance(self.source, Program):
+            self.num_ranks = self.source.num_ranks
+            self.num_microbatches = self.source.num_microbatches
         else:
-            self.num_ranks = min(num_devices, _num_stages(wishes, self._source, num_devices))
-            asked = wishes.num_microbatches
-            count = self.num_ranks * MICROBATCHES_PER_RANK if asked is None else asked
-        self.num_microbatches: int = count
-        self._graph: StageGraph | None = None
-        self._offloading: frozenset[int] = frozenset()
-        self._forget()
+            self.num_ranks = min(num_devices, _num_stages(request, self.source, num_devices))
+            self.num_microbatches = request.num_microbatches or self.num_ranks * MICROBATCHES_PER_RANK
+        self.graph: StageGraph | None = None
+        self.offloading: frozenset[int] = frozenset()
+        self._made: dict[int, StepPrograms] = {}
+
+    def of(self, num_microbatches: int) -> "StepPrograms":
+        """The programs of steps with this many micro-batches.
+
+        Raises ScheduleError for a fixed program that was written for another number.
+        """
+        if num_microbatches not in self._made:
+            self._made[num_microbatches] = StepPrograms(self, num_microbatches)
+        return self._made[num_microbatches]
 
     @property
-    def wishes(self) -> PlanRequest:
-        """Those that lead to programs of the same shape."""
-        count = self.num_microbatches
+    def full(self) -> "StepPrograms":
+        """The programs of steps with a full batch."""
+        return self.of(self.num_microbatches)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the user gave a program, which is written for one number of micro-batches."""
+        return isinstance(self.source, Program)
+
+    @property
+    def request(self) -> PlanRequest:
+        """The request that leads to programs of the same shape."""
         return replace(
-            self._wishes,
-            schedule=self._source,
-            num_stages=self.plain(count).num_weights,
-            num_microbatches=count,
+            self._request,
+            schedule=self.source,
+            num_stages=self.full.plain.num_weights,
+            num_microbatches=self.num_microbatches,
             boundaries=None,
             num_ranks=self.num_ranks,
         )
 
+    @property
+    def streams(self) -> bool:
+        """Whether steps run on into each other: a schedule with updates of its own. A program runs step by step."""
+        return not self.fixed and self.full.plain.has_updates
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The schedule's options that a file takes; none of a program."""
+        options = self.source.options if isinstance(self.source, Schedule) else {}
+        return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
+
     def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
-        """From now on stages feed each other along these edges, in each of several chains. Returns the program for a
-        full batch. offloading: the stages of a chain that take activations to the host.
+        """Make stages feed each other along these edges, in each of several chains.
+
+        Args:
+            edges: pairs of a giving and a taking stage of one chain.
+            offloading: the stages of a chain that copy activations to the host.
+
+        Returns:
+            The program for a full batch.
+
         """
-        program: Program = self.plain(self.num_microbatches)
+        program = self.full.plain
         chains = range(0, program.num_stages, program.num_weights)
         graph = StageGraph.of(program.num_stages, [(at + giver, at + taker) for at in chains for giver, taker in edges])
-        going = frozenset(offloading)
-        if graph != program.graph or going != self._offloading:
-            self._graph, self._offloading = graph, going
-            self._forget()
-        return self.plain(self.num_microbatches)
-
-    def _forget(self) -> None:
-        self.plain = lru_cache(maxsize=64)(self._plain)
-        self.timed = lru_cache(maxsize=64)(self._timed)
-        self.segments = lru_cache(maxsize=64)(self._segments)
-        self.uses = lru_cache(maxsize=64)(self._uses)
-        self.training = lru_cache(maxsize=64)(self._training)
-        self.inference = lru_cache(maxsize=64)(self._inference)
-        self.open_pass = lru_cache(maxsize=64)(self._open_pass)
-
-    def _plain(self, num_microbatches: int) -> Program:
-        """As its author wrote it. Raises ScheduleError where the program's number of micro-batches is fixed."""
-        if not isinstance(self._source, Program):
-            program = self._source.program(self.num_ranks, num_microbatches)
-        elif num_microbatches == self.num_microbatches:
-            program = self._source
-        else:
-            raise ScheduleError(
-                f"a program is written for one number of micro-batches; {self.num_microbatches} here, but "
-                f"{num_microbatches} are asked for; drop the last short batch (drop_last=True)"
-            )
-        if program.slices_per_microbatch > 1:
-            raise ScheduleError(
-                f"a model's layers run whole micro-batches; {program.name!r} cuts each into "
-                f"{program.slices_per_microbatch} token slices, for which layers must keep what earlier slices left; "
-                f"study it with simulate, or choose one of: {', '.join(schedules.names())}"
-            )
-        if self._graph is not None:
-            program = replace(program, graph=self._graph)
-        validate(program)
-        return program
+        if graph != program.graph or frozenset(offloading) != self.offloading:
+            self.graph = graph
+            self.offloading = frozenset(offloading)
+            self._made.clear()
+        return self.full.plain
 
     def check_updates(self) -> None:
         """Raise ScheduleError where the schedule and the optimizers do not go together."""
-        program = self.plain(self.num_microbatches)
+        program = self.full.plain
         if program.has_updates and not self.updates:
             raise ScheduleError(
                 f"schedule {program.name!r} updates the weights while micro-batches are in flight, and needs an "
@@ -121,36 +127,59 @@ class ProgramFactory:
                 f"{program.num_weights} weight copies; leave optimizer= out and step an optimizer of your own"
             )
         if self.streams:
-            self.segments(self.num_microbatches)
+            _ = self.full.segments
 
-    @property
-    def streams(self) -> bool:
-        """Whether steps run on into each other: a schedule with updates of its own. A program runs step by step."""
-        return not self.fixed and self.plain(self.num_microbatches).has_updates
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The schedule's options that a file takes; none of a program."""
-        options = self._source.options if isinstance(self._source, Schedule) else {}
-        return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
+class StepPrograms:
+    """The programs of steps with one number of micro-batches. Each is made when it is first used."""
 
-    def _timed(self, num_microbatches: int) -> Program:
-        """What runs, without transfers: one step, or of a stream as many as show how it goes on."""
-        program = self.plain(num_microbatches)
-        if self.streams and isinstance(self._source, Schedule):
-            program = self._beginning(self._source, num_microbatches)
-        program = add_recompute(add_updates(program) if self.updates else program, self.checkpoint)
-        return add_offloading(program, self._offloading)
+    def __init__(self, factory: ProgramFactory, num_microbatches: int) -> None:
+        self._factory = factory
+        self.num_microbatches = num_microbatches
 
-    def _beginning(self, schedule: Schedule, num_microbatches: int) -> Program:
+    @cached_property
+    def plain(self) -> Program:
+        """As its author wrote it. Raises ScheduleError where the program's number of micro-batches is fixed."""
+        source = self._factory.source
+        if not isinstance(source, Program):
+            program = source.program(self._factory.num_ranks, self.num_microbatches)
+        elif source.num_microbatches == self.num_microbatches:
+            program = source
+        else:
+            raise ScheduleError(
+                f"a program is written for one number of micro-batches; {source.num_microbatches} here, but "
+                f"{self.num_microbatches} are asked for; drop the last short batch (drop_last=True)"
+            )
+        if program.slices_per_microbatch > 1:
+            raise ScheduleError(
+                f"a model's layers run whole micro-batches; {program.name!r} cuts each into "
+                f"{program.slices_per_microbatch} token slices, for which layers must keep what earlier slices left; "
+                f"study it with simulate, or choose one of: {', '.join(schedules.names())}"
+            )
+        if self._factory.graph is not None:
+            program = replace(program, graph=self._factory.graph)
+        validate(program)
+        return program
+
+    @cached_property
+    def timed(self) -> Program:
+        """What runs, without transfers: one step; of a stream as many steps as show how it goes on."""
+        factory = self._factory
+        source = factory.source
+        program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
+        program = add_recompute(add_updates(program) if factory.updates else program, factory.checkpoint)
+        return add_offloading(program, factory.offloading)
+
+    def _beginning(self, schedule: Schedule) -> Program:
         """The first steps of a stream, as many as show how it goes on; old versions may be late to come."""
-        steps = enough_steps(self.num_ranks, num_microbatches)
+        num_ranks = self._factory.num_ranks
+        steps = enough_steps(num_ranks, self.num_microbatches)
         last = steps * _MORE_STEPS
         while True:
-            program = schedule.program(self.num_ranks, num_microbatches, steps=steps)
+            program = schedule.program(num_ranks, self.num_microbatches, steps=steps)
             validate(program)
             try:
-                Segments(lower(program), num_microbatches)
+                Segments(lower(program), self.num_microbatches)
             except ScheduleError:
                 if steps >= last:
                     raise
@@ -158,29 +187,38 @@ class ProgramFactory:
             else:
                 return program
 
-    def _training(self, num_microbatches: int) -> Program:
-        return lower(self.timed(num_microbatches))
+    @cached_property
+    def training(self) -> Program:
+        """The lowered program of a step."""
+        return lower(self.timed)
 
-    def _segments(self, num_microbatches: int) -> Segments:
-        return Segments(self.training(num_microbatches), num_microbatches)
+    @cached_property
+    def segments(self) -> Segments:
+        """The lowered program of a stream, cut into steps."""
+        return Segments(self.training, self.num_microbatches)
 
-    def _uses(self, num_microbatches: int) -> dict[int, Uses]:
-        """For a program that updates weights on its way: which versions each stage uses in one step."""
-        program = self.plain(num_microbatches)
+    @cached_property
+    def uses(self) -> dict[int, Uses]:
+        """Of a program that updates weights on its way: which versions each stage uses in one step."""
+        program = self.plain
         return {stage: Uses(used) for stage, used in enumerate(used_versions(program))} if program.has_updates else {}
 
-    def groups(self, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
         """The micro-batches of each update of a step; none where the whole step is one."""
-        if self.streams:
-            return self.segments(num_microbatches).groups
-        program = self.plain(num_microbatches)
-        return update_groups(program) if program.has_updates else ()
+        if self._factory.streams:
+            return self.segments.groups
+        return update_groups(self.plain) if self.plain.has_updates else ()
 
-    def _inference(self, num_microbatches: int) -> Program:
-        return lower(self.plain(num_microbatches).forward())
+    @cached_property
+    def inference(self) -> Program:
+        """The lowered program of the forwards alone."""
+        return lower(self.plain.forward())
 
-    def _open_pass(self, num_microbatches: int) -> Program:
-        return lower(add_recompute(forward_then_backward(self.plain(num_microbatches)), self.checkpoint))
+    @cached_property
+    def open_pass(self) -> Program:
+        """The lowered program of all forwards, then all backwards."""
+        return lower(add_recompute(forward_then_backward(self.plain), self._factory.checkpoint))
 
 
 def _as_planned(num_ranks: int, num_devices: int) -> int:
@@ -192,22 +230,22 @@ def _as_planned(num_ranks: int, num_devices: int) -> int:
     return num_ranks
 
 
-def _num_stages(wishes: PlanRequest, schedule: Schedule, num_devices: int) -> int:
-    if wishes.num_stages is not None:
-        return wishes.num_stages
-    if wishes.boundaries is None or isinstance(wishes.boundaries, Mapping):
+def _num_stages(request: PlanRequest, schedule: Schedule, num_devices: int) -> int:
+    if request.num_stages is not None:
+        return request.num_stages
+    if request.boundaries is None or isinstance(request.boundaries, Mapping):
         return num_devices * schedule.chunks_per_rank
-    return len(wishes.boundaries) + 1
+    return len(request.boundaries) + 1
 
 
-def _source(wishes: PlanRequest, num_devices: int) -> Schedule | Program:
+def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
     """What makes the programs: the schedule with as many chunks as are asked for, or a program as it is."""
     if num_devices < 1:
         raise DeviceCountError("a pipeline runs on at least one device; got none; pass devices=['cpu'], or more")
-    if isinstance(wishes.schedule, Program):
-        return _fixed(wishes.schedule, num_devices, wishes)
-    schedule = _schedule(wishes.schedule)
-    num_stages = _num_stages(wishes, schedule, num_devices)
+    if isinstance(request.schedule, Program):
+        return _fixed(request.schedule, num_devices, request)
+    schedule = _schedule(request.schedule)
+    num_stages = _num_stages(request, schedule, num_devices)
     num_ranks = min(num_devices, num_stages)
     if "chunks_per_rank" not in schedule.options:
         if num_stages > num_ranks:
@@ -236,7 +274,7 @@ def _with_chunks() -> list[str]:
     return [name for name in schedules.names() if "chunks_per_rank" in schedules.get(name).options]
 
 
-def _fixed(program: Program, num_devices: int, wishes: PlanRequest) -> Program:
+def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
     """A program as the user wrote it: its shape is what it is."""
     if program.num_ranks > num_devices:
         raise DeviceCountError(
@@ -244,8 +282,8 @@ def _fixed(program: Program, num_devices: int, wishes: PlanRequest) -> Program:
             f"give as many (a device may repeat)"
         )
     for what, wish, has in (
-        ("micro-batches", wishes.num_microbatches, program.num_microbatches),
-        ("stages", wishes.num_stages, program.num_weights),
+        ("micro-batches", request.num_microbatches, program.num_microbatches),
+        ("stages", request.num_stages, program.num_weights),
     ):
         if wish not in (None, has):
             raise ScheduleError(f"a program's shape is fixed; it has {has} {what}, {wish} are asked for; ask for {has}")

@@ -32,7 +32,7 @@ class MemoryMeter:
 
     def __init__(self, pipe: Pipeline) -> None:
         check_type(pipe, Pipeline, "pipe is a Pipeline", "pass the one whose memory is to be counted")
-        self._pipe, self._host = pipe, pipe._host
+        self._pipe, self._host = pipe, pipe._running.host
         self._books, self._put_back = dict[int, Books](), list[Callable[[], None]]()
         self.mark()
 
@@ -46,11 +46,11 @@ class MemoryMeter:
 
     def mark(self) -> None:
         """Begin anew, also after ``replan``: what is there now is the most so far."""
-        if self._host is not self._pipe._host or not self._books:
+        if self._host is not self._pipe._running.host or not self._books:
             self.__exit__()
             self._attach()
-        program = self._pipe._assembly.program
-        for index, stage in self._pipe._assembly.stages.items():
+        program = self._pipe._running.assembly.program
+        for index, stage in self._pipe._running.assembly.stages.items():
             books = self._books[program.placement[index]]
             if isinstance(books, Ledger):
                 books.add(_own(stage))
@@ -60,7 +60,7 @@ class MemoryMeter:
     def _attach(self) -> None:
         """New books, for the ranks that there are now."""
         self._books.clear()
-        self._host = site = self._pipe._host
+        self._host = site = self._pipe._running.host
         if isinstance(site, ThreadRanks):
             executor = site.executor
             lanes = list(executor.lanes)
@@ -86,7 +86,7 @@ class MemoryMeter:
         """The most that each rank has held at once since the last mark, by rank. Raises ExecutionError after a
         ``replan``, whose ranks are others.
         """
-        if self._host is not self._pipe._host:
+        if self._host is not self._pipe._running.host:
             raise ExecutionError(
                 f"a meter counts the ranks that there were at its last mark; these {len(self._books)} are gone since "
                 f"replan(); call mark() after it"

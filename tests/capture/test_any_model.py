@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipesched import Pipeline
+from pipesched import Distributed, Pipeline
 from pipesched.errors import GraphError, InputError, ModelTypeError, ScheduleError
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.step_call import StepCall, dealt
@@ -55,7 +55,7 @@ def test_any_model_trains_as_the_loop_bit_by_bit(name: str, schedule: str) -> No
 def train(group: places.Group, name: str, schedule: str, inputs: str) -> None:
     own, plain = made(name)[0], made(name)[0]
     told = inputs == "all" or group.rank() == 0
-    with pipeline(name, own, schedule=schedule, inputs=inputs, **places.place(group)) as pipe:
+    with pipeline(name, own, schedule=schedule, distributed=Distributed(inputs=inputs), **places.place(group)) as pipe:
         for step, rows in enumerate((ROWS, 7)):
             args, kwargs, target = inputs_of(name, rows)
             due = reference_step(
@@ -86,11 +86,11 @@ def test_inputs_go_where_they_are_used() -> None:
     batch = Splitter(3, fixed=False).batch((), {"left": FLOATS, "right": FLOATS.flip(0)})
     with pipeline("towers", made("towers")[0], devices=["cpu"] * 3, boundaries=["left.2", "right.2"]) as pipe:
         program = pipe.plan.program
-        _, messages = dealt(StepCall("forward", batch), program, pipe._assembly.bodies, 3)
+        _, messages = dealt(StepCall("forward", batch), program, pipe._running.assembly.bodies, 3)
         sent = [[type(value) for value in message[3][0][1].values()] for message in messages]
         late = (), {"left": FLOATS, "right": FLOATS.clone().requires_grad_()}
         with pytest.raises(InputError, match=r"where the inputs are used, here on ranks \[1\], and rank 0 alone"):
-            dealt(StepCall("forward", Splitter(3, fixed=False).batch(*late)), program, pipe._assembly.bodies, 3)
+            dealt(StepCall("forward", Splitter(3, fixed=False).batch(*late)), program, pipe._running.assembly.bodies, 3)
     assert [[kind is Tensor for kind in kinds] for kinds in sent] == [[True, False], [False, True], [False, False]]
 
 

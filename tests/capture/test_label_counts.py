@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import Pipeline
+from pipesched import Numerics, Pipeline
 from pipesched.capture.label_counts import IGNORED, counted_labels, counts
 from pipesched.testing import reference_step
 from tests.support.models import assert_as
@@ -140,7 +140,7 @@ def test_the_way_is_told_of_a_model_without_contents(how: str) -> None:
 
 @pytest.mark.parametrize(("how", "why"), [("sum", "fits none of"), ("no ignored", "it failed on four rows")])
 def test_where_it_cannot_be_told_rows_count_and_a_warning_says_so(how: str, why: str) -> None:
-    with pytest.warns(UserWarning, match=f"(?s){why}.*pass loss_weight="):
+    with pytest.warns(UserWarning, match=f"(?s){why}.*loss_weight="):
         assert counted_labels(made(how), sample(how, 2)) is None
 
 
@@ -257,7 +257,10 @@ def test_outputs_without_the_inputs_that_loss_weight_needs_have_no_loss() -> Non
     model = Told("dataclass")
     choices = {"devices": ["cpu"] * 2, "num_microbatches": 4, "schedule": "1f1b"}
     weight = lambda text, labels: (labels != IGNORED).sum()  # noqa: E731
-    with Pipeline(model, {"text": text(2), "labels": text(2)}, loss_weight=weight, **choices) as pipe, torch.no_grad():
+    with (
+        Pipeline(model, {"text": text(2), "labels": text(2)}, numerics=Numerics(loss_weight=weight), **choices) as pipe,
+        torch.no_grad(),
+    ):
         assert pipe(text=text(8)).loss is None
         assert pipe(text=text(8), labels=padded(8)).loss.dim() == 0
 

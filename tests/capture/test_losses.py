@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.modules import loss as torch_losses
 from torch.overrides import TorchFunctionMode
 
-from pipesched import Pipeline
+from pipesched import Numerics, Pipeline
 from pipesched.errors import InputError
 from pipesched.pipeline.auto_plan import adds_up
 from pipesched.testing import reference_step
@@ -71,8 +71,7 @@ def assert_trains_as_the_whole_batch(
         torch.testing.assert_close(evaluated, expected.detach())
         for one, other in zip(own.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad)
-        split = {"split_dims": choices["split_dims"]} if "split_dims" in choices else {}
-        again = reference_step(loop, x, loss_fn=fns[1], target=target, num_microbatches=4, **split)
+        again = reference_step(loop, x, loss_fn=fns[1], target=target, num_microbatches=4)
         assert torch.equal(loss, again)
         if isinstance(fns[1], nn.Module):
             loop.loss_fn = fns[1]  # whose tensors the pipeline names so
@@ -207,7 +206,7 @@ def test_more_arguments_than_two_may_be_given_before() -> None:
     own, loop = model(to_time), model(to_time)
     ctc, target = functools.partial(functional.ctc_loss, **lengths), torch.tensor([[1, 2], [3, 1]] * 2)
     whole = functional.ctc_loss(loop(X[:4]), target, [4] * 4, [2, 1] * 2)
-    with piped(own, ctc, split_dims={"output": 1}, num_microbatches=2) as pipe:
+    with piped(own, ctc, numerics=Numerics(split_dims={"output": 1}), num_microbatches=2) as pipe:
         torch.testing.assert_close(pipe.step(X[:4], target=target), whole.detach())
 
 
@@ -220,7 +219,7 @@ def test_rows_along_another_dim_are_counted_there() -> None:
 
     torch.manual_seed(0)
     own = Turned()
-    with piped(own, nn.CrossEntropyLoss(), sample=x[:, :2], split_dims=1) as pipe:
+    with piped(own, nn.CrossEntropyLoss(), sample=x[:, :2], numerics=Numerics(split_dims=1)) as pipe:
         loss = pipe.step(x, target=target)
     torch.testing.assert_close(loss, functional.cross_entropy(own(x), target).detach())
 
@@ -253,7 +252,10 @@ def test_each_update_of_an_asynchronous_schedule_counts_its_own_targets() -> Non
     losses = []
     for loss_fn, weight in ((nn.CrossEntropyLoss(), None), (Reshaping(), lambda target: (target != -100).sum())):
         own = model()
-        choices = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "loss_weight": weight}
+        choices = {
+            "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+            "numerics": Numerics(loss_weight=weight),
+        }
         with piped(own, loss_fn, schedule="pipedream", **choices) as pipe:
             for _ in range(3):
                 pipe.step(X, target=SOME)
@@ -292,8 +294,8 @@ def test_targets_are_counted_with_one_wait_for_the_device() -> None:
             return func(*args, **(kwargs or {}))
 
     with piped(model(), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)) as pipe, Reading():
-        batch = pipe._batch((X,), {}, SOME)
-        pipe._splitter.weighting(batch)
+        batch = pipe._steps._batch((X,), {}, SOME)
+        pipe._running.splitter.weighting(batch)
     assert reads == 1
 
 
@@ -316,7 +318,7 @@ def test_a_reduction_that_the_loss_contradicts_is_refused(says: str, given: str)
     loss_fn = nn.KLDivLoss(reduction=says)
     match = f"KLDivLoss has reduction='{says}'; got loss_reduction='{given}'; leave loss_reduction out"
     with pytest.raises(InputError, match=match):
-        piped(model(), loss_fn, loss_reduction=given)
+        piped(model(), loss_fn, numerics=Numerics(loss_reduction=given))
     with pytest.raises(InputError, match=match):
         reference_step(model(), X, loss_fn=loss_fn, target=PROBABILITIES, loss_reduction=given)
 
@@ -324,17 +326,20 @@ def test_a_reduction_that_the_loss_contradicts_is_refused(says: str, given: str)
 @pytest.mark.parametrize(("says", "given"), [("sum", "sum"), ("mean", "mean"), ("batchmean", "mean")])
 def test_a_reduction_that_says_the_same_is_taken(says: str, given: str) -> None:
     loss_fn = nn.KLDivLoss(reduction=says)
-    assert_trains_as_the_whole_batch(loss_fn, PROBABILITIES, lambda x: x.log_softmax(1), loss_reduction=given)
+    assert_trains_as_the_whole_batch(
+        loss_fn, PROBABILITIES, lambda x: x.log_softmax(1), numerics=Numerics(loss_reduction=given)
+    )
 
 
 @pytest.mark.parametrize("loss_fn", [nn.MSELoss(reduction="sum"), lambda output, target: (output - target).sum()])
 def test_weights_of_a_sum_are_refused(loss_fn: Any) -> None:
-    choices = {"loss_weight": len} | ({} if isinstance(loss_fn, nn.Module) else {"loss_reduction": "sum"})
+    reduction = None if isinstance(loss_fn, nn.Module) else "sum"
+    numerics = Numerics(loss_weight=len, loss_reduction=reduction)
     match = "loss_weight is for a mean; this loss is a sum, .*; leave loss_weight out"
     with pytest.raises(InputError, match=match):
-        piped(model(), loss_fn, **choices)
+        piped(model(), loss_fn, numerics=numerics)
     with pytest.raises(InputError, match=match):
-        reference_step(model(), X, loss_fn=loss_fn, target=PROBABILITIES, **choices)
+        reference_step(model(), X, loss_fn=loss_fn, target=PROBABILITIES, loss_weight=len, loss_reduction=reduction)
 
 
 def test_a_weight_of_each_row_is_refused() -> None:
@@ -346,7 +351,7 @@ def test_a_weight_of_each_row_is_refused() -> None:
 
 def test_a_batch_mean_over_another_dim_than_rows_is_refused() -> None:
     with pytest.raises(InputError, match=r"'batchmean' divides by dim 0, .* split_dims=1; .*reduction='mean'"):
-        piped(model(), nn.KLDivLoss(reduction="batchmean"), split_dims=1)
+        piped(model(), nn.KLDivLoss(reduction="batchmean"), numerics=Numerics(split_dims=1))
 
 
 # ---- what is known of a loss -----------------------------------------------------------------------------------------

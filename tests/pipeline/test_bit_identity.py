@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipesched import Pipeline, schedules
+from pipesched import Numerics, Pipeline, schedules
 from pipesched.errors import ExecutionError
 from pipesched.testing import reference_step
 from tests.support.models import EXACT, assert_equal_bits, compare_step, gradients, mixed_model, shapes
@@ -106,7 +106,7 @@ def test_training_continues_under_another_plan_with_the_same_bits() -> None:
         done = 0
         for name, num_ranks, steps in plans:
             with wrap(model, name, num_ranks, 4, seed=7) as pipe:
-                pipe._step = done  # saving and loading the step count belongs to a later version
+                pipe._running.step = done  # saving and loading the step count belongs to a later version
                 for _ in range(steps):
                     pipe.step(X, target=Y)
                     optimizer.step()
@@ -154,7 +154,7 @@ def test_a_loss_module_and_loss_weights(name: str) -> None:
         num_microbatches=4,
         boundaries=even_boundaries(11, stages),
         seed=1,
-        loss_weight=counted,
+        numerics=Numerics(loss_weight=counted),
     ) as pipe:
         assert torch.equal(pipe.step(X, target=Y), wanted)
         assert "loss_fn.scale" in dict(pipe.named_parameters())
@@ -334,7 +334,7 @@ def test_a_micro_batch_that_counts_nothing_changes_nothing(name: str) -> None:
         schedule=name,
         num_microbatches=5,
         boundaries=even_boundaries(9, stages),
-        loss_weight=lambda target: (target != 0).sum(),
+        numerics=Numerics(loss_weight=lambda target: (target != 0).sum()),
     ) as pipe:
         torch.testing.assert_close(pipe.eval().step(X, target=target), masked(expected(X), target).detach())
     for name_, grad in gradients(expected).items():
@@ -352,7 +352,7 @@ def test_time_first_tensors_are_split_along_dim_1() -> None:
         loss_fn=functional.mse_loss,
         devices=["cpu"] * 2,
         num_microbatches=3,
-        split_dims=1,
+        numerics=Numerics(split_dims=1),
         schedule="1f1b",
     ) as pipe:
         loss, outputs = pipe.step(x, target=y, return_outputs=True)

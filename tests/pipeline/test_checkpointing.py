@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipesched import Numerics
 from pipesched.testing import reference_step
 from tests.support.peer_cases import (
     DEVICES,
@@ -85,7 +86,7 @@ def test_dropout_masks_of_a_recomputation_are_those_of_the_forward(mode, schedul
         model,
         x[:1].detach(),
         loss_fn=lambda y, _: y.sum(),
-        loss_reduction="sum",
+        numerics=Numerics(loss_reduction="sum"),
         schedule=schedule,
         checkpoint=mode,
         num_microbatches=10,

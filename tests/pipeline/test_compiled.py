@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipesched import Pipeline
+from pipesched import Numerics, Pipeline
 from pipesched.errors import InputError
 from pipesched.tensors.keyed_random import Key, KeyedRandom
 from pipesched.testing import reference_step
@@ -126,7 +126,7 @@ def test_layers_of_many_forms_are_all_compiled() -> None:
 def test_what_is_no_way_to_compile_says_so() -> None:
     for compile, options, text in (
         ("aot_eager", {}, "compile is True, or the arguments of torch.compile by name; got 'aot_eager'"),
-        (True, {"batch_norm": "mini-batch"}, "sees none in a compiled layer"),
+        (True, {"numerics": Numerics(batch_norm="mini-batch")}, "sees none in a compiled layer"),
     ):
         with pytest.raises(InputError, match=text):
             Pipeline(made("row"), zoo.FLOATS[:3], devices=["cpu"], loss_fn=zoo.square, compile=compile, **options)

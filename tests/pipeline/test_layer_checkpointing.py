@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipesched import Pipeline, Plan
+from pipesched import Numerics, Pipeline, Plan
 from pipesched.errors import ExecutionError, GraphError, ScheduleError
 from pipesched.program.checkpoint_options import as_checkpoint, checkpoint_in_words
 from pipesched.runtime.stage.stage import Stage
@@ -246,7 +246,9 @@ def test_on_a_gpu_the_bits_are_the_same_and_memory_is_given_back() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_norms_count_each_microbatch_once(schedule: str, mode: Any) -> None:
     expected, actual = mixed_model(), mixed_model()
-    with wrap(actual, places.OneProcess(2), schedule, checkpoint={"5": "recompute"}, batch_norm=mode) as pipe:
+    with wrap(
+        actual, places.OneProcess(2), schedule, checkpoint={"5": "recompute"}, numerics=Numerics(batch_norm=mode)
+    ) as pipe:
         for step in range(2):
             compare_step(pipe, expected, X, target=Y, seed=5, step=step, batch_norm=mode)
     assert actual[5].num_batches_tracked.item() == (8 if mode == "micro-batch" else 2)
@@ -376,7 +378,7 @@ def test_a_plan_says_it_layer_by_layer(tmp_path: Any) -> None:
 
 def test_the_costs_of_a_recomputed_layer_are_those_that_the_plan_is_made_with() -> None:
     with wrap(mixed_model(), places.OneProcess(2), "zb-h1", checkpoint={"3.0": "recompute"}) as pipe:
-        plain = pipe._profiled()
+        plain = pipe._book.measured()
         costs = pipe.predicted.costs
         stage = next(at for at, names in enumerate(pipe.plan.stages) if "3.0" in names)
         again = plain["3.0"].recomputed()

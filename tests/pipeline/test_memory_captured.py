@@ -30,7 +30,7 @@ class Turns:
     """
 
     def __init__(self, pipe, rank):
-        program = lower(pipe._assembly.program)
+        program = lower(pipe._running.assembly.program)
         self.ahead, self.waiting = f"pipesched rank {rank}", threading.Event()
         order = program.orders[rank]
         self.steps = self.left = sum(action.kind in (Kind.RECV_F, Kind.RECV_B) for action in order)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from pipesched import Pipeline, profile, tune
+from pipesched import Pipeline, Search, profile, tune
 from pipesched.errors import MemoryLimitError
 
 OPTIMIZERS = [
@@ -38,7 +38,7 @@ def test_a_plan_that_was_searched_under_a_limit_keeps_it(schedule, widths, rows,
     with Pipeline(model, sample, boundaries=[2], **choices) as pipe:
         limit = int(share * max(own.total_bytes for own in pipe.predicted_memory))
     try:
-        pipe = Pipeline(model, sample, memory_limit_bytes=limit, **choices)
+        pipe = Pipeline(model, sample, search=Search(memory_limit_bytes=limit), **choices)
     except MemoryLimitError:
         assume(False)
     with pipe:
@@ -64,26 +64,28 @@ def test_a_limit_that_an_update_alone_exceeds_is_none():
         memory = pipe.predicted_memory[0]
     assert memory.transients > memory.parameters / 2  # the step of the optimizer is where the peak is
     with pytest.raises(MemoryLimitError):
-        Pipeline(model, sample, memory_limit_bytes=memory.total_bytes - memory.transients // 2, **choices)
+        Pipeline(
+            model, sample, search=Search(memory_limit_bytes=memory.total_bytes - memory.transients // 2), **choices
+        )
 
 
 @pytest.mark.parametrize("devices", [2, 1])
 def test_a_larger_batch_than_was_planned_for_does_not_break_the_limit_silently(devices):
     model, x = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), torch.rand(128, 32)
     choices = {"loss_fn": functional.mse_loss, "devices": ["cpu"] * devices, "num_microbatches": 4}
-    with Pipeline(model, x[:8], memory_limit_bytes=10**9, schedule="1f1b", **choices) as pipe:
+    with Pipeline(model, x[:8], search=Search(memory_limit_bytes=10**9), schedule="1f1b", **choices) as pipe:
         limit = max(own.total_bytes for own in pipe.predicted_memory)
-    with Pipeline(model, x[:8], memory_limit_bytes=limit, schedule="1f1b", **choices) as pipe:
+    with Pipeline(model, x[:8], search=Search(memory_limit_bytes=limit), schedule="1f1b", **choices) as pipe:
         pipe.step(x[:32], target=x[:32])
         pipe.step(x[:31], target=x[:31])
         before = [parameter.grad.clone() for parameter in pipe.parameters()]
         match = (
             r"memory_limit_bytes holds for the batch that was planned, of 32 rows in 4 micro-batches of 8; this step "
             r"has 128 rows in 4, of up to 32, with which rank \d needs .*, .* more than its .*; pass at most 32 rows, "
-            r"or make the pipeline with batch_size=128"
+            r"or make the pipeline with search=Search\(batch_size=128, ...\)"
         )
         with pytest.raises(MemoryLimitError, match=match):
             pipe.step(x, target=x)
         assert all(map(torch.equal, before, (parameter.grad for parameter in pipe.parameters())))
-    with Pipeline(model, x[:8], memory_limit_bytes=10 * limit, schedule="1f1b", **choices) as pipe:
+    with Pipeline(model, x[:8], search=Search(memory_limit_bytes=10 * limit), schedule="1f1b", **choices) as pipe:
         assert pipe.step(x, target=x).isfinite()

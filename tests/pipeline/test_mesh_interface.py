@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipesched import Pipeline
+from pipesched import Distributed, Pipeline
 from pipesched.errors import InputError
 from tests.support.jobs import surface as jobs
 from tests.support.rank_processes import Ranks
@@ -109,9 +109,12 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"inputs": "last"}, "inputs is one of all, first; got 'last'; say which ranks of a mesh pass a batch"),
         (
-            {"inputs": "first"},
+            {"distributed": Distributed(inputs="last")},
+            "inputs is one of all, first; got 'last'; say which ranks of a mesh pass a batch",
+        ),
+        (
+            {"distributed": Distributed(inputs="first")},
             "inputs= says which ranks of a mesh pass a batch; got 'first' with devices=",
         ),
     ],

@@ -1,12 +1,13 @@
 """Every argument of Pipeline with values that it does not take, and what else goes wrong with models and steps."""
 
+import inspect
 import re
 
 import pytest
 import torch
 from torch import nn
 
-from pipesched import Links, Pipeline, graph_of, profile
+from pipesched import Distributed, Links, Numerics, Pipeline, Search, graph_of, profile
 from pipesched.errors import (
     ArgumentError,
     DeviceCountError,
@@ -34,24 +35,33 @@ ARGUMENTS = {
     "num_microbatches": but("None", "a number"),
     "boundaries": but("None", *LISTS),
     "together": but(*LISTS, "a tensor"),
-    "links": but("None"),
     "checkpoint": but("None", "an empty dict"),
     "optimizer": but("None", "a module", "a class"),
-    "loss_weight": but("None", "a function", "a module", "a class"),
-    "loss_reduction": but("None"),
-    "split_dims": but("None", "zero", "a number", "negative", "an empty list", "a list of None", *LISTS, "a dict"),
     "wrap": but("None", "a class"),
     "compile": but("a bool", "an empty dict"),
-    "batch_norm": but(),
-    "intra_op_threads": but("a number"),
     "seed": but("None", "a bool", "zero", "a number", "negative"),
-    "inputs": but(),
-    "timeout": but("None"),
     "plan": but("None"),
+    "search": but("None"),
+    "numerics": but("None"),
+    "distributed": but("None"),
+    "init": but("None"),
+}
+SEARCH = {
+    "links": but("None"),
     "profile": but("None"),
     "batch_size": but("None", "a number"),
     "memory_limit_bytes": but("None", "a number", "a fraction"),
-    "init": but("None"),
+}
+NUMERICS = {
+    "loss_weight": but("None", "a function", "a module", "a class"),
+    "loss_reduction": but("None"),
+    "split_dims": but("None", "zero", "a number", "negative", "an empty list", "a list of None", *LISTS, "a dict"),
+    "batch_norm": but(),
+    "intra_op_threads": but("a number"),
+}
+DISTRIBUTED = {
+    "inputs": but(),
+    "timeout": but("None"),
 }
 
 
@@ -64,6 +74,27 @@ def make(**given):
 @pytest.mark.parametrize(("argument", "name"), cases(ARGUMENTS))
 def test_an_argument_of_pipeline_that_is_not_taken(argument, name):
     strange_refused(make, **{argument: STRANGE[name]})
+
+
+@pytest.mark.parametrize(("option", "name"), cases(SEARCH))
+def test_an_option_of_the_search_that_is_not_taken(option, name):
+    strange_refused(lambda **given: make(search=Search(**given)), **{option: STRANGE[name]})
+
+
+@pytest.mark.parametrize(("option", "name"), cases(NUMERICS))
+def test_an_option_of_the_numbers_that_is_not_taken(option, name):
+    strange_refused(lambda **given: make(numerics=Numerics(**given)), **{option: STRANGE[name]})
+
+
+@pytest.mark.parametrize(("option", "name"), cases(DISTRIBUTED))
+def test_an_option_of_processes_that_is_not_taken(option, name):
+    strange_refused(lambda **given: make(distributed=Distributed(**given)), **{option: STRANGE[name]})
+
+
+def test_the_front_door_stays_small():
+    """More options belong in Search, Numerics or Distributed, or in a group of their own."""
+    parameters = inspect.signature(Pipeline).parameters.values()
+    assert sum(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters) <= 20
 
 
 # ---- functions ------------------------------------------------------------------------------------------------------
@@ -91,13 +122,23 @@ def test_functions_are_looked_at_before_layers_are_measured():
     model = linears()
     model[0].register_forward_pre_hook(never)
     optimizer = torch.optim.SGD(model.parameters())
-    refused(ModelTypeError, TypeError, "optimizer is a function", model, optimizer=optimizer, memory_limit_bytes=10**9)
+    refused(
+        ModelTypeError,
+        TypeError,
+        "optimizer is a function",
+        model,
+        optimizer=optimizer,
+        search=Search(memory_limit_bytes=10**9),
+    )
 
 
 @pytest.mark.parametrize("weight", [None, "much", [1.0, 2.0]])
 def test_a_loss_weight_that_is_no_number(weight):
     match = r"loss_weight returns one number for a micro-batch; got .*; return such"
-    with build(boundaries=[2], loss_weight=lambda _: weight) as pipe, pytest.raises(InputError, match=match):
+    with (
+        build(boundaries=[2], numerics=Numerics(loss_weight=lambda _: weight)) as pipe,
+        pytest.raises(InputError, match=match),
+    ):
         pipe.step(ONES, target=ONES)
 
 
@@ -319,7 +360,7 @@ def test_counts_that_are_no_whole_numbers(count):
 @pytest.mark.parametrize("limit", ["10 GB", ["10 GB", "1 GB"], True, [1e9], [1e9, None], [1e9, -1.0]])
 def test_limits_of_memory_that_are_none(limit):
     match = r"a number of bytes above 0, one for all ranks or one for each of 2; got .*; pass such as 16 \* 2\*\*30"
-    refused(PartitionError, ValueError, match, memory_limit_bytes=limit)
+    refused(PartitionError, ValueError, match, search=Search(memory_limit_bytes=limit))
 
 
 @pytest.mark.parametrize("devices", [["cpu", "gpu"], [["cpu"]], [1.5], ["CPU"], [True], {"cpu"}, b"cpu", ["cpu", None]])

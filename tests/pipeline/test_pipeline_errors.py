@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipesched import Costs, Order, Pipeline, schedule, schedules
+from pipesched import Costs, Numerics, Order, Pipeline, schedule, schedules
 from pipesched.errors import (
     DeadlockError,
     DeviceCountError,
@@ -225,9 +225,8 @@ def test_a_sample_that_does_not_fit_names_the_layer_that_refused_it():
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, None, True])
 def test_a_bad_number_of_intra_op_threads(count):
-    refused(
-        InputError, ValueError, rf"at least one thread; got intra_op_threads={count}; pass 1", intra_op_threads=count
-    )
+    with pytest.raises(InputError, match=rf"at least one thread; got intra_op_threads={count}; pass 1"):
+        Numerics(intra_op_threads=count)
 
 
 @pytest.mark.parametrize("seed", ["a", 1.5])
@@ -235,19 +234,28 @@ def test_a_bad_seed(seed):
     refused(InputError, ValueError, rf"a whole number; got {seed!r}; pass an int", seed=seed)
 
 
-@pytest.mark.parametrize("name", ["loss_fn", "loss_weight"])
-def test_a_function_that_cannot_be_called(name):
-    refused(ModelTypeError, TypeError, rf"{name} is a function or a Module; got 3", **{name: 3})
+def test_a_function_that_cannot_be_called():
+    refused(ModelTypeError, TypeError, "loss_fn is a function or a Module; got 3", loss_fn=3)
+    with pytest.raises(ModelTypeError, match="loss_weight is a function or a Module; got 3"):
+        Numerics(loss_weight=3)
 
 
 def test_an_unknown_loss_reduction_names_the_two():
-    refused(InputError, ValueError, r"one of mean, sum; got 'none'; say how loss_fn reduces", loss_reduction="none")
+    refused(
+        InputError,
+        ValueError,
+        r"one of mean, sum; got 'none'; say how loss_fn reduces",
+        numerics=Numerics(loss_reduction="none"),
+    )
 
 
 @pytest.mark.parametrize("dims", ["0", 0.5, True, [0, 0.5], {"x": "0"}])
 def test_split_dims_that_are_no_dims(dims):
     refused(
-        InputError, ValueError, r"one for all arguments or one for each; got .*; pass whole numbers", split_dims=dims
+        InputError,
+        ValueError,
+        r"one for all arguments or one for each; got .*; pass whole numbers",
+        numerics=Numerics(split_dims=dims),
     )
 
 
@@ -357,7 +365,7 @@ def test_a_target_without_a_loss_function(counted_model, calls):
     ],
 )
 def test_split_dims_that_do_not_fit_the_batch(counted_model, calls, dims, match):
-    choices = {"split_dims": dims, "boundaries": [2], "num_microbatches": 2}
+    choices = {"numerics": Numerics(split_dims=dims), "boundaries": [2], "num_microbatches": 2}
     with build(counted_model, **choices) as pipe, pytest.raises(InputError, match=match):
         pipe.step(ONES, target=ONES)
     assert not calls
@@ -366,7 +374,7 @@ def test_split_dims_that_do_not_fit_the_batch(counted_model, calls, dims, match)
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
 def test_loss_weights_that_add_up_to_nothing(counted_model, calls, weight):
     match = r"a finite number above 0; got .*; check loss_weight, or skip this batch"
-    choices = {"loss_weight": lambda _: weight}
+    choices = {"numerics": Numerics(loss_weight=lambda _: weight)}
     step_refused(counted_model, calls, InputError, match, ONES, target=ONES, choices=choices)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipesched import Pipeline
+from pipesched import Numerics, Pipeline
 from pipesched.errors import DeviceCountError, ExecutionError, InputError, PartitionError
 from pipesched.pipeline import assembly
 from pipesched.planning.plan import Plan
@@ -106,7 +106,10 @@ def test_what_was_learnt_from_goes_on() -> None:
     """Autocast, running statistics of whole mini-batches, short batches, and what a loop without a pipeline has."""
     expected, actual = mixed_model(), mixed_model()
     changing = plans(lambda **kinds: row(mixed_model(), **kinds))
-    with row(actual, devices=["cpu"] * 4, batch_norm="mini-batch") as pipe, torch.autocast("cpu", torch.bfloat16):
+    with (
+        row(actual, devices=["cpu"] * 4, numerics=Numerics(batch_norm="mini-batch")) as pipe,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
         for step, plan in enumerate(changing):
             rows = 11 - 4 * (step % 3)  # 11, 7 and 3: fewer than micro-batches
             choices = {"num_microbatches": 4, "step": step, "seed": 5, "batch_norm": "mini-batch"}

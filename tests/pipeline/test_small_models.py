@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import pipesched
-from pipesched import Costs, Pipeline, Plan, Profile, graph_of
+from pipesched import Costs, Distributed, Pipeline, Plan, Profile, Search, graph_of
 from pipesched.planning.tuner import too_small
 from pipesched.profiling import layer_profiler as profiler
 from pipesched.simulation.overheads import Machine, Overheads
@@ -111,7 +111,9 @@ def known(layer_s: float) -> Profile:
 def test_eight_small_linears_run_on_one_device() -> None:
     x = torch.randn(4, 8)
     with pytest.warns(UserWarning, match=SAID):
-        pipe = Pipeline(linears(), x, loss_fn=functional.mse_loss, devices=["cpu"] * 8, profile=known(8e-6))
+        pipe = Pipeline(
+            linears(), x, loss_fn=functional.mse_loss, devices=["cpu"] * 8, search=Search(profile=known(8e-6))
+        )
     with pipe:
         assert pipe.plan.program.num_ranks == 1
         assert pipe.num_microbatches == 32
@@ -149,7 +151,7 @@ def test_what_is_asked_for_is_kept() -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("options", [{}, {"inputs": "first"}, {"cut": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"distributed": Distributed(inputs="first")}, {"cut": True}], ids=str)
 def test_ranks_of_a_mesh_that_are_not_used_wait_in_each_step(ranks: Ranks, options: dict[str, Any]) -> None:
     found = ranks.run(3, jobs.trains, options, timeout_s=150)
     used = 2 if "cut" in options else 1
@@ -174,7 +176,7 @@ def test_the_first_step_of_other_micro_batches_than_the_sample_says_so_once() ->
             pipe.step(x[:32], target=x[:32])
 
 
-@pytest.mark.parametrize("choices", [{"batch_size": 32}, {"num_microbatches": 4}, {"schedule": "1f1b"}])
+@pytest.mark.parametrize("choices", [{"search": Search(batch_size=32)}, {"num_microbatches": 4}, {"schedule": "1f1b"}])
 def test_nothing_is_said_of_the_size_that_was_planned_for(choices: dict[str, Any]) -> None:
     x = torch.randn(32, 8)
     choices = {"num_stages": 2, **choices}

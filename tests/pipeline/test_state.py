@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from pipesched import Pipeline
+from pipesched import Distributed, Numerics, Pipeline
 from pipesched.errors import InputError, PartitionError, ScheduleError
 from pipesched.runtime.stage import split_backward as backward
 from pipesched.runtime.stage.stage import Stage
@@ -198,7 +198,8 @@ def images(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, 4, 6, 6, generator=torch.Generator().manual_seed(seed)) * 3 + 1
 
 
-MINI = {"loss_fn": square, "batch_norm": "mini-batch", "seed": 3}
+LOSS = {"loss_fn": square, "seed": 3}
+MINI = {**LOSS, "numerics": Numerics(batch_norm="mini-batch")}
 ONE: dict[str, Any] = {"schedule": "1f1b"}  # not the search, for which these models are too small
 
 
@@ -252,7 +253,9 @@ def loop_with_statistics(group: places.Group, schedule: str, kind: str) -> None:
         for step, rows in enumerate((8, 10)):
             target = torch.zeros(rows, 2, 2, 2) if kind == "row" else torch.zeros(rows, 4)
             loss = pipe.step(images(rows, step), target=target)
-            due = reference_step(plain, images(rows, step), target=target, num_microbatches=4, step=step, **MINI)
+            due = reference_step(
+                plain, images(rows, step), target=target, num_microbatches=4, step=step, batch_norm="mini-batch", **LOSS
+            )
             assert torch.equal(loss, due)
             if schedule != "chimera":  # whose gradients are equal within rounding
                 assert_as(pipe, plain)
@@ -279,15 +282,23 @@ def test_a_step_that_fails_moves_no_statistics() -> None:
 def test_wrong_ways_to_ask_for_statistics_say_so() -> None:
     options = {"devices": ["cpu"] * 2, "loss_fn": square}
     with pytest.raises(InputError, match="batch_norm is one of micro-batch, mini-batch; got 'batch'"):
-        Pipeline(normed(), images(2), batch_norm="batch", **options)
+        Pipeline(normed(), images(2), numerics=Numerics(batch_norm="batch"), **options)
     make = functools.partial(torch.optim.SGD, lr=0.1)
     with pytest.raises(ScheduleError, match="pipedream's steps run on into each other"):
-        Pipeline(normed(), images(2), batch_norm="mini-batch", schedule="pipedream", optimizer=make, **options)
-    with pytest.warns(UserWarning, match="BatchNorm sees one micro-batch at a time.*pass batch_norm='mini-batch'"):
+        Pipeline(
+            normed(),
+            images(2),
+            numerics=Numerics(batch_norm="mini-batch"),
+            schedule="pipedream",
+            optimizer=make,
+            **options,
+        )
+    match = "BatchNorm sees one micro-batch at a time.*pass numerics=Numerics\\(batch_norm='mini-batch'\\)"
+    with pytest.warns(UserWarning, match=match):
         Pipeline(normed(), images(2), **ONE, **options).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Pipeline(normed(), images(2), batch_norm="mini-batch", **ONE, **options).close()
+        Pipeline(normed(), images(2), numerics=Numerics(batch_norm="mini-batch"), **ONE, **options).close()
 
 
 # ---- stages that are sharded over a second dimension of a mesh ------------------------------------------------------
@@ -323,7 +334,13 @@ def fully_sharded(group: Any, kind: str, schedule: str, sharded: str, checkpoint
         return module
 
     boundaries = [2 if kind == "row" else 4]  # as replicas that measured might cut differently
-    options = {"schedule": schedule, "boundaries": boundaries, "num_microbatches": 3, "wrap": wrap, "timeout": 60}
+    options = {
+        "schedule": schedule,
+        "boundaries": boundaries,
+        "num_microbatches": 3,
+        "wrap": wrap,
+        "distributed": Distributed(timeout=60),
+    }
     options |= {"checkpoint": checkpoint, "num_microbatches": 4} if isinstance(checkpoint, dict) else {}
     with places.every_product_deferred(), Pipeline(own, x[:1], loss_fn=square, mesh=mesh["pp"], **options) as pipe:
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (pipe, plain)]

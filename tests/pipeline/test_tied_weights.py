@@ -232,7 +232,7 @@ def test_an_error_leaves_nothing_behind(name):
             pipe.step(X, target=Y)
         failing.clear()
         pipe.zero_grad()
-        pipe._step = 0
+        pipe._running.step = 0
         loss = pipe.step(X, target=Y)
     expected = model()
     wanted = reference_step(expected, X, target=Y, loss_fn=functional.cross_entropy, num_microbatches=6, seed=5)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import pipesched
-from pipesched import Pipeline, Plan
+from pipesched import Pipeline, Plan, Search
 from pipesched.cli.main import main
 from pipesched.errors import InputError, MemoryLimitError, PartitionError, ScheduleError
 from pipesched.pipeline.auto_plan import adds_up
@@ -42,10 +42,12 @@ def profiled(module, sample, sizes=(2,), heavy=(), fixed_s=0.0, activation_bytes
     return Profile(graphs)
 
 
-def made(module, profile=None, devices=4, **choices):
+def made(module, profile=None, devices=4, search=Search(), **choices):
     x = torch.randn(2, 8)
     known = profiled(module, x) if profile is None else profile
-    return Pipeline(module, x, loss_fn=mse, devices=["cpu"] * devices, profile=known, seed=3, **choices)
+    return Pipeline(
+        module, x, loss_fn=mse, devices=["cpu"] * devices, search=replace(search, profile=known), seed=3, **choices
+    )
 
 
 def test_a_pipeline_runs_the_plan_that_is_found_with_the_loops_bits(tmp_path):
@@ -89,7 +91,7 @@ def test_without_a_profile_layers_are_measured():
 
 
 def test_devices_that_only_wait_are_not_used():
-    with made(model(), links=Links(inside=Link(latency_s=1000.0))) as pipe:
+    with made(model(), search=Search(links=Links(inside=Link(latency_s=1000.0)))) as pipe:
         assert pipe.plan.program.num_ranks == 1
         assert len(pipe.devices) == 1
         pipe.step(torch.randn(16, 8), target=torch.randn(16, 8))
@@ -118,17 +120,21 @@ def test_stages_that_do_not_divide_name_numbers_that_do():
 def test_a_limit_of_memory_counts_the_states_of_the_optimizer():
     own = model(width=8)
     known = profiled(own, torch.randn(2, 8), activation_bytes=0)
-    with made(own, known, devices=2, memory_limit_bytes=10**6) as pipe:
+    with made(own, known, devices=2, search=Search(memory_limit_bytes=10**6)) as pipe:
         limit = pipe.plan.alternatives[0].peak_bytes
     with pytest.raises(MemoryLimitError):  # Adam keeps two more of each weight, and its step needs some, too
-        made(own, known, devices=2, memory_limit_bytes=limit, optimizer=torch.optim.Adam)
-    with made(own, known, devices=2, memory_limit_bytes=3 * limit, optimizer=torch.optim.Adam) as pipe:
+        made(own, known, devices=2, search=Search(memory_limit_bytes=limit), optimizer=torch.optim.Adam)
+    with made(own, known, devices=2, search=Search(memory_limit_bytes=3 * limit), optimizer=torch.optim.Adam) as pipe:
         assert pipe.plan.memory()[0].optimizer > 0
 
 
 def test_a_plan_and_what_a_search_would_take():
     plan = pipesched.tune(profiled(model(), torch.randn(2, 8)), num_ranks=2, batch_size=16)
-    for given in ({"memory_limit_bytes": 10}, {"batch_size": 16}, {"profile": "profile.json"}):
+    for given in (
+        {"search": Search(memory_limit_bytes=10)},
+        {"search": Search(batch_size=16)},
+        {"search": Search(profile="profile.json")},
+    ):
         with pytest.raises(PartitionError, match=r"a plan holds all choices; .*; pass the plan alone"):
             Pipeline(model(), torch.randn(2, 8), loss_fn=mse, devices=["cpu"] * 2, plan=plan, **given)
 
@@ -194,24 +200,26 @@ def test_a_limit_of_memory_is_kept_by_recomputing():
     with made(own) as pipe:
         free = pipe.plan
     limit = max(a.peak_bytes for a in free.alternatives[:1]) // 2
-    with made(own, memory_limit_bytes=limit) as pipe:
+    with made(own, search=Search(memory_limit_bytes=limit)) as pipe:
         tight = pipe.plan.alternatives[0]
         assert tight.peak_bytes <= limit == tight.limit_bytes
         assert tight.step_s > free.alternatives[0].step_s
         pipe.step(torch.randn(32, 8), target=torch.randn(32, 8))
     with pytest.raises(MemoryLimitError, match="the least that does is"):
-        made(own, memory_limit_bytes=10)
+        made(own, search=Search(memory_limit_bytes=10))
 
 
 def test_the_size_of_micro_batches_is_chosen_where_nothing_learned_depends_on_it():
     own = model()
     dear = profiled(own, torch.randn(2, 8), sizes=(1, 2, 4, 8), fixed_s=8.0)
-    with made(own, dear, batch_size=32) as pipe:
+    with made(own, dear, search=Search(batch_size=32)) as pipe:
         assert pipe.num_microbatches < 16
-    with made(own, dear, batch_size=32, num_microbatches=32) as pipe:
+    with made(own, dear, search=Search(batch_size=32), num_microbatches=32) as pipe:
         assert pipe.num_microbatches == 32
     norm = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8))))
-    with made(norm, profiled(norm, torch.randn(2, 8), sizes=(1, 2, 4, 8), fixed_s=8.0), batch_size=32) as pipe:
+    with made(
+        norm, profiled(norm, torch.randn(2, 8), sizes=(1, 2, 4, 8), fixed_s=8.0), search=Search(batch_size=32)
+    ) as pipe:
         assert pipe.num_microbatches == 16  # of the sample's size
 
 

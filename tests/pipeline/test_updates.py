@@ -57,7 +57,7 @@ def test_the_split_backward_works_on_versions(checkpoint: str) -> None:
     models, waited = [transformer(), transformer()], []
     for model, kind in zip(models, ("pipedream", split_pipedream), strict=True):
         with pipeline(model, kind, 3, checkpoint=checkpoint) as pipe:
-            stage = pipe._assembly.stages[2]
+            stage = pipe._running.assembly.stages[2]
             original = stage.weight_grad
 
             def weight_grad(microbatch: int, stage=stage, original=original) -> None:
@@ -214,7 +214,7 @@ def test_the_versions_in_memory_are_those_predicted(kind: str, m: int) -> None:
         optimizers = pipe.optimizers
 
         def count(stage: int) -> None:
-            versions = pipe._assembly.stages[stage].weights._held.values()
+            versions = pipe._running.assembly.stages[stage].weights._held.values()
             held = [version[str(stage)]["weight"] for version in versions]
             tensors.extend(map(weakref.ref, held))
             live = optimizers[stage].param_groups[0]["params"][0]

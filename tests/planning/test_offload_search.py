@@ -226,10 +226,11 @@ def test_a_plan_with_copies_is_saved_and_runs_with_the_loops_bits(tmp_path):
     x, y = torch.randn(16, 8), torch.randn(16, 8)
     known = measured(own, x[:2], Machine(host_bytes_per_s=1e6))
     given = {"loss_fn": nn.functional.mse_loss, "devices": ["cpu"] * 2, "seed": 3}
-    asked = {"profile": known, "schedule": "gpipe", "num_microbatches": 8, "memory_limit_bytes": 1_800_000}
-    with Pipeline(own, x[:2], **given, **asked) as pipe:
+    asked = {"schedule": "gpipe", "num_microbatches": 8}
+    limited = pipesched.Search(profile=known, memory_limit_bytes=1_800_000)
+    with Pipeline(own, x[:2], **given, **asked, search=limited) as pipe:
         assert words(pipe.plan) == {"recompute"}  # on a CPU nothing is offloaded unasked
-    with Pipeline(own, x[:2], **given, **asked, offload=True) as pipe:
+    with Pipeline(own, x[:2], **given, **asked, search=replace(limited, offload=True)) as pipe:
         plan = pipe.plan
         assert "offload" in words(plan)
         assert "OFFLOAD" in {str(span.action.kind) for span in pipe.predicted.spans}

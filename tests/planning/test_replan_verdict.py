@@ -32,7 +32,7 @@ def pipeline(**options: Any) -> Pipeline:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
     choices = {"devices": ["cpu"] * 2, "boundaries": [4], "num_microbatches": 8, "schedule": "1f1b", **options}
     pipe = Pipeline(model, X[:1], loss_fn=functional.mse_loss, **choices)
-    pipe._profile = {name: layer(seconds) for name, seconds in EQUAL.items()}
+    pipe._book.layers = {name: layer(seconds) for name, seconds in EQUAL.items()}
     return pipe
 
 
@@ -43,21 +43,22 @@ def ran(
     steps: Sequence[float] = (1, 1, 1),
 ) -> None:
     """As if steps had run in which layers took so long. steps: how many times as long each took."""
-    pipe._runs.clear()
-    program = pipe._assembly.program
+    pipe._running.runs.clear()
+    program = pipe._running.assembly.program
     own = [
-        (slow or {}).get(program.placement[stage], 1.0) * sum(seconds[name] for name in pipe._assembly.cut[part])
+        (slow or {}).get(program.placement[stage], 1.0)
+        * sum(seconds[name] for name in pipe._running.assembly.cut[part])
         for stage, part in enumerate(program.weights)
     ]
     for times in steps:
         there = tuple(times * one for one in own)
-        trace = simulate(pipe._assembly.programs.timed(pipe.num_microbatches), Costs(there, there, there))
-        pipe._runs.append(SimpleNamespace(spans=lambda trace=trace: iter(trace.spans)))
+        trace = simulate(pipe._running.assembly.programs.full.timed, Costs(there, there, there))
+        pipe._running.runs.append(SimpleNamespace(spans=lambda trace=trace: iter(trace.spans)))
 
 
 def test_a_layer_that_has_grown_is_given_room() -> None:
     with pipeline() as pipe:
-        pipe._profile["7"] = layer(1.001e-3)  # of another kind than the others
+        pipe._book.layers["7"] = layer(1.001e-3)  # of another kind than the others
         ran(pipe, {**EQUAL, "7": 4e-3})
         done = pipe.replan()
         assert done.moved
@@ -87,11 +88,11 @@ def test_a_plan_is_kept_where_another_one_is_not_worth_it(
     last: float, steps: Sequence[float], left: int | None, kept: str
 ) -> None:
     with pipeline() as pipe:
-        pipe._profile["7"] = layer(1.001e-3)
+        pipe._book.layers["7"] = layer(1.001e-3)
         ran(pipe, {**EQUAL, "7": last}, steps=steps)
-        before = pipe._assembly
+        before = pipe._running.assembly
         done = pipe.replan(steps_left=left)
-        assert (done.kept, done.moved, pipe._assembly is before) == (kept, not kept, bool(kept))
+        assert (done.kept, done.moved, pipe._running.assembly is before) == (kept, not kept, bool(kept))
         assert done.plan.stages == pipe.plan.stages
         assert str(done).startswith(f"kept: {kept}" if kept else "moved: ")
 
@@ -104,8 +105,8 @@ def test_a_slow_device_gets_fewer_layers_until_it_has_recovered(schedule: str) -
             ran(pipe, EQUAL, slow={1: slow})
             done = pipe.replan()
             assert done.moved
-            assert pipe._slow.get(torch.device("cpu:1"), 1) == pytest.approx(slow)
-            placed = zip(pipe._assembly.cut, pipe._assembly.program.placement, strict=True)
+            assert pipe._book.slow.get(torch.device("cpu:1"), 1) == pytest.approx(slow)
+            placed = zip(pipe._running.assembly.cut, pipe._running.assembly.program.placement, strict=True)
             assert sum(len(names) for names, rank in placed if rank) == number
             ran(pipe, EQUAL, slow={1: slow})
             assert pipe.predicted.makespan_s == pytest.approx(done.after_s)
@@ -116,7 +117,7 @@ def test_what_was_asked_for_of_the_cut_holds_and_whole_boundaries_do_not() -> No
     grown = {**EQUAL, "0": 3e-3, "1": 3e-3}
     for boundaries, expected in (([4], ["2"]), ({"4": 1}, ["4"]), (None, ["2"])):
         with pipeline(boundaries=boundaries) as pipe:
-            pipe._profile |= {name: layer(1.001e-3) for name in "01"}
+            pipe._book.layers |= {name: layer(1.001e-3) for name in "01"}
             pipe.replan(Plan(pipe.plan.stages, "1f1b", pipe.plan.program))
             ran(pipe, grown)
             pipe.replan()
@@ -200,7 +201,7 @@ def test_noise_is_that_of_the_rank_that_strays_most() -> None:
 
     def step(microbatches: int, *forward_s: float) -> Any:
         with pipeline(num_microbatches=microbatches) as pipe:
-            return simulate(pipe._assembly.program, Costs(forward_s, (1.0, 1.0), (1.0, 1.0)))
+            return simulate(pipe._running.assembly.program, Costs(forward_s, (1.0, 1.0), (1.0, 1.0)))
 
     assert strayed([]) == 0
     assert strayed([step(8, 1, 1), step(3, 1, 1), step(8, 1, 1)]) == 0

@@ -363,7 +363,9 @@ def test_a_pipeline_says_what_its_prediction_and_its_measured_step_come_from():
             assert list(pipe.report().notes) == said
         assert (
             pipe.plan.costs.forward_s
-            == measured_costs([pipe._trace_of([run], ()) for run in list(pipe._runs)[1:-1]], 2).forward_s
+            == measured_costs(
+                [pipe._history.trace_of([run], ()) for run in list(pipe._running.runs)[1:-1]], 2
+            ).forward_s
         )
         pipe.replan(pipe.plan)
         assert pipe.report().notes == ()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import Kind, Pipeline
+from pipesched import Kind, Numerics, Pipeline
 from pipesched.errors import ExecutionError, InputError, ModelTypeError, ScheduleError
 from pipesched.runtime.executors.device_streams import CpuLane
 from tests.support.async_replay import (
@@ -99,7 +99,7 @@ def test_the_callers_device_waits_for_what_it_is_given(name: str, monkeypatch: p
             assert len(told) == 3 * max(1, step)
             ends = [span.end_s for span in pipe.trace.spans if span.action.kind is Kind.F and span.rank == 2]
             assert len(ends) == 3 * max(1, step)
-            assert pipe._host.executor.lanes[2].reader()(told[-1]) >= max(ends)
+            assert pipe._running.host.executor.lanes[2].reader()(told[-1]) >= max(ends)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -202,7 +202,7 @@ def test_an_error_of_a_layer_ends_the_stream_and_the_next_step_begins_another(na
         assert any("in 1F7 (stage 1, micro-batch 7), rank 1" in note for note in caught.value.__notes__)
         assert pipe.flush() is None
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert all(stage.weights is None and not stage.num_held for stage in pipe._assembly.stages.values())
+        assert all(stage.weights is None and not stage.num_held for stage in pipe._running.assembly.stages.values())
         before = copy.deepcopy(pipe.state_dict())
         assert pipe.step(batch(9)[0], target=batch(9)[1]).isfinite()
         assert any(not torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
@@ -279,7 +279,9 @@ def test_a_microbatch_that_counts_nothing_changes_nothing() -> None:
     """It is an update of its own, without gradients; the others go on."""
     x, y = batch(0, 4)
     y[1] = 0
-    with pipeline(transformer(), "pipedream", 4, loss_weight=lambda target: float(target.any())) as pipe:
+    with pipeline(
+        transformer(), "pipedream", 4, numerics=Numerics(loss_weight=lambda target: float(target.any()))
+    ) as pipe:
         pipe.step(x, target=y)
         assert pipe.flush().isfinite()
         last = pipe.optimizers[2].state[pipe.model[5].weight]["momentum_buffer"]
@@ -290,7 +292,7 @@ def test_a_pipeline_that_is_dropped_with_steps_under_way_ends_its_threads() -> N
     pipe = pipeline(transformer(), "pipedream", 3)
     weights_after(pipe, 7)
     pipe.step(batch(1)[0], target=batch(1)[1])
-    threads = pipe._host.executor._threads
+    threads = pipe._running.host.executor._threads
     del pipe
     gc.collect()
     for thread in threads:

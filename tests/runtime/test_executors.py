@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipesched import Action, Costs, Pipeline, Program, lower, schedules, simulate
+from pipesched import Action, Costs, Numerics, Pipeline, Program, lower, schedules, simulate
 from pipesched.errors import DeadlockError, ExecutionError
 from pipesched.program.actions import Lane
 from pipesched.program.lowering import add_recompute
@@ -248,7 +248,7 @@ def test_settings_of_the_caller_hold_in_the_ranks_and_none_is_changed() -> None:
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
     try:
-        with Pipeline(model, X[:2].double(), devices=["cpu"], intra_op_threads=2) as pipe:
+        with Pipeline(model, X[:2].double(), devices=["cpu"], numerics=Numerics(intra_op_threads=2)) as pipe:
             with torch.no_grad():
                 pipe(X.double())
             assert seen["grad"] is False

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipesched import Pipeline
+from pipesched import Numerics, Pipeline
 from pipesched.errors import InputError
 from pipesched.runtime.microbatches import Splitter
 from pipesched.tensors.payload import gather, split
@@ -125,7 +125,13 @@ def test_a_pipeline_trains_time_first_batches():
 
     target = torch.randn(4)
     with Pipeline(
-        model, x[:, :1], loss_fn=loss_fn, devices=["cpu"] * 2, boundaries=[1], num_microbatches=4, split_dims=1
+        model,
+        x[:, :1],
+        loss_fn=loss_fn,
+        devices=["cpu"] * 2,
+        boundaries=[1],
+        num_microbatches=4,
+        numerics=Numerics(split_dims=1),
     ) as pipe:
         loss = pipe.step(x, target=target)
     whole = loss_fn(bare(x), target)
@@ -199,7 +205,7 @@ def test_padded_tokens_do_not_count(schedule):
         model,
         tokens[:1],
         loss_fn=loss_fn,
-        loss_weight=lambda target: (target != padding).sum(),
+        numerics=Numerics(loss_weight=lambda target: (target != padding).sum()),
         devices=["cpu"] * 2,
         boundaries=[1],
         schedule=schedule,
@@ -220,7 +226,13 @@ def test_ragged_batches_give_the_gradient_of_the_whole_batch(rows, reduction):
     bare, x, y = copy.deepcopy(model), torch.randn(rows, 3), torch.randn(rows, 3)
     loss_fn = nn.MSELoss(reduction=reduction)
     with Pipeline(
-        model, x[:1], loss_fn=loss_fn, loss_reduction=reduction, devices=["cpu"] * 2, boundaries=[1], num_microbatches=4
+        model,
+        x[:1],
+        loss_fn=loss_fn,
+        numerics=Numerics(loss_reduction=reduction),
+        devices=["cpu"] * 2,
+        boundaries=[1],
+        num_microbatches=4,
     ) as pipe:
         loss = pipe.step(x, target=y)
     whole = loss_fn(bare(x), y)

@@ -187,11 +187,11 @@ def test_copies_come_after_what_made_their_memory_and_before_what_uses_it_again(
 
 def test_copies_go_with_the_last_cut_and_programs_are_made_again_only_where_it_differs() -> None:
     programs = ProgramFactory(PlanRequest("gpipe", num_microbatches=4), 2)
-    without = programs.timed(4)
+    without = programs.of(4).timed
     programs.connect([(0, 1)], {0})
-    copying = programs.timed(4)
+    copying = programs.of(4).timed
     assert copying == add_offloading(without, {0}) != without
     programs.connect([(0, 1)], {0})
-    assert programs.timed(4) is copying
+    assert programs.of(4).timed is copying
     programs.connect([(0, 1)])
-    assert programs.timed(4) == without
+    assert programs.of(4).timed == without

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipesched import Pipeline, schedules
+from pipesched import Distributed, Pipeline, schedules
 from pipesched.runtime.stage import split_backward as backward
 
 
@@ -51,7 +51,10 @@ def has_last_rank(group: Any) -> bool:
 def place(group: Any) -> dict[str, Any]:
     if is_one_process(group):
         return {"devices": ["cpu"] * group.size()}
-    return {"mesh": DeviceMesh.from_group(group, "cpu"), "timeout": 600}  # a test's own limit comes first
+    return {
+        "mesh": DeviceMesh.from_group(group, "cpu"),
+        "distributed": Distributed(timeout=600),
+    }  # a test's own limit comes first
 
 
 def even_boundaries(num_layers: int, num_stages: int) -> list[int]:

@@ -219,10 +219,7 @@ class Rendezvous:
 
 
 def collective(function: _Function) -> _Function:
-    """A function that all ranks of a ``mesh=`` call: where it raises before they have met, the others hear of it too.
-
-    A method that makes ``_host`` ends that where it raises.
-    """
+    """A function that all ranks of a ``mesh=`` call: where it raises before they have met, the others hear of it."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -231,10 +228,7 @@ def collective(function: _Function) -> _Function:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            site = getattr(args[0], "_host", None) if args else None
-            if site is not None:
-                site.abandon("making a pipeline", error)
-            elif rendezvous is not None and Rendezvous.announced == before:
+            if rendezvous is not None and Rendezvous.announced == before:
                 text = f"{type(error).__name__}: {error}"
                 with suppress(RuntimeError):  # the store has ended, and the other ranks hear that
                     asked(lambda: rendezvous.fail(text), _PATIENCE_S)

@@ -193,14 +193,16 @@ class MiniBatchNorms:
             warn(
                 f"BatchNorm sees one micro-batch at a time; layer {names[0]!r} and {len(names) - 1} others normalise "
                 f"each of {program.num_microbatches} micro-batches by itself; for running statistics of the whole "
-                f"batch pass batch_norm='mini-batch', for its gradient use a norm over features, else ignore this"
+                f"batch pass numerics=Numerics(batch_norm='mini-batch'), for its gradient use a norm over features, "
+                f"else ignore this"
             )
         names = with_running_statistics(model)
         if names and program.num_weights < program.num_stages:
             warn(
                 f"{program.name} runs part of the micro-batches on copies of the layers, whose buffers are not kept; "
                 f"layer {names[0]!r} and {len(names) - 1} others keep running statistics, then of the other "
-                f"micro-batches alone; for those of all pass batch_norm='mini-batch', or use a schedule of one chain"
+                f"micro-batches alone; for those of all pass numerics=Numerics(batch_norm='mini-batch'), or use a "
+                f"schedule of one chain"
             )
 
     def of_stage(

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from pipesched import Pipeline
+from pipesched import Distributed, Pipeline
 from pipesched.runtime.executors import processes as executor
 
 WIDTH, ROWS, MICROBATCHES = 16, 8, 4
@@ -151,7 +151,7 @@ def run_rank(case: Case, rank: int, port: int, timeout_s: float, said: Path) -> 
         num_stages=num_stages,
         num_microbatches=MICROBATCHES,
         optimizer=lambda params: SGD(params, lr=0.01),
-        timeout=timeout_s,
+        distributed=Distributed(timeout=timeout_s),
         seed=0,
         **choices,
     )

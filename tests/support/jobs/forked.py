@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Pipeline
+from pipesched import Distributed, Pipeline
 from pipesched.testing import reference_step
 from tests.support.forking import in_child
 from tests.support.models import mixed_model
@@ -17,7 +17,12 @@ X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(3)), torch.ara
 def children_of_a_rank(group: Any, schedule: str) -> dict[str, str]:
     """Each use in a child; then the rank goes on as if there had been none."""
     optimizer = (lambda params: torch.optim.SGD(params, lr=0.1)) if schedule == "pipedream" else None
-    options = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 5, "timeout": 20}
+    options = {
+        "loss_fn": functional.cross_entropy,
+        "num_microbatches": 4,
+        "seed": 5,
+        "distributed": Distributed(timeout=20),
+    }
     pipe = Pipeline(
         mixed_model(),
         X[:4],

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import pipesched
-from pipesched import Pipeline
+from pipesched import Distributed, Pipeline
 from pipesched.errors import PipeschedError
 from pipesched.testing import reference_step
 from tests.support.models import mixed_model
@@ -43,7 +43,14 @@ class Tied(nn.Module):
 
 
 def pipeline(group: Any, model: Any, **options: Any) -> Pipeline:
-    choices = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 5, "timeout": 20, **ADAM, **options}
+    choices = {
+        "loss_fn": functional.cross_entropy,
+        "num_microbatches": 4,
+        "seed": 5,
+        "distributed": Distributed(timeout=20),
+        **ADAM,
+        **options,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of BatchNorm
         return Pipeline(model, X[:4], mesh=DeviceMesh.from_group(group, "cpu"), **choices)
@@ -182,7 +189,7 @@ def readings(group: Any, kind: str) -> dict[str, str]:
 def foreign(pipe: Pipeline) -> list[nn.Module]:
     own = {
         module
-        for stage in pipe._assembly.stages.values()
+        for stage in pipe._running.assembly.stages.values()
         for layer in stage.layers.values()
         for module in layer.modules()
     }

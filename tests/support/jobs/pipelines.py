@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Pipeline, StepLog, schedules
+from pipesched import Distributed, Pipeline, StepLog, schedules
 from pipesched.errors import InputError, PipeschedError
 from pipesched.testing import reference_step
 from tests.support.models import compare_step, mixed_model
@@ -35,7 +35,7 @@ def train_pipelines(group: Any, names: list[str], checkpoint: str) -> None:
                 compare_step(pipe, expected, X[:rows], target=Y[:rows], seed=5, step=step)
             mine = dict(pipe.named_parameters())
             due = dict(expected.named_parameters())
-            shares = pipe._host.executor.exchange(sorted(mine))
+            shares = pipe._running.host.executor.exchange(sorted(mine))
             assert sorted(key for share in shares for key in share) == sorted(due)
             trace = pipe.gather_trace()
             program = schedules.get(name).program(group.size(), 4)
@@ -80,7 +80,13 @@ def refusals(group: Any) -> list[str]:
         {"boundaries": [2 + group.rank()]},
         {"num_stages": 1},
     ):
-        choices = {"mesh": mesh, "schedule": "1f1b", "num_microbatches": 2, "timeout": 20, **options}
+        choices = {
+            "mesh": mesh,
+            "schedule": "1f1b",
+            "num_microbatches": 2,
+            "distributed": Distributed(timeout=20),
+            **options,
+        }
         try:
             Pipeline(mixed_model(), X[:2], loss_fn=functional.cross_entropy, **choices).close()
             said.append(f"nothing against {options}")

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import pipesched
-from pipesched import Pipeline
+from pipesched import Distributed, Pipeline
 from pipesched.errors import PipeschedError
 from pipesched.profiling import layered_costs
 from pipesched.runtime.executors import processes as distributed_executor
@@ -22,7 +22,7 @@ X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(3)), torch.ara
 MISTAKES: dict[str, Any] = {
     "seed": {"seed": "five"},
     "model": {"model": 5},
-    "timeout": {"timeout": -1},
+    "timeout": {"distributed": Distributed(timeout=-1)},
     "boundaries": {"boundaries": [99] * 10},
     "devices": {"devices": ["cpu"]},
     "init": {"init": 5},
@@ -30,7 +30,13 @@ MISTAKES: dict[str, Any] = {
 
 
 def made(group: Any, model: Any = None, **options: Any) -> Pipeline:
-    choices = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 5, "timeout": 30, **options}
+    choices = {
+        "loss_fn": functional.cross_entropy,
+        "num_microbatches": 4,
+        "seed": 5,
+        "distributed": Distributed(timeout=30),
+        **options,
+    }
     choices.setdefault("boundaries", [11 * rank // group.size() for rank in range(1, group.size())])
     return Pipeline(
         mixed_model() if model is None else model, X[:4], mesh=DeviceMesh.from_group(group, "cpu"), **choices

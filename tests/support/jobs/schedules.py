@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Pipeline, schedules
+from pipesched import Distributed, Pipeline, schedules
 from pipesched.errors import ExecutionError
 from pipesched.runtime.stage import split_backward as backward
 from pipesched.runtime.transport.channels import Outgoing
@@ -24,7 +24,10 @@ def pair(group: Any, name: str, **options: Any) -> tuple[Pipeline, Pipeline]:
     """The same pipeline in this process and over the mesh, each over a model and a loss of its own."""
     parts = schedules.get(name).program(group.size(), 4).num_weights
     pipes = []
-    for where in ({"devices": ["cpu"] * group.size()}, {"mesh": DeviceMesh.from_group(group, "cpu"), "timeout": 20.0}):
+    for where in (
+        {"devices": ["cpu"] * group.size()},
+        {"mesh": DeviceMesh.from_group(group, "cpu"), "distributed": Distributed(timeout=20.0)},
+    ):
         model, loss_fn = mixed_model(), ScaledLoss()
         model[0].weight.register_hook(lambda grad: grad / 2)
         cut = [len(model) * part // parts for part in range(1, parts)]
@@ -65,7 +68,7 @@ def shared_weights(group: Any, name: str, checkpoint: str) -> None:
             losses = [pipe.evaluate(X, target=Y) for pipe in pipes]
             assert torch.equal(*losses), step
         assert_same_outputs(expected.eval(), actual.eval(), group)
-        shares = actual._host.executor.exchange(sorted(name for name, _ in actual.named_parameters()))
+        shares = actual._running.host.executor.exchange(sorted(name for name, _ in actual.named_parameters()))
         assert sorted(name for share in shares for name in share) == sorted(dict(expected.named_parameters()))
         for pipe in pipes:
             pipe.double()
@@ -146,7 +149,14 @@ def drained(group: Any, name: str) -> None:
 def over_mesh(group: Any, model: nn.Module, name: str, **options: Any) -> Pipeline:
     mesh = DeviceMesh.from_group(group, "cpu")
     choices = {"loss_fn": functional.mse_loss, "boundaries": list(range(1, group.size())), "num_microbatches": 2}
-    return Pipeline(model, X[:2], mesh=mesh, schedule=name, optimizer=sgd, **{**choices, "timeout": 20.0, **options})
+    return Pipeline(
+        model,
+        X[:2],
+        mesh=mesh,
+        schedule=name,
+        optimizer=sgd,
+        **{**choices, "distributed": Distributed(timeout=20.0), **options},
+    )
 
 
 class Calls(nn.Module):
@@ -252,7 +262,7 @@ def long_stream(group: Any, name: str) -> tuple[int, list[int]]:
     ):
         for _ in range(16):
             pipe.step(X[:7], target=Y[:7])
-            ends = [end for near in pipe._host.executor._wire._neighbours.values() for end in near.outgoing]
+            ends = [end for near in pipe._running.host.executor._wire._neighbours.values() for end in near.outgoing]
             kept.append(sum(len(end._sent) + len(end._aside) for end in ends))
             announced.append(count[0])
     return max(kept), announced

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from pipesched import Pipeline
+from pipesched import Distributed, Pipeline
 from pipesched.errors import PipeschedError
 from pipesched.testing import reference_step
 
@@ -98,7 +98,16 @@ GIVEN = {"loss_fn": nn.functional.cross_entropy, "num_microbatches": 3, "seed": 
 
 def pipeline(group: Any, of: nn.Module, boundary: int = 2, **options: Any) -> Pipeline:
     mesh = DeviceMesh.from_group(group, "cpu")
-    return Pipeline(of, X[:2], mesh=mesh, schedule="1f1b", boundaries=[boundary], timeout=20, **GIVEN, **options)
+    return Pipeline(
+        of,
+        X[:2],
+        mesh=mesh,
+        schedule="1f1b",
+        boundaries=[boundary],
+        distributed=Distributed(timeout=20),
+        **GIVEN,
+        **options,
+    )
 
 
 def passes_on(group: Any, name: str) -> None:
@@ -145,7 +154,12 @@ def outputs_for_all(group: Any, with_opaque: bool) -> Any:
     """Gathered outputs, and what is said of those that cannot be."""
     plain = Tells(Opaque(X) if with_opaque else None)
     mesh = DeviceMesh.from_group(group, "cpu")
-    given = {"schedule": "1f1b", "boundaries": ["layers.1"], "num_microbatches": 3, "timeout": 20}
+    given = {
+        "schedule": "1f1b",
+        "boundaries": ["layers.1"],
+        "num_microbatches": 3,
+        "distributed": Distributed(timeout=20),
+    }
     with Pipeline(plain, X[:2], mesh=mesh, **given) as pipe:
         with torch.no_grad():
             expected = plain(X).hidden
@@ -160,7 +174,7 @@ def outputs_for_all(group: Any, with_opaque: bool) -> Any:
 
 def targets_of_a_type(group: Any) -> list[Any]:
     """inputs="first": rank 0 sends targets of a type that no sample has shown."""
-    with pipeline(group, model("tuple"), inputs="first") as pipe:
+    with pipeline(group, model("tuple"), distributed=Distributed(inputs="first")) as pipe:
         first = group.rank() == 0
         loss = float(pipe.step(X, target=Y) if first else pipe.step())
         try:

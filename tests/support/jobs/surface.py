@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
-from pipesched import Pipeline, Program, schedules
+from pipesched import Distributed, Numerics, Pipeline, Program, Search, schedules
 from pipesched.errors import ExecutionError, PipeschedError
 from pipesched.runtime.transport.channels import _HEADER, SHARE
 from pipesched.testing import reference_step
@@ -24,7 +24,13 @@ X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.ara
 
 def pipeline(group: Any, model: nn.Module | None = None, **options: Any) -> Pipeline:
     """A Pipeline over the group."""
-    choices = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 5, "timeout": 20, **options}
+    choices = {
+        "loss_fn": functional.cross_entropy,
+        "num_microbatches": 4,
+        "seed": 5,
+        "distributed": Distributed(timeout=20),
+        **options,
+    }
     model = mixed_model() if model is None else model
     if "boundaries" not in choices:
         choices["boundaries"] = [len(model) * rank // group.size() for rank in range(1, group.size())]
@@ -46,7 +52,7 @@ class Waits:
 
     def __init__(self, pipe: Pipeline) -> None:
         self.count = 0
-        port = pipe._host.executor._wire._ports.short
+        port = pipe._running.host.executor._wire._ports.short
         reader = port.reader
 
         def counted(peer: int, tag: int) -> Any:
@@ -88,7 +94,7 @@ def losses_looked_at_late(group: Any) -> None:
 def a_loss_lives_without_its_pipeline(group: Any) -> None:
     pipe = pipeline(group)
     loss = pipe.step(X, target=Y)
-    pipe._host.executor.exchange(None)  # nobody drops what another one still waits for
+    pipe._running.host.executor.exchange(None)  # nobody drops what another one still waits for
     del pipe
     assert torch.equal(loss, expected_losses(1)[0])
 
@@ -102,7 +108,7 @@ def losses_of_one_that_fails(group: Any) -> tuple[list[Any], list[Any]]:
         with suppress(ExecutionError, ZeroDivisionError), pipeline(group) as pipe:
             losses = [pipe.step(X, target=Y)]
             if last and not sent:
-                pipe._host.executor.share = fails
+                pipe._running.host.executor.share = fails
             losses.append(pipe.step(X, target=Y))
             if sent:
                 pipe.model[-1].register_forward_hook(fails)
@@ -150,11 +156,22 @@ def both_ways(group: Any, name: str, placement: str | None = None) -> None:
     """Steps, evaluations and forwards with the batch on rank 0 alone equal those with it on all, bit by bit."""
     schedule = name if placement is None else Program.parse(placement)
     sample = {"x": X[:2], "kind": Y[:2]}
-    options = {"schedule": schedule, "loss_weight": of_class_0_twice, "boundaries": None, "sample": sample}
+    options = {
+        "schedule": schedule,
+        "numerics": Numerics(loss_weight=of_class_0_twice),
+        "boundaries": None,
+        "sample": sample,
+    }
     told, differentiated = group.rank() == 0, not placement and name != "chimera"
     with (
         pipeline(group, two_inputs(), **options) as everywhere,
-        pipeline(group, two_inputs(), inputs="first", boundaries=everywhere.boundaries, **without(options)) as first,
+        pipeline(
+            group,
+            two_inputs(),
+            distributed=Distributed(inputs="first"),
+            boundaries=everywhere.boundaries,
+            **without(options),
+        ) as first,
     ):
         for rows in (19, 6, 6, 19) if placement else (19, 6, 6, 3, 19):  # ragged, again, fewer than micro-batches
             x = X[:rows].t().contiguous().t().requires_grad_(differentiated)
@@ -180,7 +197,7 @@ def counted_targets(group: Any, inputs: str) -> None:
     """The weighted mean over targets that are not ignored, with the loop's bits on every rank."""
     targets = torch.where(torch.arange(19) < 6, -100, Y)  # the first of four micro-batches counts nothing
     weight, told = torch.tensor([1.0, 0.5, 2.0, 0.25]), group.rank() == 0 or inputs == "all"
-    with pipeline(group, loss_fn=nn.CrossEntropyLoss(weight), inputs=inputs) as pipe:
+    with pipeline(group, loss_fn=nn.CrossEntropyLoss(weight), distributed=Distributed(inputs=inputs)) as pipe:
         loss = pipe.step(X, target=targets) if told else pipe.step()
     given = {"loss_fn": nn.CrossEntropyLoss(weight), "num_microbatches": 4, "seed": 5}
     assert torch.equal(loss, reference_step(mixed_model(), X, target=targets, **given))
@@ -204,7 +221,7 @@ def losses_in_outputs(group: Any, inputs: str) -> None:
     batch = {"x": X, "labels": torch.where(torch.arange(19) < 6, -100, Y)}
     own = batch if group.rank() == 0 or inputs == "all" else {}
     sample, expected = {name: value[:2] for name, value in batch.items()}, Scored()(**batch)["loss"].detach()
-    choices = {"loss_fn": None, "sample": sample, "boundaries": ["last"], "inputs": inputs}
+    choices = {"loss_fn": None, "sample": sample, "boundaries": ["last"], "distributed": Distributed(inputs=inputs)}
     with pipeline(group, Scored(), **choices) as pipe:
         loss, output = pipe.evaluate(**own, return_outputs=True, gather=True)
         with torch.no_grad():
@@ -228,7 +245,7 @@ def rank_0_goes_on(group: Any) -> list[float]:
     store, losses = group.get_group_store(), []
     batches = [(torch.ones(rows, 8, wide), Y[:rows]) for rows in (19, 19, 6) for wide in (1, 20000)]
     model = nn.Sequential(nn.Flatten(), First(), *(nn.Linear(8, 8) for _ in range(3)))
-    with pipeline(group, model, inputs="first", boundaries=[3]) as pipe:
+    with pipeline(group, model, distributed=Distributed(inputs="first"), boundaries=[3]) as pipe:
         for number, (x, y) in enumerate(batches):
             if group.rank() and number:
                 store.wait([f"ahead/{number}"], timedelta(seconds=15))
@@ -258,7 +275,7 @@ def wrong_uses(group: Any, ends_swapped: str) -> dict[str, str]:
     for name, (inputs, (args, kwargs)) in uses.items():
         schedule = Program.parse(ends_swapped) if name == "gradients" else "1f1b"
         try:
-            with pipeline(group, inputs=inputs, schedule=schedule) as pipe:
+            with pipeline(group, distributed=Distributed(inputs=inputs), schedule=schedule) as pipe:
                 said[name] = what_is_said(lambda: float(pipe.step(*args, **kwargs)))
                 if inputs == "first":
                     said[name] += " then: " + what_is_said(lambda: float(pipe.step(*good[0], **good[1])))
@@ -285,7 +302,7 @@ def gathered(group: Any, name: str, inputs: str) -> int:
     told, bare = inputs == "all" or group.rank() == 0, 0
     with (
         Pipeline(two_inputs()[1:], X[:2], devices=["cpu"] * group.size(), **options) as alone,
-        pipeline(group, two_inputs()[1:], inputs=inputs, **options) as pipe,
+        pipeline(group, two_inputs()[1:], distributed=Distributed(inputs=inputs), **options) as pipe,
     ):
         for method in ("step", "evaluate"):
             given = {"target": Y, "return_outputs": True, "gather": True}
@@ -317,7 +334,12 @@ def replicas(group: Any, names: list[str]) -> float:
     own = slice(8 * mesh["dp"].get_local_rank(), 8 * mesh["dp"].get_local_rank() + 8)
     x, y = X[:16], X[:16].flip(1)
     expected, models = plain_model(), [plain_model() for _ in names]
-    options = {"loss_fn": functional.mse_loss, "num_microbatches": 2, "mesh": mesh["pp"], "timeout": 20}
+    options = {
+        "loss_fn": functional.mse_loss,
+        "num_microbatches": 2,
+        "mesh": mesh["pp"],
+        "distributed": Distributed(timeout=20),
+    }
     options["boundaries"] = [4]  # each replica would measure by itself, and might cut elsewhere
     theirs = torch.optim.SGD(expected.parameters(), lr=0.5)
     with ExitStack() as stack:
@@ -357,7 +379,12 @@ def tensor_parallel(group: Any, schedule: str, boundaries: list[int]) -> None:
     model = copy.deepcopy(expected)
     for block in model:
         parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    options = {"loss_fn": functional.mse_loss, "num_microbatches": 2, "mesh": mesh["pp"], "timeout": 20}
+    options = {
+        "loss_fn": functional.mse_loss,
+        "num_microbatches": 2,
+        "mesh": mesh["pp"],
+        "distributed": Distributed(timeout=20),
+    }
     with Pipeline(model, X[:4], schedule=schedule, boundaries=boundaries, seed=1, **options) as pipe:
         for _ in range(2):
             due = functional.mse_loss(expected(X[:16]), X[:16])
@@ -386,7 +413,7 @@ def another_plan_is_refused(group: Any) -> str:
 
 def planned_by_rank_0(group: Any) -> str:
     """Trains with a plan that rank 0 finds; its schedule."""
-    with pipeline(group, boundaries=None, inputs="first") as pipe:
+    with pipeline(group, boundaries=None, distributed=Distributed(inputs="first")) as pipe:
         batch = ((X,), {"target": Y}) if group.rank() == 0 else ((), {})
         for expected in expected_losses(2):
             assert torch.equal(pipe.step(*batch[0], **batch[1]), expected)
@@ -397,7 +424,7 @@ def planned_by_rank_0(group: Any) -> str:
 def no_plan_of_rank_0(group: Any) -> str:
     """What each rank is told where rank 0 finds none."""
     try:
-        pipeline(group, boundaries=None, memory_limit_bytes=10)
+        pipeline(group, boundaries=None, search=Search(memory_limit_bytes=10))
     except PipeschedError as error:
         return f"{type(error).__name__}: {error}"
     return ""

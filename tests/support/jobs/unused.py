@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Pipeline, Profile, graph_of
+from pipesched import Pipeline, Profile, Search, graph_of
 from pipesched.simulation.overheads import Machine
 from pipesched.testing import reference_step
 
@@ -30,7 +30,7 @@ def tiny() -> Profile:
 def small(group: Any, own: nn.Module, **options: Any) -> Pipeline:
     choices = {"seed": 5, "loss_fn": functional.cross_entropy, **options}
     if "plan" not in options:
-        choices |= {"num_microbatches": 4, "profile": tiny()}
+        choices |= {"num_microbatches": 4, "search": Search(profile=tiny())}
     return Pipeline(own, X[:5], mesh=DeviceMesh.from_group(group, "cpu"), **choices)
 
 

@@ -1,0 +1,181 @@
+"""Cost book: what a pipeline has measured of its layers and devices, and what stages cost by it."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipesched.capture.captured_model import Cut
+from pipesched.capture.layered_model import LayeredModel
+from pipesched.model.stale_weights import StaleGuard
+from pipesched.model.state_guard import set_aside
+from pipesched.pipeline.assembly import StageCut
+from pipesched.planning.cost_correction import Known, StageTimes, slowed
+from pipesched.planning.plan import Plan
+from pipesched.planning.program_factory import ProgramFactory
+from pipesched.planning.stage_cutter import Cutter, Pins
+from pipesched.profiling.layer_profiler import QUICK
+from pipesched.profiling.layered_costs import measure
+from pipesched.profiling.loss_costs import with_supposed_loss
+from pipesched.program.checkpoint_options import offloading
+from pipesched.runtime.rank_host import RankHost
+from pipesched.runtime.stage.offloading import host_bytes_per_s
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.layer_costs import LayerCosts, costs_of, stage_costs, treated
+from pipesched.simulation.links import Links
+from pipesched.simulation.overheads import Overheads
+from pipesched.simulation.profile import Profile
+from pipesched.tensors.meta_tensors import lacks_contents
+
+__all__ = ["CostBook"]
+
+
+class CostBook:
+    """What layers, devices and links cost, as far as it is known.
+
+    Args:
+        model: the user's model.
+        layered: its layers.
+        loss_fn: the loss function; its own costs belong to the last layer.
+        guard: lets the model be read while its weights are stale.
+        devices: one a rank, with those that no rank uses.
+        intra_op_threads: threads of a rank.
+        links: between ranks, where they were measured.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        layered: LayeredModel,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        guard: StaleGuard,
+        devices: Sequence[torch.device],
+        intra_op_threads: int,
+        links: Links | None,
+    ) -> None:
+        self.layered = layered
+        self.links = links
+        #: What each layer costs; None until it was measured.
+        self.layers: dict[str, LayerCosts] | None = None
+        #: What each rank spends besides the work of its stages, where a profile says so.
+        self.overheads: Overheads | None = None
+        #: The rows of a micro-batch for which the plan was found; 0 where none was searched for.
+        self.planned_rows = 0
+        #: By device: how many times as long as others it takes, where steps have told.
+        self.slow: dict[Hashable, float] = {}
+        self._kinds: dict[str, Hashable] | None = None
+        self._model = model
+        self._loss_fn = loss_fn
+        self._guard = guard
+        self._devices = devices
+        self._intra_op_threads = intra_op_threads
+
+    def measured(self, *, crowds: bool = False) -> dict[str, LayerCosts]:
+        """What layers cost. They are measured when this is first asked for: no step may be under way then.
+
+        Args:
+            crowds: measure layers also beside another rank's in this process.
+
+        """
+        if self.layers is None:
+            without_contents = lacks_contents(self._model)
+            effort = replace(QUICK, crowds=crowds and not without_contents)
+            device = self._devices[0]
+            with self._guard.lifted(), set_aside(self._model, self._loss_fn):
+                layers = measure(self.layered, device, self._intra_op_threads, effort)
+                if self._loss_fn is not None and not without_contents:
+                    last, costs = layers.popitem()
+                    layers[last] = with_supposed_loss(
+                        costs, self._loss_fn, self.layered.output(), device, self._intra_op_threads
+                    )
+            self.layers = layers
+        return self.layers
+
+    def forget(self) -> None:
+        """Measure layers again when they are next asked for."""
+        self.layers = None
+        self._kinds = None
+
+    def for_rows(self, rows: int) -> dict[str, LayerCosts]:
+        """What layers cost with micro-batches of other rows than were planned for, in proportion to rows."""
+        graph = Profile({self.planned_rows: self.layered.graph(self.measured())}).graph(rows)
+        return {name: costs_of(graph, name) for name in graph}
+
+    def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
+        """What layers cost with the checkpointing of these programs."""
+        return treated(self.measured(), programs.checkpoint)
+
+    def stage_costs(self, programs: ProgramFactory, cut: Cut, layers: Mapping[str, LayerCosts] | None = None) -> Costs:
+        """What stages cost, with links and slow devices, without overheads.
+
+        Args:
+            programs: the programs that run the stages.
+            cut: the layers of each stage.
+            layers: what layers cost; default: as measured.
+
+        """
+        costs_by_layer = treated(self.measured() if layers is None else layers, programs.checkpoint)
+        program = programs.full.plain
+        stages = [[costs_by_layer[name] for name in cut[part]] for part in program.weights]
+        offloads = offloading(programs.checkpoint, cut)
+        costs = stage_costs(stages, len(cut), host_bytes_per_s=self._host_bytes_per_s if offloads else None)
+        return replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
+
+    def expected_costs(self, programs: ProgramFactory, cut: Cut) -> Costs:
+        """What stages cost, with overheads."""
+        return replace(self.stage_costs(programs, cut), overheads=self.overheads)
+
+    @cached_property
+    def _host_bytes_per_s(self) -> float | None:
+        return host_bytes_per_s(self._devices[0])
+
+    def slowness(self, rank: int) -> float:
+        """How many times as long as others a rank's device takes, where steps have told; else 1."""
+        return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
+
+    def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:
+        """Correct what layers and devices cost by what stages took.
+
+        Args:
+            stages: the measured times of stages.
+            tolerance: the relative difference below which two times count as equal.
+
+        """
+        layers = self.measured()
+        if self._kinds is None:
+            self._kinds = dict(layers)
+        known = Known(layers, self._kinds, self.slow).corrected(stages, tolerance)
+        self.layers = dict(known.layers)
+        self.slow = dict(known.slow)
+        self.overheads = None  # measured stage times contain them
+
+    def cut_stages(self, host: RankHost, pins: Pins, programs: ProgramFactory, plan: Plan | None) -> StageCut:
+        """Decide which layers each stage has. Rank 0 decides for all.
+
+        Args:
+            host: of the ranks.
+            pins: the boundaries that are fixed.
+            programs: the programs that will run the stages.
+            plan: where one is given, its alternatives are kept.
+
+        """
+        program = programs.full.plain
+        speeds = {rank: 1 / slow for rank in program.placement if (slow := self.slowness(rank)) != 1}
+        cutter = Cutter(
+            pins,
+            program,
+            lambda: self.layered.graph(self.treated(programs)),
+            programs.checkpoint,
+            self.links,
+            speeds=speeds,
+        )
+        cut, found = host.agreed(cutter.cut)
+        host.learn(self.layered, cut)
+        if plan is not None:
+            return StageCut(cut, cutter, plan.partition, plan.alternatives)
+        return StageCut(cut, cutter, found)

@@ -1,0 +1,151 @@
+"""Memory forecast: what each rank of a pipeline will hold at most, and whether a step keeps the limits."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipesched.capture.captured_model import CapturedModel
+from pipesched.errors import MemoryLimitError
+from pipesched.model.stale_weights import StaleGuard
+from pipesched.model.state_guard import set_aside
+from pipesched.pipeline.assembly import AssemblySpec
+from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.profiling.optimizer_memory import another, upkeep_of
+from pipesched.profiling.stage_sizing import StageSizes, costs_with, messages_of, stage_sizes
+from pipesched.program.program import Program
+from pipesched.runtime.rank_host import ThreadRanks
+from pipesched.simulation.costs import Costs
+from pipesched.simulation.layer_memory import SCALARS_BYTES
+from pipesched.simulation.memory import AHEAD, RankMemory, rank_memory
+from pipesched.tensors.meta_tensors import lacks_contents
+from pipesched.units import counted, quote_bytes
+from pipesched.user_warning import warn
+
+__all__ = ["MemoryForecast"]
+
+_LOSS_BYTES = 8  # of a micro-batch
+
+
+class MemoryForecast:
+    """What ranks hold at most under the running plan.
+
+    Args:
+        running: the plan.
+        book: what layers cost.
+        spec: the model and its loss.
+        guard: lets the model be read while its weights are stale.
+        limits: bytes of each rank; None without a limit.
+
+    """
+
+    def __init__(
+        self,
+        running: RunningPlan,
+        book: CostBook,
+        *,
+        spec: AssemblySpec,
+        guard: StaleGuard,
+        limits: tuple[int, ...] | None,
+    ) -> None:
+        self.limits = limits
+        self._running = running
+        self._book = book
+        self._spec = spec
+        self._guard = guard
+
+    def by_rank(self) -> tuple[RankMemory, ...]:
+        """What each rank holds at once in a step, at most."""
+        running = self._running
+        program = running.program
+        if self._book.layers is None:
+            running.flush()  # layers are measured in this thread
+        costs = self._with_optimizers(self._book.stage_costs(running.assembly.programs, running.cut))
+        messages = None
+        stages = self._stage_sizes()
+        own_loss = self._spec.loss_fn is None
+        if stages:
+            loss = None if own_loss else self._book.measured()[running.cut[-1][-1]].loss
+            costs = costs_with(costs, program, stages, loss)
+            messages = messages_of(program, stages)
+        timed = running.assembly.programs.full.timed
+        costs = _with_losses(costs, timed, known=not stages or not own_loss)
+        return rank_memory(timed, costs, posted=self._posted, messages=messages)
+
+    def check_rows(self, rows: Sequence[int]) -> None:
+        """Raise MemoryLimitError for micro-batches of more rows than were planned for, with which a rank would hold
+        more than its limit. What was measured is taken in proportion to rows. Warns in the first step of other sizes.
+        """
+        running = self._running
+        planned = self._book.planned_rows
+        if running.step == 0 and planned not in (0, max(rows)) and running.host.holds(0):
+            warn(
+                f"the plan was found for micro-batches of {counted(planned, 'row')}, by the sample or "
+                f"batch_size; those of the first step have {counted(max(rows), 'row')}: {sum(rows)} rows in "
+                f"{counted(len(rows), 'micro-batch')}; pass search=Search(batch_size={sum(rows)}) to Pipeline"
+            )
+        if self.limits is None or max(rows) <= max(planned, running.assembly.most_rows):
+            return
+        programs = running.assembly.programs
+        costs = self._book.stage_costs(programs, running.cut, self._book.for_rows(max(rows)))
+        needs = rank_memory(programs.of(len(rows)).timed, self._with_optimizers(costs), posted=self._posted)
+        limits = self.limits
+        worst = max(range(len(needs)), key=lambda rank: needs[rank].total_bytes - limits[rank])
+        need = needs[worst].total_bytes
+        limit = limits[worst]
+        if need > limit:
+            count = programs.num_microbatches
+            most = planned * count
+            raise MemoryLimitError(
+                f"memory_limit_bytes holds for the batch that was planned, of {most} rows in {count} "
+                f"micro-batches of {planned}; this step has {sum(rows)} rows in {len(rows)}, of up to "
+                f"{max(rows)}, with which rank {worst} needs {quote_bytes(need)}, {quote_bytes(need - limit)} more "
+                f"than its {quote_bytes(limit)}; pass at most {most} rows, or make the pipeline with "
+                f"search=Search(batch_size={sum(rows)}, ...)"
+            )
+        running.assembly.most_rows = max(rows)
+
+    @property
+    def _posted(self) -> int:
+        return 0 if isinstance(self._running.host, ThreadRanks) else AHEAD
+
+    def _stage_sizes(self) -> Sequence[StageSizes]:
+        """What the stages of a captured model need, each run in one piece; none where that cannot be."""
+        layered = self._book.layered
+        spec = self._spec
+        running = self._running
+        now = running.assembly
+        if not isinstance(layered, CapturedModel) or spec.wrap is not None or lacks_contents(layered.model):
+            return ()
+        if now.sizes is None:
+            running.flush()
+            devices = [running.host.devices[now.program.placement[part]] for part in range(now.program.num_weights)]
+            with self._guard.lifted(), set_aside(spec.model):
+                now.sizes = stage_sizes(
+                    layered, now.cut, devices, running.host, now.keep, own_loss=spec.loss_fn is None
+                )
+        return now.sizes
+
+    def _with_optimizers(self, costs: Costs) -> Costs:
+        """With what the stages' optimizers hold and need, on all ranks as those of this one."""
+        assembly = self._running.assembly
+        known = next(iter(assembly.optimizers.values()), None)
+        if known is None:
+            return costs
+        layers = [body.layers.values() for body in assembly.bodies]
+        stages = [[p for layer in layers[part] for p in layer.parameters()] for part in assembly.program.weights]
+        found = [upkeep_of(another(known), list(dict.fromkeys(parameters))) for parameters in stages]
+        return replace(
+            costs,
+            optimizer_bytes=tuple(own.state_bytes for own in found),
+            update_transient_bytes=tuple(own.transient_bytes for own in found),
+        )
+
+
+def _with_losses(costs: Costs, program: Program, *, known: bool) -> Costs:
+    """The same with the losses of all micro-batches, which live until the step ends. known: whether costs have those
+    that a loss of few micro-batches needs.
+    """
+    more = max(SCALARS_BYTES, _LOSS_BYTES * program.num_microbatches) - SCALARS_BYTES * known
+    ends = [not takers for takers in program.graph.consumers]
+    sizes = [size + more * end for size, end in zip(costs.buffer_bytes, ends, strict=True)]
+    return replace(costs, buffer_bytes=tuple(sizes))

@@ -1,0 +1,213 @@
+"""Step runner: runs steps, evaluations and forwards under the running plan."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesched.errors import InputError
+from pipesched.model.stale_weights import StaleGuard
+from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_grads
+from pipesched.pipeline.memory_forecast import MemoryForecast
+from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.program.lowering import halves
+from pipesched.runtime.async_steps import Stream
+from pipesched.runtime.microbatches import Batch
+from pipesched.runtime.rank_host import ThreadRanks
+from pipesched.runtime.stage.step_data import StepData
+from pipesched.runtime.step_call import StepCall, bring_ends, dealt, end_of
+
+__all__ = ["StepRunner"]
+
+
+class StepRunner:
+    """Runs batches through the stages.
+
+    Args:
+        running: the plan.
+        model: the user's model.
+        has_loss_fn: whether there is a loss function, which takes a target.
+        guard: refuses calls that would use stale weights.
+        memory: checks that a batch keeps the limits.
+        seed: of all random numbers.
+        intra_op_threads: threads of a rank.
+
+    """
+
+    def __init__(
+        self,
+        running: RunningPlan,
+        *,
+        model: nn.Module,
+        has_loss_fn: bool,
+        guard: StaleGuard,
+        memory: MemoryForecast,
+        seed: int,
+        intra_op_threads: int,
+    ) -> None:
+        self._running = running
+        self._model = model
+        self._has_loss_fn = has_loss_fn
+        self._guard = guard
+        self._memory = memory
+        self._seed = seed
+        self._intra_op_threads = intra_op_threads
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
+        """Forwards and backwards of all micro-batches. wanted: return_outputs and gather, as in a StepCall."""
+        running = self._running
+
+        def make() -> StepCall:
+            if not torch.is_grad_enabled():
+                raise InputError(
+                    "step computes gradients; it was called under no_grad; leave no_grad, or call evaluate"
+                )
+            batch = self._batch(args, kwargs, target)
+            groups = running.assembly.programs.of(len(batch)).groups
+            return StepCall("step", batch, running.splitter.weighting(batch, groups), **wanted)
+
+        call = self._called("step", (args, kwargs, target), make)
+        self._memory.check_rows(call.batch.rows)
+        assembly = running.assembly
+        if assembly.programs.streams:
+            return self._enqueue(call)
+        programs = assembly.programs.of(len(call))
+        feed = call.feed(self._seed, running.step)
+        work = assembly.work(programs.training, feed, uses=programs.uses)
+        with assembly.delivering(), assembly.norms.counting():
+            running.runs.append(running.host.run(work, call.batch, grad=True))
+        assembly.update_late(self._intra_op_threads)
+        running.step += 1
+        bring_ends(programs.plain, feed, running.host)
+        deliver_input_grads(call.batch, feed)
+        return self._result(call, feed)
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
+        """Forwards of all micro-batches, and their loss."""
+
+        def make() -> StepCall:
+            batch = self._batch(args, kwargs, target)
+            return StepCall("evaluate", batch, self._running.splitter.weighting(batch), **wanted)
+
+        self._running.flush()
+        call = self._called("evaluate", (args, kwargs, target), make)
+        return self._result(call, self._infer(call))
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, gather: bool) -> Any:
+        """Forwards of all micro-batches. In training, with gradients enabled, the output can be differentiated."""
+        running = self._running
+        host = running.host
+        what = "a forward that can be differentiated (under no_grad none can)"
+        differentiated = torch.is_grad_enabled() and self._model.training
+
+        def make() -> StepCall:
+            if differentiated and not isinstance(host, ThreadRanks):
+                raise InputError(
+                    f"{what} runs in one process, so far; this pipeline runs over a mesh; use step, or devices="
+                )
+            batch = running.splitter.batch(args, kwargs)
+            weighting = None if self._has_loss_fn else running.splitter.weighting_of_outputs(batch)
+            return StepCall("forward", batch, weighting, return_outputs=True, gather=gather)
+
+        running.flush()
+        call = self._called("forward", (args, kwargs, None), make)
+        if not differentiated or not isinstance(host, ThreadRanks):  # over a mesh rank 0's settings decide, in make
+            return self._outputs(call, self._infer(call))
+        return self._differentiable(call, host)
+
+    def _differentiable(self, call: StepCall, host: ThreadRanks) -> Any:
+        """Run the forwards; the backwards run when the output is differentiated."""
+        assembly = self._running.assembly
+        program = assembly.programs.of(len(call)).open_pass
+        there, back = halves(program)
+        feed = call.feed(self._seed, self._running.step)
+        work = assembly.work(program, feed, {index: stage.fresh() for index, stage in assembly.stages.items()})
+        with assembly.norms.counting():
+            host.executor.run(replace(work, orders=there, finish=_nothing), grad=True)
+        self._running.step += 1
+        back_work = replace(work, prepare=_nothing, orders=back)
+
+        def run_backwards() -> None:
+            with assembly.delivering():
+                host.executor.run(back_work, grad=True)
+
+        return attach(OpenPass(call.batch, feed, run_backwards, call.weighting))
+
+    def abandon(self) -> None:
+        """Drop the steps of an asynchronous schedule that are under way."""
+        if self._running.stream is not None:
+            self._running.stream.abandon()
+
+    def _called(
+        self, method: str, given: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
+    ) -> StepCall:
+        """The call, as this process is to run it."""
+        args, kwargs, target = given
+        assembly = self._running.assembly
+        host = self._running.host
+        assembly.members.check()
+        self._guard.check(changes=method == "step" or self._model.training)
+
+        def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
+            return dealt(call, assembly.programs.of(len(call)).plain, assembly.bodies, len(host.all_devices))
+
+        return host.call(method, bool(args or kwargs) or target is not None, make, deal)
+
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+        if self._has_loss_fn and target is None:
+            raise InputError("loss_fn(output, target) needs a target; got none; pass target=, or call forward")
+        if not self._has_loss_fn and target is not None:
+            raise InputError("a target goes to loss_fn; there is none; pass loss_fn= to Pipeline, or no target")
+        return self._running.splitter.batch(args, kwargs, target)
+
+    def _enqueue(self, call: StepCall) -> Tensor:
+        """Begin a step of an asynchronous schedule."""
+        wants_input_grads = any(call.batch.wanted_inputs())
+        for what, asked in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
+            if asked:
+                raise InputError(
+                    f"an asynchronous step returns before its own {what} are known; this one was asked for them; "
+                    f"call evaluate or forward for outputs, detach inputs, or use a synchronous schedule"
+                )
+        running = self._running
+        executor = running.host.executor
+        executor.check_outside("step")
+        caller = executor.caller(grad=True)
+        segments = running.assembly.programs.of(len(call)).segments
+        stream = running.stream
+        if stream is not None and (stream.caller, stream.segments) != (caller, segments):
+            running.flush()
+        if stream is None or not stream.open:
+            feed = StepData(self._seed, running.step, [])
+            stages = running.assembly.stages
+            stream = Stream(running.host, segments, stages, feed, caller, running.runs.append)
+            running.stream = stream
+        running.step += 1
+        return stream.step(call.batch, call.counting)
+
+    def _infer(self, call: StepCall) -> StepData:
+        running = self._running
+        programs = running.assembly.programs.of(len(call))
+        feed = call.feed(self._seed, running.step)
+        with running.assembly.norms.counting():
+            running.host.run(running.assembly.work(programs.inference, feed), call.batch, grad=False)
+        bring_ends(programs.plain, feed, running.host)
+        return feed
+
+    def _result(self, call: StepCall, feed: StepData) -> Any:
+        last = end_of(self._running.assembly.programs.of(len(call)).plain)
+        loss = self._running.host.loss(last, lambda: call.loss(feed))
+        return (loss, self._outputs(call, feed)) if call.return_outputs else loss
+
+    def _outputs(self, call: StepCall, feed: StepData) -> Any:
+        own_loss = not self._has_loss_fn
+        if not call.gather:
+            return call.outputs(feed, own_loss=own_loss)
+        last = end_of(self._running.assembly.programs.of(len(call)).plain)
+        return self._running.host.from_rank(last, lambda: call.outputs(feed, own_loss=own_loss))
+
+
+def _nothing(*_: Any) -> None:
+    return
