@@ -1,4 +1,4 @@
-"""Runs jobs/exits.py: how its processes end, and what they write beside what the script itself writes."""
+"""Runs jobs/exits.py in processes: how its processes end, and what they write beside what the script itself writes."""
 
 import os
 import re
@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from tests.support.jobs.exits import OWN_ERROR
 
-JOB = Path(__file__).parent / "jobs" / "exits.py"
+ROOT = Path(__file__).parents[2]
+JOB = "tests.support.jobs.exits"
 PATIENCE_S = 120
 
 
@@ -30,9 +31,9 @@ def exits(place: str, schedule: str, end: str, num_ranks: int = 2) -> list[Exit]
     if place == "mesh":
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(num_ranks)}
         environment = [_environment({**common, "RANK": str(rank)}) for rank in range(num_ranks)]
-    command = [sys.executable, str(JOB), place, schedule, end]
+    command = [sys.executable, "-m", JOB, place, schedule, end]
     started = [
-        subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(command, cwd=ROOT, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for own in environment
     ]
     try:
@@ -50,8 +51,10 @@ def exits(place: str, schedule: str, end: str, num_ranks: int = 2) -> list[Exit]
 def _by_torchrun(schedule: str, end: str, num_ranks: int) -> list[Exit]:
     """One Exit, of torchrun itself: the signals of its ranks are in its report, which ``said`` then holds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command += [f"--nproc-per-node={num_ranks}", str(JOB), "mesh", schedule, end]
-    run = subprocess.run(command, check=False, env=_environment({}), capture_output=True, text=True, timeout=PATIENCE_S)
+    command += [f"--nproc-per-node={num_ranks}", "-m", JOB, "mesh", schedule, end]
+    run = subprocess.run(
+        command, check=False, cwd=ROOT, env=_environment({}), capture_output=True, text=True, timeout=PATIENCE_S
+    )
     signals = re.findall(r"exitcode\s*: (-\d+)", run.stderr)
     return [Exit(run.returncode, run.stdout.count("ran") == num_ranks, " ".join(signals))]
 

@@ -1,4 +1,6 @@
-"""A script that ends while its pipelines are open: ``python jobs_exits.py PLACE SCHEDULE END``, one process a rank.
+"""A script that ends while its pipelines are open, one process a rank.
+
+    python -m tests.support.jobs.exits PLACE SCHEDULE END
 
 PLACE: "threads", or "mesh" with torchrun's environment. END: how the script ends. It prints "ran" as its last line.
 """

@@ -1,4 +1,6 @@
-"""A rank on a host of its own: started with torchrun's environment, by hosts.py. Rank 0 prints what all found."""
+"""A rank on a host of its own, which network_namespaces.py starts with the environment of torchrun. Rank 0 prints what
+all found.
+"""
 
 import json
 import os
