@@ -190,7 +190,7 @@ def both_ways(group: Any, name: str, placement: str | None = None) -> None:
                 assert same(got, getattr(everywhere, method)(**asked)), method
             with torch.no_grad():
                 assert same(first(**batch) if told else first(), everywhere(**batch))
-        assert first._step == everywhere._step
+        assert first._running.step == everywhere._running.step
 
 
 def counted_targets(group: Any, inputs: str) -> None:
