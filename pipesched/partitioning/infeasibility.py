@@ -52,7 +52,10 @@ class _Text:
 
 
 def _possible(request: Request) -> bool:
-    return solved(request.problem(), _MOST_IDEALS).found is not None
+    try:
+        return solved(request.problem(), _MOST_IDEALS).found is not None
+    except PartitionError:  # more stages than layers kept together leave room for
+        return False
 
 
 def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:

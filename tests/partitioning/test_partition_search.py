@@ -281,6 +281,10 @@ def test_ranks_that_stay_empty_are_left_out():
             {"exactly": True, "together": [["embedding", "head"]]},
             r"layers kept together make 1 blocks; use fewer stages",
         ),
+        (
+            {"exactly": True, "together": [["embedding", "first"], ["second", "head"]], "memory_limit_bytes": 12000},
+            r"12288 bytes \(12 KiB\), 288 more than a rank has; allow 12288 bytes \(12 KiB\) a rank$",
+        ),
     ],
 )
 def test_an_error_says_what_would_help(asked, match):
