@@ -15,8 +15,8 @@ from statistics import median_low
 import torch
 
 import pipesched
+from pipesched.planning.pins import Pins
 from pipesched.planning.search_request import Search
-from pipesched.planning.stage_cutter import Pins
 from pipesched.planning.tuner import find_plan
 
 DOCS = Path(__file__).resolve().parent

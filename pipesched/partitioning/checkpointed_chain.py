@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.activation_options import Choice
 from pipesched.partitioning.bisection import INFINITE, Fails, Found
 from pipesched.partitioning.knapsack import Knapsack
 from pipesched.partitioning.slots import LineUp, Slot, Toll

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.activation_options import Choice
 from pipesched.partitioning.bisection import INFINITE, Found
 from pipesched.partitioning.blocks import cuts_of
 from pipesched.partitioning.knapsack import Knapsack

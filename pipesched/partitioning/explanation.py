@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from pipesched.partitioning.activation_choices import Choice, with_copies
+from pipesched.partitioning.activation_options import Choice, with_copies
 from pipesched.partitioning.bisection import Found
 from pipesched.partitioning.blocks import Cuts, cuts_of
 from pipesched.partitioning.problem import Problem

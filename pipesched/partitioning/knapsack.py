@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from pipesched.partitioning.activation_choices import Choice, with_copies
+from pipesched.partitioning.activation_options import Choice, with_copies
 from pipesched.partitioning.bisection import INFINITE
 from pipesched.program.action_arrays import Ints
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.activation_options import Choice
 from pipesched.partitioning.blocks import Blocks, Cuts, cuts_of
 from pipesched.partitioning.chain import Chain
 from pipesched.partitioning.checkpointed_chain import CheckpointedChain

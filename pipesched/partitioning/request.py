@@ -10,7 +10,7 @@ import networkx as nx
 
 from pipesched.checks import as_list, check_number, check_type, is_whole, shown
 from pipesched.errors import PartitionError, ScheduleError
-from pipesched.partitioning.activation_choices import Choice, choices_of
+from pipesched.partitioning.activation_options import Choice, choices_of
 from pipesched.partitioning.blocks import contract
 from pipesched.partitioning.layer_arrays import Layers, read
 from pipesched.partitioning.problem import Communication, Pin, Problem

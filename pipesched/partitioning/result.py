@@ -10,7 +10,10 @@ from pipesched.json_files import read_fields
 from pipesched.program.checkpoint_options import Keep
 from pipesched.units import quote_bytes, quote_count, quote_time
 
-__all__ = ["Partition", "StageSummary", "span"]
+__all__ = ["Partition", "StageLayers", "StageSummary", "span"]
+
+#: The names of each stage's layers.
+StageLayers = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)

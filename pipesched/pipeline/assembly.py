@@ -23,7 +23,7 @@ from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
-from pipesched.planning.stage_cutter import Cutter
+from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.stage_sizing import StageSizes
 from pipesched.program.checkpoint_options import keep_by_layer, offloading
 from pipesched.program.program import Program
@@ -71,7 +71,7 @@ class StageCut:
     """
 
     cut: Cut
-    cutter: Cutter
+    cutter: StagePartitioner
     partition: Partition | None
     alternatives: tuple[Alternative, ...] = ()
 

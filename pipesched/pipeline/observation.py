@@ -18,10 +18,11 @@ from pipesched.model.state_guard import set_aside
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
 from pipesched.pipeline.module_interface import ModuleInterface
 from pipesched.planning.cost_correction import slowed
+from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan, Tie
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.report import Report
-from pipesched.planning.stage_cutter import Cutter, Pins
+from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.layer_profiler import QUICK
 from pipesched.profiling.layered_costs import measure
 from pipesched.profiling.loss_costs import with_supposed_loss
@@ -87,8 +88,10 @@ class Observed(ModuleInterface):
         def graph() -> "nx.DiGraph[str]":
             return own._layered.graph(own._treated(programs))
 
-        cutter = Cutter(pins, program, graph, programs.checkpoint, self._links, speeds=speeds)
-        cut, found = self._host.agreed(cutter.cut)
+        cutter = StagePartitioner(
+            pins=pins, program=program, graph=graph, checkpoint=programs.checkpoint, links=self._links, speeds=speeds
+        )
+        cut, found = self._host.agreed(cutter.partition)
         self._host.learn(self._layered, cut)
         return (
             StageCut(cut, cutter, found) if plan is None else StageCut(cut, cutter, plan.partition, plan.alternatives)
@@ -99,7 +102,7 @@ class Observed(ModuleInterface):
         """The plan that runs, with the costs known so far."""
         program, division, programs = self._assembly.program, self._assembly.division, self._assembly.programs
         if division.partition is None and self._profile is not None:
-            division.partition = division.cutter.of(division.cut)
+            division.partition = division.cutter.evaluate(division.cut)
         return Plan(
             division.cut,
             program.name,

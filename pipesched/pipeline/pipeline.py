@@ -21,11 +21,11 @@ from pipesched.pipeline.auto_plan import Automatic, adds_up
 from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_grads
 from pipesched.pipeline.gathering import Gathered
 from pipesched.pipeline.sample_form import CallForm, explained
+from pipesched.planning.pins import Boundaries, Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.search_request import Offload, limits_of
-from pipesched.planning.stage_cutter import Boundaries, Pins
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
 from pipesched.program.lowering import halves
 from pipesched.program.order import Schedule

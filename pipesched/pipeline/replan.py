@@ -13,13 +13,13 @@ from pipesched.capture.captured_model import Cut
 from pipesched.errors import InputError
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
 from pipesched.pipeline.observation import Observed
+from pipesched.planning.boundary_refinement import refined
 from pipesched.planning.cost_correction import Known, StageTimes
-from pipesched.planning.cut_refinement import refined
+from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.replan_verdict import Replanned, certain, check_steps_left, layers_moved, strayed, verdict
-from pipesched.planning.stage_cutter import Pins
 from pipesched.program.checkpoint_options import offloading
 from pipesched.program.program import Program
 from pipesched.runtime.microbatches import Splitter

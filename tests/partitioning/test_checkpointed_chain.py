@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipesched import partition
 from pipesched.errors import PartitionError
-from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.activation_options import Choice
 from pipesched.partitioning.bisection import INFINITE
 from pipesched.partitioning.knapsack import Knapsack
 from tests.support.brute_force_partition import as_good

@@ -11,7 +11,7 @@ import pytest
 
 from pipesched import partition
 from pipesched.errors import PartitionError
-from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.activation_options import Choice
 from pipesched.partitioning.bisection import smallest
 from pipesched.partitioning.request import Request
 from pipesched.partitioning.search import solve
