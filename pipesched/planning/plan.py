@@ -12,7 +12,7 @@ from pipesched.checks import as_path, check_known, check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, read_fields
 from pipesched.partitioning.result import Partition, span
-from pipesched.planning.alternatives import Alternative
+from pipesched.planning.alternatives import Alternative, taken
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint, checkpoint_in_words, offloading
 from pipesched.program.dependencies import StageGraph, chain
 from pipesched.program.lowering import add_offloading, add_recompute
@@ -133,8 +133,9 @@ class Plan:
         """What it is and its size; ``explain`` says more."""
         layers, stages = sum(map(len, self.stages)), counted(len(self.stages), "stage")
         cut = f"{counted(layers, 'layer')} in {stages} on {self._shape}"
-        taken = next((f", {quote_time(own.step_s)} a step" for own in self.alternatives if not own.note), "")
-        return f"Plan({self.schedule}: {cut}, checkpoint {checkpoint_in_words(self.checkpoint)!r}{taken})"
+        own = taken(self.alternatives)
+        step = f", {quote_time(own.step_s)} a step" if own else ""
+        return f"Plan({self.schedule}: {cut}, checkpoint {checkpoint_in_words(self.checkpoint)!r}{step})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON takes them. ``predicted`` is for the reader: it is computed anew on load."""
