@@ -88,16 +88,18 @@ class Blocks:
         return len(np.unique(tails[heads == tails + 1])) == len(self) - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cuts:
     """What lies before each place where a stage may end: the places of a chain, or the ideals of a lattice.
 
-    The first has nothing before it, the last everything. work: ticks. sent_bytes: what crosses. state_bytes and
-    activation_bytes: of the layers before.
+    The first has nothing before it, the last everything.
     """
 
+    #: Ticks of the layers before.
     work: Ints
+    #: What crosses the place.
     sent_bytes: Ints
+    #: Of the layers before.
     state_bytes: Ints
     activation_bytes: Ints
 
@@ -216,4 +218,9 @@ def cuts_of(blocks: Blocks, order: Sequence[int]) -> Cuts:
         np.add.at(sums, at + 1, of_layers)
         return np.asarray(np.cumsum(sums))
 
-    return Cuts(before(layers.ticks), np.cumsum(crossing), before(layers.state_bytes), before(layers.activation_bytes))
+    return Cuts(
+        work=before(layers.ticks),
+        sent_bytes=np.cumsum(crossing),
+        state_bytes=before(layers.state_bytes),
+        activation_bytes=before(layers.activation_bytes),
+    )

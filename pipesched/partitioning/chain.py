@@ -115,7 +115,7 @@ class Chain:
         times = [slot.time(int(self._weighed[at][0][b] - self._weighed[at][1][a])) for at, slot, (a, b) in places]
         if not self._toll.blocking and len(self._toll.ticks) > 1:
             times += self._toll.ticks[ends].tolist()
-        return Found(max(times), self._order, ends, slots)
+        return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     # ---- reaching ---------------------------------------------------------------------------------------------------
 

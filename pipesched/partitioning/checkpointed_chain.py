@@ -1,4 +1,4 @@
-"""Stages along one order of the blocks, with what each layer's activations cost it: what is within a bound.
+"""Checkpointed chain: a chain whose stages hold, recompute or offload each layer's activations; what is within a bound.
 
 The time of a stage is the least with which its layers fit into its rank's memory (`knapsack`). It can only grow with
 the layers, so the places where a stage may end, from all places where it may begin, are runs without a gap: up to the
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from pipesched.partitioning.activation_options import Choice
+from pipesched.partitioning.activation_options import ActivationOption
 from pipesched.partitioning.bisection import INFINITE, Fails, Found
 from pipesched.partitioning.knapsack import Knapsack
 from pipesched.partitioning.slots import LineUp, Slot, Toll
@@ -33,7 +33,7 @@ class _Row:
 class CheckpointedChain:
     """The cuts of one order of the blocks, and what may be between them.
 
-    members: the layers of each block, in order. choices: of each layer. spans: for each number of stages, the first and
+    members: the layers of each block, in order. options: of each layer. spans: for each number of stages, the first and
     the last cut where that many may be closed.
     """
 
@@ -41,7 +41,7 @@ class CheckpointedChain:
         self,
         order: list[int],
         members: Sequence[Sequence[int]],
-        choices: Sequence[Sequence[Choice]],
+        options: Sequence[Sequence[ActivationOption]],
         toll: Toll,
         line_up: LineUp,
         spans: Sequence[Run],
@@ -49,13 +49,13 @@ class CheckpointedChain:
         self._order, self._end = order, len(order)
         self._toll, self._line_up, self._spans = toll.ticks.tolist(), line_up, spans
         in_order = [members[block] for block in order]
-        fastest = [sum(min(c.ticks for c in choices[layer]) for layer in block) for block in in_order]
+        fastest = [sum(min(c.ticks for c in options[layer]) for layer in block) for block in in_order]
         self._row = _Row(
             [layer for block in in_order for layer in block],
             [0, *accumulate(map(len, in_order))],
             [0, *accumulate(fastest)],
         )
-        self.knapsack = Knapsack(choices)
+        self.knapsack = Knapsack(options)
         self._items: dict[int, list[int]] = {}
         sorts: dict[tuple[object, ...], dict[Run, int]] = {}
         self._times = [sorts.setdefault((s.in_flight, s.limit, s.speed), {}) for s in line_up.slots]
@@ -78,7 +78,7 @@ class CheckpointedChain:
 
     def with_choices(self, found: Found) -> Found:
         """A partition, with what is chosen for each layer."""
-        chosen: list[Choice] = []
+        chosen: list[ActivationOption] = []
         for slot, (begin, end) in zip(found.slots, pairwise([0, *found.ends]), strict=True):
             chosen += self.knapsack.chosen(self._held(slot, begin, end), slot.limit, slot.speed)
         of_layer = dict(zip(self._row.layers, chosen, strict=True))
@@ -178,7 +178,7 @@ class CheckpointedChain:
         times = [self.time(slot, begin, end) for slot, (begin, end) in zip(slots, pairwise([0, *ends]), strict=True)]
         if len(self._toll) > 1:
             times += [self._toll[end] for end in ends]
-        return Found(max(times), self._order, ends, slots)
+        return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
         """Of all partitions as good the one of which all stages together take least, and then are most alike; with its

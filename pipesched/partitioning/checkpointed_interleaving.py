@@ -5,10 +5,9 @@ rank faster, with the best choices for all layers of each rank (`knapsack`).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
-from pipesched.partitioning.activation_options import Choice
+from pipesched.partitioning.activation_options import ActivationOption
 from pipesched.partitioning.bisection import INFINITE, Found
 from pipesched.partitioning.blocks import cuts_of
 from pipesched.partitioning.knapsack import Knapsack
@@ -31,7 +30,7 @@ class CheckpointedRanks:
         self.order = list(order)
         self._members = [problem.blocks.members[block] for block in order]
         self._spans = problem.spans(order)
-        self.knapsack = Knapsack(problem.choices)
+        self.knapsack = Knapsack(problem.options)
         toll, slots = problem.toll(cuts_of(problem.blocks, order)).ticks.tolist(), problem.line_up.slots
         self._toll: list[int] = toll if len(toll) > 1 else [0] * (len(order) + 1)
         self._own = [[s for s, slot in enumerate(slots) if slot.rank == r] for r in range(len(problem.line_up.ranks))]
@@ -89,9 +88,14 @@ class CheckpointedRanks:
         return layers, items
 
     def _with_choices(self, bottleneck: int, cuts: Sequence[int]) -> Found:
-        of_layer: dict[int, Choice] = {}
+        of_layer: dict[int, ActivationOption] = {}
         for rank, own in enumerate(self._line_up.ranks):
             layers, items = self._items(rank, tuple((cuts[s], cuts[s + 1]) for s in self._own[rank]))
             of_layer.update(zip(layers, self.knapsack.chosen(items, own.limit, own.speed), strict=True))
-        found = Found(bottleneck, self.order, list(cuts[1:]), list(self._line_up.slots))
-        return replace(found, chosen=tuple(of_layer[layer] for layer in range(len(of_layer))))
+        return Found(
+            bottleneck=bottleneck,
+            order=self.order,
+            ends=list(cuts[1:]),
+            slots=list(self._line_up.slots),
+            chosen=tuple(of_layer[layer] for layer in range(len(of_layer))),
+        )

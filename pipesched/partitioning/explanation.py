@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from pipesched.partitioning.activation_options import Choice, with_copies
+from pipesched.partitioning.activation_options import ActivationOption, with_copies
 from pipesched.partitioning.bisection import Found
 from pipesched.partitioning.blocks import Cuts, cuts_of
 from pipesched.partitioning.problem import Problem
@@ -51,13 +51,13 @@ class _Cut:
         """The ticks of a stage there."""
         if self.found.chosen:
             chosen = self.chosen(begin, end)
-            ticks = slot.time(sum(choice.ticks for choice in chosen) * slot.speed.denominator)
-            forward = slot.time(sum(choice.forward_ticks for choice in chosen) * slot.speed.denominator)
-            return int(with_copies(forward, ticks, sum(choice.copy_ticks for choice in chosen)))
+            ticks = slot.time(sum(option.ticks for option in chosen) * slot.speed.denominator)
+            forward = slot.time(sum(option.forward_ticks for option in chosen) * slot.speed.denominator)
+            return int(with_copies(forward, ticks, sum(option.copy_ticks for option in chosen)))
         ends, begins = self.weighed[slot.speed]
         return slot.time(int(ends[end] - begins[begin]))
 
-    def chosen(self, begin: int, end: int) -> list[Choice]:
+    def chosen(self, begin: int, end: int) -> list[ActivationOption]:
         """What is done with the activations of the layers between two cuts; nothing where all are held."""
         return [self.found.chosen[layer] for layer in self.layers(begin, end)] if self.found.chosen else []
 
@@ -83,23 +83,23 @@ def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
     lower = found.bottleneck if solution.exact else solution.lower
     bottleneck, reason = _bottleneck(cut, stages, solution)
     return Partition(
-        stages,
-        layers.seconds(found.bottleneck),
-        layers.seconds(lower),
-        tuple(slot.rank for slot in found.slots),
-        tuple(_summaries(cut, stages)),
-        bottleneck,
-        reason,
-        solution.ideals,
-        solution.probes,
-        {layers.names[at]: choice.keep for at, choice in enumerate(found.chosen) if choice.keep},
+        stages=stages,
+        bottleneck_s=layers.seconds(found.bottleneck),
+        lower_bound_s=layers.seconds(lower),
+        ranks=tuple(slot.rank for slot in found.slots),
+        summaries=tuple(_summaries(cut, stages)),
+        bottleneck=bottleneck,
+        reason=reason,
+        ideals=solution.ideals,
+        probes=solution.probes,
+        checkpoint={layers.names[at]: option.keep for at, option in enumerate(found.chosen) if option.keep},
     )
 
 
 def _summaries(cut: _Cut, stages: list[list[Any]]) -> Iterator[StageSummary]:
     layers, cuts = cut.problem.blocks.layers, cut.cuts
     for names, (slot, begin, end) in zip(stages, cut.stages, strict=True):
-        own, chosen = cut.layers(begin, end), [choice.keep for choice in cut.chosen(begin, end)]
+        own, chosen = cut.layers(begin, end), [option.keep for option in cut.chosen(begin, end)]
         activations, memory = cut.held(slot, begin, end)
         yield StageSummary(
             rank=slot.rank,

@@ -80,8 +80,8 @@ def _alone(request: Request) -> tuple[str, int]:
     layers, blocks = problem.blocks.layers, problem.blocks
     fewest = min(slot.in_flight for slot in problem.line_up.slots)
     needed = blocks.total(layers.state_bytes + fewest * layers.activation_bytes)
-    if problem.choices:
-        knapsack = Knapsack(problem.choices)
+    if problem.options:
+        knapsack = Knapsack(problem.options)
         own = [[knapsack.item(layer, fewest) for layer in members] for members in blocks.members]
         needed = np.array([knapsack.least_bytes(items) for items in own])
     members = blocks.members[int(needed.argmax())]
@@ -96,7 +96,7 @@ def _enough(request: Request) -> int:
     problem = request.problem()
     layers = problem.blocks.layers
     most = max(slot.in_flight for slot in problem.line_up.slots)
-    working = max((choice.working_bytes for choices in problem.choices for choice in choices), default=0)
+    working = max((option.working_bytes for options in problem.options for option in options), default=0)
     low, high = 0, working + int((layers.state_bytes + most * layers.activation_bytes).sum())
     while low < high:
         middle = (low + high) // 2

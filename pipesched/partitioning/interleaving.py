@@ -38,12 +38,12 @@ def solved(problem: Problem, most_ideals: int) -> Solution:
     if not problem.line_up.shares_ranks:
         return solve(problem, most_ideals)
     alike = fixed_order([Rank()] * len(slots), [1] * len(slots), exactly=bool(problem.pins), pinned=0)
-    begin = solve(replace(problem, line_up=alike, choices=()), most_ideals)
+    begin = solve(replace(problem, line_up=alike, options=()), most_ideals)
     if begin.found is None:
         return begin
-    found = _with_choices(problem, begin) if problem.choices else _descended(problem, begin).found
+    found = _with_choices(problem, begin) if problem.options else _descended(problem, begin).found
     exact = found is not None and found.bottleneck == problem.lower
-    return Solution(found, problem.lower, exact, begin.ideals, begin.probes)
+    return replace(begin, found=found, lower=problem.lower, exact=exact)
 
 
 def _descended(problem: Problem, begin: Solution) -> "_Descent":
@@ -62,7 +62,7 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
         slots=tuple(replace(slot, limit=None) for slot in line_up.slots),
     )
     kept = CheckpointedRanks(problem, range(len(problem.blocks)))
-    begins = [_descended(replace(problem, line_up=limits, choices=()), begin) for limits in (free, line_up)]
+    begins = [_descended(replace(problem, line_up=limits, options=()), begin) for limits in (free, line_up)]
     found = [kept.descended(descent.cuts) for descent in begins if descent.order == kept.order]
     return min((one for one in found if one), key=lambda one: one.bottleneck, default=None)
 
@@ -117,7 +117,9 @@ class _Descent:
     def found(self) -> Found | None:
         """The partition; none where a rank is too small for its stages."""
         excess, bottleneck, _ = self.key
-        return None if excess else Found(bottleneck, self.order, self.cuts[1:], list(self._slots))
+        if excess:
+            return None
+        return Found(bottleneck=bottleneck, order=self.order, ends=self.cuts[1:], slots=list(self._slots))
 
     def kicked(self, lower: int) -> None:
         """Move some neighbouring cuts anywhere and descend again, many times; stay where that gains nothing."""

@@ -150,7 +150,7 @@ class Lattice:
         stages.reverse()
         order = [block for _, members in stages for block in members]
         ends = np.cumsum([len(members) for _, members in stages]).tolist()
-        return Found(bottleneck, order, ends, [slot for slot, _ in stages])
+        return Found(bottleneck=bottleneck, order=order, ends=ends, slots=[slot for slot, _ in stages])
 
     def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
         """The slot of the stage that ends at the ideal, where it begins, and what lies below the ideal."""

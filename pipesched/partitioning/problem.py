@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesched.partitioning.activation_options import Choice
+from pipesched.partitioning.activation_options import ActivationOption
 from pipesched.partitioning.blocks import Blocks, Cuts, cuts_of
 from pipesched.partitioning.chain import Chain
 from pipesched.partitioning.checkpointed_chain import CheckpointedChain
@@ -31,18 +31,17 @@ class Pin:
     ancestors: frozenset[int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is to be cut, and into what. pins: layers that stages begin with. choices: of each layer, what may be done
-    with its activations; none where all are held.
-    """
+    """What is to be cut, and into what."""
 
     blocks: Blocks
     line_up: LineUp
     communication: Communication
     link: Link
     pins: Sequence[Pin]
-    choices: Sequence[Sequence[Choice]] = ()
+    #: Of each layer, what may be done with its activations; none where all are held.
+    options: Sequence[Sequence[ActivationOption]] = ()
 
     @property
     def fills_up(self) -> bool:
@@ -76,11 +75,11 @@ class Problem:
         cuts = cuts_of(self.blocks, order)
         return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
 
-    def kept_chain(self, order: Sequence[int]) -> CheckpointedChain:
+    def checkpointed_chain(self, order: Sequence[int]) -> CheckpointedChain:
         """The same where choices are made for layers."""
         toll = self.toll(cuts_of(self.blocks, order))
         members = self.blocks.members
-        return CheckpointedChain(list(order), members, self.choices, toll, self.line_up, self.spans(order))
+        return CheckpointedChain(list(order), members, self.options, toll, self.line_up, self.spans(order))
 
     def spans(self, order: Sequence[int]) -> list[tuple[int, int]]:
         """For each number of stages, the first and the last cut of an order where pins let that many be closed."""

@@ -34,16 +34,14 @@ def _is_exact(program: Program) -> bool:
     return program.exact and not program.has_updates and program.num_weights == program.num_stages
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule for so many ranks and micro-batches; where the layers are cut is left to decide.
-
-    splits: whether it splits backwards.
-    """
+    """A schedule for so many ranks and micro-batches; which stage has which layers is left to decide."""
 
     schedule: Schedule
     num_ranks: int
     num_microbatches: int
+    #: Whether the schedule splits backwards.
     splits: bool
     checkpoint: Checkpoint = "never"
 
@@ -123,7 +121,10 @@ def candidates(
                 continue
             if num_ranks == 1 and wished is None and schedule.name != _SIMPLEST:
                 continue  # one rank alone: all orders take as long
-            yield from (Candidate(schedule, num_ranks, count, splits) for count in counts)
+            yield from (
+                Candidate(schedule=schedule, num_ranks=num_ranks, num_microbatches=count, splits=splits)
+                for count in counts
+            )
 
 
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:

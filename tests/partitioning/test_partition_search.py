@@ -98,7 +98,7 @@ def test_a_bisection_finds_the_smallest_bound(smallest_there_is, room_below, gue
     """A probe that realises just its bound, and knows of no further bound than the next."""
 
     def probe(bound):
-        return Found(bound, [], [], []) if bound >= smallest_there_is else Fails(bound + 1)
+        return Found(bottleneck=bound, order=[], ends=[], slots=[]) if bound >= smallest_there_is else Fails(bound + 1)
 
     low = max(0, smallest_there_is - room_below)
     found, probes = smallest(low, max(low, guess), probe)

@@ -50,7 +50,7 @@ def words(plan):
 def shortest(asked, allowed=WORDS):
     """The shortest simulated step of all cuts with all choices that keep the limits."""
     layers, (count,) = list(asked.pins.layers), asked.num_microbatches
-    candidate = Candidate(asked.schedule, asked.num_ranks, count, splits=False)
+    candidate = Candidate(schedule=asked.schedule, num_ranks=asked.num_ranks, num_microbatches=count, splits=False)
     found = inf
     for starts in combinations(range(1, len(layers)), candidate.num_stages - 1):
         ends = (*starts, len(layers))
