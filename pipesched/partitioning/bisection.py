@@ -42,7 +42,8 @@ def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tup
     probes = 1
     best = probe(guess)
     if isinstance(best, Fails):
-        probes, low = 2, max(low, best.following)
+        probes = 2
+        low = max(low, best.following)
         best = probe(INFINITE)
         if isinstance(best, Fails):
             return None, probes

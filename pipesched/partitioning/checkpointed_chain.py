@@ -46,8 +46,11 @@ class CheckpointedChain:
         line_up: LineUp,
         spans: Sequence[Run],
     ) -> None:
-        self._order, self._end = order, len(order)
-        self._toll, self._line_up, self._spans = toll.ticks.tolist(), line_up, spans
+        self._order = order
+        self._end = len(order)
+        self._toll = toll.ticks.tolist()
+        self._line_up = line_up
+        self._spans = spans
         in_order = [members[block] for block in order]
         fastest = [sum(min(c.ticks for c in options[layer]) for layer in block) for block in in_order]
         self._row = _Row(
@@ -88,9 +91,10 @@ class CheckpointedChain:
 
     def probe(self, bound: int) -> Found | Fails:
         """A partition within the bound, of which the first stages are the largest."""
-        line_up, following, bound = self._line_up, INFINITE, min(bound, INFINITE - 1)
+        following = INFINITE
+        bound = min(bound, INFINITE - 1)
         reached: list[list[Run]] = [[(0, 0)]]
-        for slot in line_up.slots:
+        for slot in self._line_up.slots:
             ends: list[Run] = []
             for begins in reached[-1]:
                 for first, last in self._fitting(slot, begins, bound):
@@ -122,7 +126,8 @@ class CheckpointedChain:
 
     def _fitting(self, slot: Slot, begins: Run, bound: int) -> Iterator[Run]:
         """The runs of begins behind which a block fits alone."""
-        first, last = begins[0], min(begins[1], self._end - 1)
+        first = begins[0]
+        last = min(begins[1], self._end - 1)
         single = self._single(slot)
         for begin in range(first, last + 1) if single[-1] > bound else ():
             if single[begin] > bound:
@@ -142,7 +147,8 @@ class CheckpointedChain:
 
     def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
         """The last end of a stage that begins there; one block fits."""
-        fastest, speed = self._row.fastest, slot.speed
+        fastest = self._row.fastest
+        speed = slot.speed
         within = fastest[begin] + bound * speed.numerator // speed.denominator
         last = bisect_right(fastest, within, begin + 1) - 1
         if self.time(slot, begin, last) <= bound:
@@ -165,7 +171,9 @@ class CheckpointedChain:
     # ---- a partition ------------------------------------------------------------------------------------------------
 
     def _found(self, reached: Sequence[Sequence[Run]], bound: int) -> Found:
-        ends, slots, stop = [], [], self._end
+        ends = []
+        slots = []
+        stop = self._end
         for begins, slot in zip(reached[-2::-1], self._line_up.slots[::-1], strict=True):
             begin = _last_before(begins, stop)
             if begin is not None and self.time(slot, begin, stop) <= bound:
@@ -184,7 +192,9 @@ class CheckpointedChain:
         """Of all partitions as good the one of which all stages together take least, and then are most alike; with its
         choices. (With stages left out, the one that was found.)
         """
-        slots, fastest, bottleneck = self._line_up.slots, self._row.fastest, found.bottleneck
+        slots = self._line_up.slots
+        fastest = self._row.fastest
+        bottleneck = found.bottleneck
         if len(found.slots) < len(slots):
             return self.with_choices(found)
         best: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]  # ticks, squares, begin; by end
@@ -216,7 +226,8 @@ def _joined(runs: Sequence[Run], first: int = 0, last: int = INFINITE) -> list[R
     """The runs between two cuts, ascending and apart."""
     joined: list[Run] = []
     for low, high in sorted(runs):
-        begin, end = max(low, first), min(high, last)
+        begin = max(low, first)
+        end = min(high, last)
         if begin > end:
             continue
         if joined and begin <= joined[-1][1] + 1:

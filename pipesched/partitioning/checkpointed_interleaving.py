@@ -31,7 +31,8 @@ class CheckpointedRanks:
         self._members = [problem.blocks.members[block] for block in order]
         self._spans = problem.spans(order)
         self.knapsack = Knapsack(problem.options)
-        toll, slots = problem.toll(cuts_of(problem.blocks, order)).ticks.tolist(), problem.line_up.slots
+        toll = problem.toll(cuts_of(problem.blocks, order)).ticks.tolist()
+        slots = problem.line_up.slots
         self._toll: list[int] = toll if len(toll) > 1 else [0] * (len(order) + 1)
         self._own = [[s for s, slot in enumerate(slots) if slot.rank == r] for r in range(len(problem.line_up.ranks))]
         self._ways = [at for at, (one, other) in enumerate(pairwise(slots), 1) if one.rank != other.rank]
@@ -42,7 +43,8 @@ class CheckpointedRanks:
 
         cuts: with the first and the last.
         """
-        key, cuts = self._key(cuts), list(cuts)
+        key = self._key(cuts)
+        cuts = list(cuts)
         for _ in range(_ROUNDS):
             before = key
             for index in range(1, len(cuts) - 1):
@@ -68,19 +70,20 @@ class CheckpointedRanks:
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
         """Bytes too many on a rank, and its ticks: the least, or where that is too much with all held."""
         if (rank, stages) not in self._known:
-            own, items = self._line_up.ranks[rank], self._items(rank, stages)[1]
-            excess, ticks = 0, self.knapsack.least(items, own.limit, own.speed)
+            own = self._line_up.ranks[rank]
+            items = self._items(rank, stages)[1]
+            excess = 0
+            ticks = self.knapsack.least(items, own.limit, own.speed)
             if ticks == INFINITE and own.limit is not None:
-                excess, ticks = (
-                    self.knapsack.least_bytes(items) - own.limit,
-                    self.knapsack.least(items, None, own.speed),
-                )
+                excess = self.knapsack.least_bytes(items) - own.limit
+                ticks = self.knapsack.least(items, None, own.speed)
             self._known[rank, stages] = excess, ticks
         return self._known[rank, stages]
 
     def _items(self, rank: int, stages: Stages) -> tuple[list[int], list[int]]:
         """The layers of a rank's stages, and what they are for the knapsack."""
-        layers, items = [], []
+        layers = []
+        items = []
         for stage, (begin, end) in zip(self._own[rank], stages, strict=True):
             own = [layer for block in self._members[begin:end] for layer in block]
             layers += own

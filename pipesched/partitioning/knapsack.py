@@ -96,7 +96,8 @@ class Knapsack:
         _, working, state = min(self._found(key, limit, speed))
         taken: dict[int, list[ActivationOption]] = {}
         for count in range(len(key), 0, -1):
-            front, item = self._front(key[:count], working), key[count - 1]
+            front = self._front(key[:count], working)
+            item = key[count - 1]
             taken.setdefault(item, []).append(self._options[item][int(front.option[state])][1])
             state = int(front.parent[state])
         for options in taken.values():
@@ -160,7 +161,8 @@ class Knapsack:
             copies = np.concatenate([before + c.copy_ticks for _, _, c in rows])
         kept = _undominated(held, ticks) if copies is None else _undominated_with_copies(held, ticks, copies)
         if len(kept) > (_MOST_STATES if copies is None else _MOST_WITH_COPIES):
-            kept, self.exact = _thinned(kept, held, ticks, copies), False
+            kept = _thinned(kept, held, ticks, copies)
+            self.exact = False
         return _Front(
             held=held[kept],
             ticks=ticks[kept],

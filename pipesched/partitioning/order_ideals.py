@@ -93,13 +93,15 @@ class _Growth:
     """One block more. Sums are rows: work, state bytes, activation bytes, bytes sent, then the sets asked for."""
 
     def __init__(self, blocks: Blocks, asked: Collection[Collection[int]]) -> None:
-        layers, self._words = blocks.layers, -(-len(blocks) // 64)
+        layers = blocks.layers
+        self._words = -(-len(blocks) // 64)
         self._consumers = blocks.consumers
         self._needs = [_words(producers) for producers in blocks.producers]
         self._sources = [block for block, producers in enumerate(blocks.producers) if not producers]
         additive = [blocks.total(column) for column in (layers.ticks, layers.state_bytes, layers.activation_bytes)]
         members = [np.isin(np.arange(len(blocks)), list(group)).astype(np.int64) for group in asked]
-        made, self._used = np.zeros(len(blocks), np.int64), _used(blocks)
+        made = np.zeros(len(blocks), np.int64)
+        self._used = _used(blocks)
         for tensor in blocks.tensors:
             made[tensor.producer] += tensor.size
         self._gain = np.stack([*additive, made, *members])
@@ -107,16 +109,18 @@ class _Growth:
         self._new_keys(len(blocks))
 
     def _new_keys(self, count: int) -> None:
-        generator = np.random.default_rng(self._seed)
-        self._keys = generator.integers(0, 2**64, count, np.uint64)
+        self._keys = np.random.default_rng(self._seed).integers(0, 2**64, count, np.uint64)
 
     def first(self) -> _Level:
         ready = np.zeros((1, self._words), np.uint64)
         for word, mask in _words(self._sources).items():
             ready[0, word] = mask
-        empty = np.zeros((1, self._words), np.uint64)
-        sums = np.zeros((len(self._gain), 1), np.int64)
-        return _Level(members=empty, ready=ready, keys=np.zeros(1, np.uint64), sums=sums)
+        return _Level(
+            members=np.zeros((1, self._words), np.uint64),
+            ready=ready,
+            keys=np.zeros(1, np.uint64),
+            sums=np.zeros((len(self._gain), 1), np.int64),
+        )
 
     def next(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
         """The steps to the next level: from which row, which block; how many lead to each ideal; and the level."""
@@ -126,21 +130,26 @@ class _Growth:
         by_first = np.argsort(first)  # so that nothing depends on the keys
         rank = np.empty(len(first), np.int64)
         rank[by_first] = np.arange(len(first))
-        child, first = rank[child], first[by_first]
+        child = rank[child]
+        first = first[by_first]
         order = np.argsort(child, kind="stable")
         members = _with(level.members[rows[first]], new[first])
         if not self._same(level, rows, new, child, members):
             return self._again(level)
-        sums = level.sums[:, rows[first]] + self._gain[:, new[first]]
-        ready = _without(level.ready[rows[first]], new[first])
-        grown = _Level(members=members, ready=ready, keys=keys[first], sums=sums)
+        grown = _Level(
+            members=members,
+            ready=_without(level.ready[rows[first]], new[first]),
+            keys=keys[first],
+            sums=level.sums[:, rows[first]] + self._gain[:, new[first]],
+        )
         self._update(grown, new[first])
         return rows[order], new[order], np.bincount(child), grown
 
     def _ready(self, level: _Level) -> tuple[Ints, Ints]:
         """All pairs of an ideal of the level and a block that may be added to it."""
         some = np.bitwise_or.reduce(level.ready, axis=0)
-        rows, new = [], []
+        rows = []
+        new = []
         for word, mask in enumerate(some.tolist()):
             for bit in _bits(mask):
                 chosen = np.flatnonzero(level.ready[:, word] & np.uint64(1 << bit))

@@ -77,9 +77,14 @@ class Problem:
 
     def checkpointed_chain(self, order: Sequence[int]) -> CheckpointedChain:
         """The same where choices are made for layers."""
-        toll = self.toll(cuts_of(self.blocks, order))
-        members = self.blocks.members
-        return CheckpointedChain(list(order), members, self.options, toll, self.line_up, self.spans(order))
+        return CheckpointedChain(
+            order=list(order),
+            members=self.blocks.members,
+            options=self.options,
+            toll=self.toll(cuts_of(self.blocks, order)),
+            line_up=self.line_up,
+            spans=self.spans(order),
+        )
 
     def spans(self, order: Sequence[int]) -> list[tuple[int, int]]:
         """For each number of stages, the first and the last cut of an order where pins let that many be closed."""
@@ -101,12 +106,11 @@ class Problem:
     def lattice(self, ideals: Ideals, ceiling: int) -> Lattice:
         """The search through all orders; ``ideals`` with the sets of ``counted``; ceiling: a known bottleneck."""
         allowed: dict[int, NDArray[np.bool_]] = {}
-        columns, groups = iter(ideals.contains), iter(self.counted)
-        for pin in self.pins:
-            own, _, needed, group = next(columns), next(groups), next(columns), next(groups)
-            before, behind = (own == 0) & (needed == len(group)), own == 1
+        counts = ideals.contains
+        for pin, own, needed, blocks in zip(self.pins, counts[::2], counts[1::2], self.counted[1::2], strict=True):
+            before = (own == 0) & (needed == len(blocks))
             allowed[pin.stage] = allowed.get(pin.stage, True) & before
-            allowed[pin.stage + 1] = allowed.get(pin.stage + 1, True) & behind
+            allowed[pin.stage + 1] = allowed.get(pin.stage + 1, True) & (own == 1)
         return Lattice(ideals, self.toll(ideals.cuts), self.line_up, allowed, ceiling)
 
 

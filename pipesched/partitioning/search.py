@@ -103,13 +103,9 @@ def _with_limits(problem: Problem, small: Problem, ideals: Ideals, own: Found | 
     Where none of these keeps them, all orders with limits: that may take minutes.
     """
     line_up = problem.line_up
-    free = replace(
-        line_up,
-        ranks=tuple(replace(rank, limit=None) for rank in line_up.ranks),
-        slots=tuple(replace(slot, limit=None) for slot in line_up.slots),
-    )
+    free = replace(small, line_up=line_up.without_limits)
     known = own.bottleneck if own else INFINITE
-    unlimited, probes = smallest(problem.lower, known, replace(small, line_up=free).lattice(ideals, known).probe)
+    unlimited, probes = smallest(problem.lower, known, free.lattice(ideals, known).probe)
     if unlimited is None:
         return _exact(None, len(ideals), tried + probes)
     limits = {(slot.source, slot.target, slot.rank): slot.limit for slot in line_up.slots}
@@ -132,9 +128,8 @@ def _keeps_limits(problem: Problem, found: Found) -> bool:
 
 def _reduced(problem: Problem) -> Problem:
     """The problem with fewer blocks and the same best bottleneck."""
-    by_size, by_memory = problem.communication != "none", problem.line_up.capped
-    blocks = reduce_blocks(problem.blocks, by_size=by_size, by_memory=by_memory)
-    return replace(problem, blocks=blocks)
+    by_size = problem.communication != "none"
+    return replace(problem, blocks=reduce_blocks(problem.blocks, by_size=by_size, by_memory=problem.line_up.capped))
 
 
 def _of(problem: Problem, small: Problem, found: Found) -> Found:

@@ -86,6 +86,12 @@ class LineUp:
         return [replace(slot, rank=places[at][kinds[:at].count(kinds[at])]) for at, slot in enumerate(slots)]
 
     @property
+    def without_limits(self) -> "LineUp":
+        """The same ranks without limits of memory."""
+        ranks = tuple(replace(rank, limit=None) for rank in self.ranks)
+        return replace(self, ranks=ranks, slots=tuple(replace(slot, limit=None) for slot in self.slots))
+
+    @property
     def alike(self) -> bool:
         """Whether every stage may be on every rank: as fast as the one that was measured, without a limit."""
         return set(self.ranks) == {Rank()}

@@ -26,8 +26,7 @@ _MOST_COUNTS = 12
 @cache
 def synchronous() -> tuple[Schedule, ...]:
     """The known schedules that change nothing of what is learned: exact ones, without updates on their way."""
-    known = [schedules.get(name) for name in schedules.names()]
-    return tuple(each for each in known if _is_exact(each.program(2, 4)))
+    return tuple(each for each in map(schedules.get, schedules.names()) if _is_exact(each.program(2, 4)))
 
 
 def _is_exact(program: Program) -> bool:
@@ -58,9 +57,14 @@ class Candidate:
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
         """The simpler ones first: few chunks, whole backwards, orders that are written and not searched for."""
-        shape = self.num_ranks, self.num_microbatches
-        schedule = self.schedule
-        return (schedule.chunks_per_rank, self.splits, schedule.searches, schedule.name, *shape)
+        return (
+            self.schedule.chunks_per_rank,
+            self.splits,
+            self.schedule.searches,
+            self.schedule.name,
+            self.num_ranks,
+            self.num_microbatches,
+        )
 
     @property
     def num_actions(self) -> int:
@@ -154,9 +158,10 @@ def microbatch_counts(batch_size: int, num_ranks: int, sizes: Iterable[int]) -> 
     """Into how many micro-batches so many rows may be cut, such that each has a size between the smallest and the
     largest that was measured; those that divide the batch, or else keep all ranks busy.
     """
-    smallest, largest = min(sizes), max(sizes)
-    most = num_ranks * _MOST_ROUNDS
-    found = {count for count in range(1, min(most, batch_size) + 1) if batch_size % count == 0}
+    smallest = min(sizes)
+    largest = max(sizes)
+    most = min(num_ranks * _MOST_ROUNDS, batch_size)
+    found = {count for count in range(1, most + 1) if batch_size % count == 0}
     found |= {num_ranks * rounds for rounds in (1, 2, 4, 8) if num_ranks * rounds <= batch_size}
     fit = sorted(count for count in found if smallest <= -(-batch_size // count) <= largest)
     if len(fit) <= _MOST_COUNTS:

@@ -61,8 +61,7 @@ class EvaluatedCandidate:
         """How much of that is beyond each rank's limit; () without limits."""
         if self.limit_bytes is None:
             return ()
-        limits = self.limit_bytes
-        return tuple(max(0, peak - limit) for peak, limit in zip(self.peak_bytes, limits, strict=False))
+        return tuple(max(0, peak - limit) for peak, limit in zip(self.peak_bytes, self.limit_bytes, strict=False))
 
     @property
     def order(self) -> tuple[Any, ...]:

@@ -88,8 +88,7 @@ def leanest(search: Search, fitting: "FittingPlans") -> EvaluatedCandidate:
         asked = replace(search, memory_limit_bytes=(limit,) * search.num_ranks)
         return fitting.any(asked) if only is None else fitting.of(asked, only)
 
-    least = fitting.lean(search).least_bytes(min(search.num_microbatches))
-    low = max(1, least // search.num_ranks)
+    low = max(1, fitting.lean(search).least_bytes(min(search.num_microbatches)) // search.num_ranks)
     high = low
     found = None
     while found is None:

@@ -111,8 +111,9 @@ class Pins:
 
     def allows(self, starts: Sequence[int]) -> bool:
         """Whether stages that begin at these places keep what was asked of a cut that is open."""
-        begins = all(starts[stage] == place for place, stage in self._begins)
-        return begins and all(bisect(starts, first) == bisect(starts, last) for first, last in self._groups)
+        return all(starts[stage] == place for place, stage in self._begins) and all(
+            bisect(starts, first) == bisect(starts, last) for first, last in self._groups
+        )
 
     @cached_property
     def _begins(self) -> list[tuple[int, int]]:

@@ -79,8 +79,7 @@ class RecomputationChooser:
         for so much less than it has counted; where there is no partition then, for half as much less.
         allowed: what may be done with the activations of single layers.
         """
-        limits = self._search.memory_limit_bytes or ()
-        asked = [float(limit) for limit in limits[: candidate.num_ranks]]
+        asked = [float(limit) for limit in (self._search.memory_limit_bytes or ())[: candidate.num_ranks]]
         enough: list[float] = []  # for a partition, though not for all that it needs
         for _ in range(_TRIES):
             partitioned = self._partitioned(candidate, tuple(asked), allowed)

@@ -58,9 +58,8 @@ def _weighed(alternatives: Sequence[Alternative]) -> Table | None:
     alike = {name: rows[0][name].text for name in _SHAPE if len({row[name].text for row in rows}) == 1}
     rows = [{name: cell for name, cell in row.items() if name not in alike} for row in rows]
     note = f"All have {', '.join(map(' '.join, alike.items()))}. " if alike else ""
-    words = ("plan", "schedule", "checkpoint", "why not")
     note += " ".join(said for name, said in _WEIGHED.items() if name == "m" or any(name in row for row in rows))
-    return Table.of("What was weighed", rows, words, note, ("predicted",))
+    return Table.of("What was weighed", rows, ("plan", "schedule", "checkpoint", "why not"), note, ("predicted",))
 
 
 def _alternative(other: Alternative, equal_s: float | None) -> _Row:

@@ -59,7 +59,8 @@ class StagePartitioner:
 
         Raises PartitionError where there are more stages than layers, or the boundaries do not fit.
         """
-        layers, num_stages = list(self.pins.layers), self.program.num_weights
+        layers = list(self.pins.layers)
+        num_stages = self.program.num_weights
         if num_stages > max(1, len(layers)):
             raise PartitionError(
                 f"every stage holds at least one layer; {num_stages} stages on {self.program.num_ranks} ranks, but the "
@@ -101,7 +102,8 @@ class StagePartitioner:
     def _solved(self) -> Partition:
         graph = self.graph()
         row = _in_a_row(graph)
-        starts, together = self.pins.starts, tuple(tuple(group) for group in self.pins.together)
+        starts = self.pins.starts
+        together = tuple(tuple(group) for group in self.pins.together)
         found = self._partition(row, starts, together)
         for users in _tied(graph)[:_MOST_TIES]:
             try:
@@ -109,7 +111,8 @@ class StagePartitioner:
             except PartitionError:
                 continue
             if self._cost(graph, other) <= self._cost(graph, found):
-                found, together = other, (*together, users)
+                found = other
+                together = (*together, users)
         why = found.reason
         if starts or self.pins.together:
             best = self._partition(row)
@@ -197,9 +200,8 @@ class StagePartitioner:
 
     def _explained(self, graph: "nx.DiGraph[str]", found: Partition, reason: str) -> Partition:
         """The partition with its ranks' own numbers, each parameter once a stage, and what checkpoints spare."""
-        held = self.in_flight
         summaries = []
-        for names, rank, count, own in zip(found.stages, self._ranks, held, found.summaries, strict=True):
+        for names, rank, count, own in zip(found.stages, self._ranks, self.in_flight, found.summaries, strict=True):
             used = {name for layer in names for name in graph.nodes[layer]["parameters"]}
             sizes = [graph.graph["parameters"][name] for name in used]
             activations = sum(graph.nodes[layer].get("activation_bytes", 0) for layer in names)
@@ -241,5 +243,6 @@ def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
 
 def _tied(graph: "nx.DiGraph[str]") -> list[tuple[str, ...]]:
     """The groups of layers that use the same parameters, those with the most bytes first."""
-    sizes, groups = graph.graph["parameters"], tied_groups(graph)
+    groups = tied_groups(graph)
+    sizes = graph.graph["parameters"]
     return sorted(groups, key=lambda users: -sum(sizes[name][1] for name in groups[users]))

@@ -67,8 +67,10 @@ def too_small(plan: Plan, num_ranks: int) -> str:
     several = [_expected_s(other) for other in others if other.num_ranks > 1 and other.fits]
     if num_ranks == 1 or chosen.num_ranks > 1 or not several:
         return ""
-    one, best = quote_time(_expected_s(chosen)), quote_time(min(several))
-    return f"too small to gain from a pipeline: one device takes {one}, the best plan of several {best}"
+    return (
+        f"too small to gain from a pipeline: one device takes {quote_time(_expected_s(chosen))}, "
+        f"the best plan of several {quote_time(min(several))}"
+    )
 
 
 def _expected_s(one: Alternative) -> float:
@@ -94,8 +96,7 @@ class Tuner:
         self._found += known
         to_refine = _TO_REFINE * self._search.effort
         rest = self._best_first(until=to_refine)
-        in_need = not self._found
-        if in_need:
+        if in_need := not self._found:
             self._thrifty_first(rest)
         if not self._found:
             self._found.append(self._leanest())
@@ -229,7 +230,6 @@ class Tuner:
     def plan(self, chosen: EvaluatedCandidate) -> Plan:
         """The plan of one that was simulated, with what it was weighed against."""
         candidate = chosen.candidate
-        partitioner = self._chooser.partitioner(candidate, candidate.program)
         why = {} if self._search.pins.complete else {"why": _WHY}
         return Plan(
             stages=chosen.stages,
@@ -238,20 +238,19 @@ class Tuner:
             checkpoint=candidate.checkpoint,
             costs=chosen.costs,
             options={k: v for k, v in candidate.schedule.options.items() if isinstance(v, int | float | str)},
-            partition=partitioner.evaluate(chosen.stages, **why),
+            partition=self._chooser.partitioner(candidate, candidate.program).evaluate(chosen.stages, **why),
             ties=self._ties(chosen),
             alternatives=tuple(self._alternatives(chosen)),
         )
 
     def _ties(self, chosen: EvaluatedCandidate) -> tuple[Tie, ...]:
         graph = self._chooser.graph(chosen.candidate.num_microbatches)
-        placement = chosen.candidate.placement
         home = {layer: stage for stage, layers in enumerate(chosen.stages) for layer in layers}
         ties = []
         for users, names in tied_groups(graph).items():
             own = tuple(home[user] for user in users)
             size = sum(graph.graph["parameters"][name][1] for name in names)
-            ties.append(Tie(tuple(names), own, tied_bytes(size, [placement[stage] for stage in own])))
+            ties.append(Tie(tuple(names), own, tied_bytes(size, [chosen.candidate.placement[stage] for stage in own])))
         return tuple(ties)
 
     def _alternatives(self, chosen: EvaluatedCandidate) -> Iterator[Alternative]:
@@ -300,8 +299,12 @@ def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
 def _bound_s(found: EvaluatedCandidate) -> float:
     """What no order of these stages makes faster."""
     candidate = found.candidate
-    costs = _quickest(found.costs, candidate.placement)
-    return lower_bound(costs, candidate.num_microbatches, placement=candidate.placement, split=candidate.splits)
+    return lower_bound(
+        _quickest(found.costs, candidate.placement),
+        candidate.num_microbatches,
+        placement=candidate.placement,
+        split=candidate.splits,
+    )
 
 
 def _quickest(costs: Costs, placement: Placement) -> Costs:
