@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pipesched.capture.captured_model import Cut
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.capture.loss import Head
 from pipesched.capture.stage_body import Body
@@ -21,6 +20,7 @@ from pipesched.model.module_tree import Members
 from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
+from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
@@ -70,7 +70,7 @@ class StageCut:
     alternatives: what was weighed against it, where it was searched for.
     """
 
-    cut: Cut
+    cut: StageLayers
     cutter: StagePartitioner
     partition: Partition | None
     alternatives: tuple[Alternative, ...] = ()
@@ -137,7 +137,7 @@ class Assembly:
         return [] if self._inheritance is None else self._inheritance.undriven
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> StageLayers:
         """The layers of each stage."""
         return self.division.cut
 

@@ -11,10 +11,11 @@ import networkx as nx
 import torch
 from torch import nn
 
-from pipesched.capture.captured_model import CapturedModel, Cut
+from pipesched.capture.captured_model import CapturedModel
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.errors import MemoryLimitError
 from pipesched.model.state_guard import set_aside
+from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
 from pipesched.pipeline.module_interface import ModuleInterface
 from pipesched.planning.cost_correction import slowed
@@ -342,7 +343,7 @@ class Observed(ModuleInterface):
         return self._predicted_costs(self._assembly.programs, self._assembly.cut)
 
     def _predicted_costs(
-        self, programs: ProgramFactory, cut: Cut, layers: Mapping[str, LayerCosts] | None = None
+        self, programs: ProgramFactory, cut: StageLayers, layers: Mapping[str, LayerCosts] | None = None
     ) -> Costs:
         """What stages of these layers cost, by layer times, on devices of which some are known to be slow. layers: what
         they cost, as measured unless given.

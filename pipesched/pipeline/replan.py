@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipesched.capture.captured_model import Cut
 from pipesched.errors import InputError
+from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
 from pipesched.pipeline.observation import Observed
 from pipesched.planning.boundary_refinement import refined
@@ -131,7 +131,7 @@ class Planned(Observed):
         """Move the division's cuts, or those of now where they are better, wherever that shortens the step."""
         pins, left = self._asked, _EFFORT
 
-        def step_s(cut: Cut) -> float:
+        def step_s(cut: StageLayers) -> float:
             nonlocal left
             left -= len(programs.timed(programs.num_microbatches).columns)
             return self._step_s(programs, cut, update_s, self._limits)
@@ -145,7 +145,7 @@ class Planned(Observed):
             division.cut, division.partition = found, None
 
     def _step_s(
-        self, programs: ProgramFactory, cut: Cut, update_s: float, limits: tuple[int, ...] | None = None
+        self, programs: ProgramFactory, cut: StageLayers, update_s: float, limits: tuple[int, ...] | None = None
     ) -> float:
         """The predicted step of programs whose stages have these layers; endless where a rank would need more memory
         than its limit. update_s: for a byte of weights.
@@ -190,7 +190,7 @@ class Planned(Observed):
         layers = layers_moved(ranks, self._ranks(self._assembly.program, self._assembly.cut))
         return Replanned(self.plan, layers=layers, moved_bytes=size, cost_s=cost_s)
 
-    def _ranks(self, program: Program, cut: Cut) -> dict[str, int]:
+    def _ranks(self, program: Program, cut: StageLayers) -> dict[str, int]:
         """Where each layer runs; of several chains the first."""
         return {name: program.placement[stage] for stage, names in enumerate(cut) for name in names}
 
