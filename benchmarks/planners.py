@@ -33,8 +33,8 @@ from partition import max_min, unit_moves
 
 from pipesched import lower_bound, schedules, simulate
 from pipesched.partitioning.partition import balance
+from pipesched.planning.pins import Pins
 from pipesched.planning.search_request import Search
-from pipesched.planning.stage_cutter import Pins
 from pipesched.planning.tuner import find_plan
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.memory import rank_memory

@@ -16,8 +16,9 @@ from measure import machine
 
 from pipesched import schedules
 from pipesched.planning.candidates import microbatch_counts
+from pipesched.planning.pins import Pins
 from pipesched.planning.search_request import Search
-from pipesched.planning.stage_cutter import Cutter, Pins
+from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.planning.tuner import find_plan
 from pipesched.simulation.overheads import Machine
 from pipesched.simulation.profile import Profile
@@ -82,8 +83,8 @@ def main() -> None:
         if chunks > 1:
             schedule = schedule.with_options(chunks_per_rank=chunks)
         program = schedule.program(ranks, 128)
-        cutter = Cutter(Pins(list(graph)), program, lambda: graph)
-        seconds = min(timed(cutter.cut)[0] for _ in range(args.repeats))
+        partitioner = StagePartitioner(pins=Pins(list(graph)), program=program, graph=lambda: graph)
+        seconds = min(timed(partitioner.partition)[0] for _ in range(args.repeats))
         print(f"{f'{name}, {ranks} ranks, {program.num_stages} stages':<52}{seconds * 1e3:>8.1f}", flush=True)
     print(f"\n{'whole search':<52}{'s':>8}  plan")
     host = Machine(host_bytes_per_s=HOST_BYTES_PER_S)

@@ -15,8 +15,9 @@ from statistics import median_low
 import torch
 
 import pipesched
-from pipesched.planning.stage_cutter import Pins
-from pipesched.planning.tuner import Search
+from pipesched.planning.pins import Pins
+from pipesched.planning.search_request import Search
+from pipesched.planning.tuner import find_plan
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent / "examples"))
@@ -36,7 +37,14 @@ def main() -> None:
     profile = pipesched.profile(model, x[:4], loss_fn=train_gpt.next_byte_loss, target=y[:4], rows=(2, 4, 8))
     overheads = pipesched.probe_overheads(devices=["cpu"] * RANKS)
     profile = replace(profile, machine=replace(profile.machine, threads=overheads))
-    plan = Search(profile, Pins(list(profile.layers)), RANKS, ROWS, (4, 8, 16)).plan()
+    search = Search(
+        profile=profile,
+        pins=Pins(list(profile.layers)),
+        num_ranks=RANKS,
+        batch_size=ROWS,
+        num_microbatches=(4, 8, 16),
+    )
+    plan = find_plan(search)
     sample, ranks = x[: ROWS // plan.program.num_microbatches], ["cpu"] * RANKS
     with pipesched.Pipeline(model, sample, loss_fn=train_gpt.next_byte_loss, devices=ranks, plan=plan) as pipe:
         optimizer, traces = torch.optim.AdamW(pipe.parameters(), lr=1e-3), []

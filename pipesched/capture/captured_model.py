@@ -21,17 +21,14 @@ from pipesched.errors import GraphError, ScheduleError
 from pipesched.model.class_state import check_class_state
 from pipesched.model.module_tree import installs_recorders
 from pipesched.model.tied_weights import Ties, Use
+from pipesched.partitioning.result import StageLayers
 from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.payload import choose_rows
 from pipesched.tensors.tree_structure import tensors_in
 from pipesched.user_warning import warn
 
-__all__ = ["CapturedModel", "Cut"]
-
-
-#: The names of each stage's layers.
-Cut = tuple[tuple[str, ...], ...]
+__all__ = ["CapturedModel"]
 
 
 class CapturedModel:
@@ -108,7 +105,7 @@ class CapturedModel:
                 f"own; give each layer a weight of its own, or choose a synchronous schedule"
             )
 
-    def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:
+    def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
         """The calls that use parameters, and on which rank each runs. ranks: of the stages."""
         parameters = {name for name, _ in self.model.named_parameters()}
         rank_of = {
@@ -169,7 +166,7 @@ class CapturedModel:
         capture = self.captures[self.model.training]
         return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
 
-    def _parts(self, cut: Cut) -> dict[bool, list[Part]]:
+    def _parts(self, cut: StageLayers) -> dict[bool, list[Part]]:
         """By mode, what each stage runs."""
         order = list(self.calls)
         begins = [order.index(names[0]) for names in cut[1:]]
@@ -178,7 +175,7 @@ class CapturedModel:
             for mode, capture in self.captures.items()
         }
 
-    def written_by(self, cut: Cut) -> Sequence[Collection[str]]:
+    def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
         """Functions between layers that read a buffer may lie in another stage than those that write to it."""
         found: list[set[str]] = [set() for _ in cut]
         for mode, parts in self.parts(cut).items():
@@ -187,7 +184,7 @@ class CapturedModel:
                 names.update(*(calls[index].uses for index in part.own if calls[index].layer or calls[index].changes))
         return [names & self.written for names in found]
 
-    def reached(self, cut: Cut) -> list[tuple[str, str, int]]:
+    def reached(self, cut: StageLayers) -> list[tuple[str, str, int]]:
         """Of the mode in which it trains, or is now."""
         parts, calls = self.parts(cut)[self.model.training], self.captures[self.model.training].calls
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -199,14 +196,14 @@ class CapturedModel:
             if name in trained
         ]
 
-    def edges(self, cut: Cut) -> list[tuple[int, int]]:
+    def edges(self, cut: StageLayers) -> list[tuple[int, int]]:
         """Which stage gives to which."""
         along = set(pairwise(range(len(cut))))
         for parts in self.parts(cut).values():
             along |= {(giver, taker) for taker, part in enumerate(parts) for giver in part.receives}
         return sorted(along)
 
-    def bodies(self, cut: Cut, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
+    def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
         """The stages' bodies. What no call uses lies in the stage of what is registered before it."""
         parts, edges = self.parts(cut), self.edges(cut)
         bodies = [ReplayedBody(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesched.capture.captured_model import CapturedModel, Cut
+from pipesched.capture.captured_model import CapturedModel
 from pipesched.capture.layer_graph import flow_of, row_of, with_costs
 from pipesched.capture.recorder import record
 from pipesched.capture.stage_body import Body, Chain
@@ -24,6 +24,7 @@ from pipesched.model.module_tree import check_hooks, check_initialised, is_compi
 from pipesched.model.stale_weights import check_not_stale
 from pipesched.model.state_guard import is_of_user, names_of, unchanged, untouched
 from pipesched.model.tied_weights import Ties, Use
+from pipesched.partitioning.result import StageLayers
 from pipesched.program.program import Program
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.tensors.payload import pytree
@@ -46,16 +47,16 @@ class LayeredModel(Protocol):
     def written(self) -> Collection[str]:
         """The names of weights and buffers that forwards write to."""
 
-    def written_by(self, cut: Cut) -> Sequence[Collection[str]]:
+    def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
         """Those of each stage's own calls."""
 
-    def reached(self, cut: Cut) -> Sequence[tuple[str, str, int]]:
+    def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
         """Layers that use another one's parameter without being given it: (layer, parameter, the layer's stage)."""
 
     def check(self, program: Program) -> None:
         """Raise ScheduleError for what its stages cannot do."""
 
-    def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:
+    def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
         """The calls of layers, where several may share parameters. ranks: of the stages."""
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
@@ -81,10 +82,10 @@ class LayeredModel(Protocol):
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
         """The layers as a graph, with what was measured of them, or nothing; see ``graph_of``."""
 
-    def edges(self, cut: Cut) -> list[tuple[int, int]]:
+    def edges(self, cut: StageLayers) -> list[tuple[int, int]]:
         """Which stage gives to which."""
 
-    def bodies(self, cut: Cut, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
+    def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
         """What the stages run."""
 
 
@@ -198,7 +199,7 @@ class LayersInARow:
     def check(self, program: Program) -> None:
         """Nothing: its stages can do everything."""
 
-    def uses(self, cut: Cut, ranks: Sequence[int]) -> list[Use]:
+    def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
         """None is shared."""
         return []
 
@@ -219,11 +220,11 @@ class LayersInARow:
             found.update(names_of(self._model, written))
         return found
 
-    def written_by(self, cut: Cut) -> Sequence[Collection[str]]:
+    def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
         """No layer writes to another's."""
         return [self.written] * len(cut)
 
-    def reached(self, cut: Cut) -> Sequence[tuple[str, str, int]]:
+    def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
         """Not known of layers in a row."""
         return []
 
@@ -270,8 +271,8 @@ class LayersInARow:
             capture = record(self._model, self.layers, *self.sample)
         return flow_of(self._model, capture, {call.layer: call.index for call in capture.layer_calls})
 
-    def edges(self, cut: Cut) -> list[tuple[int, int]]:
+    def edges(self, cut: StageLayers) -> list[tuple[int, int]]:
         return list(pairwise(range(len(cut))))
 
-    def bodies(self, cut: Cut, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
+    def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
         return [Chain({name: self.layers[name] for name in names}, watched=True) for names in cut]

@@ -94,9 +94,13 @@ def _simulate(
     stage_costs: dict[str, Any] = {
         name: tuple(cost / share for share in program.shares) for name, cost in rank_costs_s.items()
     }
-    sizes = (output_bytes,) * program.num_stages
-    between = None if links is None else read_links(links)
-    return simulate(program, Costs(**stage_costs, transfer_s=transfer_s, output_bytes=sizes, links=between))
+    costs = Costs(
+        **stage_costs,
+        transfer_s=transfer_s,
+        output_bytes=(output_bytes,) * program.num_stages,
+        links=None if links is None else read_links(links),
+    )
+    return simulate(program, costs)
 
 
 def _read(path: str, *, max_in_flight: int | None = None, exact: bool = False) -> Program:

@@ -71,17 +71,19 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
     takes them. This command imports torch and runs the model on the CPU.
     """
     import pipesched
-    from pipesched.planning.stage_cutter import Cutter, Pins
+    from pipesched.planning.pins import Pins
+    from pipesched.planning.stage_partitioner import StagePartitioner
 
     made, sample = _model(model)
     layers = pipesched.graph_of(made, sample)
-    cutter = Cutter(Pins(list(layers)), schedules.get("1f1b").program(stages, MICROBATCHES), lambda: layers)
-    cut, found = cutter.cut()
-    click.echo((found or cutter.of(cut)).explain())
+    program = schedules.get("1f1b").program(stages, MICROBATCHES)
+    partitioner = StagePartitioner(pins=Pins(list(layers)), program=program, graph=lambda: layers)
+    of_stages, found = partitioner.partition()
+    click.echo((found or partitioner.evaluate(of_stages)).explain())
     if output:
         from pipesched.viz import plot_layers
 
-        figure: Any = plot_layers(layers, cut).figure
+        figure: Any = plot_layers(layers, of_stages).figure
         write(figure.savefig, output)
 
 

@@ -12,10 +12,12 @@ from pipesched.simulation.links import Links
 
 __all__ = ["FILE", "INPUT", "MICROBATCHES", "PICTURE", "PLAN", "RANKS", "REPORT", "as_bytes", "read_links", "write"]
 
-RANKS, MICROBATCHES = 4, 8
+RANKS = 4
+MICROBATCHES = 8
 INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
-PICTURES, TEXTS = (".png", ".svg", ".pdf"), (".html", ".txt", ".json")
+PICTURES = (".png", ".svg", ".pdf")
+TEXTS = (".html", ".txt", ".json")
 
 
 class Output(click.Path):
@@ -36,7 +38,9 @@ class Output(click.Path):
         return path
 
 
-PICTURE, PLAN, REPORT = Output(*PICTURES), Output(".json"), Output(*TEXTS, *PICTURES)
+PICTURE = Output(*PICTURES)
+PLAN = Output(".json")
+REPORT = Output(*TEXTS, *PICTURES)
 
 
 def as_bytes(_: Any, __: Any, text: str | None) -> int | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.activation_options import ActivationOption
 from pipesched.partitioning.slots import Slot
 
 __all__ = ["INFINITE", "Fails", "Found", "smallest"]
@@ -18,18 +18,20 @@ class Fails:
     following: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Found:
-    """A partition within the bound: blocks in an order, where each stage ends in it, and the slots of the stages.
+    """A partition within the bound."""
 
-    chosen: what is done with each layer's activations, where that was to be chosen.
-    """
-
+    #: In ticks.
     bottleneck: int
+    #: The blocks in the order of the stages.
     order: list[int]
+    #: Where each stage ends in that order.
     ends: list[int]
+    #: The slot of each stage.
     slots: list[Slot]
-    chosen: tuple[Choice, ...] = ()
+    #: What is done with each layer's activations, where that was to be chosen.
+    chosen: tuple[ActivationOption, ...] = ()
 
 
 def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tuple[Found | None, int]:
@@ -40,7 +42,8 @@ def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tup
     probes = 1
     best = probe(guess)
     if isinstance(best, Fails):
-        probes, low = 2, max(low, best.following)
+        probes = 2
+        low = max(low, best.following)
         best = probe(INFINITE)
         if isinstance(best, Fails):
             return None, probes

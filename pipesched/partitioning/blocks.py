@@ -50,7 +50,8 @@ class Blocks:
     @cached_property
     def edges(self) -> list[tuple[int, int]]:
         """The pairs of blocks of which the second needs the first, each once, ascending."""
-        tails, heads = self.block_of[self.layers.tails], self.block_of[self.layers.heads]
+        tails = self.block_of[self.layers.tails]
+        heads = self.block_of[self.layers.heads]
         keys = np.unique(tails[tails != heads] * len(self) + heads[tails != heads])
         return list(zip((keys // len(self)).tolist(), (keys % len(self)).tolist(), strict=True))
 
@@ -73,10 +74,10 @@ class Blocks:
     @cached_property
     def tensors(self) -> list[Tensor]:
         """What layers give to other blocks."""
-        tensors, block_of = self.layers.tensors, self.block_of
-        makers = block_of[tensors.makers]
+        tensors = self.layers.tensors
+        makers = self.block_of[tensors.makers]
         users: dict[int, set[int]] = {}
-        for tensor, block in zip(tensors.used.tolist(), block_of[tensors.users].tolist(), strict=True):
+        for tensor, block in zip(tensors.used.tolist(), self.block_of[tensors.users].tolist(), strict=True):
             if makers[tensor] != block:
                 users.setdefault(tensor, set()).add(block)
         return [Tensor(int(makers[t]), tuple(sorted(users[t])), int(tensors.sizes[t])) for t in sorted(users)]
@@ -84,20 +85,21 @@ class Blocks:
     @property
     def is_chain(self) -> bool:
         """Whether there is one order only: each block needs the one before it."""
-        tails, heads = self.block_of[self.layers.tails], self.block_of[self.layers.heads]
-        return len(np.unique(tails[heads == tails + 1])) == len(self) - 1
+        return sum(head == tail + 1 for tail, head in self.edges) == len(self) - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cuts:
     """What lies before each place where a stage may end: the places of a chain, or the ideals of a lattice.
 
-    The first has nothing before it, the last everything. work: ticks. sent_bytes: what crosses. state_bytes and
-    activation_bytes: of the layers before.
+    The first has nothing before it, the last everything.
     """
 
+    #: Ticks of the layers before.
     work: Ints
+    #: What crosses the place.
     sent_bytes: Ints
+    #: Of the layers before.
     state_bytes: Ints
     activation_bytes: Ints
 
@@ -123,8 +125,7 @@ def contract(layers: Layers, groups: Iterable[Collection[int]]) -> Blocks:
 def _renumbered(layers: Layers, leader: Ints) -> Ints:
     """Block numbers in topological order, of all possible ones that which follows the first layers of blocks."""
     firsts, block_of = np.unique(leader, return_inverse=True)
-    tails, heads = block_of[layers.tails], block_of[layers.heads]
-    if (tails <= heads).all():
+    if (block_of[layers.tails] <= block_of[layers.heads]).all():
         return np.asarray(block_of)
     blocks = Blocks(layers, block_of)
     waiting = [len(producers) for producers in blocks.producers]
@@ -199,7 +200,8 @@ def _joined_forward(blocks: Blocks, free: list[int], sizes: _Sizes | None) -> li
 
 def cuts_of(blocks: Blocks, order: Sequence[int]) -> Cuts:
     """The cuts of one order of the blocks: before each of them, and behind the last."""
-    layers, count = blocks.layers, len(blocks)
+    layers = blocks.layers
+    count = len(blocks)
     place = np.empty(count, np.int64)
     place[np.asarray(order)] = np.arange(count)
     at = place[blocks.block_of]
@@ -216,4 +218,9 @@ def cuts_of(blocks: Blocks, order: Sequence[int]) -> Cuts:
         np.add.at(sums, at + 1, of_layers)
         return np.asarray(np.cumsum(sums))
 
-    return Cuts(before(layers.ticks), np.cumsum(crossing), before(layers.state_bytes), before(layers.activation_bytes))
+    return Cuts(
+        work=before(layers.ticks),
+        sent_bytes=np.cumsum(crossing),
+        state_bytes=before(layers.state_bytes),
+        activation_bytes=before(layers.activation_bytes),
+    )

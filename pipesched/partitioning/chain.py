@@ -32,8 +32,11 @@ class Chain:
     def __init__(
         self, order: list[int], cuts: Cuts, toll: Toll, line_up: LineUp, spans: Sequence[tuple[int, int]]
     ) -> None:
-        self._order, self._end = order, len(cuts) - 1
-        self._toll, self._line_up, self._spans = toll, line_up, spans
+        self._order = order
+        self._end = len(cuts) - 1
+        self._toll = toll
+        self._line_up = line_up
+        self._spans = spans
         weighed = {speed: slot.weighed(cuts, toll) for speed, slot in _each(line_up, "speed")}
         memory = {held: slot.memory(cuts) for held, slot in _each(line_up, "in_flight")} if line_up.capped else {}
         self._weighed = [weighed[slot.speed] for slot in line_up.slots]
@@ -54,7 +57,9 @@ class Chain:
     # ---- filling ----------------------------------------------------------------------------------------------------
 
     def _fill(self, bound: int) -> Found | Fails:
-        line_up, end, spans = self._line_up, self._end, self._spans
+        line_up = self._line_up
+        end = self._end
+        spans = self._spans
         snap, following = self._allowed(bound)
         highs = self._highs(snap)
         reach = [0, *[-1] * (line_up.num_states - 1)]
@@ -100,7 +105,8 @@ class Chain:
         return highs
 
     def _filled(self, state: int, reach: list[int], closed_by: list[tuple[int, bool] | None]) -> Found:
-        ends, used = [], []
+        ends = []
+        used = []
         while closed := closed_by[state]:
             index, has_blocks = closed
             if has_blocks:
@@ -115,7 +121,7 @@ class Chain:
         times = [slot.time(int(self._weighed[at][0][b] - self._weighed[at][1][a])) for at, slot, (a, b) in places]
         if not self._toll.blocking and len(self._toll.ticks) > 1:
             times += self._toll.ticks[ends].tolist()
-        return Found(max(times), self._order, ends, slots)
+        return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     # ---- reaching ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +151,8 @@ class Chain:
         """The least cost of a slot's stage that ends at each cut, over all places where it may begin."""
         ends, begins = self._weighed[index]
         values = np.where(starts, begins, -INFINITE)
-        memory, limit = self._memory[index], self._line_up.slots[index].limit
+        memory = self._memory[index]
+        limit = self._line_up.slots[index].limit
         if memory is None or limit is None:
             best = np.maximum.accumulate(np.concatenate([[-INFINITE], values[:-1]]))
         else:
@@ -154,7 +161,9 @@ class Chain:
 
     def _reached(self, state: int, reached: Bools, bound: int) -> Found:
         """Back from the end: of all places where the last stage may begin the earliest, and so on."""
-        ends, used, stop = [], [], self._end
+        ends = []
+        used = []
+        stop = self._end
         while stop:
             if self._line_up.in_line and state > self._line_up.skippable and reached[state - 1, stop]:
                 state -= 1
@@ -162,7 +171,8 @@ class Chain:
             index, start = self._begin(state, stop, reached, bound)
             ends.append(stop)
             used.append(index)
-            state, stop = self._line_up.slots[index].source, start
+            state = self._line_up.slots[index].source
+            stop = start
         return self._found(ends[::-1], used[::-1])
 
     def _begin(self, state: int, stop: int, reached: Bools, bound: int) -> tuple[int, int]:
@@ -193,7 +203,8 @@ def _window_maxima(values: Ints, lefts: Ints) -> Ints:
     """For each place the greatest of the values from ``lefts`` up to just before it."""
     places = np.arange(len(values))
     best = np.full(len(values), -INFINITE)
-    table, width = values, 1
+    table = values
+    width = 1
     length = places - lefts
     while width < len(values) + 1:
         chosen = np.flatnonzero((length >= width) & (length < 2 * width))

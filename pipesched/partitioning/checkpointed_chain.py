@@ -1,4 +1,4 @@
-"""Stages along one order of the blocks, with what each layer's activations cost it: what is within a bound.
+"""Checkpointed chain: a chain whose stages hold, recompute or offload each layer's activations; what is within a bound.
 
 The time of a stage is the least with which its layers fit into its rank's memory (`knapsack`). It can only grow with
 the layers, so the places where a stage may end, from all places where it may begin, are runs without a gap: up to the
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.activation_options import ActivationOption
 from pipesched.partitioning.bisection import INFINITE, Fails, Found
 from pipesched.partitioning.knapsack import Knapsack
 from pipesched.partitioning.slots import LineUp, Slot, Toll
@@ -33,7 +33,7 @@ class _Row:
 class CheckpointedChain:
     """The cuts of one order of the blocks, and what may be between them.
 
-    members: the layers of each block, in order. choices: of each layer. spans: for each number of stages, the first and
+    members: the layers of each block, in order. options: of each layer. spans: for each number of stages, the first and
     the last cut where that many may be closed.
     """
 
@@ -41,21 +41,24 @@ class CheckpointedChain:
         self,
         order: list[int],
         members: Sequence[Sequence[int]],
-        choices: Sequence[Sequence[Choice]],
+        options: Sequence[Sequence[ActivationOption]],
         toll: Toll,
         line_up: LineUp,
         spans: Sequence[Run],
     ) -> None:
-        self._order, self._end = order, len(order)
-        self._toll, self._line_up, self._spans = toll.ticks.tolist(), line_up, spans
+        self._order = order
+        self._end = len(order)
+        self._toll = toll.ticks.tolist()
+        self._line_up = line_up
+        self._spans = spans
         in_order = [members[block] for block in order]
-        fastest = [sum(min(c.ticks for c in choices[layer]) for layer in block) for block in in_order]
+        fastest = [sum(min(c.ticks for c in options[layer]) for layer in block) for block in in_order]
         self._row = _Row(
             [layer for block in in_order for layer in block],
             [0, *accumulate(map(len, in_order))],
             [0, *accumulate(fastest)],
         )
-        self.knapsack = Knapsack(choices)
+        self.knapsack = Knapsack(options)
         self._items: dict[int, list[int]] = {}
         sorts: dict[tuple[object, ...], dict[Run, int]] = {}
         self._times = [sorts.setdefault((s.in_flight, s.limit, s.speed), {}) for s in line_up.slots]
@@ -78,7 +81,7 @@ class CheckpointedChain:
 
     def with_choices(self, found: Found) -> Found:
         """A partition, with what is chosen for each layer."""
-        chosen: list[Choice] = []
+        chosen: list[ActivationOption] = []
         for slot, (begin, end) in zip(found.slots, pairwise([0, *found.ends]), strict=True):
             chosen += self.knapsack.chosen(self._held(slot, begin, end), slot.limit, slot.speed)
         of_layer = dict(zip(self._row.layers, chosen, strict=True))
@@ -88,9 +91,10 @@ class CheckpointedChain:
 
     def probe(self, bound: int) -> Found | Fails:
         """A partition within the bound, of which the first stages are the largest."""
-        line_up, following, bound = self._line_up, INFINITE, min(bound, INFINITE - 1)
+        following = INFINITE
+        bound = min(bound, INFINITE - 1)
         reached: list[list[Run]] = [[(0, 0)]]
-        for slot in line_up.slots:
+        for slot in self._line_up.slots:
             ends: list[Run] = []
             for begins in reached[-1]:
                 for first, last in self._fitting(slot, begins, bound):
@@ -122,7 +126,8 @@ class CheckpointedChain:
 
     def _fitting(self, slot: Slot, begins: Run, bound: int) -> Iterator[Run]:
         """The runs of begins behind which a block fits alone."""
-        first, last = begins[0], min(begins[1], self._end - 1)
+        first = begins[0]
+        last = min(begins[1], self._end - 1)
         single = self._single(slot)
         for begin in range(first, last + 1) if single[-1] > bound else ():
             if single[begin] > bound:
@@ -142,7 +147,8 @@ class CheckpointedChain:
 
     def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
         """The last end of a stage that begins there; one block fits."""
-        fastest, speed = self._row.fastest, slot.speed
+        fastest = self._row.fastest
+        speed = slot.speed
         within = fastest[begin] + bound * speed.numerator // speed.denominator
         last = bisect_right(fastest, within, begin + 1) - 1
         if self.time(slot, begin, last) <= bound:
@@ -165,7 +171,9 @@ class CheckpointedChain:
     # ---- a partition ------------------------------------------------------------------------------------------------
 
     def _found(self, reached: Sequence[Sequence[Run]], bound: int) -> Found:
-        ends, slots, stop = [], [], self._end
+        ends = []
+        slots = []
+        stop = self._end
         for begins, slot in zip(reached[-2::-1], self._line_up.slots[::-1], strict=True):
             begin = _last_before(begins, stop)
             if begin is not None and self.time(slot, begin, stop) <= bound:
@@ -178,13 +186,15 @@ class CheckpointedChain:
         times = [self.time(slot, begin, end) for slot, (begin, end) in zip(slots, pairwise([0, *ends]), strict=True)]
         if len(self._toll) > 1:
             times += [self._toll[end] for end in ends]
-        return Found(max(times), self._order, ends, slots)
+        return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
         """Of all partitions as good the one of which all stages together take least, and then are most alike; with its
         choices. (With stages left out, the one that was found.)
         """
-        slots, fastest, bottleneck = self._line_up.slots, self._row.fastest, found.bottleneck
+        slots = self._line_up.slots
+        fastest = self._row.fastest
+        bottleneck = found.bottleneck
         if len(found.slots) < len(slots):
             return self.with_choices(found)
         best: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]  # ticks, squares, begin; by end
@@ -216,7 +226,8 @@ def _joined(runs: Sequence[Run], first: int = 0, last: int = INFINITE) -> list[R
     """The runs between two cuts, ascending and apart."""
     joined: list[Run] = []
     for low, high in sorted(runs):
-        begin, end = max(low, first), min(high, last)
+        begin = max(low, first)
+        end = min(high, last)
         if begin > end:
             continue
         if joined and begin <= joined[-1][1] + 1:

@@ -5,10 +5,9 @@ rank faster, with the best choices for all layers of each rank (`knapsack`).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
-from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.activation_options import ActivationOption
 from pipesched.partitioning.bisection import INFINITE, Found
 from pipesched.partitioning.blocks import cuts_of
 from pipesched.partitioning.knapsack import Knapsack
@@ -31,8 +30,9 @@ class CheckpointedRanks:
         self.order = list(order)
         self._members = [problem.blocks.members[block] for block in order]
         self._spans = problem.spans(order)
-        self.knapsack = Knapsack(problem.choices)
-        toll, slots = problem.toll(cuts_of(problem.blocks, order)).ticks.tolist(), problem.line_up.slots
+        self.knapsack = Knapsack(problem.options)
+        toll = problem.toll(cuts_of(problem.blocks, order)).ticks.tolist()
+        slots = problem.line_up.slots
         self._toll: list[int] = toll if len(toll) > 1 else [0] * (len(order) + 1)
         self._own = [[s for s, slot in enumerate(slots) if slot.rank == r] for r in range(len(problem.line_up.ranks))]
         self._ways = [at for at, (one, other) in enumerate(pairwise(slots), 1) if one.rank != other.rank]
@@ -43,7 +43,8 @@ class CheckpointedRanks:
 
         cuts: with the first and the last.
         """
-        key, cuts = self._key(cuts), list(cuts)
+        key = self._key(cuts)
+        cuts = list(cuts)
         for _ in range(_ROUNDS):
             before = key
             for index in range(1, len(cuts) - 1):
@@ -69,19 +70,20 @@ class CheckpointedRanks:
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
         """Bytes too many on a rank, and its ticks: the least, or where that is too much with all held."""
         if (rank, stages) not in self._known:
-            own, items = self._line_up.ranks[rank], self._items(rank, stages)[1]
-            excess, ticks = 0, self.knapsack.least(items, own.limit, own.speed)
+            own = self._line_up.ranks[rank]
+            items = self._items(rank, stages)[1]
+            excess = 0
+            ticks = self.knapsack.least(items, own.limit, own.speed)
             if ticks == INFINITE and own.limit is not None:
-                excess, ticks = (
-                    self.knapsack.least_bytes(items) - own.limit,
-                    self.knapsack.least(items, None, own.speed),
-                )
+                excess = self.knapsack.least_bytes(items) - own.limit
+                ticks = self.knapsack.least(items, None, own.speed)
             self._known[rank, stages] = excess, ticks
         return self._known[rank, stages]
 
     def _items(self, rank: int, stages: Stages) -> tuple[list[int], list[int]]:
         """The layers of a rank's stages, and what they are for the knapsack."""
-        layers, items = [], []
+        layers = []
+        items = []
         for stage, (begin, end) in zip(self._own[rank], stages, strict=True):
             own = [layer for block in self._members[begin:end] for layer in block]
             layers += own
@@ -89,9 +91,14 @@ class CheckpointedRanks:
         return layers, items
 
     def _with_choices(self, bottleneck: int, cuts: Sequence[int]) -> Found:
-        of_layer: dict[int, Choice] = {}
+        of_layer: dict[int, ActivationOption] = {}
         for rank, own in enumerate(self._line_up.ranks):
             layers, items = self._items(rank, tuple((cuts[s], cuts[s + 1]) for s in self._own[rank]))
             of_layer.update(zip(layers, self.knapsack.chosen(items, own.limit, own.speed), strict=True))
-        found = Found(bottleneck, self.order, list(cuts[1:]), list(self._line_up.slots))
-        return replace(found, chosen=tuple(of_layer[layer] for layer in range(len(of_layer))))
+        return Found(
+            bottleneck=bottleneck,
+            order=self.order,
+            ends=list(cuts[1:]),
+            slots=list(self._line_up.slots),
+            chosen=tuple(of_layer[layer] for layer in range(len(of_layer))),
+        )

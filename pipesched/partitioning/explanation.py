@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from pipesched.partitioning.activation_choices import Choice, with_copies
+from pipesched.partitioning.activation_options import ActivationOption, with_copies
 from pipesched.partitioning.bisection import Found
 from pipesched.partitioning.blocks import Cuts, cuts_of
 from pipesched.partitioning.problem import Problem
@@ -20,8 +20,8 @@ __all__ = ["explained"]
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """A partition and the costs of all cuts of its order."""
+class _StageCosts:
+    """A partition, and what its stages cost."""
 
     problem: Problem
     found: Found
@@ -51,13 +51,13 @@ class _Cut:
         """The ticks of a stage there."""
         if self.found.chosen:
             chosen = self.chosen(begin, end)
-            ticks = slot.time(sum(choice.ticks for choice in chosen) * slot.speed.denominator)
-            forward = slot.time(sum(choice.forward_ticks for choice in chosen) * slot.speed.denominator)
-            return int(with_copies(forward, ticks, sum(choice.copy_ticks for choice in chosen)))
+            ticks = slot.time(sum(option.ticks for option in chosen) * slot.speed.denominator)
+            forward = slot.time(sum(option.forward_ticks for option in chosen) * slot.speed.denominator)
+            return int(with_copies(forward, ticks, sum(option.copy_ticks for option in chosen)))
         ends, begins = self.weighed[slot.speed]
         return slot.time(int(ends[end] - begins[begin]))
 
-    def chosen(self, begin: int, end: int) -> list[Choice]:
+    def chosen(self, begin: int, end: int) -> list[ActivationOption]:
         """What is done with the activations of the layers between two cuts; nothing where all are held."""
         return [self.found.chosen[layer] for layer in self.layers(begin, end)] if self.found.chosen else []
 
@@ -65,9 +65,11 @@ class _Cut:
         """Bytes of activations for all micro-batches in flight, and those of all memory."""
         chosen = self.chosen(begin, end)
         if chosen:
-            held, fixed = sum(c.held_bytes(slot.in_flight) for c in chosen), sum(c.fixed_bytes for c in chosen)
+            held = sum(c.held_bytes(slot.in_flight) for c in chosen)
+            fixed = sum(c.fixed_bytes for c in chosen)
             return held - fixed, held + max(c.working_bytes for c in chosen)
-        activations, memory = slot.in_flight * self.cuts.activation_bytes, slot.memory(self.cuts)
+        activations = slot.in_flight * self.cuts.activation_bytes
+        memory = slot.memory(self.cuts)
         return int(activations[end] - activations[begin]), int(memory[end] - memory[begin])
 
     def layers(self, begin: int, end: int) -> list[int]:
@@ -78,35 +80,37 @@ class _Cut:
 
 def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
     """The partition, with what each stage costs and why there is no better."""
-    cut, layers = _Cut(problem, found), problem.blocks.layers
-    stages = [[layers.names[layer] for layer in cut.layers(begin, end)] for _, begin, end in cut.stages]
-    lower = found.bottleneck if solution.exact else solution.lower
-    bottleneck, reason = _bottleneck(cut, stages, solution)
+    costs = _StageCosts(problem, found)
+    layers = problem.blocks.layers
+    stages = [[layers.names[layer] for layer in costs.layers(begin, end)] for _, begin, end in costs.stages]
+    bottleneck, reason = _bottleneck(costs, stages, solution)
     return Partition(
-        stages,
-        layers.seconds(found.bottleneck),
-        layers.seconds(lower),
-        tuple(slot.rank for slot in found.slots),
-        tuple(_summaries(cut, stages)),
-        bottleneck,
-        reason,
-        solution.ideals,
-        solution.probes,
-        {layers.names[at]: choice.keep for at, choice in enumerate(found.chosen) if choice.keep},
+        stages=stages,
+        bottleneck_s=layers.seconds(found.bottleneck),
+        lower_bound_s=layers.seconds(found.bottleneck if solution.exact else solution.lower),
+        ranks=tuple(slot.rank for slot in found.slots),
+        summaries=tuple(_summaries(costs, stages)),
+        bottleneck=bottleneck,
+        reason=reason,
+        ideals=solution.ideals,
+        probes=solution.probes,
+        checkpoint={layers.names[at]: option.keep for at, option in enumerate(found.chosen) if option.keep},
     )
 
 
-def _summaries(cut: _Cut, stages: list[list[Any]]) -> Iterator[StageSummary]:
-    layers, cuts = cut.problem.blocks.layers, cut.cuts
-    for names, (slot, begin, end) in zip(stages, cut.stages, strict=True):
-        own, chosen = cut.layers(begin, end), [choice.keep for choice in cut.chosen(begin, end)]
-        activations, memory = cut.held(slot, begin, end)
+def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSummary]:
+    layers = costs.problem.blocks.layers
+    cuts = costs.cuts
+    for names, (slot, begin, end) in zip(stages, costs.stages, strict=True):
+        own = costs.layers(begin, end)
+        chosen = [option.keep for option in costs.chosen(begin, end)]
+        activations, memory = costs.held(slot, begin, end)
         yield StageSummary(
             rank=slot.rank,
             first=names[0],
             last=names[-1],
             num_layers=len(names),
-            time_s=layers.seconds(cut.time(slot, begin, end)),
+            time_s=layers.seconds(costs.time(slot, begin, end)),
             parameter_bytes=int(layers.parameter_bytes[own].sum()),
             activation_bytes=activations,
             memory_bytes=memory,
@@ -118,70 +122,73 @@ def _summaries(cut: _Cut, stages: list[list[Any]]) -> Iterator[StageSummary]:
         )
 
 
-def _bottleneck(cut: _Cut, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
+def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
     """The stage or the cut that is the bottleneck, and why no partition is faster, or how far one may be."""
-    problem, ticks = cut.problem, cut.found.bottleneck
+    problem = costs.problem
+    ticks = costs.found.bottleneck
     if problem.line_up.shares_ranks:
-        return _busiest(cut), f"cuts were moved until none gained; the {_lower(problem)}"
+        return _busiest(costs), f"cuts were moved until none gained; the {_lower(problem)}"
     bound = f"the {_lower(problem)}"
-    for stage, (slot, begin, end) in enumerate(cut.stages):
-        if cut.time(slot, begin, end) == ticks:
+    for stage, (slot, begin, end) in enumerate(costs.stages):
+        if costs.time(slot, begin, end) == ticks:
             at = f"stage {stage} ({span(stages[stage])})"
-            moves = [] if cut.found.chosen else list(_moves(cut, stage))
+            moves = [] if costs.found.chosen else list(_moves(costs, stage))
             break
     else:
-        stage = next(at for at, (_, _, end) in enumerate(cut.stages) if cut.toll.ticks[end] == ticks)
-        at = f"the cut behind stage {stage} ({quote_bytes(cut.cuts.sent_bytes[cut.stages[stage][2]])} each way)"
+        stage = next(at for at, (_, _, end) in enumerate(costs.stages) if costs.toll.ticks[end] == ticks)
+        at = f"the cut behind stage {stage} ({quote_bytes(costs.cuts.sent_bytes[costs.stages[stage][2]])} each way)"
         moves = []
-    if not solution.exact and cut.found.chosen:
+    if not solution.exact and costs.found.chosen:
         return at, f"choices that are nearly alike were taken for one; {bound}"
     if not solution.exact:
         return at, f"several orders of the layers were cut exactly, not all; {bound}"
     if ticks == problem.lower:
         return at, bound
     searched = f"all {solution.ideals} order ideals were searched" if solution.ideals else "the chain was cut exactly"
-    searched += ", with the best choice for the activations of each layer" if cut.found.chosen else ""
+    searched += ", with the best choice for the activations of each layer" if costs.found.chosen else ""
     return at, "; ".join([*moves, searched, f"{bound}, {1 - problem.lower / ticks:.1%} less"])
 
 
-def _busiest(cut: _Cut) -> str:
+def _busiest(costs: _StageCosts) -> str:
     """The rank, or the cut, that is the bottleneck where ranks have several stages."""
     loads: dict[int, int] = {}
-    for slot, begin, end in cut.stages:
-        loads[slot.rank] = loads.get(slot.rank, 0) + cut.time(slot, begin, end)
+    for slot, begin, end in costs.stages:
+        loads[slot.rank] = loads.get(slot.rank, 0) + costs.time(slot, begin, end)
     rank = max(loads, key=lambda rank: (loads[rank], -rank))
-    if loads[rank] < cut.found.bottleneck and not cut.found.chosen:
+    if loads[rank] < costs.found.bottleneck and not costs.found.chosen:
         return "a cut between two ranks"
-    own = [str(stage) for stage, (slot, _, _) in enumerate(cut.stages) if slot.rank == rank]
+    own = [str(stage) for stage, (slot, _, _) in enumerate(costs.stages) if slot.rank == rank]
     return f"rank {rank} (stages {', '.join(own)})"
 
 
 def _lower(problem: Problem) -> str:
     """What no partition can beat, in words."""
-    layers, blocks = problem.blocks.layers, problem.blocks
+    layers = problem.blocks.layers
     ranks = problem.line_up.ranks
     even = -(-int(layers.ticks.sum()) // sum(rank.speed for rank in ranks))
     if problem.lower == even:
         return f"work of all layers in equal shares is {quote_time(layers.seconds(even))} on each of {len(ranks)} ranks"
-    members = blocks.members[problem.heaviest]
+    members = problem.blocks.members[problem.heaviest]
     more = f" and the {len(members) - 1} with it" if len(members) > 1 else ""
     return f"layer {layers.names[members[0]]}{more} alone takes {quote_time(layers.seconds(problem.lower))}"
 
 
-def _moves(cut: _Cut, stage: int) -> Iterator[str]:
+def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
     """What giving a neighbour the stage's first or last layers would cost."""
-    slot, begin, end = cut.stages[stage]
-    seconds, names = cut.problem.blocks.layers.seconds, cut.problem.blocks.layers.names
+    slot, begin, end = costs.stages[stage]
+    seconds = costs.problem.blocks.layers.seconds
+    names = costs.problem.blocks.layers.names
     if end - begin < 2:
-        yield f"layer {names[cut.layers(begin, end)[0]]} alone takes {quote_time(seconds(cut.time(slot, begin, end)))}"
+        alone_s = seconds(costs.time(slot, begin, end))
+        yield f"layer {names[costs.layers(begin, end)[0]]} alone takes {quote_time(alone_s)}"
         return
     if stage:
-        other, first, _ = cut.stages[stage - 1]
-        time = max(cut.time(other, first, begin + 1), cut.time(slot, begin + 1, end))
-        moved = names[cut.layers(begin, begin + 1)[0]]
+        other, first, _ = costs.stages[stage - 1]
+        time = max(costs.time(other, first, begin + 1), costs.time(slot, begin + 1, end))
+        moved = names[costs.layers(begin, begin + 1)[0]]
         yield f"with {moved} in stage {stage - 1}, the slower of the two takes {quote_time(seconds(time))}"
-    if stage + 1 < len(cut.stages):
-        other, _, last = cut.stages[stage + 1]
-        time = max(cut.time(other, end - 1, last), cut.time(slot, begin, end - 1))
-        moved = names[cut.layers(end - 1, end)[-1]]
+    if stage + 1 < len(costs.stages):
+        other, _, last = costs.stages[stage + 1]
+        time = max(costs.time(other, end - 1, last), costs.time(slot, begin, end - 1))
+        moved = names[costs.layers(end - 1, end)[-1]]
         yield f"with {moved} in stage {stage + 1}, the slower of the two takes {quote_time(seconds(time))}"

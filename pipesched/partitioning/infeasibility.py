@@ -28,7 +28,8 @@ class _Text:
     """What an error says, once somebody asks."""
 
     def __init__(self, request: Request, exact: bool) -> None:
-        self._request, self._exact = request, exact
+        self._request = request
+        self._exact = exact
 
     @cached_property
     def _text(self) -> str:
@@ -52,7 +53,10 @@ class _Text:
 
 
 def _possible(request: Request) -> bool:
-    return solved(request.problem(), _MOST_IDEALS).found is not None
+    try:
+        return solved(request.problem(), _MOST_IDEALS).found is not None
+    except PartitionError:  # more stages than layers kept together leave room for
+        return False
 
 
 def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
@@ -74,11 +78,12 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
 def _alone(request: Request) -> tuple[str, int]:
     """The block that needs the most memory, with the fewest micro-batches in flight."""
     problem = request.problem()
-    layers, blocks = problem.blocks.layers, problem.blocks
+    layers = problem.blocks.layers
+    blocks = problem.blocks
     fewest = min(slot.in_flight for slot in problem.line_up.slots)
     needed = blocks.total(layers.state_bytes + fewest * layers.activation_bytes)
-    if problem.choices:
-        knapsack = Knapsack(problem.choices)
+    if problem.options:
+        knapsack = Knapsack(problem.options)
         own = [[knapsack.item(layer, fewest) for layer in members] for members in blocks.members]
         needed = np.array([knapsack.least_bytes(items) for items in own])
     members = blocks.members[int(needed.argmax())]
@@ -93,8 +98,9 @@ def _enough(request: Request) -> int:
     problem = request.problem()
     layers = problem.blocks.layers
     most = max(slot.in_flight for slot in problem.line_up.slots)
-    working = max((choice.working_bytes for choices in problem.choices for choice in choices), default=0)
-    low, high = 0, working + int((layers.state_bytes + most * layers.activation_bytes).sum())
+    working = max((option.working_bytes for options in problem.options for option in options), default=0)
+    low = 0
+    high = working + int((layers.state_bytes + most * layers.activation_bytes).sum())
     while low < high:
         middle = (low + high) // 2
         if _possible(request.but(memory_limit_bytes=middle)):
@@ -118,8 +124,11 @@ def _recompute(request: Request) -> str:
 
 def _more_ranks(request: Request) -> str:
     """How many ranks would do, where all are alike and it is known what they would hold."""
-    placed = request.placement is not None
-    if placed or len(set(request.ranks)) > 1 or not (request.in_flight is None or callable(request.in_flight)):
+    if (
+        request.placement is not None
+        or len(set(request.ranks)) > 1
+        or not (request.in_flight is None or callable(request.in_flight))
+    ):
         return ""
     alike = {"memory_limit_bytes": request.limits[0], "speeds": None}
     for more in range(request.num_stages + 1, min(2 * request.num_stages + 8, len(request.layers)) + 1):
@@ -133,8 +142,11 @@ def _pins(request: Request) -> tuple[str, str, str]:
     wishes = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
     wishes += [f"{', '.join(map(repr, group))} together" for group in request.together]
     wishes += ["every stage in use"] * request.exactly
-    place = f"of {len(request.layers)} layers into {request.num_stages} stages"
-    return place, f"asked for are: {'; '.join(wishes)}", _without(request)
+    return (
+        f"of {len(request.layers)} layers into {request.num_stages} stages",
+        f"asked for are: {'; '.join(wishes)}",
+        _without(request),
+    )
 
 
 def _without(request: Request) -> str:

@@ -38,12 +38,12 @@ def solved(problem: Problem, most_ideals: int) -> Solution:
     if not problem.line_up.shares_ranks:
         return solve(problem, most_ideals)
     alike = fixed_order([Rank()] * len(slots), [1] * len(slots), exactly=bool(problem.pins), pinned=0)
-    begin = solve(replace(problem, line_up=alike, choices=()), most_ideals)
+    begin = solve(replace(problem, line_up=alike, options=()), most_ideals)
     if begin.found is None:
         return begin
-    found = _with_choices(problem, begin) if problem.choices else _descended(problem, begin).found
+    found = _with_choices(problem, begin) if problem.options else _descended(problem, begin).found
     exact = found is not None and found.bottleneck == problem.lower
-    return Solution(found, problem.lower, exact, begin.ideals, begin.probes)
+    return replace(begin, found=found, lower=problem.lower, exact=exact)
 
 
 def _descended(problem: Problem, begin: Solution) -> "_Descent":
@@ -56,13 +56,10 @@ def _descended(problem: Problem, begin: Solution) -> "_Descent":
 def _with_choices(problem: Problem, begin: Solution) -> Found | None:
     """From the best cuts without limits of memory, and from those with limits where all is held; in the own order."""
     line_up = problem.line_up
-    free = replace(
-        line_up,
-        ranks=tuple(replace(rank, limit=None) for rank in line_up.ranks),
-        slots=tuple(replace(slot, limit=None) for slot in line_up.slots),
-    )
     kept = CheckpointedRanks(problem, range(len(problem.blocks)))
-    begins = [_descended(replace(problem, line_up=limits, choices=()), begin) for limits in (free, line_up)]
+    begins = [
+        _descended(replace(problem, line_up=limits, options=()), begin) for limits in (line_up.without_limits, line_up)
+    ]
     found = [kept.descended(descent.cuts) for descent in begins if descent.order == kept.order]
     return min((one for one in found if one), key=lambda one: one.bottleneck, default=None)
 
@@ -86,7 +83,8 @@ class _Descent:
     """One order and where its stages are cut, the first and the last cut included."""
 
     def __init__(self, problem: Problem, order: list[int], cuts: list[int]) -> None:
-        self.order, self.cuts = order, cuts
+        self.order = order
+        self.cuts = cuts
         self._seen: set[tuple[int, ...]] = set()  # from where it is known to which key cuts lead
         self._slots, self._ranks = slots, _ = problem.line_up.slots, problem.line_up.ranks
         places = cuts_of(problem.blocks, order)
@@ -117,7 +115,9 @@ class _Descent:
     def found(self) -> Found | None:
         """The partition; none where a rank is too small for its stages."""
         excess, bottleneck, _ = self.key
-        return None if excess else Found(bottleneck, self.order, self.cuts[1:], list(self._slots))
+        if excess:
+            return None
+        return Found(bottleneck=bottleneck, order=self.order, ends=self.cuts[1:], slots=list(self._slots))
 
     def kicked(self, lower: int) -> None:
         """Move some neighbouring cuts anywhere and descend again, many times; stay where that gains nothing."""
@@ -125,20 +125,23 @@ class _Descent:
         for _ in range(min(_KICKS, _MOVES // len(self._slots)) if len(self._slots) > 2 else 0):
             if self.key[:2] == (0, lower):
                 break
-            key, cuts = self.key, list(self.cuts)
+            key = self.key
+            cuts = list(self.cuts)
             first = generator.randrange(1, len(self._slots) - 1)
             last = min(len(self._slots), first + generator.randint(2, 4))
             between = range(cuts[first - 1] + 1, cuts[last])
             self.cuts[first:last] = sorted(generator.sample(between, last - first))
             if tuple(self.cuts) in self._seen or not self._keeps_pins() or self.run() >= key:
-                self.key, self.cuts = key, cuts
+                self.key = key
+                self.cuts = cuts
 
     def _keeps_pins(self) -> bool:
         return all(low <= cut <= high for cut, (low, high) in zip(self.cuts, self._spans, strict=True))
 
     def _count(self) -> None:
         """What each rank computes, waits and holds with these cuts, and how long each link between ranks is busy."""
-        self._loads, self._held = [0] * len(self._ranks), [0] * len(self._ranks)
+        self._loads = [0] * len(self._ranks)
+        self._held = [0] * len(self._ranks)
         self._busy = [0] * len(self._slots)
         for stage, slot in enumerate(self._slots):
             here, there = self.cuts[stage : stage + 2]
@@ -157,7 +160,8 @@ class _Descent:
 
     def _pay(self, index: int, times: int) -> None:
         """Count what crossing a cut costs those beside it, or with -1 no longer."""
-        one, other = self._slots[index - 1].rank, self._slots[index].rank
+        one = self._slots[index - 1].rank
+        other = self._slots[index].rank
         toll = times * self._toll[self.cuts[index]] if one != other else 0
         if self._blocking:
             self._loads[one] += toll
@@ -175,8 +179,10 @@ class _Descent:
 
     def _move(self, index: int) -> bool:
         """Move a cut to its best place, of equal ones the first; whether one is better than where it is."""
-        (low, high), here = self._spans[index], self.cuts[index]
-        first, last = max(low, self.cuts[index - 1] + 1), min(high, self.cuts[index + 1] - 1)
+        (low, high) = self._spans[index]
+        here = self.cuts[index]
+        first = max(low, self.cuts[index - 1] + 1)
+        last = min(high, self.cuts[index + 1] - 1)
         if first >= last:
             return False
         self._count_beside(index, -1)
@@ -197,30 +203,38 @@ class _Descent:
             room, room_behind = (slowest - self._loads[slot.rank] for slot in self._slots[index - 1 : index + 1])
             most = here[self.cuts[index - 1]] + room * per_tick
             least = behind[self.cuts[index + 1]] - room_behind * per_tick_behind
-            first, last = bisect_left(behind, least, first, last), bisect_right(here, most, first, last + 1) - 1
+            return range(bisect_left(behind, least, first, last), bisect_right(here, most, first, last + 1))
         return range(first, last + 1)
 
     def _count_beside(self, index: int, times: int) -> None:
         """Count the two stages beside a cut, or with -1 no longer."""
         for stage in (index - 1, index):
-            rank, begin, end = self._slots[stage].rank, self.cuts[stage], self.cuts[stage + 1]
+            rank = self._slots[stage].rank
+            begin = self.cuts[stage]
+            end = self.cuts[stage + 1]
             self._loads[rank] += times * self._ticks(stage, begin, end)
             self._held[rank] += times * self._bytes(stage, begin, end)
         self._pay(index, times)
 
     def _key_at(self, index: int, place: int, others: int) -> Key:
         """The key of the ranks beside a cut, which is at that place; the rest of them is counted."""
-        one, other = self._slots[index - 1].rank, self._slots[index].rank
-        before, behind = self.cuts[index - 1], self.cuts[index + 1]
+        one = self._slots[index - 1].rank
+        other = self._slots[index].rank
+        before = self.cuts[index - 1]
+        behind = self.cuts[index + 1]
         load = self._loads[one] + self._ticks(index - 1, before, place)
         held = self._held[one] + self._bytes(index - 1, before, place)
-        more, more_held = self._ticks(index, place, behind), self._bytes(index, place, behind)
+        more = self._ticks(index, place, behind)
+        more_held = self._bytes(index, place, behind)
         if one == other:
-            load, held = load + more, held + more_held
+            load = load + more
+            held = held + more_held
             return self._excess(one, held), max(load, others), float(load) ** 2
-        more, more_held = self._loads[other] + more, self._held[other] + more_held
+        more = self._loads[other] + more
+        more_held = self._held[other] + more_held
         toll = self._toll[place]
         if self._blocking:
-            load, more = load + toll, more + toll
+            load = load + toll
+            more = more + toll
         excess = self._excess(one, held) + self._excess(other, more_held)
         return excess, max(load, more, toll, others), float(load) ** 2 + float(more) ** 2

@@ -1,9 +1,9 @@
-"""The least time of a rank's layers within its memory: for each layer one choice, exactly.
+"""Knapsack: takes an activation option for each layer of a rank: the fastest that fit into its memory, exactly.
 
 A 0/1 knapsack with several choices an item (Kellerer, Pferschy and Pisinger 2004, chapter 11), by the states that no
 other equals in bytes and in time (Nemhauser and Ullmann 1969). Layers that are alike are one item many times, so what
 was found for some of them serves wherever as many of them stand. Of what layers need while they run only the largest
-counts: for each size that it may have the choices that need no more are combined.
+counts: for each size that it may have the options that need no more are combined.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from pipesched.partitioning.activation_choices import Choice, with_copies
+from pipesched.partitioning.activation_options import ActivationOption, with_copies
 from pipesched.partitioning.bisection import INFINITE
 from pipesched.program.action_arrays import Ints
 
@@ -23,20 +23,21 @@ _MOST_STATES = 20_000  # above it states that are nearly alike become one, and a
 _MOST_WITH_COPIES = 2_000
 
 
-_Choices = Sequence[tuple[int, Choice]]  # of an item: the bytes it holds, and what for
+#: Of an item: the bytes that it holds with each option.
+_Options = Sequence[tuple[int, ActivationOption]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Front:
-    """Sums over some items, by bytes: ascending. copies: None where nothing is copied. parent, choice: the state of
-    all items but the last, and the last one's choice.
-    """
+    """The states of some items: what they sum up to, by bytes, ascending."""
 
     held: Ints
     ticks: Ints
+    #: Ticks of copies; None where nothing is copied.
     copies: Ints | None
+    #: The state of all items but the last, and the last one's option.
     parent: Ints
-    choice: Ints
+    option: Ints
 
     def best(self, room: int, speed: Fraction, forward: int) -> tuple[int, int] | None:
         """The least time within ``room`` bytes, and its state. forward: ticks of all first forwards."""
@@ -52,18 +53,18 @@ class _Front:
 
 
 _NOTHING = np.zeros(1, np.int64)
-_EMPTY = _Front(_NOTHING, _NOTHING, None, _NOTHING, _NOTHING)
+_EMPTY = _Front(held=_NOTHING, ticks=_NOTHING, copies=None, parent=_NOTHING, option=_NOTHING)
 
 
 class Knapsack:
     """Answers, and what was found on the way to them. exact: every answer so far is the best there is."""
 
-    def __init__(self, choices: Sequence[Sequence[Choice]]) -> None:
-        kinds: dict[tuple[Choice, ...], int] = {}
-        self._kind_of = [kinds.setdefault(tuple(of_layer), len(kinds)) for of_layer in choices]
+    def __init__(self, options: Sequence[Sequence[ActivationOption]]) -> None:
+        kinds: dict[tuple[ActivationOption, ...], int] = {}
+        self._kind_of = [kinds.setdefault(tuple(of_layer), len(kinds)) for of_layer in options]
         self._kinds = list(kinds)
         self._items: dict[tuple[int, int], int] = {}
-        self._choices: list[_Choices] = []
+        self._options: list[_Options] = []
         self._fronts: dict[tuple[tuple[int, ...], int], _Front] = {}
         self._least: dict[tuple[tuple[int, ...], int, Fraction], int] = {}
         self.exact = True
@@ -73,44 +74,45 @@ class Knapsack:
         kind = self._kind_of[layer]
         if (kind, in_flight) not in self._items:
             self._items[kind, in_flight] = len(self._items)
-            self._choices.append(_undominated_choices(self._kinds[kind], in_flight))
+            self._options.append(_undominated_options(self._kinds[kind], in_flight))
         return self._items[kind, in_flight]
 
     def least(self, items: Sequence[int], limit: int | None, speed: Fraction) -> int:
         """The least ticks of the items together within ``limit`` bytes; INFINITE where they do not fit."""
         limit = INFINITE if limit is None else limit
         if self._fits_at_once(items, limit):
-            return _slowed(sum(self._choices[item][0][1].ticks for item in items), speed)
+            return _slowed(sum(self._options[item][0][1].ticks for item in items), speed)
         key = tuple(sorted(items)), limit, speed
         if key not in self._least:
             self._least[key] = min((ticks for ticks, _, _ in self._found(*key)), default=INFINITE)
         return self._least[key]
 
-    def chosen(self, items: Sequence[int], limit: int | None, speed: Fraction) -> list[Choice]:
-        """The choices with which the items take no longer than that; of items alike the first give up more."""
+    def chosen(self, items: Sequence[int], limit: int | None, speed: Fraction) -> list[ActivationOption]:
+        """The options with which the items take no longer than that; of items alike the first give up more."""
         limit = INFINITE if limit is None else limit
         if self._fits_at_once(items, limit):
-            return [self._choices[item][0][1] for item in items]
+            return [self._options[item][0][1] for item in items]
         key = tuple(sorted(items))
         _, working, state = min(self._found(key, limit, speed))
-        taken: dict[int, list[Choice]] = {}
+        taken: dict[int, list[ActivationOption]] = {}
         for count in range(len(key), 0, -1):
-            front, item = self._front(key[:count], working), key[count - 1]
-            taken.setdefault(item, []).append(self._choices[item][int(front.choice[state])][1])
+            front = self._front(key[:count], working)
+            item = key[count - 1]
+            taken.setdefault(item, []).append(self._options[item][int(front.option[state])][1])
             state = int(front.parent[state])
-        for choices in taken.values():
-            choices.sort(key=lambda choice: choice.keep or "")
+        for options in taken.values():
+            options.sort(key=lambda option: option.keep or "")
         return [taken[item].pop() for item in items]
 
     def _fits_at_once(self, items: Sequence[int], limit: int) -> bool:
-        """Whether the fastest choice of each item fits, and copies nothing."""
-        fastest = [self._choices[item][0] for item in items]
-        needed = sum(held for held, _ in fastest) + max(choice.working_bytes for _, choice in fastest)
-        return needed <= limit and not any(choice.copy_ticks for _, choice in fastest)
+        """Whether the fastest option of each item fits, and copies nothing."""
+        fastest = [self._options[item][0] for item in items]
+        needed = sum(held for held, _ in fastest) + max(option.working_bytes for _, option in fastest)
+        return needed <= limit and not any(option.copy_ticks for _, option in fastest)
 
     def least_bytes(self, items: Sequence[int]) -> int:
         """The fewest bytes with which the items do, however long they then take."""
-        kinds = {item: self._choices[item] for item in items}
+        kinds = {item: self._options[item] for item in items}
         needed = []
         for working in self._sizes(kinds.values()):
             least = _smallest(kinds, working)
@@ -119,7 +121,7 @@ class Knapsack:
 
     def _found(self, key: tuple[int, ...], limit: int, speed: Fraction) -> Iterator[tuple[int, int, int]]:
         """For each size that the largest working set may have: the least ticks, the size, the state."""
-        kinds = {item: self._choices[item] for item in key}
+        kinds = {item: self._options[item] for item in key}
         forward = sum(kinds[item][0][1].forward_ticks for item in key)
         for working in self._sizes(kinds.values()):
             least = _smallest(kinds, working)
@@ -130,26 +132,26 @@ class Knapsack:
                 yield best[0], working, best[1]
 
     @staticmethod
-    def _sizes(kinds: Collection[_Choices]) -> list[int]:
+    def _sizes(kinds: Collection[_Options]) -> list[int]:
         """What the largest working set may be."""
-        sizes = {choice.working_bytes for choices in kinds for _, choice in choices}
-        floor = max(min(choice.working_bytes for _, choice in choices) for choices in kinds)
+        sizes = {option.working_bytes for options in kinds for _, option in options}
+        floor = max(min(option.working_bytes for _, option in options) for options in kinds)
         return sorted(size for size in sizes if size >= floor)
 
     def _front(self, key: tuple[int, ...], working: int) -> _Front:
-        """The front of some items, with choices that need no more than ``working`` while they run."""
+        """The front of some items, with options that need no more than ``working`` while they run."""
         count = len(key)
         while count and (key[:count], working) not in self._fronts:
             count -= 1
         front = self._fronts[key[:count], working] if count else _EMPTY
         for at in range(count, len(key)):
-            front = self._with(front, self._choices[key[at]], working)
+            front = self._with(front, self._options[key[at]], working)
             self._fronts[key[: at + 1], working] = front
         return front
 
-    def _with(self, front: _Front, choices: _Choices, working: int) -> _Front:
+    def _with(self, front: _Front, options: _Options, working: int) -> _Front:
         """A front with one item more."""
-        rows = [(at, held, c) for at, (held, c) in enumerate(choices) if c.working_bytes <= working]
+        rows = [(at, held, c) for at, (held, c) in enumerate(options) if c.working_bytes <= working]
         size = len(front.held)
         held = np.concatenate([front.held + own for _, own, _ in rows])
         ticks = np.concatenate([front.ticks + c.ticks for _, _, c in rows])
@@ -159,16 +161,22 @@ class Knapsack:
             copies = np.concatenate([before + c.copy_ticks for _, _, c in rows])
         kept = _undominated(held, ticks) if copies is None else _undominated_with_copies(held, ticks, copies)
         if len(kept) > (_MOST_STATES if copies is None else _MOST_WITH_COPIES):
-            kept, self.exact = _thinned(kept, held, ticks, copies), False
-        choice = np.array([at for at, _, _ in rows])[kept // size]
-        return _Front(held[kept], ticks[kept], None if copies is None else copies[kept], kept % size, choice)
+            kept = _thinned(kept, held, ticks, copies)
+            self.exact = False
+        return _Front(
+            held=held[kept],
+            ticks=ticks[kept],
+            copies=None if copies is None else copies[kept],
+            parent=kept % size,
+            option=np.array([at for at, _, _ in rows])[kept // size],
+        )
 
 
-def _smallest(kinds: Mapping[int, _Choices], working: int) -> dict[int, int]:
-    """The fewest bytes that each item holds, with choices that need no more than ``working`` while they run."""
+def _smallest(kinds: Mapping[int, _Options], working: int) -> dict[int, int]:
+    """The fewest bytes that each item holds, with options that need no more than ``working`` while they run."""
     return {
-        item: min(held for held, choice in choices if choice.working_bytes <= working)
-        for item, choices in kinds.items()
+        item: min(held for held, option in options if option.working_bytes <= working)
+        for item, options in kinds.items()
     }
 
 
@@ -176,15 +184,15 @@ def _slowed(ticks: int, speed: Fraction) -> int:
     return -(-ticks * speed.denominator // speed.numerator)
 
 
-def _undominated_choices(choices: Sequence[Choice], in_flight: int) -> list[tuple[int, Choice]]:
-    """The bytes of each, and the choice: the fastest first; none that another equals in everything."""
-    made: list[tuple[tuple[int, int, int, int], Choice]] = []
-    for choice in choices:
-        costs = (choice.ticks, choice.copy_ticks, choice.held_bytes(in_flight), choice.working_bytes)
+def _undominated_options(options: Sequence[ActivationOption], in_flight: int) -> list[tuple[int, ActivationOption]]:
+    """The bytes of each, and the option: the fastest first; none that another equals in everything."""
+    made: list[tuple[tuple[int, int, int, int], ActivationOption]] = []
+    for option in options:
+        costs = (option.ticks, option.copy_ticks, option.held_bytes(in_flight), option.working_bytes)
         if not any(all(a <= b for a, b in zip(other, costs, strict=True)) for other, _ in made):
-            made.append((costs, choice))
+            made.append((costs, option))
     made.sort(key=lambda one: one[0])
-    return [(costs[2], choice) for costs, choice in made]
+    return [(costs[2], option) for costs, option in made]
 
 
 def _undominated(held: Ints, ticks: Ints) -> Ints:

@@ -31,8 +31,12 @@ class Lattice:
     """
 
     def __init__(self, ideals: Ideals, toll: Toll, line_up: LineUp, allowed: Mapping[int, Bools], ceiling: int) -> None:
-        self._ideals, self._toll, self._line_up, self._allowed = ideals, toll, line_up, allowed
-        slots, cuts = line_up.slots, ideals.cuts
+        self._ideals = ideals
+        self._toll = toll
+        self._line_up = line_up
+        self._allowed = allowed
+        slots = line_up.slots
+        cuts = ideals.cuts
         speeds = sorted({slot.speed for slot in slots})
         weighed = [next(s for s in slots if s.speed == speed).weighed(cuts, toll) for speed in speeds]
         self._ends, self._begins = (np.stack(column) for column in zip(*weighed, strict=True))
@@ -51,7 +55,8 @@ class Lattice:
 
     def probe(self, bound: int) -> Found | Fails:
         """A partition within the bound; between equal ones of the fewest stages, then of the smallest last cut."""
-        line_up, ideals = self._line_up, self._ideals
+        line_up = self._line_up
+        ideals = self._ideals
         limits = np.array([min(bound * slot.speed.numerator, INFINITE - 1) for slot in line_up.slots])
         closed = np.zeros((len(line_up.slots), len(ideals)), bool)
         crossing = self._toll.ticks[self._toll.ticks > bound] if not self._toll.blocking else np.zeros(0, np.int64)
@@ -78,9 +83,9 @@ class Lattice:
 
     def _bands_below(self, bound: int) -> list[tuple[int, int]]:
         """For each level the slots that matter: those before can do what lies before, those behind what is left."""
-        levels, count = len(self._least), len(self._line_up.slots)
+        count = len(self._line_up.slots)
         if not self._line_up.in_line:
-            return [(0, count)] * levels
+            return [(0, count)] * len(self._least)
         total = int(self._most[-1])
         able = [bound * slot.speed.numerator // slot.speed.denominator + 1 for slot in self._line_up.slots]
         up_to = np.array([min(total, done) for done in accumulate(able)])
@@ -141,23 +146,26 @@ class Lattice:
             while self._line_up.in_line and state > self._line_up.skippable and reached[state - 1]:
                 state -= 1
             index, begin, below = self._begin(state, ideal, closed, limits)
-            slot, kind = self._line_up.slots[index], self._kind[index]
+            slot = self._line_up.slots[index]
+            kind = self._kind[index]
             bottleneck = max(bottleneck, slot.time(int(self._ends[kind, ideal] - self._begins[kind, begin])))
             if not self._toll.blocking and len(self._toll.ticks) > 1:
                 bottleneck = max(bottleneck, int(self._toll.ticks[begin]))
             stages.append((slot, self._between(begin, ideal, below)))
-            state, ideal = slot.source, begin
+            state = slot.source
+            ideal = begin
         stages.reverse()
         order = [block for _, members in stages for block in members]
         ends = np.cumsum([len(members) for _, members in stages]).tolist()
-        return Found(bottleneck, order, ends, [slot for slot, _ in stages])
+        return Found(bottleneck=bottleneck, order=order, ends=ends, slots=[slot for slot, _ in stages])
 
     def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
         """The slot of the stage that ends at the ideal, where it begins, and what lies below the ideal."""
         sent = self._ideals.cuts.sent_bytes
         for index, slot in enumerate(self._line_up.slots):
             if slot.target == state and closed[index, ideal]:
-                end, begins = self._ends[self._kind[index], ideal], self._begins[self._kind[index]]
+                end = self._ends[self._kind[index], ideal]
+                begins = self._begins[self._kind[index]]
                 fits = begins >= end - limits[index]
                 if self._memory is not None:
                     fits &= self._memory[index] >= self._memory[index, ideal] - self._caps[index]
@@ -170,7 +178,8 @@ class Lattice:
 
     def _below(self, ideal: int, least: int, index: int) -> Bools:
         """The ideals that ``ideal`` contains, other than itself, as far as their work is enough."""
-        ideals, ends = self._ideals, self._ends[self._kind[index]]
+        ideals = self._ideals
+        ends = self._ends[self._kind[index]]
         below = np.zeros(len(ideals), bool)
         below[ideal] = True
         for level in range(bisect_right(ideals.levels, ideal) - 1, 0, -1):

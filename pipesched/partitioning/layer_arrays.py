@@ -18,35 +18,35 @@ _FINEST = 10**12  # whole numbers of picoseconds, so that sums are exact and tie
 _MOST = 2**60  # ticks in all; leaves room in 64 bits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """What layers give: the layer that makes each, and its bytes; and the uses: of which tensor, by which layer."""
+    """What layers give to others."""
 
+    #: The layer that makes each tensor, and its bytes.
     makers: Ints
     sizes: Ints
+    #: The tensor of each use, and the layer that uses it.
     used: Ints
     users: Ints
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layers:
-    """Layers in topological order, with edges from ``tails`` to ``heads`` (positions).
-
-    ticks: forward and backward time, ``ticks_per_s`` to the second. parameter_bytes, num_parameters: of each layer.
-    state_bytes: the parameters with all that an optimizer keeps of them. activation_bytes: what a layer holds for
-    each micro-batch in flight. tensors: what layers give to others.
-    """
+    """Layers in topological order, with edges from ``tails`` to ``heads`` (positions)."""
 
     names: list[Any]
+    #: Forward and backward time.
     ticks: Ints
     ticks_per_s: int
     parameter_bytes: Ints
     num_parameters: Ints
+    #: The parameters with all that an optimizer keeps of them.
     state_bytes: Ints
+    #: What a layer holds for each micro-batch in flight.
     activation_bytes: Ints
     tails: Ints
     heads: Ints
-    tensors: "Tensors"
+    tensors: Tensors
 
     def __len__(self) -> int:
         return len(self.names)
@@ -107,14 +107,23 @@ def read(
     )
     held = [node.get("activation_bytes", node.get("output_bytes", 0)) for node in nodes]
     activations = numbers(held, "activation_bytes of layer")
-    tensors = Tensors(np.arange(len(names)), _whole(outputs), tails, heads)
+    tensors = Tensors(makers=np.arange(len(names)), sizes=_whole(outputs), used=tails, users=heads)
     if named:
         tensors = _named_tensors(names, along, outputs)
     crossing = 2 * (link.latency_s + link.byte_s * float(tensors.sizes.sum()))
     per_s = ticks_per_s(float(times.sum()) + crossing, scale)
-    states = np.ceil(parameters * weight_copies)
-    ticks, parameter, count, state, activation = map(_whole, (times * per_s, parameters, counts, states, activations))
-    return Layers(names, ticks, per_s, parameter, count, state, activation, tails, heads, tensors)
+    return Layers(
+        names=names,
+        ticks=_whole(times * per_s),
+        ticks_per_s=per_s,
+        parameter_bytes=_whole(parameters),
+        num_parameters=_whole(counts),
+        state_bytes=_whole(np.ceil(parameters * weight_copies)),
+        activation_bytes=_whole(activations),
+        tails=tails,
+        heads=heads,
+        tensors=tensors,
+    )
 
 
 def _whole(values: NDArray[np.float64]) -> Ints:
@@ -134,10 +143,12 @@ def _named_tensors(
             sizes.setdefault((maker, name), size)
             uses.append(((maker, name), place[head]))
     number = {tensor: position for position, tensor in enumerate(sizes)}
-    makers = np.array([maker for maker, _ in sizes], np.int64)
-    used = np.array([number[tensor] for tensor, _ in uses], np.int64)
-    users = np.array([user for _, user in uses], np.int64)
-    return Tensors(makers, _whole(numbers(list(sizes.values()), "the bytes of tensor")), used, users)
+    return Tensors(
+        makers=np.array([maker for maker, _ in sizes], np.int64),
+        sizes=_whole(numbers(list(sizes.values()), "the bytes of tensor")),
+        used=np.array([number[tensor] for tensor, _ in uses], np.int64),
+        users=np.array([user for _, user in uses], np.int64),
+    )
 
 
 def _ordered(graph: "nx.DiGraph[Any]") -> tuple[list[Any], Ints, Ints]:

@@ -19,32 +19,39 @@ Masks = NDArray[np.uint64]
 Bools = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ideals:
-    """Ideals in the order of their levels: ``levels`` says where each begins, and at last their number.
+    """Ideals in the order of their levels.
 
     A step adds ``added`` to the ideal ``parents`` and gives the ideal ``children``; steps are in the order of their
-    children, those to ideal i begin at ``steps[i]``. contains: for each set of blocks that was asked for, how many of
-    them each ideal contains.
+    children.
     """
 
     cuts: Cuts
+    #: Where each level begins, and at last the number of ideals.
     levels: list[int]
     parents: Ints
     children: Ints
     added: Ints
+    #: Where the steps to each ideal begin.
     steps: Ints
+    #: For each set of blocks that was asked for, how many of them each ideal contains.
     contains: list[Ints]
 
     def __len__(self) -> int:
         return self.levels[-1]
 
 
+@dataclass(kw_only=True)
 class _Level:
-    """The ideals of one size: members, blocks that may be added, and what they sum up to (a row a column)."""
+    """The ideals of one size."""
 
-    def __init__(self, members: Masks, ready: Masks, keys: Masks, sums: Ints) -> None:
-        self.members, self.ready, self.keys, self.sums = members, ready, keys, sums
+    members: Masks
+    #: The blocks that may be added.
+    ready: Masks
+    keys: Masks
+    #: What the ideals sum up to; a row a column.
+    sums: Ints
 
 
 def enumerate_ideals(blocks: Blocks, asked: Collection[Collection[int]], at_most: int) -> Ideals | None:
@@ -52,7 +59,9 @@ def enumerate_ideals(blocks: Blocks, asked: Collection[Collection[int]], at_most
     growth = _Growth(blocks, asked)
     level = growth.first()
     levels = [0, 1]
-    sums, parents, added = [level.sums], [], []
+    sums = [level.sums]
+    parents: list[Ints] = []
+    added: list[Ints] = []
     counts: list[Ints] = [np.zeros(1, np.int64)]
     for _ in range(len(blocks)):
         rows, new, count, level = growth.next(level)
@@ -63,12 +72,17 @@ def enumerate_ideals(blocks: Blocks, asked: Collection[Collection[int]], at_most
         levels.append(levels[-1] + len(count))
         if levels[-1] > at_most:
             return None
-    columns = np.concatenate(sums, axis=1)
+    work, state_bytes, activation_bytes, sent_bytes, *contains = np.concatenate(sums, axis=1)
     per_ideal = np.concatenate(counts)
-    steps = np.concatenate([[0], np.cumsum(per_ideal)])
-    children = np.repeat(np.arange(levels[-1]), per_ideal)
-    cuts = Cuts(columns[0], columns[3], columns[1], columns[2])
-    return Ideals(cuts, levels, _joined(parents), children, _joined(added), steps, list(columns[4:]))
+    return Ideals(
+        cuts=Cuts(work=work, sent_bytes=sent_bytes, state_bytes=state_bytes, activation_bytes=activation_bytes),
+        levels=levels,
+        parents=_joined(parents),
+        children=np.repeat(np.arange(levels[-1]), per_ideal),
+        added=_joined(added),
+        steps=np.concatenate([[0], np.cumsum(per_ideal)]),
+        contains=contains,
+    )
 
 
 def _joined(parts: list[Ints]) -> Ints:
@@ -79,13 +93,15 @@ class _Growth:
     """One block more. Sums are rows: work, state bytes, activation bytes, bytes sent, then the sets asked for."""
 
     def __init__(self, blocks: Blocks, asked: Collection[Collection[int]]) -> None:
-        layers, self._words = blocks.layers, -(-len(blocks) // 64)
+        layers = blocks.layers
+        self._words = -(-len(blocks) // 64)
         self._consumers = blocks.consumers
         self._needs = [_words(producers) for producers in blocks.producers]
         self._sources = [block for block, producers in enumerate(blocks.producers) if not producers]
         additive = [blocks.total(column) for column in (layers.ticks, layers.state_bytes, layers.activation_bytes)]
         members = [np.isin(np.arange(len(blocks)), list(group)).astype(np.int64) for group in asked]
-        made, self._used = np.zeros(len(blocks), np.int64), _used(blocks)
+        made = np.zeros(len(blocks), np.int64)
+        self._used = _used(blocks)
         for tensor in blocks.tensors:
             made[tensor.producer] += tensor.size
         self._gain = np.stack([*additive, made, *members])
@@ -93,15 +109,18 @@ class _Growth:
         self._new_keys(len(blocks))
 
     def _new_keys(self, count: int) -> None:
-        generator = np.random.default_rng(self._seed)
-        self._keys = generator.integers(0, 2**64, count, np.uint64)
+        self._keys = np.random.default_rng(self._seed).integers(0, 2**64, count, np.uint64)
 
     def first(self) -> _Level:
         ready = np.zeros((1, self._words), np.uint64)
         for word, mask in _words(self._sources).items():
             ready[0, word] = mask
-        empty = np.zeros((1, self._words), np.uint64)
-        return _Level(empty, ready, np.zeros(1, np.uint64), np.zeros((len(self._gain), 1), np.int64))
+        return _Level(
+            members=np.zeros((1, self._words), np.uint64),
+            ready=ready,
+            keys=np.zeros(1, np.uint64),
+            sums=np.zeros((len(self._gain), 1), np.int64),
+        )
 
     def next(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
         """The steps to the next level: from which row, which block; how many lead to each ideal; and the level."""
@@ -111,20 +130,26 @@ class _Growth:
         by_first = np.argsort(first)  # so that nothing depends on the keys
         rank = np.empty(len(first), np.int64)
         rank[by_first] = np.arange(len(first))
-        child, first = rank[child], first[by_first]
+        child = rank[child]
+        first = first[by_first]
         order = np.argsort(child, kind="stable")
         members = _with(level.members[rows[first]], new[first])
         if not self._same(level, rows, new, child, members):
             return self._again(level)
-        sums = level.sums[:, rows[first]] + self._gain[:, new[first]]
-        grown = _Level(members, _without(level.ready[rows[first]], new[first]), keys[first], sums)
+        grown = _Level(
+            members=members,
+            ready=_without(level.ready[rows[first]], new[first]),
+            keys=keys[first],
+            sums=level.sums[:, rows[first]] + self._gain[:, new[first]],
+        )
         self._update(grown, new[first])
         return rows[order], new[order], np.bincount(child), grown
 
     def _ready(self, level: _Level) -> tuple[Ints, Ints]:
         """All pairs of an ideal of the level and a block that may be added to it."""
         some = np.bitwise_or.reduce(level.ready, axis=0)
-        rows, new = [], []
+        rows = []
+        new = []
         for word, mask in enumerate(some.tolist()):
             for bit in _bits(mask):
                 chosen = np.flatnonzero(level.ready[:, word] & np.uint64(1 << bit))

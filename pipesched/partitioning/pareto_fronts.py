@@ -25,20 +25,23 @@ class Front:
         """What the level above leaves to ``level``, for some slots."""
         above, first, last = ideals.levels[level - 1 : level + 2]
         steps = ideals.steps[first : last + 1]
-        parents, offsets = ideals.parents[steps[0] : steps[-1]] - above, steps[:-1] - steps[0]
+        parents = ideals.parents[steps[0] : steps[-1]] - above
+        offsets = steps[:-1] - steps[0]
         lower = Front(0, capped=False)
         if self._memory is None:
             best = np.maximum.reduceat(self._worth[rows, 0][:, parents], offsets, axis=1)
             lower._worth = self._all(best[:, None], rows, -INFINITE)
             return lower
-        nth, counts = np.arange(np.diff(steps).max())[:, None], np.diff(steps)
+        counts = np.diff(steps)
+        nth = np.arange(counts.max())[:, None]
         columns = parents[np.where(nth < counts, offsets + nth, offsets)]  # the first again, where there are fewer
         worth, memory = (
             of_slots[rows][:, :, columns].reshape(-1, of_slots.shape[1] * len(nth), last - first)
             for of_slots in (self._worth, self._memory)
         )
         worth, memory = _undominated(worth, memory)
-        lower._worth, lower._memory = self._all(worth, rows, -INFINITE), self._all(memory, rows, -1)
+        lower._worth = self._all(worth, rows, -INFINITE)
+        lower._memory = self._all(memory, rows, -1)
         return lower
 
     def _all(self, values: Ints, rows: slice, absent: int) -> Ints:
@@ -72,12 +75,14 @@ class Front:
 def _undominated(worth: Ints, memory: Ints) -> tuple[Ints, Ints]:
     """Along axis 1, those of which no other has as much worth and as much memory; as many for each as for the most."""
     order = np.lexsort((-memory, -worth), axis=1)
-    worth, memory = np.take_along_axis(worth, order, 1), np.take_along_axis(memory, order, 1)
+    worth = np.take_along_axis(worth, order, 1)
+    memory = np.take_along_axis(memory, order, 1)
     most = np.maximum.accumulate(memory, axis=1)
     kept = np.ones(worth.shape, bool)
     kept[:, 1:] = memory[:, 1:] > most[:, :-1]
     kept &= worth > -INFINITE
-    worth, memory = np.where(kept, worth, -INFINITE), np.where(kept, memory, -1)
+    worth = np.where(kept, worth, -INFINITE)
+    memory = np.where(kept, memory, -1)
     most_kept = max(1, int(kept.sum(axis=1).max(initial=1)))
     order = np.argsort(~kept, axis=1, kind="stable")[:, :most_kept]
     return np.take_along_axis(worth, order, 1), np.take_along_axis(memory, order, 1)

@@ -79,25 +79,25 @@ def partition(
     tried, and ``Partition.gap`` says how far the best may be away. Memory limits on a large graph may leave a gap too.
     Equal inputs give equal partitions. Raises PartitionError where there is none, with what would make one possible.
     """
-    rule, remedy = "together has groups of layers that share a stage", "pass such as [(first, second)]"
-    groups = [tuple(as_list(group, rule, remedy)) for group in as_list(together, rule, remedy)]
+    rule = "together has groups of layers that share a stage"
+    remedy = "pass such as [(first, second)]"
     request = Request(
-        graph,
-        num_stages,
-        communication,
-        bandwidth_bytes_per_s,
-        latency_s,
-        memory_limit_bytes,
-        in_flight,
-        weight_copies,
-        speeds,
-        any_order,
-        {} if starts is None else starts,
-        tuple(groups),
-        exactly,
-        placement,
-        checkpoint,
-        offload_bytes_per_s,
+        graph=graph,
+        num_stages=num_stages,
+        communication=communication,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        latency_s=latency_s,
+        memory_limit_bytes=memory_limit_bytes,
+        in_flight=in_flight,
+        weight_copies=weight_copies,
+        speeds=speeds,
+        any_order=any_order,
+        starts={} if starts is None else starts,
+        together=tuple(tuple(as_list(group, rule, remedy)) for group in as_list(together, rule, remedy)),
+        exactly=exactly,
+        placement=placement,
+        checkpoint=checkpoint,
+        offload_bytes_per_s=offload_bytes_per_s,
     )
     problem = request.problem()
     solution = solved(problem, max_ideals)
@@ -127,7 +127,8 @@ def balance(times: Sequence[float], num_stages: int) -> list[int]:
     nothing = np.zeros(1, np.int64)
     line_up = fixed_order([Rank()] * num_stages, [1] * num_stages, exactly=False, pinned=0)
     spans = [(0, len(ticks))] * (num_stages + 1)
-    chain = Chain([], Cuts(work, nothing, nothing, nothing), Toll(nothing, blocking=False), line_up, spans)
+    cuts = Cuts(work=work, sent_bytes=nothing, state_bytes=nothing, activation_bytes=nothing)
+    chain = Chain([], cuts, Toll(nothing, blocking=False), line_up, spans)
     largest = int(ticks.max(initial=0))
     low = max(-(-int(work[-1]) // num_stages), largest)
     found, _ = smallest(low, low + largest, chain.probe)

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.activation_options import ActivationOption
 from pipesched.partitioning.blocks import Blocks, Cuts, cuts_of
 from pipesched.partitioning.chain import Chain
 from pipesched.partitioning.checkpointed_chain import CheckpointedChain
@@ -31,18 +31,17 @@ class Pin:
     ancestors: frozenset[int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is to be cut, and into what. pins: layers that stages begin with. choices: of each layer, what may be done
-    with its activations; none where all are held.
-    """
+    """What is to be cut, and into what."""
 
     blocks: Blocks
     line_up: LineUp
     communication: Communication
     link: Link
     pins: Sequence[Pin]
-    choices: Sequence[Sequence[Choice]] = ()
+    #: Of each layer, what may be done with its activations; none where all are held.
+    options: Sequence[Sequence[ActivationOption]] = ()
 
     @property
     def fills_up(self) -> bool:
@@ -76,11 +75,16 @@ class Problem:
         cuts = cuts_of(self.blocks, order)
         return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
 
-    def kept_chain(self, order: Sequence[int]) -> CheckpointedChain:
+    def checkpointed_chain(self, order: Sequence[int]) -> CheckpointedChain:
         """The same where choices are made for layers."""
-        toll = self.toll(cuts_of(self.blocks, order))
-        members = self.blocks.members
-        return CheckpointedChain(list(order), members, self.choices, toll, self.line_up, self.spans(order))
+        return CheckpointedChain(
+            order=list(order),
+            members=self.blocks.members,
+            options=self.options,
+            toll=self.toll(cuts_of(self.blocks, order)),
+            line_up=self.line_up,
+            spans=self.spans(order),
+        )
 
     def spans(self, order: Sequence[int]) -> list[tuple[int, int]]:
         """For each number of stages, the first and the last cut of an order where pins let that many be closed."""
@@ -102,12 +106,11 @@ class Problem:
     def lattice(self, ideals: Ideals, ceiling: int) -> Lattice:
         """The search through all orders; ``ideals`` with the sets of ``counted``; ceiling: a known bottleneck."""
         allowed: dict[int, NDArray[np.bool_]] = {}
-        columns, groups = iter(ideals.contains), iter(self.counted)
-        for pin in self.pins:
-            own, _, needed, group = next(columns), next(groups), next(columns), next(groups)
-            before, behind = (own == 0) & (needed == len(group)), own == 1
+        counts = ideals.contains
+        for pin, own, needed, blocks in zip(self.pins, counts[::2], counts[1::2], self.counted[1::2], strict=True):
+            before = (own == 0) & (needed == len(blocks))
             allowed[pin.stage] = allowed.get(pin.stage, True) & before
-            allowed[pin.stage + 1] = allowed.get(pin.stage + 1, True) & behind
+            allowed[pin.stage + 1] = allowed.get(pin.stage + 1, True) & (own == 1)
         return Lattice(ideals, self.toll(ideals.cuts), self.line_up, allowed, ceiling)
 
 

@@ -1,7 +1,7 @@
 """What the user asks of a partition, checked; and the problem that it is."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, get_args
@@ -10,7 +10,7 @@ import networkx as nx
 
 from pipesched.checks import as_list, check_number, check_type, is_whole, shown
 from pipesched.errors import PartitionError, ScheduleError
-from pipesched.partitioning.activation_choices import Choice, choices_of
+from pipesched.partitioning.activation_options import ActivationOption, activation_options
 from pipesched.partitioning.blocks import contract
 from pipesched.partitioning.layer_arrays import Layers, read
 from pipesched.partitioning.problem import Communication, Pin, Problem
@@ -25,24 +25,24 @@ InFlight = Sequence[int] | Callable[[int, int], int]
 _FINEST_SPEED = 1000  # speeds are fractions with denominators up to this
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """The arguments of `pipesched.partition`, under their names. Raises PartitionError for those that make no sense."""
 
     graph: "nx.DiGraph[Any]"
     num_stages: int
-    communication: Communication
-    bandwidth_bytes_per_s: float | None
-    latency_s: float
-    memory_limit_bytes: float | Sequence[float | None] | None
-    in_flight: InFlight | None
-    weight_copies: float
-    speeds: Sequence[float] | None
-    any_order: bool
-    starts: Mapping[Any, int]
-    together: tuple[Collection[Any], ...]
-    exactly: bool
-    placement: Sequence[int] | None
+    communication: Communication = "none"
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float = 0
+    memory_limit_bytes: float | Sequence[float | None] | None = None
+    in_flight: InFlight | None = None
+    weight_copies: float = 4
+    speeds: Sequence[float] | None = None
+    any_order: bool = False
+    starts: Mapping[Any, int] = field(default_factory=dict)
+    together: tuple[Collection[Any], ...] = ()
+    exactly: bool = False
+    placement: Sequence[int] | None = None
     checkpoint: Collection[Keep] = ()
     offload_bytes_per_s: float | None = None
 
@@ -168,10 +168,17 @@ class Request:
                 f"every stage holds at least one layer; {self.num_stages} stages, but layers kept together make "
                 f"{len(blocks)} blocks; use fewer stages, or keep fewer together"
             )
-        choices: list[tuple[Choice, ...]] = []
+        options: list[tuple[ActivationOption, ...]] = []
         if self.checkpoint:
-            choices = choices_of(self.graph, layers, self.checkpoint, self.offload_bytes_per_s)
-        return Problem(blocks, self._line_up(pins), self.communication, self.link, pins, choices)
+            options = activation_options(self.graph, layers, self.checkpoint, self.offload_bytes_per_s)
+        return Problem(
+            blocks=blocks,
+            line_up=self._line_up(pins),
+            communication=self.communication,
+            link=self.link,
+            pins=pins,
+            options=options,
+        )
 
     def _line_up(self, pins: list[Pin]) -> LineUp:
         ranks = self.ranks

@@ -10,7 +10,10 @@ from pipesched.json_files import read_fields
 from pipesched.program.checkpoint_options import Keep
 from pipesched.units import quote_bytes, quote_count, quote_time
 
-__all__ = ["Partition", "StageSummary", "span"]
+__all__ = ["Partition", "StageLayers", "StageSummary", "span"]
+
+#: The names of each stage's layers.
+StageLayers = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -113,12 +116,19 @@ _LEFT = ("first .. last",)
 
 
 def _row(stage: int, summary: StageSummary) -> tuple[str, ...]:
-    sizes = (summary.activation_bytes, summary.memory_bytes, summary.bytes_in, summary.bytes_out)
-    numbers = (str(stage), str(summary.rank), _number_of_layers(summary))
     count = f"{quote_count(summary.num_parameters)}, " if summary.num_parameters else ""
-    parameters = count + quote_bytes(summary.parameter_bytes)
-    layers = span([summary.first, summary.last])
-    return (*numbers, layers, quote_time(summary.time_s), parameters, *map(quote_bytes, sizes))
+    return (
+        str(stage),
+        str(summary.rank),
+        _number_of_layers(summary),
+        span([summary.first, summary.last]),
+        quote_time(summary.time_s),
+        count + quote_bytes(summary.parameter_bytes),
+        quote_bytes(summary.activation_bytes),
+        quote_bytes(summary.memory_bytes),
+        quote_bytes(summary.bytes_in),
+        quote_bytes(summary.bytes_out),
+    )
 
 
 def _number_of_layers(summary: StageSummary) -> str:

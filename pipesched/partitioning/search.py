@@ -18,23 +18,24 @@ _MOST_LIMITED = 100_000  # ideals up to which limits of memory are at once searc
 _RESTARTS = 24
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Solution:
-    """What was found; none where there is no partition, or none was found. lower: ticks that none can beat.
+    """The answer to a problem."""
 
-    exact: nothing better exists, or, where nothing was found, nothing at all. ideals, probes: how much was searched.
-    """
-
+    #: None where there is no partition, or none was found.
     found: Found | None
+    #: Ticks that no partition can beat.
     lower: int
+    #: Nothing better exists, or, where nothing was found, nothing at all.
     exact: bool
+    #: How much was searched.
     ideals: int
     probes: int
 
 
 def solve(problem: Problem, most_ideals: int) -> Solution:
     """The partition of the smallest bottleneck, as far as that can be searched."""
-    if problem.choices:
+    if problem.options:
         return _with_choices(problem)
     if problem.blocks.is_chain:
         found, probes = _along(problem, range(len(problem.blocks)))
@@ -55,8 +56,8 @@ def solve(problem: Problem, most_ideals: int) -> Solution:
 
 def _with_choices(problem: Problem) -> Solution:
     """The best cut of the blocks' own order, with choices for their layers."""
-    chain = problem.kept_chain(range(len(problem.blocks)))
-    slowest = sum(max(choice.ticks for choice in choices) for choices in problem.choices)
+    chain = problem.checkpointed_chain(range(len(problem.blocks)))
+    slowest = sum(max(option.ticks for option in options) for options in problem.options)
     found, probes = smallest(problem.lower, problem.lower + slowest // len(problem.line_up.slots), chain.probe)
     found = found and chain.settled(found)
     solution = _exact(found, 0, probes)
@@ -70,7 +71,8 @@ def _searched(problem: Problem, small: Problem, ideals: Ideals, known: int, trie
 
 
 def _exact(found: Found | None, ideals: int, probes: int) -> Solution:
-    return Solution(found, found.bottleneck if found else 0, True, ideals, probes)
+    lower = found.bottleneck if found else 0
+    return Solution(found=found, lower=lower, exact=True, ideals=ideals, probes=probes)
 
 
 def _along(problem: Problem, order: Sequence[int]) -> tuple[Found | None, int]:
@@ -89,8 +91,10 @@ def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, p
         probes += 1
         if best is None or isinstance(chain.probe(below), Found):
             found, tried = smallest(lower, below, chain.probe)
-            best, probes = found or best, probes + tried
-    return Solution(best, lower, bool(best and best.bottleneck == lower), ideals, probes)
+            best = found or best
+            probes += tried
+    exact = best is not None and best.bottleneck == lower
+    return Solution(found=best, lower=lower, exact=exact, ideals=ideals, probes=probes)
 
 
 def _with_limits(problem: Problem, small: Problem, ideals: Ideals, own: Found | None, tried: int) -> Solution:
@@ -99,13 +103,9 @@ def _with_limits(problem: Problem, small: Problem, ideals: Ideals, own: Found | 
     Where none of these keeps them, all orders with limits: that may take minutes.
     """
     line_up = problem.line_up
-    free = replace(
-        line_up,
-        ranks=tuple(replace(rank, limit=None) for rank in line_up.ranks),
-        slots=tuple(replace(slot, limit=None) for slot in line_up.slots),
-    )
+    free = replace(small, line_up=line_up.without_limits)
     known = own.bottleneck if own else INFINITE
-    unlimited, probes = smallest(problem.lower, known, replace(small, line_up=free).lattice(ideals, known).probe)
+    unlimited, probes = smallest(problem.lower, known, free.lattice(ideals, known).probe)
     if unlimited is None:
         return _exact(None, len(ideals), tried + probes)
     limits = {(slot.source, slot.target, slot.rank): slot.limit for slot in line_up.slots}
@@ -128,9 +128,8 @@ def _keeps_limits(problem: Problem, found: Found) -> bool:
 
 def _reduced(problem: Problem) -> Problem:
     """The problem with fewer blocks and the same best bottleneck."""
-    by_size, by_memory = problem.communication != "none", problem.line_up.capped
-    blocks = reduce_blocks(problem.blocks, by_size=by_size, by_memory=by_memory)
-    return replace(problem, blocks=blocks)
+    by_size = problem.communication != "none"
+    return replace(problem, blocks=reduce_blocks(problem.blocks, by_size=by_size, by_memory=problem.line_up.capped))
 
 
 def _of(problem: Problem, small: Problem, found: Found) -> Found:

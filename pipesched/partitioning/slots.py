@@ -33,20 +33,18 @@ class Toll:
     blocking: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One stage: the ``stage``-th, on a rank, or on one like it, between two states.
-
-    in_flight: micro-batches it holds.
-    """
+    """One stage: the ``stage``-th, on a rank, or on one like it, between two states."""
 
     source: int
     target: int
     stage: int
     rank: int
-    speed: Fraction = Fraction(1)
-    limit: int | None = None
-    in_flight: int = 1
+    speed: Fraction
+    limit: int | None
+    #: Micro-batches that it holds.
+    in_flight: int
 
     def weighed(self, cuts: Cuts, toll: Toll) -> tuple[Ints, Ints]:
         """What a stage costs, as (at its end, at its begin): their difference is its time x the numerator of speed."""
@@ -63,20 +61,20 @@ class Slot:
         return -(-difference // self.speed.numerator)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LineUp:
-    """All slots in the order of their targets.
-
-    skippable: stages from this one on may be left out. in_line: states follow each other; then what is left out is a
-    slot without layers. exactly: none is. accepted: states in which a partition may end, those of fewer stages first.
-    """
+    """All slots in the order of their targets."""
 
     ranks: tuple[Rank, ...]
     slots: tuple[Slot, ...]
     num_states: int
+    #: The states in which a partition may end, those of fewer stages first.
     accepted: tuple[int, ...]
+    #: Stages from this one on may be left out.
     skippable: int
+    #: States follow each other; then what is left out is a slot without layers.
     in_line: bool
+    #: No stage is left out.
     exactly: bool
 
     def on_ranks(self, slots: Sequence[Slot]) -> list[Slot]:
@@ -86,6 +84,12 @@ class LineUp:
         kinds = [Rank(slot.speed, slot.limit) for slot in slots]
         places = [[at for at, rank in enumerate(self.ranks) if rank == kind] for kind in kinds]
         return [replace(slot, rank=places[at][kinds[:at].count(kinds[at])]) for at, slot in enumerate(slots)]
+
+    @property
+    def without_limits(self) -> "LineUp":
+        """The same ranks without limits of memory."""
+        ranks = tuple(replace(rank, limit=None) for rank in self.ranks)
+        return replace(self, ranks=ranks, slots=tuple(replace(slot, limit=None) for slot in self.slots))
 
     @property
     def alike(self) -> bool:
@@ -105,9 +109,19 @@ class LineUp:
 
 def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool, pinned: int) -> LineUp:
     """Stage k on rank k. exactly: each has a layer. pinned: this many of the first stages have one."""
-    slots = tuple(Slot(k, k + 1, k, k, rank.speed, rank.limit, in_flight[k]) for k, rank in enumerate(ranks))
-    skippable = len(ranks) if exactly else pinned
-    return LineUp(tuple(ranks), slots, len(ranks) + 1, (len(ranks),), skippable, in_line=True, exactly=exactly)
+    slots = tuple(
+        Slot(source=k, target=k + 1, stage=k, rank=k, speed=rank.speed, limit=rank.limit, in_flight=in_flight[k])
+        for k, rank in enumerate(ranks)
+    )
+    return LineUp(
+        ranks=tuple(ranks),
+        slots=slots,
+        num_states=len(ranks) + 1,
+        accepted=(len(ranks),),
+        skippable=len(ranks) if exactly else pinned,
+        in_line=True,
+        exactly=exactly,
+    )
 
 
 def placed(ranks: Sequence[Rank], in_flight: Sequence[int], placement: Sequence[int]) -> LineUp:
@@ -127,10 +141,24 @@ def free_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool
     for target, used in enumerate(states):
         for place, kind in enumerate(kinds):
             if used[place]:
-                source = number[(*used[:place], used[place] - 1, *used[place + 1 :])]
                 stage = sum(used) - 1
-                slots.append(Slot(source, target, stage, place, kind.speed, kind.limit, in_flight[stage]))
-    accepted = (len(states) - 1,) if exactly else tuple(range(len(states)))
+                slots.append(
+                    Slot(
+                        source=number[(*used[:place], used[place] - 1, *used[place + 1 :])],
+                        target=target,
+                        stage=stage,
+                        rank=place,
+                        speed=kind.speed,
+                        limit=kind.limit,
+                        in_flight=in_flight[stage],
+                    )
+                )
     return LineUp(
-        tuple(ranks), tuple(slots), len(states), accepted, len(ranks) if exactly else 0, in_line=False, exactly=exactly
+        ranks=tuple(ranks),
+        slots=tuple(slots),
+        num_states=len(states),
+        accepted=(len(states) - 1,) if exactly else tuple(range(len(states))),
+        skippable=len(ranks) if exactly else 0,
+        in_line=False,
+        exactly=exactly,
     )

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pipesched.capture.captured_model import Cut
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.capture.loss import Head
 from pipesched.capture.stage_body import Body
@@ -21,9 +20,10 @@ from pipesched.model.module_tree import Members
 from pipesched.model.tied_weights import Ties
 from pipesched.model.weight_owners import Owners
 from pipesched.partitioning.partition import Partition
+from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
-from pipesched.planning.stage_cutter import Cutter
+from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.stage_sizing import StageSizes
 from pipesched.program.checkpoint_options import keep_by_layer, offloading
 from pipesched.program.program import Program
@@ -70,8 +70,8 @@ class StageCut:
     alternatives: what was weighed against it, where it was searched for.
     """
 
-    cut: Cut
-    cutter: Cutter
+    cut: StageLayers
+    cutter: StagePartitioner
     partition: Partition | None
     alternatives: tuple[Alternative, ...] = ()
 
@@ -140,7 +140,7 @@ class Assembly:
         return [] if self._inheritance is None else self._inheritance.undriven
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> StageLayers:
         """The layers of each stage."""
         return self.division.cut
 

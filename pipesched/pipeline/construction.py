@@ -13,10 +13,10 @@ from pipesched.pipeline.assembly import Assembly, AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan
 from pipesched.pipeline.cost_book import CostBook
 from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
-from pipesched.planning.stage_cutter import Pins
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_host import RankHost
 from pipesched.torch_checks import as_function, as_optimizer

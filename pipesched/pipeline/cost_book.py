@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipesched.capture.captured_model import Cut
 from pipesched.capture.layered_model import LayeredModel
 from pipesched.model.stale_weights import StaleGuard
 from pipesched.model.state_guard import set_aside
+from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import StageCut
 from pipesched.planning.cost_correction import Known, StageTimes, slowed
+from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.program_factory import ProgramFactory
-from pipesched.planning.stage_cutter import Cutter, Pins
+from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.layer_profiler import QUICK
 from pipesched.profiling.layered_costs import measure
 from pipesched.profiling.loss_costs import with_supposed_loss
@@ -110,7 +111,9 @@ class CostBook:
         """What layers cost with the checkpointing of these programs."""
         return treated(self.measured(), programs.checkpoint)
 
-    def stage_costs(self, programs: ProgramFactory, cut: Cut, layers: Mapping[str, LayerCosts] | None = None) -> Costs:
+    def stage_costs(
+        self, programs: ProgramFactory, cut: StageLayers, layers: Mapping[str, LayerCosts] | None = None
+    ) -> Costs:
         """What stages cost, with links and slow devices, without overheads.
 
         Args:
@@ -126,7 +129,7 @@ class CostBook:
         costs = stage_costs(stages, len(cut), host_bytes_per_s=self._host_bytes_per_s if offloads else None)
         return replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
 
-    def expected_costs(self, programs: ProgramFactory, cut: Cut) -> Costs:
+    def expected_costs(self, programs: ProgramFactory, cut: StageLayers) -> Costs:
         """What stages cost, with overheads."""
         return replace(self.stage_costs(programs, cut), overheads=self.overheads)
 
@@ -166,15 +169,15 @@ class CostBook:
         """
         program = programs.full.plain
         speeds = {rank: 1 / slow for rank in program.placement if (slow := self.slowness(rank)) != 1}
-        cutter = Cutter(
-            pins,
-            program,
-            lambda: self.layered.graph(self.treated(programs)),
-            programs.checkpoint,
-            self.links,
+        cutter = StagePartitioner(
+            pins=pins,
+            program=program,
+            graph=lambda: self.layered.graph(self.treated(programs)),
+            checkpoint=programs.checkpoint,
+            links=self.links,
             speeds=speeds,
         )
-        cut, found = host.agreed(cutter.cut)
+        cut, found = host.agreed(cutter.partition)
         host.learn(self.layered, cut)
         if plan is not None:
             return StageCut(cut, cutter, plan.partition, plan.alternatives)

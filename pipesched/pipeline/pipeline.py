@@ -24,12 +24,12 @@ from pipesched.pipeline.replan import Replanner
 from pipesched.pipeline.sample_form import CallForm, explained
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.pipeline.step_runner import StepRunner
+from pipesched.planning.pins import Boundaries, Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.replan_verdict import Replanned, check_steps_left
 from pipesched.planning.report import Report
 from pipesched.planning.search_request import limits_of
-from pipesched.planning.stage_cutter import Boundaries, Pins
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program

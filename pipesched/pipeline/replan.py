@@ -11,19 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipesched.capture.captured_model import Cut
 from pipesched.errors import InputError
+from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
 from pipesched.pipeline.cost_book import CostBook
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_history import StepHistory
+from pipesched.planning.boundary_refinement import refined
 from pipesched.planning.cost_correction import StageTimes
-from pipesched.planning.cut_refinement import refined
+from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.replan_verdict import Replanned, certain, layers_moved, strayed, verdict
-from pipesched.planning.stage_cutter import Pins
 from pipesched.program.checkpoint_options import offloading
 from pipesched.program.program import Program
 from pipesched.runtime.rank_host import ThreadRanks
@@ -144,7 +144,7 @@ class Replanner:
         pins = self._asked
         left = _EFFORT
 
-        def step_s(cut: Cut) -> float:
+        def step_s(cut: StageLayers) -> float:
             nonlocal left
             left -= len(programs.full.timed.columns)
             return self._step_s(programs, cut, update_s, self._limits)
@@ -159,7 +159,7 @@ class Replanner:
             division.partition = None
 
     def _step_s(
-        self, programs: ProgramFactory, cut: Cut, update_s: float, limits: tuple[int, ...] | None = None
+        self, programs: ProgramFactory, cut: StageLayers, update_s: float, limits: tuple[int, ...] | None = None
     ) -> float:
         """The predicted step of programs whose stages have these layers; endless where a rank would need more memory
         than its limit. update_s: for a byte of weights.
@@ -260,7 +260,7 @@ class Replanner:
         return host
 
 
-def _ranks(program: Program, cut: Cut) -> dict[str, int]:
+def _ranks(program: Program, cut: StageLayers) -> dict[str, int]:
     """Where each layer runs; of several chains the first."""
     return {name: program.placement[stage] for stage, names in enumerate(cut) for name in names}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipesched.capture.captured_model import Cut
 from pipesched.capture.layered_model import LayeredModel
+from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import Assembly
 from pipesched.pipeline.cost_book import CostBook
 from pipesched.planning.plan import Plan, Tie
@@ -43,7 +43,7 @@ class RunningPlan:
         return self.assembly.program
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> StageLayers:
         """The layers of each stage."""
         return self.assembly.cut
 
@@ -71,7 +71,7 @@ class RunningPlan:
         programs = self.assembly.programs
         division = self.assembly.division
         if division.partition is None and book.layers is not None:
-            division.partition = division.cutter.of(division.cut)
+            division.partition = division.cutter.evaluate(division.cut)
         return Plan(
             stages=division.cut,
             schedule=self.program.name,

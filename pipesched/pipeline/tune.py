@@ -14,10 +14,10 @@ from pipesched.errors import DeviceCountError, InputError, PartitionError
 from pipesched.pipeline.auto_plan import as_profile, cores_of, on_devices
 from pipesched.pipeline.plan_trials import Trial
 from pipesched.planning.confirmation import Run, confirmed_plan
+from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.search_request import Offload, Search
-from pipesched.planning.stage_cutter import Boundaries
 from pipesched.planning.tuner import find_plan, too_small
 from pipesched.profiling.profile_model import as_loss
 from pipesched.profiling.profile_model import profile as measure

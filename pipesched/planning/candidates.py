@@ -26,24 +26,21 @@ _MOST_COUNTS = 12
 @cache
 def synchronous() -> tuple[Schedule, ...]:
     """The known schedules that change nothing of what is learned: exact ones, without updates on their way."""
-    known = [schedules.get(name) for name in schedules.names()]
-    return tuple(each for each in known if _is_exact(each.program(2, 4)))
+    return tuple(each for each in map(schedules.get, schedules.names()) if _is_exact(each.program(2, 4)))
 
 
 def _is_exact(program: Program) -> bool:
     return program.exact and not program.has_updates and program.num_weights == program.num_stages
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule for so many ranks and micro-batches; where the layers are cut is left to decide.
-
-    splits: whether it splits backwards.
-    """
+    """A schedule for so many ranks and micro-batches; which stage has which layers is left to decide."""
 
     schedule: Schedule
     num_ranks: int
     num_microbatches: int
+    #: Whether the schedule splits backwards.
     splits: bool
     checkpoint: Checkpoint = "never"
 
@@ -60,9 +57,14 @@ class Candidate:
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
         """The simpler ones first: few chunks, whole backwards, orders that are written and not searched for."""
-        shape = self.num_ranks, self.num_microbatches
-        schedule = self.schedule
-        return (schedule.chunks_per_rank, self.splits, schedule.searches, schedule.name, *shape)
+        return (
+            self.schedule.chunks_per_rank,
+            self.splits,
+            self.schedule.searches,
+            self.schedule.name,
+            self.num_ranks,
+            self.num_microbatches,
+        )
 
     @property
     def num_actions(self) -> int:
@@ -123,7 +125,10 @@ def candidates(
                 continue
             if num_ranks == 1 and wished is None and schedule.name != _SIMPLEST:
                 continue  # one rank alone: all orders take as long
-            yield from (Candidate(schedule, num_ranks, count, splits) for count in counts)
+            yield from (
+                Candidate(schedule=schedule, num_ranks=num_ranks, num_microbatches=count, splits=splits)
+                for count in counts
+            )
 
 
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
@@ -153,9 +158,10 @@ def microbatch_counts(batch_size: int, num_ranks: int, sizes: Iterable[int]) -> 
     """Into how many micro-batches so many rows may be cut, such that each has a size between the smallest and the
     largest that was measured; those that divide the batch, or else keep all ranks busy.
     """
-    smallest, largest = min(sizes), max(sizes)
-    most = num_ranks * _MOST_ROUNDS
-    found = {count for count in range(1, min(most, batch_size) + 1) if batch_size % count == 0}
+    smallest = min(sizes)
+    largest = max(sizes)
+    most = min(num_ranks * _MOST_ROUNDS, batch_size)
+    found = {count for count in range(1, most + 1) if batch_size % count == 0}
     found |= {num_ranks * rounds for rounds in (1, 2, 4, 8) if num_ranks * rounds <= batch_size}
     fit = sorted(count for count in found if smallest <= -(-batch_size // count) <= largest)
     if len(fit) <= _MOST_COUNTS:

@@ -59,10 +59,10 @@ class _Tried:
         return _ERROR_OF_MEDIAN * strays / sqrt(len(self.steps)) / self.step_s
 
     @property
-    def expected(self) -> EvaluatedCandidate:
-        """With the step to expect: as predicted, unless what was measured contradicts that."""
+    def expected_s(self) -> float:
+        """The step to expect: as predicted, unless what was measured contradicts that."""
         off = abs(self.step_s / self.found.step_s - 1)
-        return self.found if off <= _needed(self.noise) else replace(self.found, step_s=self.step_s)
+        return self.found.step_s if off <= _needed(self.noise) else self.step_s
 
     def is_slower(self, other: "_Tried") -> bool:
         """Whether it is, beyond noise."""
@@ -172,8 +172,8 @@ def _fastest(tried: Sequence[_Tried]) -> _Tried:
     """The fastest one where it is so beyond noise, else of those that are as fast the one that a search would take."""
     least = min(tried, key=lambda one: one.step_s)
     near = [one for one in tried if not one.is_slower(least)]
-    expected = [one.expected for one in near]
-    return near[expected.index(simplest(expected))]
+    chosen = simplest((one.found, one.expected_s) for one in near)
+    return next(one for one in near if one.found is chosen)
 
 
 def _weighed(plan: Plan, tried: Sequence[_Tried], fastest: _Tried) -> Iterator[Alternative]:

@@ -6,7 +6,7 @@ takes beyond is put down to the layers that it alone has. Where it has none of t
 other devices, it is put down to its device.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,16 +51,31 @@ class Known:
         """With what stages took, in which every layer runs. tolerance: a share that tells nothing where a stage takes
         so much longer than equal layers do elsewhere.
         """
-        ratios = [self._ratio(stage) for stage in stages]
-        places: dict[Hashable, set[tuple[str, ...]]] = {}
-        devices: dict[Hashable, set[Hashable]] = {}
+        factors = self._least_ratios(stages)
+        known = replace(self, slow=self._slow_devices(stages, factors, tolerance))
+        places = self._by_kind(stages, lambda stage: tuple(stage.layers))
+        found: dict[str, list[LayerCosts]] = {}
+        for stage in stages:
+            alone = {name for name in stage.layers if len(places[self.kinds[name]]) == 1}
+            own = alone if known._ratio(stage, factors) > 1 + tolerance else set()
+            for name, costs in known._scaled(stage, factors, own).items():
+                found.setdefault(name, []).append(costs)
+        return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
+
+    def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
+        """How many times as long as is known a stage took: for each layer that of the fastest stage with its kind."""
         least: dict[Hashable, float] = {}
-        for stage, ratio in zip(stages, ratios, strict=True):
+        for stage in stages:
+            ratio = self._ratio(stage)
             for kind in {self.kinds[name] for name in stage.layers}:
-                places.setdefault(kind, set()).add(tuple(stage.layers))
-                devices.setdefault(kind, set()).add(stage.device)
                 least[kind] = min(ratio, least.get(kind, ratio))
-        factors = {name: least[kind] for name, kind in self.kinds.items() if kind in least}
+        return {name: least[kind] for name, kind in self.kinds.items() if kind in least}
+
+    def _slow_devices(
+        self, stages: Sequence[StageTimes], factors: Mapping[str, float], tolerance: float
+    ) -> dict[Hashable, float]:
+        """The slow devices: all layers of theirs also run elsewhere, and take less there."""
+        devices = self._by_kind(stages, lambda stage: stage.device)
         slow = dict(self.slow)
         for device in dict.fromkeys(stage.device for stage in stages):
             beyond = [
@@ -70,14 +85,17 @@ class Known:
             ]
             if beyond and min(beyond) > 1 + tolerance:
                 slow[device] = self.slowness(device) * min(beyond)
-        known = replace(self, slow=slow)
-        found: dict[str, list[LayerCosts]] = {}
+        return slow
+
+    def _by_kind(
+        self, stages: Sequence[StageTimes], what: Callable[[StageTimes], Hashable]
+    ) -> dict[Hashable, set[Hashable]]:
+        """Something of all stages that have layers of a kind."""
+        found: dict[Hashable, set[Hashable]] = {}
         for stage in stages:
-            alone = {name for name in stage.layers if len(places[self.kinds[name]]) == 1}
-            own = alone if known._ratio(stage, factors) > 1 + tolerance else set()
-            for name, costs in known._scaled(stage, factors, own).items():
-                found.setdefault(name, []).append(costs)
-        return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
+            for name in stage.layers:
+                found.setdefault(self.kinds[name], set()).add(what(stage))
+        return found
 
     def _ratio(self, stage: StageTimes, factors: Mapping[str, float] | None = None) -> float:
         """How many times as long as is known the stage took. factors: what is already known to have changed."""

@@ -1,12 +1,11 @@
-"""Evaluated candidate: a candidate that was cut into stages and simulated, and how it stands beside the one that is
-taken.
-"""
+"""Evaluated candidate: a candidate with its stages, what it needs and takes, and how it compares with the chosen."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.program.checkpoint_options import Checkpoint, checkpoint_in_words, offloading
@@ -14,34 +13,37 @@ from pipesched.program.lowering import add_offloading, add_updates
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import rank_memory
-from pipesched.simulation.simulator import simulate
+from pipesched.simulation.simulator import simulate, step_time
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_bytes
 
-__all__ = ["WORTH", "EvaluatedCandidate", "Stages", "label_of", "runs_of", "simplest"]
-
-Stages = tuple[tuple[str, ...], ...]
+__all__ = ["WORTH", "EvaluatedCandidate", "label_of", "simplest"]
 
 WORTH = 0.005  # a saving below this share of a step is not worth a more complicated plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluatedCandidate:
-    """A candidate, cut into stages and simulated. limit_bytes: of each rank, where there are any. posted: receives of
-    each channel that have their memory ahead of their turn.
-    """
+    """A candidate with its stages. What it needs and takes is computed where it is asked for."""
 
     candidate: Candidate
-    stages: Stages
+    #: The names of each stage's layers.
+    stages: StageLayers
     costs: Costs
-    step_s: float
+    #: The memory limit of each rank; None without limits.
     limit_bytes: tuple[int, ...] | None = None
+    #: How many receives of each channel have their memory ahead of their turn.
     posted: int = 0
 
     @cached_property
     def runs(self) -> Program:
-        """What runs."""
-        return runs_of(self.candidate, self.stages)
+        """What runs: with what is recomputed, and copies to the host."""
+        return add_offloading(self.candidate.runs, offloading(self.candidate.checkpoint, self.stages))
+
+    @cached_property
+    def step_s(self) -> float:
+        """The simulated seconds of a step."""
+        return step_time(self.runs, self.costs)
 
     @cached_property
     def trace(self) -> Trace:
@@ -56,11 +58,10 @@ class EvaluatedCandidate:
 
     @property
     def excess_bytes(self) -> tuple[int, ...]:
-        """How much of that is beyond each rank's limit."""
+        """How much of that is beyond each rank's limit; () without limits."""
         if self.limit_bytes is None:
             return ()
-        limits = self.limit_bytes
-        return tuple(max(0, peak - limit) for peak, limit in zip(self.peak_bytes, limits, strict=False))
+        return tuple(max(0, peak - limit) for peak, limit in zip(self.peak_bytes, self.limit_bytes, strict=False))
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -72,16 +73,16 @@ class EvaluatedCandidate:
         """As plain numbers."""
         largest = max(range(len(self.peak_bytes)), key=self.peak_bytes.__getitem__)
         return Alternative(
-            label or label_of(self.candidate),
-            self.candidate.schedule.name,
-            self.candidate.num_ranks,
-            self.candidate.schedule.chunks_per_rank,
-            self.candidate.num_microbatches,
-            checkpoint_in_words(self.candidate.checkpoint),
-            float(self.step_s),
-            float(self.trace.bubble_ratio),
-            self.peak_bytes[largest],
-            self.limit_bytes[largest] if self.limit_bytes else None,
+            label=label or label_of(self.candidate),
+            schedule=self.candidate.schedule.name,
+            num_ranks=self.candidate.num_ranks,
+            chunks_per_rank=self.candidate.schedule.chunks_per_rank,
+            num_microbatches=self.candidate.num_microbatches,
+            checkpoint=checkpoint_in_words(self.candidate.checkpoint),
+            step_s=float(self.step_s),
+            bubble_ratio=float(self.trace.bubble_ratio),
+            peak_bytes=self.peak_bytes[largest],
+            limit_bytes=self.limit_bytes[largest] if self.limit_bytes else None,
             note=note,
         )
 
@@ -97,16 +98,12 @@ class EvaluatedCandidate:
         return self.alternative(label, note)
 
 
-def simplest(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:
-    """The simplest of those that are as fast as the fastest."""
-    fastest = min(each.step_s for each in found)
-    near = [each for each in found if each.step_s <= fastest * (1 + WORTH)]
-    return min(near, key=lambda each: (*each.order, each.step_s))
-
-
-def runs_of(candidate: Candidate, stages: Stages) -> Program:
-    """A candidate's program with these stages: with what is recomputed, and copies to the host."""
-    return add_offloading(candidate.runs, offloading(candidate.checkpoint, stages))
+def simplest(found: Iterable[tuple[EvaluatedCandidate, float]]) -> EvaluatedCandidate:
+    """The simplest of those that are as fast as the fastest. found: each with the seconds of a step."""
+    both = list(found)
+    fastest_s = min(step_s for _, step_s in both)
+    near = [(each, step_s) for each, step_s in both if step_s <= fastest_s * (1 + WORTH)]
+    return min(near, key=lambda one: (*one[0].order, one[1]))[0]
 
 
 def label_of(candidate: Candidate) -> str:

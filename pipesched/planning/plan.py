@@ -11,8 +11,8 @@ from pipesched import schedules
 from pipesched.checks import as_path, check_known, check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, read_fields
-from pipesched.partitioning.result import Partition, span
-from pipesched.planning.alternatives import Alternative
+from pipesched.partitioning.result import Partition, StageLayers, span
+from pipesched.planning.alternatives import Alternative, taken
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint, checkpoint_in_words, offloading
 from pipesched.program.dependencies import StageGraph, chain
 from pipesched.program.lowering import add_offloading, add_recompute
@@ -51,26 +51,27 @@ class Tie:
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs: stages (each a tuple of layer names), the program, checkpointing, and what a micro-batch costs.
+    """What runs: the layers of each stage, the program, checkpointing, and what a micro-batch costs."""
 
-    stages: those of one chain, where several run on the same weights; costs count all. schedule: the name of the
-    algorithm that made the program. options: its plain ones, numbers, flags and words. partition: what the stages cost
-    and why they are cut so, where layers were measured. ties: the weights that several calls use. alternatives: what a
-    search weighed against this plan, the best first, where it was searched for.
-    """
-
-    stages: tuple[tuple[str, ...], ...]
+    #: The names of each stage's layers; of one chain, where several run on the same weights.
+    stages: StageLayers
+    #: The name of the algorithm that made the program.
     schedule: str
     program: Program
     checkpoint: Checkpoint = "never"
+    #: What stages cost; those of all chains.
     costs: Costs | None = None
+    #: The schedule's plain options: numbers, flags and words.
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: What the stages cost and why they are cut so, where layers were measured.
     partition: Partition | None = None
+    #: The weights that several calls use.
     ties: tuple[Tie, ...] = ()
+    #: What a search weighed against this plan, the best first, where it was searched for.
     alternatives: tuple[Alternative, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [name for layers in self.stages for name in layers]
+        names = (name for layers in self.stages for name in layers)
         object.__setattr__(self, "checkpoint", as_checkpoint(self.checkpoint, names))
 
     @property
@@ -111,18 +112,17 @@ class Plan:
 
     def explain(self) -> str:
         """What each stage has and costs, the bottleneck and why it cannot be better, ties, and the predicted step."""
-        program, predicted = self.program, self.predicted()
+        predicted = self.predicted()
         lines = [f"{self.schedule} on {self._shape}, checkpoint {checkpoint_in_words(self.checkpoint)!r}"]
         if self.partition is not None:
             lines.append(self.partition.explain())
         else:
-            ranks = program.placement
+            ranks = self.program.placement
             lines += [f"stage {at} on rank {ranks[at]}: {span(names)}" for at, names in enumerate(self.stages)]
             lines.append("what stages cost is not known: layers are measured where no boundaries are given")
         lines += map(str, self.ties)
         if predicted is not None:
-            step, bubble = quote_time(predicted.makespan_s), predicted.bubble_ratio
-            lines.append(f"predicted: {step} a step, bubble {bubble:.1%}")
+            lines.append(f"predicted: {quote_time(predicted.makespan_s)} a step, bubble {predicted.bubble_ratio:.1%}")
         return "\n".join(lines)
 
     @property
@@ -131,10 +131,11 @@ class Plan:
 
     def __repr__(self) -> str:
         """What it is and its size; ``explain`` says more."""
-        layers, stages = sum(map(len, self.stages)), counted(len(self.stages), "stage")
-        cut = f"{counted(layers, 'layer')} in {stages} on {self._shape}"
-        taken = next((f", {quote_time(own.step_s)} a step" for own in self.alternatives if not own.note), "")
-        return f"Plan({self.schedule}: {cut}, checkpoint {checkpoint_in_words(self.checkpoint)!r}{taken})"
+        layers = counted(sum(map(len, self.stages)), "layer")
+        cut = f"{layers} in {counted(len(self.stages), 'stage')} on {self._shape}"
+        own = taken(self.alternatives)
+        step = f", {quote_time(own.step_s)} a step" if own else ""
+        return f"Plan({self.schedule}: {cut}, checkpoint {checkpoint_in_words(self.checkpoint)!r}{step})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON takes them. ``predicted`` is for the reader: it is computed anew on load."""
@@ -159,7 +160,8 @@ class Plan:
         """The lines of the program; where a schedule of pipesched's own makes it at once, what tells whether it still
         does.
         """
-        program, known = self.program, self.schedule in schedules.names() and schedules.get(self.schedule)
+        program = self.program
+        known = self.schedule in schedules.names() and schedules.get(self.schedule)
         quick = known and not known.searches and known.module.startswith(f"{schedules.__name__}.")
         if not quick or self.maker() is None:
             return str(program).splitlines()
@@ -181,11 +183,17 @@ class Plan:
             options = values.get("options", {})
             check_type(options, Mapping, "the options of a plan are a mapping of names", "save it again")
             found = values.get("partition")
-            cut = None if found is None else Partition.from_dict({**found, "stages": values["stages"]})
-            ties = tuple(read_fields(Tie, tie, "a tie has") for tie in _as_list(values.get("ties", [])))
-            others = tuple(map(Alternative.from_dict, _as_list(values.get("alternatives", []))))
+            partition = None if found is None else Partition.from_dict({**found, "stages": values["stages"]})
             plan = cls(
-                stages, values["schedule"], program, values["checkpoint"], costs, dict(options), cut, ties, others
+                stages=stages,
+                ties=tuple(read_fields(Tie, tie, "a tie has") for tie in _as_list(values.get("ties", []))),
+                alternatives=tuple(map(Alternative.from_dict, _as_list(values.get("alternatives", [])))),
+                schedule=values["schedule"],
+                program=program,
+                checkpoint=values["checkpoint"],
+                costs=costs,
+                options=dict(options),
+                partition=partition,
             )
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
             raise ScheduleError(f"a plan has {', '.join(_KEYS)}; {error} is missing or wrong; save it again") from error
@@ -198,7 +206,7 @@ class Plan:
             )
         _check_agrees(values, program)
         validate(program)
-        if cut is not None and not cut.is_summarised:
+        if partition is not None and not partition.is_summarised:
             return replace(plan, costs=None, partition=None, ties=(), alternatives=())
         return plan
 
@@ -254,7 +262,9 @@ def _read_program(values: Mapping[str, Any]) -> Program:
     if not isinstance(given, Mapping):
         return Program.parse("\n".join(_as_list(given)))
     check_known("a plan's program has", given, ("edges", "digest"))
-    name, num_ranks, num_microbatches = values["schedule"], values["num_ranks"], values["num_microbatches"]
+    name = values["schedule"]
+    num_ranks = values["num_ranks"]
+    num_microbatches = values["num_microbatches"]
     schedule = _schedule(name, values.get("options", {}), len(values["stages"]) // num_ranks)
     program = schedule.program(num_ranks, num_microbatches)
     if "edges" in given:

@@ -8,8 +8,8 @@ from typing import Any
 
 from pipesched.checks import is_count, shown
 from pipesched.errors import PartitionError, ScheduleError
+from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
-from pipesched.planning.stage_cutter import Boundaries
 from pipesched.program.checkpoint_options import Checkpoint
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program

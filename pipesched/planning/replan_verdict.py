@@ -90,7 +90,8 @@ def strayed(steps: Sequence[Trace]) -> float:
         work.append({})
         for span in step.spans:
             if span.lane is Lane.COMPUTE:
-                kind, own = (span.action.stage, span.action.kind), span.end_s - span.start_s
+                kind = (span.action.stage, span.action.kind)
+                own = span.end_s - span.start_s
                 seconds.setdefault(kind, []).append(own)
                 work[-1].setdefault(span.rank, []).append((kind, own))
     usual = {kind: median(times) for kind, times in seconds.items()}
@@ -111,7 +112,8 @@ def verdict(before_s: float, after_s: float, *, noise: float, cost_s: float, ste
     """Why a plan is not worth moving to; empty where it is. before_s, after_s: the predicted steps of the old plan and
     of the other one. steps_left: None where that is not known; then what moving costs does not count.
     """
-    saving, needed = before_s - after_s, max(_LEAST, _TIMES_NOISE * noise)
+    saving = before_s - after_s
+    needed = max(_LEAST, _TIMES_NOISE * noise)
     if saving <= 0:
         return "no better plan was found"
     if saving <= before_s * needed:

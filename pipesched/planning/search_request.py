@@ -9,8 +9,8 @@ from pipesched import schedules
 from pipesched.checks import is_count, shown
 from pipesched.errors import PartitionError, ScheduleError
 from pipesched.planning.candidates import microbatch_counts
+from pipesched.planning.pins import Pins
 from pipesched.planning.plan_request import PlanRequest
-from pipesched.planning.stage_cutter import Pins
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
 from pipesched.program.order import Schedule
 from pipesched.program.program import Program

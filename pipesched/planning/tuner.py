@@ -1,13 +1,13 @@
-"""Tuner: a profile, ranks, a batch and limits -> the plan whose simulated step is shortest, and what it was weighed
+"""Tuner: a profile, ranks, a batch and limits -> the plan with the shortest simulated step, and what it was weighed
 against.
 
-Best first: a candidate waits in line at a time that it cannot beat, at first that of its work alone, then, cut into
-stages, the bound of these stages (`pipesched.simulation.bounds`); whoever comes to the front again is simulated. The
-search ends where no bound is below the best step. Where nothing fits in memory, those that need the least are asked
-next, whatever the effort (`pipesched.planning.memory_fit`), and last what needs the least of all
-(`pipesched.planning.infeasibility`). Then the cuts of those that are near the best are moved wherever that shortens the
-simulated step. How much is searched is counted in actions and not in seconds, so that a profile always gives the same
-plan.
+Candidates wait in line at a time that they cannot beat, at first that of their work alone. The first in line gets its
+stages; `pipesched.planning.recomputation_choice` decides which of its layers are recomputed or offloaded to keep the
+memory limits. Then it waits at the bound of these stages (`pipesched.simulation.bounds`), and when it is first again it
+is simulated. The search ends where no bound is below the best step. Where nothing fits in memory, candidates that need
+the least are asked next, whatever the effort (`pipesched.planning.lean_candidates`), and last what needs the least of
+all (`pipesched.planning.infeasibility`). In those near the best the boundaries of stages are moved at the end wherever
+that shortens the simulated step (`pipesched.planning.boundary_refinement`).
 """
 
 import heapq
@@ -20,29 +20,34 @@ from typing import Any
 import networkx as nx
 
 from pipesched import schedules
+from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
+from pipesched.planning.boundary_refinement import refined
 from pipesched.planning.candidates import LADDER, Candidate
-from pipesched.planning.cut_refinement import refined
-from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, Stages, label_of, runs_of, simplest
-from pipesched.planning.infeasibility import Fits, infeasible, leanest, no_cut
-from pipesched.planning.memory_fit import A_SEARCH, AT_LEAST, MemoryFitter
+from pipesched.planning.effort import AT_LEAST, IN_ORDER_SEARCH, Effort
+from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, label_of, simplest
+from pipesched.planning.infeasibility import FittingPlans, infeasible, leanest, no_partition
+from pipesched.planning.lean_candidates import LeanCandidates
 from pipesched.planning.plan import Plan, Tie
+from pipesched.planning.recomputation_choice import RecomputationChooser
 from pipesched.planning.search_request import Search
 from pipesched.program.placement import Placement
 from pipesched.simulation.bounds import lower_bound
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import costs_of
 from pipesched.simulation.links import Links
-from pipesched.simulation.simulator import step_time
 from pipesched.simulation.tied_weight_traffic import tied_bytes, tied_groups
 from pipesched.units import quote_time
 
 __all__ = ["Tuner", "find_plan", "too_small"]
 
-_NEAR = 1.3  # times the fastest step: up to there cuts are moved, the best first, each for half of what is left
-_A_MOVE = 500  # actions that could be simulated while the costs of a moved cut are summed
-_FOR_CUTS = 0.4  # of the effort, to move cuts
+_NEAR = 1.3  # times the fastest step: up to there boundaries are moved, the best first, each for half of what is left
+_A_MOVE = 500  # actions that could be simulated while the costs of moved boundaries are summed
+_TO_REFINE = 0.4  # of the effort, to move boundaries
 _SHOWN = 8  # alternatives beside the baselines
+_BASELINES = ("1f1b", "gpipe")
+_ACTIONS = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
+_WHY = "the search chose the cuts by simulated steps, not by this alone"
 
 
 def find_plan(search: Search, progress: Callable[[float], None] = lambda _: None) -> Plan:
@@ -62,19 +67,24 @@ def too_small(plan: Plan, num_ranks: int) -> str:
     several = [_expected_s(other) for other in others if other.num_ranks > 1 and other.fits]
     if num_ranks == 1 or chosen.num_ranks > 1 or not several:
         return ""
-    one, best = quote_time(_expected_s(chosen)), quote_time(min(several))
-    return f"too small to gain from a pipeline: one device takes {one}, the best plan of several {best}"
+    return (
+        f"too small to gain from a pipeline: one device takes {quote_time(_expected_s(chosen))}, "
+        f"the best plan of several {quote_time(min(several))}"
+    )
 
 
 def _expected_s(one: Alternative) -> float:
     return one.step_s if one.measured_s is None else one.measured_s
 
 
-class Tuner(MemoryFitter):
+class Tuner:
     """One search: what has been found, and how much may still be simulated."""
 
     def __init__(self, search: Search, progress: Callable[[float], None] = lambda _: None) -> None:
-        super().__init__(search, progress)
+        self._search = search
+        self._effort = Effort(search.effort, progress)
+        self._chooser = RecomputationChooser(search, self._effort)
+        self._lean = LeanCandidates(search, self._chooser, self._effort)
         self._found: list[EvaluatedCandidate] = []
         self._work: dict[int, tuple[float, float, float]] = {}
 
@@ -84,85 +94,90 @@ class Tuner(MemoryFitter):
         Raises as ``find_plan``.
         """
         self._found += known
-        for_cuts = _FOR_CUTS * self._search.effort
-        rest = self._best_first(until=for_cuts)
+        to_refine = _TO_REFINE * self._search.effort
+        rest = self._best_first(until=to_refine)
         if in_need := not self._found:
             self._thrifty_first(rest)
         if not self._found:
             self._found.append(self._leanest())
         fastest = self.best()[0].step_s
         for found in [found for found in self.best() if found.step_s <= _NEAR * fastest]:
-            share = (for_cuts if in_need else self._left) / 2
-            self._found.append(self._refined(found, until=self._left - share))
-        return simplest(self._found)
+            share = (to_refine if in_need else self._effort.left) / 2
+            self._found.append(self._refined(found, until=self._effort.left - share))
+        return simplest((found, found.step_s) for found in self._found)
 
     def _leanest(self) -> EvaluatedCandidate:
         """What needs the least memory. Raises as ``find_plan`` where that is more than there is."""
         search = self._search
-        if search.memory_limit_bytes is None or not MemoryFitter(replace(search, memory_limit_bytes=None)).any_plan():
-            raise no_cut(search)
-        fits = Fits({repr(search.checkpoint): self.thrifty}, self._spend)
-        found = leanest(search, fits)
-        if any(replace(found, limit_bytes=search.memory_limit_bytes).excess_bytes):
-            raise infeasible(search, max(found.peak_bytes), fits)
-        return self.simulated(found.candidate, found.stages, found.costs)
+        if search.memory_limit_bytes is None or not self._can_be_partitioned():
+            raise no_partition(search)
+        fitting = FittingPlans({repr(search.checkpoint): self._lean.thrifty}, self._effort)
+        found = replace(leanest(search, fitting), limit_bytes=search.memory_limit_bytes)
+        if any(found.excess_bytes):
+            raise infeasible(search, max(found.peak_bytes), fitting)
+        return self._simulated(found)
+
+    def _can_be_partitioned(self) -> bool:
+        """Whether there is a plan with unlimited memory."""
+        search = replace(self._search, memory_limit_bytes=None)
+        return FittingPlans({}, Effort(search.effort)).lean(search).any_that_fits() is not None
 
     # ---- candidates, the most promising first -----------------------------------------------------------------------
 
     def _best_first(self, until: float) -> list[Candidate]:
-        """As far as that is; returns those that were not looked at."""
-        number = count()
-        every = list(filter(self._may_hold, self.candidates()))
-        known = sorted(filter(self._is_known, every), key=lambda each: each.num_ranks)
-        for candidate in known:
+        """Candidates with the smallest bounds first, until so much effort is left; returns those not looked at."""
+        every = list(filter(self._lean.may_fit, self._lean.candidates()))
+        for candidate in sorted(filter(self._is_usual, every), key=lambda each: each.num_ranks):
             if not self._is_beaten(self._least_s(candidate), candidate):
-                self._found += [self.simulated(*cut) for cut in self._fitting(candidate)]
-        others = [each for each in every if each not in known]
+                self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
+        others = [each for each in every if not self._is_usual(each)]
+        number = count()
         line: list[Any] = [(self._least_s(each), each.order, next(number), each, None) for each in others]
         heapq.heapify(line)
-        rest, fits = {id(each): each for each in others}, bool(self._found)
-        while line and (self._left > until / 2 or (fits and not self._found)):
-            bound, _, _, candidate, cut = heapq.heappop(line)
+        rest = {id(each): each for each in others}
+        fits = bool(self._found)
+        while line and (self._effort.left > until / 2 or (fits and not self._found)):
+            bound, _, _, candidate, found = heapq.heappop(line)
             if self._is_beaten(bound, candidate):
                 continue
-            if cut is not None:
-                self._found.append(self.simulated(candidate, *cut))
+            if found is not None:
+                self._found.append(self._simulated(found))
                 continue
-            if self._left <= until and fits:
-                continue  # what has been cut is still simulated
-            if candidate.schedule.searches and A_SEARCH * candidate.num_actions > self._left / 4:
+            if self._effort.left <= until and fits:
+                continue  # what has its stages is still simulated
+            if candidate.schedule.searches and IN_ORDER_SEARCH * candidate.num_actions > self._effort.left / 4:
                 continue
             del rest[id(candidate)]
-            for own, stages, costs in self._fitting(candidate):
+            for own in self._chooser.choices(candidate):
                 fits = True
-                least = lower_bound(
-                    _quickest(costs, own.placement), own.num_microbatches, placement=own.placement, split=own.splits
-                )
-                heapq.heappush(line, (least, own.order, next(number), own, (stages, costs)))
+                heapq.heappush(line, (_bound_s(own), own.candidate.order, next(number), own.candidate, own))
         return list(rest.values())
 
     def _thrifty_first(self, rest: Sequence[Candidate]) -> None:
         """Until one fits: a small effort does not make a limit one that nobody can meet."""
-        until = self._left - self.in_need
-        for candidate in self.by_thrift(rest, self.thrifty):
-            if self._found or self._left <= until:
+        until = self._effort.left - self._lean.effort_in_need
+        for candidate in self._lean.by_thrift(rest, self._lean.thrifty):
+            left = self._effort.left - until
+            if self._found or left <= 0:
                 return
-            if not candidate.schedule.searches or A_SEARCH * candidate.num_actions < (self._left - until) / 4:
-                self._found += [self.simulated(*cut) for cut in self._fitting(candidate)]
+            if not candidate.schedule.searches or IN_ORDER_SEARCH * candidate.num_actions < left / 4:
+                self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
 
-    def _is_known(self, candidate: Candidate) -> bool:
+    def _is_usual(self, candidate: Candidate) -> bool:
         """Whether it is what everybody has: one rank alone, or 1F1B on all of them. Others must be faster."""
         own = candidate.schedule.name == _BASELINES[0] and candidate.num_ranks == self._search.num_ranks
         return own or candidate.num_ranks == 1
 
     def _least_s(self, candidate: Candidate) -> float:
-        """What no cut of the layers makes faster: the work in even shares, or the heaviest layer. Of one stage a rank
-        with whole backwards a rank has its share of each micro-batch, after and before what earlier ranks do of one:
-        the shares that make the longest of these sums shortest fall by one part in as many as there are micro-batches.
+        """What no partition makes faster: the work in even shares, or the heaviest layer.
+
+        With one stage a rank and whole backwards a rank has its share of each micro-batch, after and before what
+        earlier ranks do of one. The shares that make the longest of these sums shortest fall by one part in as many as
+        there are micro-batches.
         """
         count = candidate.num_microbatches
         if count not in self._work:
-            self._work[count] = _work(self._graph(count))
+            self._work[count] = _work(self._chooser.graph(count))
         work_s, whole_s, heaviest_s = self._work[count]
         if candidate.splits or candidate.schedule.chunks_per_rank > 1:
             return count * max(work_s / candidate.num_ranks, heaviest_s)
@@ -172,73 +187,70 @@ class Tuner(MemoryFitter):
     def _is_beaten(self, bound_s: float, candidate: Candidate) -> bool:
         if not self._found:
             return False
-        best = min(self._found, key=lambda found: (found.step_s, found.candidate.order))
+        best = min(self._found, key=_speed)
         simpler = candidate.order < best.candidate.order
         return bound_s >= best.step_s * (1 + WORTH if simpler else 1 - WORTH)
 
-    def simulated(self, candidate: Candidate, stages: Stages, costs: Costs | None = None) -> EvaluatedCandidate:
-        """A candidate cut into these stages. costs: of these, where they are known already."""
-        costs = costs or self._costs(candidate, stages)
-        runs = runs_of(candidate, stages)
-        actions = len(runs.columns)
-        self._spend(AT_LEAST + actions * (A_SEARCH if candidate.schedule.searches else 2))  # made, and gone through
-        limits = self._search.memory_limit_bytes
-        return EvaluatedCandidate(candidate, stages, costs, step_time(runs, costs), limits, self._search.posted)
+    def simulated(self, candidate: Candidate, stages: StageLayers) -> EvaluatedCandidate:
+        """A candidate with stages of these layers."""
+        return self._simulated(self._chooser.evaluated(candidate, stages))
+
+    def _simulated(self, found: EvaluatedCandidate) -> EvaluatedCandidate:
+        """The same; counts what its simulation takes."""
+        each = IN_ORDER_SEARCH if found.candidate.schedule.searches else 2  # its program is made, and gone through
+        self._effort.spend(AT_LEAST + len(found.runs.columns) * each)
+        return found
 
     def _refined(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
-        """The same with its cuts moved."""
-        candidate, pins = found.candidate, self._search.pins
+        """The same with its boundaries moved."""
+        candidate = found.candidate
+        pins = self._search.pins
         if pins.complete or candidate.num_stages in (1, len(pins.layers)):
             return found
-        graph = self._graph(candidate.num_microbatches)
+        graph = self._chooser.graph(candidate.num_microbatches)
         home = {layer: stage for stage, names in enumerate(found.stages) for layer in names}
         ties = [users for users in tied_groups(graph) if len({home[layer] for layer in users}) == 1]
         pins = replace(pins, together=(*pins.together, *ties))
 
-        def step_s(stages: Stages) -> float:
-            moved = replace(found, stages=stages, costs=self._costs(candidate, stages))
-            self._spend(len(moved.runs.columns) + _A_MOVE)
-            return inf if any(moved.excess_bytes) else step_time(moved.runs, moved.costs)
+        def step_s(stages: StageLayers) -> float:
+            moved = self._chooser.evaluated(candidate, stages)
+            self._effort.spend(len(moved.runs.columns) + _A_MOVE)
+            return inf if any(moved.excess_bytes) else moved.step_s
 
         seconds = [costs_of(graph, name).forward_s + costs_of(graph, name).backward_s for name in pins.layers]
-        stages = refined(found.stages, pins, seconds, step_s, goes_on=lambda: self._left > until)
+        stages = refined(found.stages, pins, seconds, step_s, goes_on=lambda: self._effort.left > until)
         return self.simulated(candidate, stages)
 
     # ---- the answer -------------------------------------------------------------------------------------------------
 
     def best(self) -> list[EvaluatedCandidate]:
         """All that were found, the fastest first."""
-        return sorted(self._found, key=lambda found: (found.step_s, found.candidate.order))
+        return sorted(self._found, key=_speed)
 
     def plan(self, chosen: EvaluatedCandidate) -> Plan:
         """The plan of one that was simulated, with what it was weighed against."""
         candidate = chosen.candidate
-        options = {k: v for k, v in candidate.schedule.options.items() if isinstance(v, int | float | str)}
+        why = {} if self._search.pins.complete else {"why": _WHY}
         return Plan(
-            chosen.stages,
-            candidate.schedule.name,
-            candidate.program,
-            candidate.checkpoint,
-            chosen.costs,
-            options,
-            self._cutter(candidate, candidate.program).of(chosen.stages, *self._why()),
-            self._ties(chosen),
-            tuple(self._alternatives(chosen)),
+            stages=chosen.stages,
+            schedule=candidate.schedule.name,
+            program=candidate.program,
+            checkpoint=candidate.checkpoint,
+            costs=chosen.costs,
+            options={k: v for k, v in candidate.schedule.options.items() if isinstance(v, int | float | str)},
+            partition=self._chooser.partitioner(candidate, candidate.program).evaluate(chosen.stages, **why),
+            ties=self._ties(chosen),
+            alternatives=tuple(self._alternatives(chosen)),
         )
 
-    def _why(self) -> tuple[str, ...]:
-        """Why the layers are cut so; nothing where that was given."""
-        reason = "the search chose the cuts by simulated steps, not by this alone"
-        return () if self._search.pins.complete else (reason,)
-
     def _ties(self, chosen: EvaluatedCandidate) -> tuple[Tie, ...]:
-        graph, placement = self._graph(chosen.candidate.num_microbatches), chosen.candidate.placement
+        graph = self._chooser.graph(chosen.candidate.num_microbatches)
         home = {layer: stage for stage, layers in enumerate(chosen.stages) for layer in layers}
         ties = []
         for users, names in tied_groups(graph).items():
             own = tuple(home[user] for user in users)
             size = sum(graph.graph["parameters"][name][1] for name in names)
-            ties.append(Tie(tuple(names), own, tied_bytes(size, [placement[stage] for stage in own])))
+            ties.append(Tie(tuple(names), own, tied_bytes(size, [chosen.candidate.placement[stage] for stage in own])))
         return tuple(ties)
 
     def _alternatives(self, chosen: EvaluatedCandidate) -> Iterator[Alternative]:
@@ -255,20 +267,21 @@ class Tuner(MemoryFitter):
 
     def _baselines(self, num_microbatches: int) -> Iterator[tuple[str, EvaluatedCandidate]]:
         """One device alone, and as many layers on each of the ranks, by the two schedules that everybody has."""
-        search, pins = self._search, self._search.pins
-        layers = len(pins.layers)
-        count = min(search.num_ranks, layers)
-        mode = search.checkpoint or LADDER[0]
-        alone = Candidate(schedules.get("1f1b"), 1, num_microbatches, splits=False, checkpoint=mode)
-        for label, candidate in (
-            ("one device", alone),
-            *(("equal split", replace(alone, schedule=schedules.get(name), num_ranks=count)) for name in _BASELINES),
+        pins = self._search.pins
+        num_layers = len(pins.layers)
+        num_ranks = min(self._search.num_ranks, num_layers)
+        for label, schedule, ranks in (
+            ("one device", _BASELINES[0], 1),
+            *(("equal split", schedule, num_ranks) for schedule in _BASELINES),
         ):
-            stages = pins.stages([rank * layers // candidate.num_ranks for rank in range(candidate.num_ranks)])
-            yield label, self.simulated(candidate, stages)
-
-
-_BASELINES = ("1f1b", "gpipe")
+            candidate = Candidate(
+                schedule=schedules.get(schedule),
+                num_ranks=ranks,
+                num_microbatches=num_microbatches,
+                splits=False,
+                checkpoint=self._search.checkpoint or LADDER[0],
+            )
+            yield label, self.simulated(candidate, pins.stages([rank * num_layers // ranks for rank in range(ranks)]))
 
 
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
@@ -276,6 +289,22 @@ def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
     layers = [costs_of(graph, name) for name in graph]
     each = [own.forward_s + min(own.backward_s, own.input_grad_s + own.weight_grad_s) for own in layers]
     return sum(each), sum(own.forward_s + own.backward_s for own in layers), max(each)
+
+
+def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
+    """The fastest first, of those as fast the simplest."""
+    return found.step_s, found.candidate.order
+
+
+def _bound_s(found: EvaluatedCandidate) -> float:
+    """What no order of these stages makes faster."""
+    candidate = found.candidate
+    return lower_bound(
+        _quickest(found.costs, candidate.placement),
+        candidate.num_microbatches,
+        placement=candidate.placement,
+        split=candidate.splits,
+    )
 
 
 def _quickest(costs: Costs, placement: Placement) -> Costs:
@@ -287,6 +316,3 @@ def _quickest(costs: Costs, placement: Placement) -> Costs:
     action_s = overheads.action_s if overheads else 0
     times: dict[str, Any] = {name: tuple(time_s + action_s for time_s in getattr(costs, name)) for name in _ACTIONS}
     return replace(costs, transfer_s=costs.transfer_s + latency_s, **times)
-
-
-_ACTIONS = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")

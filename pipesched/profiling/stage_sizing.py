@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.capture.captured_model import CapturedModel, Cut
+from pipesched.capture.captured_model import CapturedModel
 from pipesched.capture.loss import Head
 from pipesched.model.state_guard import unchanged, untouched
 from pipesched.model.tied_weights import Ties
+from pipesched.partitioning.result import StageLayers
 from pipesched.profiling.layer_sizing import Layer, Sizes, sizes_of
 from pipesched.program.checkpoint_options import Keep
 from pipesched.program.program import Program
@@ -45,7 +46,7 @@ class StageSizes:
 
 def stage_sizes(
     captured: CapturedModel,
-    cut: Cut,
+    cut: StageLayers,
     devices: Sequence[torch.device],
     trade: Trade,
     keep: Mapping[tuple[str, int], Keep],

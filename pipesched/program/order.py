@@ -30,6 +30,7 @@ from pipesched.program import placement
 from pipesched.program.action_arrays import CODES, NUM_KINDS, Columns, Ints, Orders
 from pipesched.program.actions import Action, Kind
 from pipesched.program.dependencies import chain
+from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.program.placement import Placement, PlacementRule
 from pipesched.program.program import Program
 
@@ -61,10 +62,10 @@ class Shape:
 
     def microbatches(self, stage: int) -> range:
         """The micro-batches that visit a stage: with several chains each has its even share, in turn."""
-        share, rest = divmod(self.num_microbatches, self.num_chains)
+        shares = near_equal_parts(self.num_microbatches, self.num_chains)
         own = stage * self.num_chains // self.num_stages
-        first = own * share + min(own, rest)
-        return range(first, first + share + (own < rest))
+        first = sum(shares[:own])
+        return range(first, first + shares[own])
 
     def exactly(self, count: int, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, for a schedule written for so many. Raises ScheduleError for another number."""
@@ -96,8 +97,7 @@ class Shape:
 
     def groups(self) -> list[int]:
         """The micro-batches in even groups of at least p, for interleaving (Megatron-LM: groups of p, no rest)."""
-        count = max(1, self.num_microbatches // self.num_ranks)
-        return [self.num_microbatches // count + (group < self.num_microbatches % count) for group in range(count)]
+        return near_equal_parts(self.num_microbatches, max(1, self.num_microbatches // self.num_ranks))
 
 
 class Order:

@@ -12,6 +12,7 @@ from pipesched.capture.loss import loss_entry
 from pipesched.capture.loss_reduction import LossReduction
 from pipesched.checks import shown
 from pipesched.errors import InputError
+from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.tensors.payload import choose_rows, gather, opened, pytree, rows_of, split, trainable_leaves
 
 __all__ = ["Batch", "SplitDims", "Splitter", "Weighting", "loss_places"]
@@ -139,8 +140,7 @@ class Splitter:
             for part in range(count)
         ]
         targets = [] if target is None else split(target, target_dim, count)
-        sizes = [rows // count + (part < rows % count) for part in range(count)]
-        return Batch(inputs, targets, sizes, self._dim("output") or 0)
+        return Batch(inputs, targets, near_equal_parts(rows, count), self._dim("output") or 0)
 
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
         """A micro-batch of so many rows, of a sample's: fewer of them, or some again. Raises as ``batch``."""

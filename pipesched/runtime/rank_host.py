@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipesched.capture.captured_model import Cut
 from pipesched.capture.layered_model import LayeredModel, LayerError
 from pipesched.capture.replay import Looks
 from pipesched.checks import check_type
 from pipesched.errors import DeviceCountError, ExecutionError, GraphError, InputError
-from pipesched.partitioning.result import Partition, StageSummary
+from pipesched.partitioning.result import Partition, StageLayers, StageSummary
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.plan import Plan, Tie
 from pipesched.program.action_arrays import Columns, Orders
@@ -131,7 +130,7 @@ class RankHost(Protocol):
     def check(self, program: Program, decided: Any) -> None:
         """Raise ExecutionError where ranks decided differently."""
 
-    def learn(self, model: LayeredModel, cut: Cut) -> None:
+    def learn(self, model: LayeredModel, cut: StageLayers) -> None:
         """Know the types of what other ranks will send. Raises GraphError for what cannot be sent, naming its layer."""
 
     def fail(self, what: str, error: Exception) -> NoReturn:
@@ -198,7 +197,7 @@ class ThreadRanks:
     def check(self, program: Program, decided: Any) -> None:
         return
 
-    def learn(self, model: LayeredModel, cut: Cut) -> None:
+    def learn(self, model: LayeredModel, cut: StageLayers) -> None:
         return
 
     def fail(self, what: str, error: Exception) -> NoReturn:
@@ -300,7 +299,7 @@ class MeshRanks:
     def check(self, program: Program, decided: Any) -> None:
         self.executor.agree("plan", repr((str(program), self._inputs, decided)).encode())
 
-    def learn(self, model: LayeredModel, cut: Cut) -> None:
+    def learn(self, model: LayeredModel, cut: StageLayers) -> None:
         ends = {names[-1] for names in cut[:-1]}
         with closing(model.passed()) as passed, suppress(LayerError):
             for name, value in passed:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipesched.errors import InputError
+from pipesched.program.near_equal_parts import near_equal_parts
 
 __all__ = [
     "Gradients",
@@ -308,8 +309,7 @@ def split(value: Any, dim: int | None, parts: int) -> list[Any]:
 
 def _parts_of(leaf: Any, dim: int, parts: int) -> Sequence[Any] | None:
     if has_a_row_each(leaf):
-        each, more = divmod(len(leaf), parts)
-        ends = [each * part + min(part, more) for part in range(parts + 1)]
+        ends = accumulate(near_equal_parts(len(leaf), parts), initial=0)
         return [leaf[begin:end] for begin, end in pairwise(ends)]
     return torch.tensor_split(leaf, parts, dim) if isinstance(leaf, Tensor) and leaf.dim() else None
 

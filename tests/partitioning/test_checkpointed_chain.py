@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipesched import partition
 from pipesched.errors import PartitionError
-from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.activation_options import ActivationOption
 from pipesched.partitioning.bisection import INFINITE
 from pipesched.partitioning.knapsack import Knapsack
 from tests.support.brute_force_partition import as_good
@@ -134,7 +134,7 @@ def test_no_cut_with_any_choices_is_faster(data):
 
 
 CHOICES = st.builds(
-    Choice,
+    ActivationOption,
     keep=st.sampled_from([None, "recompute", "offload"]),
     ticks=st.integers(0, 6),
     fixed_bytes=st.integers(0, 3),
@@ -150,8 +150,8 @@ CHOICES = st.builds(
 def test_no_choices_of_a_ranks_layers_are_faster(data):
     drawn = st.tuples(st.lists(CHOICES, min_size=1, max_size=3), st.integers(0, 3))
     kinds = [
-        [replace(choice, ticks=choice.ticks + forward, forward_ticks=forward) for choice in choices]
-        for choices, forward in data.draw(st.lists(drawn, min_size=1, max_size=3))
+        [replace(option, ticks=option.ticks + forward, forward_ticks=forward) for option in options]
+        for options, forward in data.draw(st.lists(drawn, min_size=1, max_size=3))
     ]
     layers = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5))
     held = data.draw(st.lists(st.integers(0, 3), min_size=len(layers), max_size=len(layers)))

@@ -98,7 +98,7 @@ def test_a_bisection_finds_the_smallest_bound(smallest_there_is, room_below, gue
     """A probe that realises just its bound, and knows of no further bound than the next."""
 
     def probe(bound):
-        return Found(bound, [], [], []) if bound >= smallest_there_is else Fails(bound + 1)
+        return Found(bottleneck=bound, order=[], ends=[], slots=[]) if bound >= smallest_there_is else Fails(bound + 1)
 
     low = max(0, smallest_there_is - room_below)
     found, probes = smallest(low, max(low, guess), probe)
@@ -280,6 +280,10 @@ def test_ranks_that_stay_empty_are_left_out():
         (
             {"exactly": True, "together": [["embedding", "head"]]},
             r"layers kept together make 1 blocks; use fewer stages",
+        ),
+        (
+            {"exactly": True, "together": [["embedding", "first"], ["second", "head"]], "memory_limit_bytes": 12000},
+            r"12288 bytes \(12 KiB\), 288 more than a rank has; allow 12288 bytes \(12 KiB\) a rank$",
         ),
     ],
 )

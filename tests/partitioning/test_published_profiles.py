@@ -11,7 +11,7 @@ import pytest
 
 from pipesched import partition
 from pipesched.errors import PartitionError
-from pipesched.partitioning.activation_choices import Choice
+from pipesched.partitioning.activation_options import ActivationOption
 from pipesched.partitioning.bisection import smallest
 from pipesched.partitioning.request import Request
 from pipesched.partitioning.search import solve
@@ -82,7 +82,11 @@ def test_the_bottleneck_of_a_real_chain_is_the_optimum(name: str, model: str) ->
 def along_own_order(graph: nx.DiGraph, num_stages: int, communication: str, bandwidth_bytes_per_s: float) -> float:
     """The bottleneck of the best cut of the graph's own order."""
     request = Request(
-        graph, num_stages, communication, bandwidth_bytes_per_s, 0, None, None, 1, None, False, {}, (), False, None
+        graph=graph,
+        num_stages=num_stages,
+        communication=communication,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        weight_copies=1,
     )
     problem = request.problem()
     found, _ = smallest(problem.lower, problem.lower, problem.chain(range(len(graph))).probe)
@@ -134,19 +138,22 @@ def test_a_real_chain_with_limits_of_memory_is_cut_best(case: str, recompute: st
 @pytest.mark.parametrize("case", RECOMPUTE.get("results", ["none"]))
 def test_what_is_recomputed_of_a_real_chain_is_chosen_best(case: str) -> None:
     """Layer by layer, together with the cuts. A recomputed layer's working set counts as held, as in the answers."""
-    asked = dict.fromkeys(("bandwidth_bytes_per_s", "speeds", "placement")) | shape(case)
-    asked |= {"communication": "none", "latency_s": 0, "any_order": False, "starts": {}, "together": ()}
     held, again = bert("none"), bert("full")
-    problem = Request(held, **asked, checkpoint=("recompute",)).problem()
+    problem = Request(graph=held, **shape(case), checkpoint=("recompute",)).problem()
     per_s = problem.blocks.layers.ticks_per_s
-    choices = [
+    options = [
         tuple(
-            Choice(keep, round(n["forward_s"] * per_s), int(n["parameter_bytes"]), int(n["activation_bytes"]))
+            ActivationOption(
+                keep=keep,
+                ticks=round(n["forward_s"] * per_s),
+                fixed_bytes=int(n["parameter_bytes"]),
+                flight_bytes=int(n["activation_bytes"]),
+            )
             for keep, n in ((None, held.nodes[name]), ("recompute", again.nodes[name]))
         )
         for name in held
     ]
-    solution = solve(replace(problem, choices=choices), 0)
+    solution = solve(replace(problem, options=options), 0)
     answer = RECOMPUTE["results"][case]["layer"]
     if answer is None:
         assert solution.found is None

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from pipesched import Pipeline, Plan, schedules
 from pipesched.errors import PartitionError
-from pipesched.planning.stage_cutter import Cutter, Pins
+from pipesched.planning.pins import Pins
+from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.simulation.links import Link, Links
 from tests.support.branching_models import Tied, UNet
 from tests.support.places import Group, Run, place
@@ -34,7 +35,8 @@ def layers(*times_ms: float, sizes: dict[str, tuple[str, int]] | None = None) ->
 
 def cut(graph: "nx.DiGraph[str]", num_ranks: int, schedule: str = "1f1b", links: Links | None = None, **pins):
     program = schedules.get(schedule).program(num_ranks, 8)
-    stages, found = Cutter(Pins(list(graph), **pins), program, lambda: graph, links=links).cut()
+    partitioner = StagePartitioner(pins=Pins(list(graph), **pins), program=program, graph=lambda: graph, links=links)
+    stages, found = partitioner.partition()
     return ["".join(names) for names in stages], found
 
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from pipesched import simulate
 from pipesched.planning.confirmation import confirmed_plan, corrected
+from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.report import Report
 from pipesched.planning.search_request import Search
-from pipesched.planning.stage_cutter import Pins
 from pipesched.planning.tuner import Tuner, find_plan
 from pipesched.program.checkpoint_options import keep_by_layer
 from pipesched.simulation.layer_costs import TIMES, costs_of

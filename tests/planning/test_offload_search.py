@@ -18,9 +18,9 @@ from pipesched.errors import MemoryLimitError, PartitionError
 from pipesched.pipeline.auto_plan import on_devices
 from pipesched.planning.candidates import Candidate
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
+from pipesched.planning.pins import Pins
 from pipesched.planning.report import Report
 from pipesched.planning.search_request import Search
-from pipesched.planning.stage_cutter import Pins
 from pipesched.planning.tuner import find_plan
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.overheads import Machine
@@ -50,7 +50,7 @@ def words(plan):
 def shortest(asked, allowed=WORDS):
     """The shortest simulated step of all cuts with all choices that keep the limits."""
     layers, (count,) = list(asked.pins.layers), asked.num_microbatches
-    candidate = Candidate(asked.schedule, asked.num_ranks, count, splits=False)
+    candidate = Candidate(schedule=asked.schedule, num_ranks=asked.num_ranks, num_microbatches=count, splits=False)
     found = inf
     for starts in combinations(range(1, len(layers)), candidate.num_stages - 1):
         ends = (*starts, len(layers))
@@ -58,7 +58,12 @@ def shortest(asked, allowed=WORDS):
         for chosen in product(allowed, repeat=len(layers)):
             keep = {layer: word for layer, word in zip(layers, chosen, strict=True) if word}
             costs = asked.profile.costs(stages, 1, keep=keep)
-            one = EvaluatedCandidate(candidate.recomputing(keep), stages, costs, 0, asked.memory_limit_bytes)
+            one = EvaluatedCandidate(
+                candidate=candidate.recomputing(keep),
+                stages=stages,
+                costs=costs,
+                limit_bytes=asked.memory_limit_bytes,
+            )
             if not any(one.excess_bytes):
                 found = min(found, step_time(one.runs, costs))
     return found

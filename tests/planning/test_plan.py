@@ -105,8 +105,31 @@ def test_a_program_of_another_schedule_of_this_name_keeps_its_lines():
 
 
 OTHERS = (
-    Alternative("1f1b", "1f1b", 2, 1, 4, "never", 1.5, 0.25, peak_bytes=100, limit_bytes=150),
-    Alternative("one device", "1f1b", 1, 1, 4, "never", 2.5, 0, peak_bytes=200, limit_bytes=150, note="does not fit"),
+    Alternative(
+        label="1f1b",
+        schedule="1f1b",
+        num_ranks=2,
+        chunks_per_rank=1,
+        num_microbatches=4,
+        checkpoint="never",
+        step_s=1.5,
+        bubble_ratio=0.25,
+        peak_bytes=100,
+        limit_bytes=150,
+    ),
+    Alternative(
+        label="one device",
+        schedule="1f1b",
+        num_ranks=1,
+        chunks_per_rank=1,
+        num_microbatches=4,
+        checkpoint="never",
+        step_s=2.5,
+        bubble_ratio=0,
+        peak_bytes=200,
+        limit_bytes=150,
+        note="does not fit",
+    ),
 )
 
 

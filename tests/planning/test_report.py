@@ -23,10 +23,56 @@ from pipesched.simulation.comparison import Pair, compared, measured_costs
 from pipesched.viz import page
 
 GIB = 2**30
-TAKEN = Alternative("1f1b", "1f1b", 2, 1, 4, "never", 0.030, 0.1, 3 * GIB, 4 * GIB, 0.031)
-TOO_LARGE = Alternative("gpipe", "gpipe", 2, 1, 4, "never", 0.029, 0.1, 5 * GIB, 4 * GIB, note="1 GiB too large")
-EQUAL = Alternative("equal split", "1f1b", 2, 1, 4, "never", 0.045, 0.3, 3 * GIB, 4 * GIB, note="50% slower")
-ALONE = Alternative("one device", "gpipe", 1, 1, 4, "never", 0.09, 0.0, note="3 times as slow")
+TAKEN = Alternative(
+    label="1f1b",
+    schedule="1f1b",
+    num_ranks=2,
+    chunks_per_rank=1,
+    num_microbatches=4,
+    checkpoint="never",
+    step_s=0.030,
+    bubble_ratio=0.1,
+    peak_bytes=3 * GIB,
+    limit_bytes=4 * GIB,
+    measured_s=0.031,
+)
+TOO_LARGE = Alternative(
+    label="gpipe",
+    schedule="gpipe",
+    num_ranks=2,
+    chunks_per_rank=1,
+    num_microbatches=4,
+    checkpoint="never",
+    step_s=0.029,
+    bubble_ratio=0.1,
+    peak_bytes=5 * GIB,
+    limit_bytes=4 * GIB,
+    note="1 GiB too large",
+)
+EQUAL = Alternative(
+    label="equal split",
+    schedule="1f1b",
+    num_ranks=2,
+    chunks_per_rank=1,
+    num_microbatches=4,
+    checkpoint="never",
+    step_s=0.045,
+    bubble_ratio=0.3,
+    peak_bytes=3 * GIB,
+    limit_bytes=4 * GIB,
+    note="50% slower",
+)
+ALONE = Alternative(
+    label="one device",
+    schedule="gpipe",
+    num_ranks=1,
+    chunks_per_rank=1,
+    num_microbatches=4,
+    checkpoint="never",
+    step_s=0.09,
+    bubble_ratio=0.0,
+    note="3 times as slow",
+)
 
 
 def costs_of(program, seconds=0.001):

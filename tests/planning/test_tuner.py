@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pipesched import schedules, simulate, validate
 from pipesched.errors import MemoryLimitError, PartitionError
 from pipesched.planning.candidates import microbatch_counts, synchronous
+from pipesched.planning.pins import Pins
 from pipesched.planning.search_request import Search
-from pipesched.planning.stage_cutter import Pins
 from pipesched.planning.tuner import find_plan
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.memory import rank_memory
@@ -181,6 +181,16 @@ def test_only_as_many_layers_are_recomputed_as_a_limit_asks_for():
     assert max(peaks(plan)) <= 60_000
     whole = find_plan(replace(asked, all_ranks=True, checkpoint="except_last"))
     assert plan.predicted().makespan_s < 0.92 * whole.predicted().makespan_s
+
+
+def test_checkpoints_that_are_given_by_layer_stay_under_a_limit():
+    asked = search([1.0] * 8, 2, (8,), HEAVY, checkpoint={"layer0": "recompute"})
+    limit = max(peaks(find_plan(asked))) // 2
+    plan = find_plan(replace(asked, memory_limit_bytes=(limit,) * 2))
+    assert plan.checkpoint == {"layer0": "recompute"}
+    assert max(peaks(plan)) <= limit
+    with pytest.raises(MemoryLimitError, match=r"the least that does is \d+ bytes"):
+        find_plan(replace(asked, memory_limit_bytes=(limit // 2,) * 2))
 
 
 def test_a_limit_that_nobody_keeps_says_what_would_help():

@@ -1,187 +1,51 @@
-"""Stage cutter: what the user pins of a model's cut, and where the partitioner puts the rest."""
+"""Stage partitioner: decides which layers each stage of a program has, within what the user pins.
 
-from bisect import bisect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+It asks `pipesched.partitioning`, which knows no programs, and explains the answer in terms of the program's ranks.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
 
 import networkx as nx
 
-from pipesched.checks import shown
 from pipesched.errors import PartitionError
 from pipesched.partitioning.partition import Partition, partition
-from pipesched.program.checkpoint_options import Checkpoint
+from pipesched.partitioning.result import StageLayers
+from pipesched.planning.pins import Pins
+from pipesched.program.checkpoint_options import Checkpoint, Keep
 from pipesched.program.liveness import peaks_of_stages
 from pipesched.program.program import Program
 from pipesched.simulation.links import Links
 from pipesched.simulation.tied_weight_traffic import tied_bytes, tied_groups
 from pipesched.units import quote_time
 
-__all__ = ["Boundaries", "Cutter", "Pins"]
-
-#: Every later stage's first layer, by position or name; or of some layers the stage that each begins.
-Boundaries = Sequence[int | str] | Mapping[int | str, int]
+__all__ = ["StagePartitioner"]
 
 _COPIES = 2  # of parameters, that memory counts: the weights and their gradients; optimizers keep more
 _MOST_TIES = 8  # tied weights of which it is tried to put the users together, the largest first
 _MOST_IDEALS = 5_000  # of a graph whose other orders are searched, for comparison
 
 
-@dataclass(frozen=True)
-class Pins:
-    """What the user asked for. Raises PartitionError for layers that there are not, and for pins that cannot be kept.
-
-    layers: in order. together: groups of layers that share a stage.
-    """
-
-    layers: Sequence[str]
-    boundaries: Boundaries | None = None
-    together: Sequence[Collection[str]] = ()
-
-    def __post_init__(self) -> None:
-        if self.complete:
-            self.starts_of_all()
-        else:
-            self._check_ascending()
-        if isinstance(self.together, str | Mapping) or not isinstance(self.together, Iterable):
-            raise PartitionError(
-                f"together is a list of groups of layers; got {shown(self.together)}; pass [(first, second)]"
-            )
-        for group in self.together:
-            if isinstance(group, str) or not isinstance(group, Collection):
-                raise PartitionError(f"together is a list of groups of layers; got {group!r}; pass [(first, second)]")
-            for layer in group:
-                _position(layer, self.layers, "together names layers")
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left to choose."""
-        return self.boundaries is not None and not isinstance(self.boundaries, Mapping)
-
-    @cached_property
-    def places(self) -> dict[str, int]:
-        """Of each layer, its place in the row."""
-        return {layer: place for place, layer in enumerate(self.layers)}
-
-    @property
-    def starts(self) -> dict[str, int]:
-        """The layers that are to begin stages."""
-        if not isinstance(self.boundaries, Mapping):
-            return {}
-        places = {_position(name, self.layers): (name, stage) for name, stage in self.boundaries.items()}
-        for place, (name, _) in places.items():
-            if not 0 <= place < len(self.layers):
-                raise PartitionError(
-                    f"boundaries says of layers which stages they begin; there are {len(self.layers)}; got {name!r}; "
-                    f"pass a position from 0 on, or a name"
-                )
-        return {self.layers[place]: stage for place, (_, stage) in places.items()}
-
-    def _check_ascending(self) -> None:
-        starts = sorted(self.starts.items(), key=lambda pin: self.layers.index(pin[0]))
-        for layer, stage in starts:
-            if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-                raise PartitionError(
-                    f"boundaries says which stage a layer begins; {layer!r} is to begin stage {stage!r}; "
-                    f"pass its number, such as {{{layer!r}: 1}}"
-                )
-        for (one, before), (other, behind) in pairwise(starts):
-            if before >= behind:
-                raise PartitionError(
-                    f"later layers begin later stages; {one!r} is to begin stage {before} and {other!r}, which is "
-                    f"behind it, stage {behind}; exchange them, or leave one out"
-                )
-
-    def starts_of_all(self) -> list[int]:
-        """Where each stage begins. Raises PartitionError for unknown, misplaced or unordered boundaries."""
-        starts = [0]
-        if isinstance(self.boundaries, str) or not isinstance(self.boundaries, Sequence):
-            raise PartitionError(
-                f"boundaries is a list of layers, or says of some layers which stages they begin; got "
-                f"{self.boundaries!r}; pass a list, such as [{self.boundaries!r}]"
-            )
-        for boundary in self.boundaries:
-            start = _position(boundary, self.layers)
-            if not 0 < start < len(self.layers):
-                raise PartitionError(
-                    f"a boundary is the first layer of a stage after stage 0, one of 1..{len(self.layers) - 1} of "
-                    f"{len(self.layers)} layers; got {boundary!r}; leave it out or move it"
-                )
-            if start <= starts[-1]:
-                raise PartitionError(
-                    f"boundaries ascend; got {boundary!r} (layer {start}) after layer {starts[-1]}; sort them, each "
-                    f"once"
-                )
-            starts.append(start)
-        return starts
-
-    def stages(self, starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-        """The layers of the stages that begin at these places."""
-        return tuple(tuple(self.layers[begin:end]) for begin, end in pairwise([*starts, len(self.layers)]))
-
-    def allows(self, starts: Sequence[int]) -> bool:
-        """Whether stages that begin at these places keep what was asked of a cut that is open."""
-        begins = all(starts[stage] == place for place, stage in self._begins)
-        return begins and all(bisect(starts, first) == bisect(starts, last) for first, last in self._groups)
-
-    @cached_property
-    def _begins(self) -> list[tuple[int, int]]:
-        return [(self.places[layer], stage) for layer, stage in self.starts.items()]
-
-    @cached_property
-    def _groups(self) -> list[tuple[int, int]]:
-        """The first and the last place of each group."""
-        places = [[self.places[layer] for layer in group] for group in self.together if group]
-        return [(min(group), max(group)) for group in places]
-
-    def check_together(self, starts: Sequence[int]) -> None:
-        """Raise PartitionError where boundaries tear a group apart."""
-        for group in self.together:
-            stages = {layer: bisect(starts, self.places[layer]) - 1 for layer in group}
-            if len({*stages.values()}) > 1:
-                raise PartitionError(
-                    f"layers kept together share a stage; the boundaries put {_listed(stages)}; move a boundary, or "
-                    f"leave that group out"
-                )
-
-
-def _listed(stages: Mapping[str, int]) -> str:
-    return ", ".join(f"{name!r} into stage {stage}" for name, stage in stages.items())
-
-
-def _position(boundary: Any, names: Sequence[str], rule: str = "a boundary names a layer") -> int:
-    if isinstance(boundary, str):
-        if boundary not in names:
-            raise PartitionError(
-                f"{rule}; got {boundary!r}; the layers are {', '.join(names[:12])}"
-                f"{', ...' if len(names) > 12 else ''}; use one of these names, or a position"
-            )
-        return names.index(boundary)
-    if isinstance(boundary, bool) or not isinstance(boundary, int):
-        raise PartitionError(f"a boundary is a layer's position or name; got {boundary!r}; pass an int or a str")
-    return boundary
-
-
-@dataclass(frozen=True)
-class Cutter:
-    """Cuts a model's layers into the stages of a program.
-
-    graph: measured, as `pipesched.graph_of` gives it; called where it is needed. links: between ranks, where they are
-    known: then what crosses a cut counts. memory_limit_bytes: of each rank, for weights, gradients and activations.
-    speeds: of some ranks' devices, as shares of the others'. choices: what may be done with activations to keep the
-    limit, layer by layer; the partition says what was chosen. host_bytes_per_s: of ranks, for those that may go there.
-    """
+@dataclass(frozen=True, kw_only=True)
+class StagePartitioner:
+    """Partitions a model's layers into the stages of a program."""
 
     pins: Pins
     program: Program
+    #: The measured layers, as `pipesched.graph_of` gives them; called where they are needed.
     graph: Callable[[], "nx.DiGraph[str]"]
     checkpoint: Checkpoint = "never"
+    #: Between ranks, where they are known: then what crosses a boundary counts.
     links: Links | None = None
+    #: Of each rank, for weights, gradients and activations.
     memory_limit_bytes: Sequence[float] | None = None
+    #: Of some ranks' devices, as shares of the others'.
     speeds: Mapping[int, float] = field(default_factory=dict)
-    choices: Collection[Literal["recompute", "offload"]] = ()
+    #: What may be done with the activations of single layers to keep the limit; the partition says what was chosen.
+    allowed: Collection[Keep] = ()
+    #: The bandwidth between a rank and its host, for activations that may go there.
     host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -190,12 +54,13 @@ class Cutter:
                 f"links is a pipesched.simulation.links.Links; got {self.links!r}; pass what probe_links returns"
             )
 
-    def cut(self) -> tuple[tuple[tuple[str, ...], ...], Partition | None]:
+    def partition(self) -> tuple[StageLayers, Partition | None]:
         """The layers of each stage, and what they cost and why, where that was measured.
 
         Raises PartitionError where there are more stages than layers, or the boundaries do not fit.
         """
-        layers, num_stages = list(self.pins.layers), self.program.num_weights
+        layers = list(self.pins.layers)
+        num_stages = self.program.num_weights
         if num_stages > max(1, len(layers)):
             raise PartitionError(
                 f"every stage holds at least one layer; {num_stages} stages on {self.program.num_ranks} ranks, but the "
@@ -204,8 +69,8 @@ class Cutter:
         found: Partition | None = None
         if self.pins.complete:
             starts = self.pins.starts_of_all()
-            found = self._given([layers[start] for start in starts]) if self.choices else None
-        elif self.choices or 1 < num_stages < len(layers) or self.pins.starts or self.pins.together:
+            found = self._given([layers[start] for start in starts]) if self.allowed else None
+        elif self.allowed or 1 < num_stages < len(layers) or self.pins.starts or self.pins.together:
             found = self._solved()
             starts = [self.pins.places[stage[0]] for stage in found.stages]
         else:
@@ -219,7 +84,7 @@ class Cutter:
         self.pins.check_together(starts)
         return self.pins.stages(starts), found
 
-    def of(self, stages: Sequence[Sequence[str]], why: str = "the boundaries are given") -> Partition:
+    def evaluate(self, stages: Sequence[Sequence[str]], why: str = "the boundaries are given") -> Partition:
         """What these stages cost, why they are cut so, and how far they are from the best."""
         graph = self.graph()
         row = _in_a_row(graph)
@@ -237,7 +102,8 @@ class Cutter:
     def _solved(self) -> Partition:
         graph = self.graph()
         row = _in_a_row(graph)
-        starts, together = self.pins.starts, tuple(tuple(group) for group in self.pins.together)
+        starts = self.pins.starts
+        together = tuple(tuple(group) for group in self.pins.together)
         found = self._partition(row, starts, together)
         for users in _tied(graph)[:_MOST_TIES]:
             try:
@@ -245,7 +111,8 @@ class Cutter:
             except PartitionError:
                 continue
             if self._cost(graph, other) <= self._cost(graph, found):
-                found, together = other, (*together, users)
+                found = other
+                together = (*together, users)
         why = found.reason
         if starts or self.pins.together:
             best = self._partition(row)
@@ -298,7 +165,7 @@ class Cutter:
             together=together,
             exactly=bool(starts or together or link or self.memory_limit_bytes or self.speeds),
             placement=[named.index(rank) for rank in self._ranks] if self._chunks else None,
-            checkpoint=self.choices,
+            checkpoint=self.allowed,
             offload_bytes_per_s=self.host_bytes_per_s,
             max_ideals=_MOST_IDEALS,
         )
@@ -333,14 +200,13 @@ class Cutter:
 
     def _explained(self, graph: "nx.DiGraph[str]", found: Partition, reason: str) -> Partition:
         """The partition with its ranks' own numbers, each parameter once a stage, and what checkpoints spare."""
-        held = self.in_flight
         summaries = []
-        for names, rank, count, own in zip(found.stages, self._ranks, held, found.summaries, strict=True):
+        for names, rank, count, own in zip(found.stages, self._ranks, self.in_flight, found.summaries, strict=True):
             used = {name for layer in names for name in graph.nodes[layer]["parameters"]}
             sizes = [graph.graph["parameters"][name] for name in used]
             activations = sum(graph.nodes[layer].get("activation_bytes", 0) for layer in names)
             weights = sum(size for _, size in sizes)
-            if self.choices:
+            if self.allowed:
                 activations = own.memory_bytes - _COPIES * weights
             elif self.checkpoint in ("always", "except_last"):
                 activations += count * own.bytes_in
@@ -377,5 +243,6 @@ def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
 
 def _tied(graph: "nx.DiGraph[str]") -> list[tuple[str, ...]]:
     """The groups of layers that use the same parameters, those with the most bytes first."""
-    sizes, groups = graph.graph["parameters"], tied_groups(graph)
+    groups = tied_groups(graph)
+    sizes = graph.graph["parameters"]
     return sorted(groups, key=lambda users: -sum(sizes[name][1] for name in groups[users]))

@@ -1,4 +1,7 @@
-"""What may be done with what a layer saves for its backward: hold it, compute it again, or take it to the host."""
+"""Activation options: what may be done with what a layer saves for its backward, and what each option costs.
+
+It may be held, recomputed, or taken to the host. `pipesched.partitioning.knapsack` takes one option for each layer.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -11,30 +14,30 @@ from pipesched.errors import PartitionError
 from pipesched.partitioning.layer_arrays import Layers, numbers
 from pipesched.program.checkpoint_options import Keep
 
-__all__ = ["Choice", "choices_of", "with_copies"]
+__all__ = ["ActivationOption", "activation_options", "with_copies"]
 
 _ON_DEVICE = 3  # micro-batches whose offloaded activations are there at once: one leaves, one is used, one comes back
 _MOST = 2**59  # ticks of all copies one way; leaves room in 64 bits
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One of a layer's choices, and what it costs.
+@dataclass(frozen=True, kw_only=True)
+class ActivationOption:
+    """One thing that may be done with a layer's activations, and what it costs."""
 
-    keep: what is done with the activations; None: they are held. ticks: forward and backward, with a second forward
-    where that is done. copy_ticks: of a copy to the host, and of one back, which go on beside (``with_copies``).
-    fixed_bytes: held throughout; flight_bytes: for each micro-batch in flight, but for no more than
-    ``most_in_flight``. working_bytes: while the layer runs; of a rank's layers one runs at a time. forward_ticks: of
-    the first forward, the same for all choices of a layer.
-    """
-
+    #: None: they are held.
     keep: Keep | None
+    #: Forward and backward, with a second forward where that is done.
     ticks: int
+    #: Held throughout a step.
     fixed_bytes: int
+    #: Held for each micro-batch in flight, but for no more than ``most_in_flight``.
     flight_bytes: int
-    working_bytes: int = 0
-    copy_ticks: int = 0
     most_in_flight: int | None = None
+    #: Needed while the layer runs; of a rank's layers one runs at a time.
+    working_bytes: int = 0
+    #: Of a copy to the host, and of one back, which go on beside (``with_copies``).
+    copy_ticks: int = 0
+    #: Of the first forward, the same for all options of a layer.
     forward_ticks: int = 0
 
     def held_bytes(self, in_flight: int) -> int:
@@ -52,25 +55,40 @@ def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
     return np.maximum(forward, copies) + np.maximum(ticks - forward, copies)
 
 
-def choices_of(
+def activation_options(
     graph: "nx.DiGraph[Any]", layers: Layers, allowed: Collection[Keep], offload_bytes_per_s: float | None
-) -> list[tuple[Choice, ...]]:
-    """The choices of each layer, those that hold everything first. Raises PartitionError for costs that are missing."""
+) -> list[tuple[ActivationOption, ...]]:
+    """The options of each layer, the one that holds everything first. Raises PartitionError for missing costs."""
     _check(allowed, offload_bytes_per_s)
     made = []
     for place, name in enumerate(layers.names):
         node = graph.nodes[name]
-        state, held = int(layers.state_bytes[place]), int(layers.activation_bytes[place])
-        ticks, working = int(layers.ticks[place]), _working(node)
+        held_bytes = int(layers.activation_bytes[place])
         again = round(float(numbers([node["forward_s"]], "forward_s of layer")[0]) * layers.ticks_per_s)
-        choices = [Choice(None, ticks, state, held, working)]
+        ticks = int(layers.ticks[place])
+        hold = ActivationOption(
+            keep=None,
+            ticks=ticks,
+            fixed_bytes=int(layers.state_bytes[place]),
+            flight_bytes=held_bytes,
+            working_bytes=_working(node),
+            forward_ticks=min(again, ticks),
+        )
+        options = [hold]
         if "recompute" in allowed:
-            given = min(_input_bytes(graph, name), held)
-            choices.append(Choice("recompute", ticks + again, state, given, working + held))
+            options.append(
+                replace(
+                    hold,
+                    keep="recompute",
+                    ticks=ticks + again,
+                    flight_bytes=min(_input_bytes(graph, name), held_bytes),
+                    working_bytes=hold.working_bytes + held_bytes,
+                )
+            )
         if "offload" in allowed and offload_bytes_per_s:
-            copies = min(round(held / offload_bytes_per_s * layers.ticks_per_s), _MOST // len(layers))
-            choices.append(Choice("offload", ticks, state, held, working, copies, _ON_DEVICE))
-        made.append(tuple(replace(choice, forward_ticks=min(again, ticks)) for choice in choices))
+            copy_ticks = min(round(held_bytes / offload_bytes_per_s * layers.ticks_per_s), _MOST // len(layers))
+            options.append(replace(hold, keep="offload", copy_ticks=copy_ticks, most_in_flight=_ON_DEVICE))
+        made.append(tuple(options))
     return made
 
 

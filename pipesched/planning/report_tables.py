@@ -1,0 +1,208 @@
+"""Report tables: what a report says in numbers."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pipesched.partitioning.result import span
+from pipesched.planning.alternatives import Alternative, fastest, taken
+from pipesched.planning.plan import Plan
+from pipesched.program.actions import Kind
+from pipesched.program.checkpoint_options import Keep, keep_by_layer
+from pipesched.simulation.comparison import Comparison, Pair, quote_off
+from pipesched.simulation.trace import Trace
+from pipesched.units import quote_bytes, quote_count, quote_time, time_unit
+from pipesched.viz.tables import Cell, Table
+
+__all__ = ["tables"]
+
+_NOTABLE = 0.05  # a prediction that is farther off is marked
+_TREATED: dict[Keep, str] = {"recompute": "recomputed", "offload": "offloaded"}
+_TIMED = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OFFLOAD, Kind.FETCH)
+_SHAPE = ("ranks", "chunks", "m", "checkpoint")  # columns that are left out where all rows have the same
+_WEIGHED = {
+    "m": "m: micro-batches.",
+    "predicted": "predicted: by the search.",
+    "memory": "memory: of the largest rank.",
+    "margin": "margin: to what a rank may hold.",
+}
+_STAGES = "Times and sizes are of one micro-batch. kept: activations for the backward. sent: the stage's output."
+_RANKS = "busy: share of the step. in flight: the most (stage, micro-batch) pairs at once."
+_MEMORY = "The most that each rank needs at once, as predicted."
+_MEDIANS = "Medians of the stage's actions, predicted → measured; a step: all of them."
+
+_Row = dict[str, Cell]
+
+
+def tables(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> list[Table]:
+    """Candidates, predicted beside measured, stages, ranks, and their memory, as far as they are known."""
+    made = (
+        _weighed(plan.alternatives),
+        _differences(comparison),
+        _stages(plan),
+        _ranks(plan, predicted, comparison),
+        _memory(plan),
+    )
+    return [table for table in made if table]
+
+
+# ---- what was weighed -----------------------------------------------------------------------------------------------
+
+
+def _weighed(alternatives: Sequence[Alternative]) -> Table | None:
+    if not alternatives:
+        return None
+    equal = fastest(alternatives, "equal split")
+    rows = [_alternative(other, equal.step_s if equal else None) for other in alternatives]
+    alike = {name: rows[0][name].text for name in _SHAPE if len({row[name].text for row in rows}) == 1}
+    rows = [{name: cell for name, cell in row.items() if name not in alike} for row in rows]
+    note = f"All have {', '.join(map(' '.join, alike.items()))}. " if alike else ""
+    note += " ".join(said for name, said in _WEIGHED.items() if name == "m" or any(name in row for row in rows))
+    return Table.of("What was weighed", rows, ("plan", "schedule", "checkpoint", "why not"), note, ("predicted",))
+
+
+def _alternative(other: Alternative, equal_s: float | None) -> _Row:
+    tone: Any = "bad" if not other.fits else "strong" if not other.note else ""
+    row = {
+        "plan": Cell(other.label, tone=tone),
+        "schedule": Cell(other.schedule if other.schedule != other.label else ""),
+        "ranks": _count(other.num_ranks),
+        "chunks": _count(other.chunks_per_rank),
+        "m": _count(other.num_microbatches),
+        "checkpoint": Cell(other.checkpoint),
+        "predicted": _time(other.step_s),
+    }
+    if equal_s:
+        change = other.step_s / equal_s - 1
+        row["to equal split"] = Cell(quote_off(change), change)
+    if other.measured_s is not None:
+        row["measured"] = _time(other.measured_s)
+    row["bubble"] = _share(other.bubble_ratio)
+    if other.peak_bytes is not None:
+        row["memory"] = _bytes(other.peak_bytes)
+    if other.peak_bytes is not None and other.limit_bytes is not None:
+        row["margin"] = _margin(other.limit_bytes - other.peak_bytes)
+    row["why not"] = Cell(other.note)
+    return row
+
+
+# ---- predicted beside measured --------------------------------------------------------------------------------------
+
+
+def _differences(comparison: Comparison | None) -> Table | None:
+    if comparison is None:
+        return None
+    rows = []
+    for own in comparison.stages:
+        row = {"stage": _count(own.stage), "rank": _count(own.rank)}
+        for kind, pair in own.seconds.items():
+            row |= _pair(str(kind), pair)
+        row |= _pair(
+            "a step", own.work_s, "bad" if own is comparison.worst and abs(pair.off or 0) > _NOTABLE else "strong"
+        )
+        rows.append(row)
+    return Table.of("Predicted and measured, by stage", rows, (), _MEDIANS)
+
+
+def _pair(name: str, pair: Pair, tone: Any = "") -> _Row:
+    """What was predicted of something and what was measured, and how far that is off."""
+    unit = time_unit(max(pair))
+    both = " → ".join(f"{value * unit.per_one:.4g}" for value in pair)
+    return {
+        name: Cell(f"{both} {unit.name}", pair.measured),
+        f"{name} off": Cell(quote_off(pair.off), pair.off, tone),
+    }
+
+
+# ---- stages, ranks, memory ------------------------------------------------------------------------------------------
+
+
+def _stages(plan: Plan) -> Table:
+    costs = plan.costs
+    treated = keep_by_layer(plan.checkpoint)
+    runs = plan.treated.index
+    kinds = [kind for kind in _TIMED if runs.has(kind)]
+    summaries = plan.partition.summaries if plan.partition is not None else ()
+    rows = []
+    for stage, part in enumerate(plan.program.weights):
+        layers = plan.stages[part]
+        row = {
+            "stage": _count(stage),
+            "rank": _count(plan.program.placement[stage]),
+            "layers": _count(len(layers)),
+            "first .. last": Cell(span(layers) if layers else "none"),
+        }
+        kept = Counter(treated[name].removesuffix("-cheap") for name in layers if name in treated)
+        row |= {head: Cell(str(kept[word] or ""), kept[word]) for word, head in _TREATED.items()}
+        if costs is not None:
+            row |= {str(kind): _time(costs.times(kind)[stage]) for kind in kinds}
+            row |= {
+                "weights": _bytes(costs.weight_bytes[stage]),
+                "kept": _bytes(costs.activation_bytes[stage]),
+                "sent": _bytes(costs.output_bytes[stage]),
+            }
+        if summaries and summaries[part].num_parameters:
+            count = summaries[part].num_parameters
+            row["parameters"] = Cell(quote_count(count), count)
+        rows.append(row)
+    return Table.of("Stages", rows, ("first .. last",), _STAGES if costs else "")
+
+
+def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> Table | None:
+    if predicted is None:
+        return None
+    rows = []
+    for rank in range(predicted.num_ranks):
+        own = [str(stage) for stage, place in enumerate(plan.program.placement) if place == rank]
+        row = {"rank": _count(rank), "stages": Cell(" ".join(own))}
+        if comparison is None:
+            row["busy"] = _share(predicted.busy_s[rank] / predicted.makespan_s if predicted.makespan_s else 0)
+        else:
+            busy = comparison.busy[rank]
+            row |= {"busy, predicted": _share(busy.predicted), "busy, measured": _share(busy.measured)}
+        row["in flight"] = _count(predicted.peak_in_flight[rank])
+        rows.append(row)
+    return Table.of("Ranks", rows, ("stages",), _RANKS)
+
+
+def _memory(plan: Plan) -> Table | None:
+    """A row a rank: the parts of what it needs, their sum, and what is left of what it may hold."""
+    needs = plan.memory()
+    if not any(need.total_bytes for need in needs):
+        return None
+    own = taken(plan.alternatives)
+    limit = own.limit_bytes if own else None
+    parts = [name for name in asdict(needs[0]) if any(getattr(need, name) for need in needs)]
+    rows = []
+    for rank, need in enumerate(needs):
+        row = {"rank": _count(rank)}
+        row |= {name.replace("_", " "): _bytes(getattr(need, name)) for name in parts}
+        row["all"] = _bytes(need.total_bytes)
+        if limit is not None:
+            row["margin"] = _margin(limit - need.total_bytes)
+        rows.append(row)
+    return Table.of("Memory", rows, (), _MEMORY, ("all",))
+
+
+# ---- cells ----------------------------------------------------------------------------------------------------------
+
+
+def _count(number: int) -> Cell:
+    return Cell(str(number), number)
+
+
+def _time(seconds: float) -> Cell:
+    return Cell(quote_time(seconds), float(seconds))
+
+
+def _bytes(size: float) -> Cell:
+    return Cell(quote_bytes(size, 4), float(size))
+
+
+def _margin(size: int) -> Cell:
+    return Cell(("-" if size < 0 else "") + quote_bytes(abs(size), 4), size, "bad" if size < 0 else "")
+
+
+def _share(share: float) -> Cell:
+    return Cell(f"{share:.1%}", share)
