@@ -196,7 +196,7 @@ class Observed(ModuleInterface):
         program, costs = self._assembly.program, self._with_upkeep(self._profiled_costs())
         messages, stages = None, self._stage_sizes()
         if stages:
-            loss = None if self.loss_fn is None else self._profiled()[self._assembly.cut[-1][-1]].loss
+            loss = None if self.loss_fn is None else self._profiled()[self._assembly.cut[-1][-1]].loss_layer
             costs, messages = costs_with(costs, program, stages, loss), messages_of(program, stages)
         timed = self._assembly.programs.timed(self.num_microbatches)
         costs = _with_losses(costs, timed, known=not stages or self.loss_fn is not None)

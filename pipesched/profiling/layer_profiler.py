@@ -5,7 +5,7 @@ RNG.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from pipesched.model.state_guard import attributes_kept, unchanged
 from pipesched.profiling.contention import crowd
-from pipesched.profiling.layer_sizing import Layer, footprint_of
+from pipesched.profiling.layer_sizing import Layer, sizes_of
 from pipesched.profiling.plausibility import Measured, doubt
 from pipesched.profiling.timing_run import Subject, TimingRun
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.layer_costs import TIMES, LayerCosts
+from pipesched.simulation.layer_memory import LayerMemory
 from pipesched.tensors.caller_context import Caller, intra_op
 from pipesched.tensors.keyed_random import outside_kept
 from pipesched.tensors.meta_tensors import lacks_contents, stand_in
@@ -112,13 +113,17 @@ def _wanting(tensor: Tensor) -> Tensor:
     return stand_in(tensor).detach().requires_grad_(tensor.is_floating_point())
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Kind:
-    """Calls that cost the same. sizes: the bytes of LayerCosts; output: what each gives; subjects: those measured."""
+    """Calls that cost the same."""
 
-    sizes: dict[str, int]
-    output: Payload | None
+    memory: LayerMemory = field(default_factory=LayerMemory)
+    parameter_bytes: int = 0
+    #: What each gives; None if it does not run alone.
+    output: Payload | None = None
+    #: Those that are measured.
     subjects: list[Subject] = field(default_factory=list)
+    #: How many times as long they took beside others, by round.
     crowding: list[float] = field(default_factory=list)
 
     def costs(self) -> LayerCosts:
@@ -140,7 +145,8 @@ class _Kind:
         )
         return LayerCosts(
             **medians,
-            **self.sizes,
+            parameter_bytes=self.parameter_bytes,
+            memory=self.memory,
             waiting_s=waiting_s if waiting_s > _WAITS * sum(wholes) else 0.0,
             crowded_s=sum(wholes) * max(0.0, median(self.crowding or [1.0]) - 1),
             spread=spread / sum(wholes) if any(wholes) else 0.0,
@@ -166,7 +172,6 @@ def _spread(seconds: Sequence[float]) -> float:
     return (high - low) / median(seconds)
 
 
-_BYTES = [item.name for item in fields(LayerCosts) if item.default is MISSING and item.name not in TIMES]
 _WAITS = 0.1  # the part of its time from which on a layer counts as one that waits: others are interrupted at times
 
 
@@ -211,7 +216,7 @@ class _Survey:
             if (new or together) and own.output is not None:
                 own.subjects.append(subject)
                 together.append(subject)
-                room -= sum(own.sizes.values())
+                room -= own.parameter_bytes + sum(vars(own.memory).values())
             if together and (room <= 0 or lacks_contents(layer)):
                 self._time(together)
                 together, room = [], _TOGETHER_BYTES
@@ -283,7 +288,7 @@ class _Survey:
         except Exception:
             if not isinstance(subject.layer, Between):
                 raise
-            found = _Kind(dict.fromkeys(_BYTES, 0), None)
+            found = _Kind()
         finally:
             lap.forget()
         return found
@@ -294,8 +299,8 @@ class _Survey:
         stage = _Alone(lap, subject, self._device, self._caller)
         weights = [tensor for tensor in lap.parameters() if tensor.requires_grad]
         layer = Layer(stage.stage, stage.forward, stage.release, weights, _nbytes(subject.layer.buffers()))
-        sizes = asdict(footprint_of(layer, subject.given))
-        return _Kind(sizes | {"parameter_bytes": _nbytes(subject.layer.parameters())}, output)
+        memory = sizes_of(layer, subject.given).memory
+        return _Kind(memory=memory, parameter_bytes=_nbytes(subject.layer.parameters()), output=output)
 
 
 class _Held(nn.Module):

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched.runtime.stage.recompute import is_dear
 from pipesched.runtime.stage.stage import Stage
-from pipesched.simulation.layer_memory import Footprint
+from pipesched.simulation.layer_memory import LayerMemory
 from pipesched.simulation.memory import Message
 from pipesched.tensors.memory_tracker import Books, books_of
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of
 from pipesched.tensors.tree_structure import tensors_in
 
-__all__ = ["Layer", "Sizes", "footprint_of", "sizes_of"]
+__all__ = ["Layer", "Sizes", "sizes_of"]
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,13 @@ class Sizes:
     for each giver.
     """
 
-    footprint: Footprint
+    memory: LayerMemory
     gives: tuple[Message, ...]
     backs: tuple[int, ...]
 
 
-def footprint_of(layer: Layer, arrived: Payload) -> Footprint:
-    """Run the layer forward and backward, whole and split, with copies of what arrived. Its gradients are dropped."""
-    return sizes_of(layer, arrived).footprint
-
-
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """As ``footprint_of``, with what passes between it and others."""
+    """Run the layer forward and backward, whole and split, with copies of what arrived. Its gradients are dropped."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None
@@ -66,7 +61,7 @@ def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
     for weight in trained:
         weight.grad = None
     kept = max(whole.kept, split.kept)
-    footprint = Footprint(
+    memory = LayerMemory(
         input_bytes=sum(tensor.nbytes for tensor in arrived.tensors),
         output_bytes=whole.output_bytes,
         activation_bytes=kept,
@@ -86,7 +81,7 @@ def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
         input_grad_transient_bytes=split.backward,
         weight_grad_transient_bytes=split.delivery,
     )
-    return Sizes(footprint, tuple(whole.gives), tuple(whole.backs))
+    return Sizes(memory, tuple(whole.gives), tuple(whole.backs))
 
 
 class _Notes:

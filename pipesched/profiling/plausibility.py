@@ -40,7 +40,7 @@ def doubt(layer: Measured, all_s: float) -> str:
     if not is_heavy(costs, all_s):
         return ""
     least = _BACKWARD[0] * costs.forward_s * (1 - costs.spread)
-    most = _BACKWARD[1] * costs.forward_s * (1 + costs.spread) + costs.gradient_bytes / _BYTES_PER_S
+    most = _BACKWARD[1] * costs.forward_s * (1 + costs.spread) + costs.memory.gradient_bytes / _BYTES_PER_S
     if costs.backward_s > most or (layer.trains and costs.backward_s < least):
         return (
             f"its backward takes {costs.backward_s * 1e3:.3g} ms, {costs.backward_s / costs.forward_s:.3g} times its "

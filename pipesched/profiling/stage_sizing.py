@@ -5,7 +5,7 @@ gradients wait for each other, and code between layers holds on to what it names
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from pipesched.program.program import Program
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.layer_memory import Footprint, of_stage
+from pipesched.simulation.layer_costs import MEMORY_COLUMNS
+from pipesched.simulation.layer_memory import LayerMemory, stage_memory
 from pipesched.simulation.memory import Message
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.exchange import Trade
@@ -80,7 +81,7 @@ def stage_sizes(
                 messages = dict(found[giver].messages)
                 messages[index] = messages[index]._replace(back=back)
                 found[giver] = replace(found[giver], messages=messages)
-            dropping = alone.dropping_bytes(sizes.footprint.buffer_bytes)
+            dropping = alone.dropping_bytes(sizes.memory.buffer_bytes)
             own = {names[parameter]: parameter.nbytes for parameter in stage.parameters}
             found.append(StageSizes(sizes, dropping, own, dict(zip(takers, sizes.gives, strict=False))))
             sent.update(((index, taker), given) for taker, given in zip(takers, alone.output(), strict=False))
@@ -101,19 +102,19 @@ def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[in
     }
 
 
-def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], loss: Footprint | None) -> Costs:
+def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], loss: LayerMemory | None) -> Costs:
     """Costs of a program's stages with what these need. loss: what that of the last stage needs beside, if it does."""
     rows = []
     counted: set[tuple[int, str]] = set()
     for index, part in enumerate(program.weights):
         stage, rank = stages[part], program.placement[index]
         ends = loss is not None and not program.graph.consumers[index]
-        footprints = [stage.sizes.footprint, *([loss] if loss and ends else [])]
-        whole, dropping = of_stage(footprints), [stage.dropping_bytes]
-        dropping += [one.activation_bytes + one.forward_transient_bytes for one in footprints[1:]]
+        memories = [stage.sizes.memory, *([loss] if loss and ends else [])]
+        whole, dropping = stage_memory(memories), [stage.dropping_bytes]
+        dropping += [one.activation_bytes + one.forward_transient_bytes for one in memories[1:]]
         own = {name: size for name, size in stage.parameters.items() if index != part or (rank, name) not in counted}
         counted |= {(rank, name) for name in own}
-        row = {name: getattr(whole, name) for name in _SIZES}
+        row = {name: getattr(whole, name) for name in MEMORY_COLUMNS}
         row |= {"dropping_transient_bytes": max(dropping), "weight_bytes": sum(own.values())}
         rows.append(row)
     inputs = [row["input_bytes"] for row in rows]
@@ -122,9 +123,6 @@ def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], los
             inputs[index] = size  # the batch's
     columns: dict[str, Any] = {name: tuple(row[name] for row in rows) for name in rows[0]}
     return replace(costs, **{**columns, "input_bytes": tuple(inputs)})
-
-
-_SIZES = {item.name for item in fields(Footprint)} & {item.name for item in fields(Costs)} - {"kept_output_bytes"}
 
 
 class _Holder(nn.Module):

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from typing import Any, get_args
@@ -15,7 +15,15 @@ from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.json_files import load_json
 from pipesched.program.checkpoint_options import Keep
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.layer_costs import LayerCosts, Stages, costs_of, costs_of_stage, joined_costs, messages
+from pipesched.simulation.layer_costs import (
+    NEEDED,
+    LayerCosts,
+    Stages,
+    costs_of,
+    costs_of_stage,
+    joined_costs,
+    messages,
+)
 from pipesched.simulation.overheads import Machine, RanksAre
 from pipesched.simulation.profile_checks import check_graphs, check_model
 from pipesched.simulation.size_interpolation import figure_at
@@ -36,8 +44,7 @@ class Profile:
     _known: dict[int, "nx.DiGraph[str]"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        needed = [item.name for item in fields(LayerCosts) if item.default is MISSING]
-        check_graphs(self.graphs, [*needed, "parameters"])
+        check_graphs(self.graphs, (*NEEDED, "parameters"))
 
     def __repr__(self) -> str:
         """What it is of, and how long the layers take together for the largest micro-batches."""
@@ -175,7 +182,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
 
 
 #: What a profile says of a layer, and of an edge.
-_LAYER = (*(item.name for item in fields(LayerCosts)), "num_parameters", "parameters", "buffers")
+_LAYER = (*LayerCosts().figures(), "num_parameters", "parameters", "buffers")
 _EDGE = ("bytes", "tensors")
 _AGAIN = "measure it again"
 
