@@ -15,15 +15,7 @@ from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.json_files import load_json
 from pipesched.program.checkpoint_options import Keep
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.layer_costs import (
-    NEEDED,
-    LayerCosts,
-    Stages,
-    costs_of,
-    costs_of_stage,
-    joined_costs,
-    messages,
-)
+from pipesched.simulation.layer_costs import LayerCosts, Stages, costs_of, costs_of_stage, joined_costs, messages
 from pipesched.simulation.overheads import Machine, RanksAre
 from pipesched.simulation.profile_checks import check_graphs, check_model
 from pipesched.simulation.size_interpolation import figure_at
@@ -44,7 +36,7 @@ class Profile:
     _known: dict[int, "nx.DiGraph[str]"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_graphs(self.graphs, (*NEEDED, "parameters"))
+        check_graphs(self.graphs)
 
     def __repr__(self) -> str:
         """What it is of, and how long the layers take together for the largest micro-batches."""
