@@ -43,7 +43,7 @@ from pipesched.simulation.memory import AHEAD, RankMemory, rank_memory
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.simulator import simulate
-from pipesched.simulation.tied_weight_traffic import tied_bytes
+from pipesched.simulation.tied_weight_costs import tied_bytes
 from pipesched.simulation.trace import Spans, Trace
 from pipesched.tensors.meta_tensors import lacks_contents
 from pipesched.units import counted, quote_bytes

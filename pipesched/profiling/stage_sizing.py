@@ -24,6 +24,7 @@ from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import MEMORY_COLUMNS
 from pipesched.simulation.layer_memory import LayerMemory, stage_memory
 from pipesched.simulation.memory import Message
+from pipesched.simulation.tied_weight_costs import weight_bytes
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.exchange import Trade
 from pipesched.tensors.memory_tracker import books_of
@@ -105,24 +106,21 @@ def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[in
 def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], loss: LayerMemory | None) -> Costs:
     """Costs of a program's stages with what these need. loss: what that of the last stage needs beside, if it does."""
     rows = []
-    counted: set[tuple[int, str]] = set()
     for index, part in enumerate(program.weights):
-        stage, rank = stages[part], program.placement[index]
-        ends = loss is not None and not program.graph.consumers[index]
-        memories = [stage.sizes.memory, *([loss] if loss and ends else [])]
-        whole, dropping = stage_memory(memories), [stage.dropping_bytes]
-        dropping += [one.activation_bytes + one.forward_transient_bytes for one in memories[1:]]
-        own = {name: size for name, size in stage.parameters.items() if index != part or (rank, name) not in counted}
-        counted |= {(rank, name) for name in own}
+        memories = [stages[part].sizes.memory]
+        dropping = [stages[part].dropping_bytes]
+        if loss is not None and not program.graph.consumers[index]:
+            memories.append(loss)
+            dropping.append(loss.activation_bytes + loss.forward_transient_bytes)
+        whole = stage_memory(memories)
         row = {name: getattr(whole, name) for name in MEMORY_COLUMNS}
-        row |= {"dropping_transient_bytes": max(dropping), "weight_bytes": sum(own.values())}
-        rows.append(row)
-    inputs = [row["input_bytes"] for row in rows]
+        rows.append(row | {"dropping_transient_bytes": max(dropping)})
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
+    columns["weight_bytes"] = weight_bytes(program, [stage.parameters for stage in stages])
     for index, size in enumerate(costs.input_bytes):
         if not program.graph.producers[index]:
-            inputs[index] = size  # the batch's
-    columns: dict[str, Any] = {name: tuple(row[name] for row in rows) for name in rows[0]}
-    return replace(costs, **{**columns, "input_bytes": tuple(inputs)})
+            columns["input_bytes"][index] = size  # the batch's
+    return replace(costs, **columns)
 
 
 class _Holder(nn.Module):

@@ -19,6 +19,7 @@ from pipesched.simulation.layer_costs import LayerCosts, Stages, costs_of, costs
 from pipesched.simulation.overheads import Machine, RanksAre
 from pipesched.simulation.profile_checks import check_graphs, check_model
 from pipesched.simulation.size_interpolation import figure_at
+from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters
 from pipesched.units import counted, quote_time
 
 __all__ = ["Profile"]
@@ -98,10 +99,9 @@ class Profile:
         if known is None:
             graph = self.graph(rows)
             layers = [costs_of(graph, name).treated(keep.get(name)) for name in names]
-            used = {name for layer in names for name in graph.nodes[layer]["parameters"]}
             begins = names[:1] == (next(iter(graph)),)
             known = costs_of_stage(layers, begins, ends, self.machine.host_bytes_per_s)
-            known["weight_bytes"] = sum(graph.graph["parameters"][name][1] for name in used)
+            known["weight_bytes"] = parameter_bytes(graph, stage_parameters(graph, names))
             self._stages[key] = known
         return known
 
