@@ -34,16 +34,16 @@ __all__ = ["QUICK", "Between", "Effort", "measure_calls", "measure_layers"]
 Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How well is measured: rounds, of which no further one begins once so many seconds are spent on the layers that
-    are measured together. checks: what cannot be true is measured again, and if it still cannot, a warning names it.
-    crowds: it is also measured how much longer layers take beside others.
-    """
+    """How well layers are measured."""
 
     rounds: int = 3
+    #: No further round begins once layers that are measured together have taken so long.
     enough_s: float = 0.5
+    #: Whether what cannot be true is measured again. If it still cannot, a warning names it.
     checks: bool = False
+    #: Whether it is also measured how much longer layers take beside others.
     crowds: bool = False
 
 
@@ -195,7 +195,10 @@ class _Survey:
     """Measures the calls of a model."""
 
     def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
-        self._device, self._caller, self._threads, self._effort = device, caller, threads, effort
+        self._device = device
+        self._caller = caller
+        self._threads = threads
+        self._effort = effort
         self._kinds: dict[Any, _Kind] = {}
         self._laps: list[Sequence[Subject]] = []
 
@@ -208,7 +211,7 @@ class _Survey:
         for name, (layer, arguments) in calls.items():
             given: Any = arrived if arguments is None else arguments
             kind = kinds[name] = _kind(layer, given)
-            subject = Subject(name, layer, given)
+            subject = Subject(name=name, layer=layer, given=given)
             new = kind not in self._kinds
             if new:
                 self._kinds[kind] = self._looked(subject)
@@ -219,7 +222,8 @@ class _Survey:
                 room -= own.parameter_bytes + sum(vars(own.memory).values())
             if together and (room <= 0 or lacks_contents(layer)):
                 self._time(together)
-                together, room = [], _TOGETHER_BYTES
+                together = []
+                room = _TOGETHER_BYTES
             arrived = own.output
         if together:
             self._time(together)
@@ -298,7 +302,13 @@ class _Survey:
         output = Payload.of(((lap.round().output,), {}))
         stage = _Alone(lap, subject, self._device, self._caller)
         weights = [tensor for tensor in lap.parameters() if tensor.requires_grad]
-        layer = Layer(stage.stage, stage.forward, stage.release, weights, _nbytes(subject.layer.buffers()))
+        layer = Layer(
+            stage=stage.stage,
+            run=stage.forward,
+            release=stage.release,
+            weights=weights,
+            buffer_bytes=_nbytes(subject.layer.buffers()),
+        )
         memory = sizes_of(layer, subject.given).memory
         return _Kind(memory=memory, parameter_bytes=_nbytes(subject.layer.parameters()), output=output)
 
@@ -318,8 +328,10 @@ class _Alone:
     """A layer as a stage of its own, which has learnt to split its backward. caller: whose autocast holds."""
 
     def __init__(self, lap: TimingRun, subject: Subject, device: torch.device, caller: Caller) -> None:
-        self._lap, self._layer = lap, lap.modules_of[subject]
-        self.stage, self._caller = Stage({subject.name: _Held(self._layer)}, device), caller
+        self._lap = lap
+        self._layer = lap.modules_of[subject]
+        self.stage = Stage({subject.name: _Held(self._layer)}, device)
+        self._caller = caller
         self._feed = StepData(0, 0, [])
         output = self.forward(subject.given.map_tensors(lambda tensor: tensor.to(device, copy=True)), split=True)
         self.stage.input_grad(0, tuple(torch.ones_like(tensor) for tensor in output.wanted))

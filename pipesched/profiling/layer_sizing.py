@@ -23,29 +23,28 @@ from pipesched.tensors.tree_structure import tensors_in
 __all__ = ["Layer", "Sizes", "sizes_of"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer that is a stage of its own, or a whole stage, and has learnt to split its backward.
-
-    run: (input, whether weight gradients are left to W) -> output, or PerConsumer one for each taker. release: drops
-    what a pass has kept of inputs and of their gradients. weights: what is trained.
-    """
+    """A layer that is a stage of its own, or a whole stage, and has learnt to split its backward."""
 
     stage: Stage
+    #: (input, whether weight gradients are left to W) -> output, or PerConsumer one for each taker.
     run: Callable[[Payload, bool], Payload | PerConsumer]
+    #: Drops what a pass has kept of inputs and of their gradients.
     release: Callable[[], None]
+    #: What is trained.
     weights: Sequence[Tensor]
     buffer_bytes: int
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a stage needs. gives: what goes to each taker; its gradients are the taker's to tell. backs: the gradients
-    for each giver.
-    """
+    """What a stage needs."""
 
     memory: LayerMemory
+    #: What goes to each taker; its gradients are the taker's to tell.
     gives: tuple[Message, ...]
+    #: The bytes of the gradients for each giver.
     backs: tuple[int, ...]
 
 
@@ -119,7 +118,8 @@ class _Pass:
         begin = books.bytes
         books.mark()
         given = arrived.map_tensors(lambda tensor: tensor.to(layer.stage.device, copy=True))
-        own, inputs = {memory_of(tensor) for tensor in given.tensors}, books.bytes - begin
+        own = {memory_of(tensor) for tensor in given.tensors}
+        inputs = books.bytes - begin
         with _Dear() as dear:
             output = layer.run(given, split)
         self.forward = books.peak - begin
@@ -166,10 +166,12 @@ class _Pass:
 
     def _given(self, outputs: list[Payload]) -> Message:
         """What goes to the first taker that is left, which then lets go of it."""
-        before, one = self._books.bytes, outputs.pop(0)
-        arriving, made = sum(tensor.nbytes for tensor in one.tensors), _memories(one.tensors)
+        before = self._books.bytes
+        one = outputs.pop(0)
+        arriving = sum(tensor.nbytes for tensor in one.tensors)
+        made = sum(_memories(one.tensors).values())
         del one
-        return Message(arriving, sum(made.values()), sum(made.values()) - self._dropped(before), 0)
+        return Message(arriving=arriving, made=made, kept=made - self._dropped(before), back=0)
 
     def _dropped(self, before: int) -> int:
         return before - self._books.bytes

@@ -33,15 +33,16 @@ from pipesched.tensors.payload import Payload, PerConsumer, pytree
 __all__ = ["StageSizes", "costs_with", "messages_of", "stage_sizes"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageSizes:
-    """What a stage needs. dropping_bytes: its forward beyond its input, where it keeps nothing else. parameters: bytes
-    by name. messages: to each taker.
-    """
+    """What a stage needs."""
 
-    sizes: Sizes
+    memory: LayerMemory
+    #: What its forward needs beyond its input, if it keeps nothing else.
     dropping_bytes: int
+    #: Bytes by name.
     parameters: Mapping[str, int]
+    #: To each taker.
     messages: Mapping[int, Message]
 
 
@@ -68,12 +69,15 @@ def stage_sizes(
         ties = Ties(model, captured.uses(cut, range(len(cut))), trade)
         bodies = captured.bodies(cut, devices, ties)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        edges, found, last = captured.edges(cut), list[StageSizes](), len(cut) - 1
+        edges = captured.edges(cut)
+        found: list[StageSizes] = []
         sent: dict[tuple[int, int], Payload] = {}
         for index, (body, device) in enumerate(zip(bodies, devices, strict=True)):
-            givers, takers = [one for one, two in edges if two == index], [two for one, two in edges if one == index]
-            head = Head(None) if own_loss and index == last else None
-            own_ties, written = ties.for_layers(body.layers, device), captured.written_by(cut)[index]
+            givers = [one for one, two in edges if two == index]
+            takers = [two for one, two in edges if one == index]
+            head = Head(None) if own_loss and index == len(cut) - 1 else None
+            own_ties = ties.for_layers(body.layers, device)
+            written = captured.written_by(cut)[index]
             stage = Stage(body, device, head, ties=own_ties, keep=keep, written=written)
             alone = _Alone(stage, captured.sample, caller, [sent.pop((giver, index)) for giver in givers])
             leaves = [*ties.leaves(index), *(own for own in stage.parameters if own not in ties.parameters)]
@@ -82,9 +86,13 @@ def stage_sizes(
                 messages = dict(found[giver].messages)
                 messages[index] = messages[index]._replace(back=back)
                 found[giver] = replace(found[giver], messages=messages)
-            dropping = alone.dropping_bytes(sizes.memory.buffer_bytes)
-            own = {names[parameter]: parameter.nbytes for parameter in stage.parameters}
-            found.append(StageSizes(sizes, dropping, own, dict(zip(takers, sizes.gives, strict=False))))
+            needs = StageSizes(
+                memory=sizes.memory,
+                dropping_bytes=alone.dropping_bytes(sizes.memory.buffer_bytes),
+                parameters={names[parameter]: parameter.nbytes for parameter in stage.parameters},
+                messages=dict(zip(takers, sizes.gives, strict=False)),
+            )
+            found.append(needs)
             sent.update(((index, taker), given) for taker, given in zip(takers, alone.output(), strict=False))
         return found
 
@@ -107,7 +115,7 @@ def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], los
     """Costs of a program's stages with what these need. loss: what that of the last stage needs beside, if it does."""
     rows = []
     for index, part in enumerate(program.weights):
-        memories = [stages[part].sizes.memory]
+        memories = [stages[part].memory]
         dropping = [stages[part].dropping_bytes]
         if loss is not None and not program.graph.consumers[index]:
             memories.append(loss)
@@ -139,7 +147,9 @@ class _Alone:
     """A stage apart from others. arrived: what comes to it, by giver."""
 
     def __init__(self, stage: Stage, sample: Any, caller: Caller, arrived: Sequence[Payload]) -> None:
-        self._stage, self._caller, self._arrived = stage, caller, arrived
+        self._stage = stage
+        self._caller = caller
+        self._arrived = arrived
         self._sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(stage.device), sample)
         self._given = Payload.joined(arrived)
         self._feed = StepData(0, 0, [])
@@ -150,8 +160,14 @@ class _Alone:
     def sizes(self, leaves: Sequence[Tensor]) -> Sizes:
         """leaves: what takes its gradients."""
         buffers = {buffer for module in self._stage.modules.values() for buffer in module.buffers()}
-        nbytes = sum(buffer.nbytes for buffer in buffers)
-        return sizes_of(Layer(self._stage, self._run, self._release, leaves, nbytes), self._given)
+        layer = Layer(
+            stage=self._stage,
+            run=self._run,
+            release=self._release,
+            weights=leaves,
+            buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+        )
+        return sizes_of(layer, self._given)
 
     def dropping_bytes(self, buffer_bytes: int) -> int:
         """What a checkpointed forward needs beyond its input, and copies of its buffers."""

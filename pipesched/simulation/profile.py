@@ -27,11 +27,11 @@ __all__ = ["Profile"]
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured layers. graphs: by the rows of a micro-batch, each as `pipesched.graph_of` gives it; all have the same
-    layers and edges. model: a digest of what was measured, by which a profile is known again.
-    """
+    """Measured layers."""
 
+    #: By the rows of a micro-batch, each as `pipesched.graph_of` gives it. All have the same layers and edges.
     graphs: Mapping[int, "nx.DiGraph[str]"]
+    #: A digest of what was measured, by which a profile is known again.
     model: str = ""
     machine: Machine = field(default_factory=Machine)
     _known: dict[int, "nx.DiGraph[str]"] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -80,7 +80,8 @@ class Profile:
         to user. ranks_are: by which the machine's overheads differ. Raises ScheduleError where layers are missing,
         unknown, or doubled.
         """
-        rule, remedy = "stages are a list of lists of layers", "pass such as [['0', '1'], ['2']]"
+        rule = "stages are a list of lists of layers"
+        remedy = "pass such as [['0', '1'], ['2']]"
         stages = [as_list(names, rule, remedy) for names in as_list(stages, rule, remedy)]
         check_type({} if keep is None else keep, Mapping, "keep is {layer: word}", "pass such as {'0': 'recompute'}")
         graph = self.graph(rows)

@@ -113,10 +113,9 @@ def check_model(profiled: "nx.DiGraph[str]", own: "nx.DiGraph[str]") -> None:
                 f"model {other!r}"
             )
         )
-    known, there = profiled.graph.get("parameters", {}), own.graph.get("parameters", {})
     for name in own:
         for parameter in dict.fromkeys((*own.nodes[name]["parameters"], *profiled.nodes[name].get("parameters", ()))):
-            sizes = [tuple(sizes.get(parameter, (0, 0))) for sizes in (known, there)]
+            sizes = [tuple(one.graph.get("parameters", {}).get(parameter, (0, 0))) for one in (profiled, own)]
             if sizes[0] != sizes[1]:
                 raise ScheduleError(
                     _of_another(
