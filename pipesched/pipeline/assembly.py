@@ -24,7 +24,7 @@ from pipesched.partitioning.partition import Partition
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_cutter import Cutter
-from pipesched.profiling.stage_sizing import StageSizes
+from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import keep_by_layer, offloading
 from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses

@@ -26,7 +26,7 @@ from pipesched.profiling.layer_profiler import QUICK
 from pipesched.profiling.layered_costs import measure
 from pipesched.profiling.loss_costs import with_supposed_loss
 from pipesched.profiling.optimizer_memory import another, upkeep_of
-from pipesched.profiling.stage_sizing import StageSizes, costs_with, messages_of, stage_sizes
+from pipesched.profiling.stage_memory_probe import StageSizes, costs_with, messages_of, stage_sizes
 from pipesched.program.checkpoint_options import Checkpoint, checkpoint_in_words, offloading
 from pipesched.program.program import Program
 from pipesched.runtime.async_steps import Stream

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipesched.model.state_guard import attributes_kept, unchanged
 from pipesched.profiling.contention import crowd
-from pipesched.profiling.layer_sizing import Layer, sizes_of
+from pipesched.profiling.layer_memory_probe import Layer, sizes_of
 from pipesched.profiling.plausibility import Measured, doubt
 from pipesched.profiling.timing_run import Subject, TimingRun
 from pipesched.runtime.stage.stage import Stage

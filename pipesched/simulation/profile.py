@@ -17,7 +17,7 @@ from pipesched.program.checkpoint_options import Keep
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts, Stages, costs_of, costs_of_stage, joined_costs, messages
 from pipesched.simulation.overheads import Machine, RanksAre
-from pipesched.simulation.profile_checks import check_graphs, check_model
+from pipesched.simulation.profile_validation import check_graphs, check_model
 from pipesched.simulation.size_interpolation import figure_at
 from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters
 from pipesched.units import counted, quote_time

@@ -1,8 +1,9 @@
 """Tied weight costs: what a parameter costs that several layers use, in memory and in messages.
 
-In memory it counts once wherever its users run together: once a stage (`stage_parameters`), and once a rank where the
-ranks of stages are known (`weight_bytes`). Its gradient counts once a use. Its update counts with the first layer that
-uses it (`pipesched.profiling.profile_model.put_updates`). Between ranks it costs messages (`tied_bytes`).
+In memory it counts once wherever its users run together: once a stage (`stage_parameters`), and once a rank if the
+ranks of stages are known (`weight_bytes`). Costs of layers without their graph (`pipesched.simulation.layer_costs`)
+count it once a use. Its gradient counts once a use. Its update counts with the first layer that uses it
+(`pipesched.profiling.profile_model.put_updates`). Between ranks it costs messages (`tied_bytes`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,8 +41,8 @@ def stage_parameters(graph: "nx.DiGraph[str]", layers: Iterable[str]) -> set[str
 
 
 def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> list[int]:
-    """What each stage adds to the weights of its rank: a parameter of an earlier stage there counts no more. A stage
-    that is a copy of another one has weights of its own.
+    """The bytes that each stage adds to the weights of its rank. A parameter that an earlier stage of the rank has adds
+    none. A stage that is a copy of another one has weights of its own.
 
     parameters: the bytes of each by its name, of the stages that are no copies.
     """

@@ -1,4 +1,4 @@
-"""Profile checks: whether what a profile says can be true, and of which model it is."""
+"""Profile validation: whether what a profile says can be true, and of which model it is."""
 
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest

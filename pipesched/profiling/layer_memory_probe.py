@@ -1,6 +1,4 @@
-"""Layer sizing: what one layer needs in memory, by running it: each memory once, to the byte, by the books of its
-device.
-"""
+"""Layer memory probe: runs one layer and measures what it needs in memory, to the byte, by the books of its device."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

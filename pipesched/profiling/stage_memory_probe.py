@@ -1,6 +1,6 @@
-"""Stage sizing: what the stages of a captured model need in memory, by running each in one piece, for one micro-batch.
+"""Stage memory probe: runs each stage of a captured model in one piece, and measures what it needs in memory.
 
-Layers one by one do not add up to them: a view keeps all that it lies in, what skips layers is held meanwhile, its
+The layers of a stage do not add up to it: a view keeps all that it lies in, what skips layers is held meanwhile, its
 gradients wait for each other, and code between layers holds on to what it names.
 """
 
@@ -15,7 +15,7 @@ from pipesched.capture.captured_model import CapturedModel, Cut
 from pipesched.capture.loss import Head
 from pipesched.model.state_guard import unchanged, untouched
 from pipesched.model.tied_weights import Ties
-from pipesched.profiling.layer_sizing import Layer, Sizes, sizes_of
+from pipesched.profiling.layer_memory_probe import Layer, Sizes, sizes_of
 from pipesched.program.checkpoint_options import Keep
 from pipesched.program.program import Program
 from pipesched.runtime.stage.stage import Stage
