@@ -35,7 +35,8 @@ TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 #: The figures that every layer of a profile has.
 NEEDED = (*TIMES, "input_bytes", "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes")
 
-#: The sizes of a stage's layers that are columns of `Costs` as they are.
+#: The sizes in which a stage is like one layer, and that `Costs` has, too. `kept_output_bytes` is no such size: a loss
+#: behind the last layer has no output, and what that layer keeps of its own counts.
 MEMORY_COLUMNS = {item.name for item in fields(LayerMemory) if item.name != "kept_output_bytes"}
 MEMORY_COLUMNS &= {item.name for item in fields(Costs)}
 

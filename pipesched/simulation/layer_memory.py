@@ -40,7 +40,7 @@ class LayerMemory:
     kept_input_bytes: int = 0
     #: The part of the activations that lies in the output.
     kept_output_bytes: int = 0
-    #: The part of the activations that takes long to compute, which "recompute-cheap" keeps.
+    #: Results that take long to compute, which "recompute-cheap" keeps.
     dear_bytes: int = 0
     #: The part of `dear_bytes` that lies in the output.
     dear_output_bytes: int = 0
