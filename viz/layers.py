@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipesched.checks import as_list, shown
 from pipesched.errors import ArgumentError, PartitionError
-from pipesched.simulation.tied_weight_traffic import tied_groups
+from pipesched.simulation.tied_weight_costs import tied_groups
 from pipesched.units import quote_bytes, quote_time
 from pipesched.viz.colours import GREY, INK, stage_colour, towards_white
 from pipesched.viz.routes import ARCH, HEIGHT, WIDTH, Layout, Point

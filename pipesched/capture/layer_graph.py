@@ -4,7 +4,6 @@ ones.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -65,16 +64,16 @@ def row_of(model: nn.Module, layers: Mapping[str, nn.Module], costs: Mapping[str
         name: [own[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())] for name, layer in layers.items()
     }
     graph = _nodes(model, list(layers), uses)
-    for name, size in costs.items():
-        graph.nodes[name]["output_bytes"] = size.output_bytes
-    graph.add_edges_from((a, b, {"bytes": costs[a].output_bytes}) for a, b in pairwise(layers))
+    for name, layer in costs.items():
+        graph.nodes[name]["output_bytes"] = layer.memory.output_bytes
+    graph.add_edges_from((a, b, {"bytes": costs[a].memory.output_bytes}) for a, b in pairwise(layers))
     return graph
 
 
 def with_costs(graph: "nx.DiGraph[str]", costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
     """The graph, its nodes with what was measured."""
     for name, own in costs.items():
-        graph.nodes[name].update({key: value for key, value in asdict(own).items() if key not in graph.nodes[name]})
+        graph.nodes[name].update({key: value for key, value in own.figures().items() if key not in graph.nodes[name]})
     return graph
 
 

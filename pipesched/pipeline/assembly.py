@@ -24,7 +24,7 @@ from pipesched.partitioning.result import StageLayers
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
-from pipesched.profiling.stage_sizing import StageSizes
+from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import keep_by_layer, offloading
 from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses

@@ -11,7 +11,7 @@ from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.cost_book import CostBook
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.profiling.optimizer_memory import another, upkeep_of
-from pipesched.profiling.stage_sizing import StageSizes, costs_with, messages_of, stage_sizes
+from pipesched.profiling.stage_memory_probe import StageSizes, costs_with, messages_of, stage_sizes
 from pipesched.program.program import Program
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.simulation.costs import Costs
@@ -64,7 +64,7 @@ class MemoryForecast:
         stages = self._stage_sizes()
         own_loss = self._spec.loss_fn is None
         if stages:
-            loss = None if own_loss else self._book.measured()[running.cut[-1][-1]].loss
+            loss = None if own_loss else self._book.measured()[running.cut[-1][-1]].loss_layer
             costs = costs_with(costs, program, stages, loss)
             messages = messages_of(program, stages)
         timed = running.assembly.programs.full.timed

@@ -18,7 +18,7 @@ from pipesched.runtime.executors.threads import Timeline
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.tied_weight_traffic import tied_bytes
+from pipesched.simulation.tied_weight_costs import tied_bytes
 from pipesched.units import counted
 
 __all__ = ["RunningPlan"]

@@ -18,7 +18,7 @@ from pipesched.program.checkpoint_options import Checkpoint, Keep
 from pipesched.program.liveness import peaks_of_stages
 from pipesched.program.program import Program
 from pipesched.simulation.links import Links
-from pipesched.simulation.tied_weight_traffic import tied_bytes, tied_groups
+from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters, tied_bytes, tied_groups
 from pipesched.units import quote_time
 
 __all__ = ["StagePartitioner"]
@@ -187,11 +187,10 @@ class StagePartitioner:
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
         """(Seconds of a step as far as the cut decides them, bytes of tied weights)."""
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
-        sizes = graph.graph["parameters"]
-        moved = 0
-        for users, names in tied_groups(graph).items():
-            ranks = [rank_of[user] for user in users]
-            moved += tied_bytes(sum(sizes[name][1] for name in names), ranks)
+        moved = sum(
+            tied_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])
+            for users, names in tied_groups(graph).items()
+        )
         link = self._link()
         travel = 0 if link is None else moved / link[1]
         return found.bottleneck_s * self.program.num_microbatches + travel, moved
@@ -202,10 +201,9 @@ class StagePartitioner:
         """The partition with its ranks' own numbers, each parameter once a stage, and what checkpoints spare."""
         summaries = []
         for names, rank, count, own in zip(found.stages, self._ranks, self.in_flight, found.summaries, strict=True):
-            used = {name for layer in names for name in graph.nodes[layer]["parameters"]}
-            sizes = [graph.graph["parameters"][name] for name in used]
+            parameters = stage_parameters(graph, names)
             activations = sum(graph.nodes[layer].get("activation_bytes", 0) for layer in names)
-            weights = sum(size for _, size in sizes)
+            weights = parameter_bytes(graph, parameters)
             if self.allowed:
                 activations = own.memory_bytes - _COPIES * weights
             elif self.checkpoint in ("always", "except_last"):
@@ -216,7 +214,7 @@ class StagePartitioner:
                 replace(
                     own,
                     rank=rank,
-                    num_parameters=sum(number for number, _ in sizes),
+                    num_parameters=sum(graph.graph["parameters"][name][0] for name in parameters),
                     parameter_bytes=weights,
                     activation_bytes=activations,
                     memory_bytes=_COPIES * weights + activations,
@@ -244,5 +242,4 @@ def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
 def _tied(graph: "nx.DiGraph[str]") -> list[tuple[str, ...]]:
     """The groups of layers that use the same parameters, those with the most bytes first."""
     groups = tied_groups(graph)
-    sizes = graph.graph["parameters"]
-    return sorted(groups, key=lambda users: -sum(sizes[name][1] for name in groups[users]))
+    return sorted(groups, key=lambda users: -parameter_bytes(graph, groups[users]))

@@ -5,7 +5,7 @@ RNG.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from pipesched.model.state_guard import attributes_kept, unchanged
 from pipesched.profiling.contention import crowd
-from pipesched.profiling.layer_sizing import Layer, footprint_of
+from pipesched.profiling.layer_memory_probe import Layer, sizes_of
 from pipesched.profiling.plausibility import Measured, doubt
 from pipesched.profiling.timing_run import Subject, TimingRun
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.layer_costs import TIMES, LayerCosts
+from pipesched.simulation.layer_memory import LayerMemory
 from pipesched.tensors.caller_context import Caller, intra_op
 from pipesched.tensors.keyed_random import outside_kept
 from pipesched.tensors.meta_tensors import lacks_contents, stand_in
@@ -33,16 +34,16 @@ __all__ = ["QUICK", "Between", "Effort", "measure_calls", "measure_layers"]
 Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How well is measured: rounds, of which no further one begins once so many seconds are spent on the layers that
-    are measured together. checks: what cannot be true is measured again, and if it still cannot, a warning names it.
-    crowds: it is also measured how much longer layers take beside others.
-    """
+    """How well layers are measured."""
 
     rounds: int = 3
+    #: No further round begins once layers that are measured together have taken so long.
     enough_s: float = 0.5
+    #: Whether what cannot be true is measured again. If it still cannot, a warning names it.
     checks: bool = False
+    #: Whether it is also measured how much longer layers take beside others.
     crowds: bool = False
 
 
@@ -112,13 +113,17 @@ def _wanting(tensor: Tensor) -> Tensor:
     return stand_in(tensor).detach().requires_grad_(tensor.is_floating_point())
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Kind:
-    """Calls that cost the same. sizes: the bytes of LayerCosts; output: what each gives; subjects: those measured."""
+    """Calls that cost the same."""
 
-    sizes: dict[str, int]
-    output: Payload | None
+    memory: LayerMemory = field(default_factory=LayerMemory)
+    parameter_bytes: int = 0
+    #: What each gives; None if it does not run alone.
+    output: Payload | None = None
+    #: Those that are measured.
     subjects: list[Subject] = field(default_factory=list)
+    #: How many times as long they took beside others, by round.
     crowding: list[float] = field(default_factory=list)
 
     def costs(self) -> LayerCosts:
@@ -140,7 +145,8 @@ class _Kind:
         )
         return LayerCosts(
             **medians,
-            **self.sizes,
+            parameter_bytes=self.parameter_bytes,
+            memory=self.memory,
             waiting_s=waiting_s if waiting_s > _WAITS * sum(wholes) else 0.0,
             crowded_s=sum(wholes) * max(0.0, median(self.crowding or [1.0]) - 1),
             spread=spread / sum(wholes) if any(wholes) else 0.0,
@@ -166,7 +172,6 @@ def _spread(seconds: Sequence[float]) -> float:
     return (high - low) / median(seconds)
 
 
-_BYTES = [item.name for item in fields(LayerCosts) if item.default is MISSING and item.name not in TIMES]
 _WAITS = 0.1  # the part of its time from which on a layer counts as one that waits: others are interrupted at times
 
 
@@ -190,7 +195,10 @@ class _Survey:
     """Measures the calls of a model."""
 
     def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
-        self._device, self._caller, self._threads, self._effort = device, caller, threads, effort
+        self._device = device
+        self._caller = caller
+        self._threads = threads
+        self._effort = effort
         self._kinds: dict[Any, _Kind] = {}
         self._laps: list[Sequence[Subject]] = []
 
@@ -203,7 +211,7 @@ class _Survey:
         for name, (layer, arguments) in calls.items():
             given: Any = arrived if arguments is None else arguments
             kind = kinds[name] = _kind(layer, given)
-            subject = Subject(name, layer, given)
+            subject = Subject(name=name, layer=layer, given=given)
             new = kind not in self._kinds
             if new:
                 self._kinds[kind] = self._looked(subject)
@@ -211,10 +219,11 @@ class _Survey:
             if (new or together) and own.output is not None:
                 own.subjects.append(subject)
                 together.append(subject)
-                room -= sum(own.sizes.values())
+                room -= own.parameter_bytes + sum(vars(own.memory).values())
             if together and (room <= 0 or lacks_contents(layer)):
                 self._time(together)
-                together, room = [], _TOGETHER_BYTES
+                together = []
+                room = _TOGETHER_BYTES
             arrived = own.output
         if together:
             self._time(together)
@@ -283,7 +292,7 @@ class _Survey:
         except Exception:
             if not isinstance(subject.layer, Between):
                 raise
-            found = _Kind(dict.fromkeys(_BYTES, 0), None)
+            found = _Kind()
         finally:
             lap.forget()
         return found
@@ -293,9 +302,15 @@ class _Survey:
         output = Payload.of(((lap.round().output,), {}))
         stage = _Alone(lap, subject, self._device, self._caller)
         weights = [tensor for tensor in lap.parameters() if tensor.requires_grad]
-        layer = Layer(stage.stage, stage.forward, stage.release, weights, _nbytes(subject.layer.buffers()))
-        sizes = asdict(footprint_of(layer, subject.given))
-        return _Kind(sizes | {"parameter_bytes": _nbytes(subject.layer.parameters())}, output)
+        layer = Layer(
+            stage=stage.stage,
+            run=stage.forward,
+            release=stage.release,
+            weights=weights,
+            buffer_bytes=_nbytes(subject.layer.buffers()),
+        )
+        memory = sizes_of(layer, subject.given).memory
+        return _Kind(memory=memory, parameter_bytes=_nbytes(subject.layer.parameters()), output=output)
 
 
 class _Held(nn.Module):
@@ -313,8 +328,10 @@ class _Alone:
     """A layer as a stage of its own, which has learnt to split its backward. caller: whose autocast holds."""
 
     def __init__(self, lap: TimingRun, subject: Subject, device: torch.device, caller: Caller) -> None:
-        self._lap, self._layer = lap, lap.modules_of[subject]
-        self.stage, self._caller = Stage({subject.name: _Held(self._layer)}, device), caller
+        self._lap = lap
+        self._layer = lap.modules_of[subject]
+        self.stage = Stage({subject.name: _Held(self._layer)}, device)
+        self._caller = caller
         self._feed = StepData(0, 0, [])
         output = self.forward(subject.given.map_tensors(lambda tensor: tensor.to(device, copy=True)), split=True)
         self.stage.input_grad(0, tuple(torch.ones_like(tensor) for tensor in output.wanted))

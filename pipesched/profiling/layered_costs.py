@@ -38,7 +38,8 @@ def graph_of(
     whole_layers: modules that are one layer each, as for ``Pipeline``. `pipesched.partition` cuts such a graph. The
     model is left as it was. Raises GraphError, ModelTypeError, InputError.
     """
-    where, whole = as_device(device), as_model(model)
+    where = as_device(device)
+    whole = as_model(model)
     known = layered(whole, as_call(sample), whole_layers)
     if not measured:
         return known.graph({})
@@ -77,7 +78,8 @@ def _measure_captured(
                 index_of[name] = call.index
     calls = dict(sorted(calls.items(), key=lambda item: index_of[item[0]]))
     begins = known.begins(capture)
-    names, starts = list(begins), list(begins.values())
+    names = list(begins)
+    starts = list(begins.values())
     costs: dict[str, LayerCosts] = {}
     for name, own in measure_calls(calls, (), device, intra_op_threads, effort).items():
         begin = names[bisect_right(starts, index_of[name]) - 1]

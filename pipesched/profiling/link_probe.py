@@ -27,8 +27,11 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["find_links", "measure_links", "probe_links"]
 
-_SHORT_TRIPS, _LONG_TRIPS = 10, 5
-_FIRST_BYTES, _GROWTH, _MOST_BYTES = 1 << 16, 8, 1 << 22
+_SHORT_TRIPS = 10  # of empty messages
+_LONG_TRIPS = 5  # of messages of each size
+_FIRST_BYTES = 1 << 16
+_GROWTH = 8  # times as long is the next size
+_MOST_BYTES = 1 << 22
 _LONG_S = 0.02  # a message that travels so long shows its link's bandwidth, whatever its latency and a burst's start
 
 #: Runs a program whose stages' outputs have so many bytes. Returns the spans of all ranks.
@@ -97,8 +100,10 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
     while sizes:
         longer: dict[Pair, int] = {}
         for pair, trips in _trips(sizes, num_ranks, _LONG_TRIPS, run).items():
-            both_ways_s, trip_s = median(empty[pair]), median(trips)
-            size, travel_s = sizes[pair], trip_s - both_ways_s
+            both_ways_s = median(empty[pair])
+            trip_s = median(trips)
+            travel_s = trip_s - both_ways_s
+            size = sizes[pair]
             spread = (max(trips) - min(trips)) / trip_s if trip_s else 0
             links[pair] = Link(both_ways_s / 2, size / travel_s if travel_s > 0 else None, spread)
             if travel_s < _LONG_S and size < _MOST_BYTES:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipesched.profiling.layer_profiler import QUICK, Effort, measure_calls
 from pipesched.simulation.layer_costs import LayerCosts
+from pipesched.simulation.layer_memory import LossMemory
 from pipesched.tensors.payload import pytree
 
 __all__ = ["loss_costs", "with_loss_bytes", "with_supposed_loss"]
@@ -30,13 +31,13 @@ def loss_costs(
 
 def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
     """The last layer's costs with what its loss needs in memory."""
-    return replace(
-        costs,
-        loss_kept_bytes=loss.activation_bytes,
-        loss_kept_input_bytes=loss.kept_input_bytes,
-        loss_forward_bytes=loss.forward_transient_bytes,
-        loss_backward_bytes=loss.backward_transient_bytes,
+    measured = LossMemory(
+        kept_bytes=loss.memory.activation_bytes,
+        kept_input_bytes=loss.memory.kept_input_bytes,
+        forward_bytes=loss.memory.forward_transient_bytes,
+        backward_bytes=loss.memory.backward_transient_bytes,
     )
+    return replace(costs, loss=measured)
 
 
 def with_supposed_loss(
@@ -53,8 +54,8 @@ def with_supposed_loss(
                 found.append(loss_costs(loss_fn, output, target, device, threads))
         except Exception:  # whatever a loss says of a target that is none of its own
             continue
-    taken = [with_loss_bytes(costs, own) for own in found if own.backward_transient_bytes]
-    return min(taken, key=lambda own: own.loss_kept_bytes + own.loss_backward_bytes, default=costs)
+    taken = [with_loss_bytes(costs, own) for own in found if own.memory.backward_transient_bytes]
+    return min(taken, key=lambda own: own.loss.kept_bytes + own.loss.backward_bytes, default=costs)
 
 
 def _supposed(output: Any) -> Iterator[Tensor]:

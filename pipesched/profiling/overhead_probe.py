@@ -45,13 +45,20 @@ from pipesched.tensors.caller_context import Caller
 
 __all__ = ["Ran", "find_overheads", "probe_overheads", "waited_s"]
 
-_MICROBATCHES, _MICROBATCHES_ASLEEP = 6, 16
-_DISTURBED, _TRIES = 0.02, 5  # a run is made again where other work had so much of it; so often
-_ROWS, _WIDTH, _PRODUCTS = 128, 512, 4  # of the work: some 3 ms, with as much computed for a byte as layers do
+_MICROBATCHES = 6
+_MICROBATCHES_ASLEEP = 16
+_DISTURBED = 0.02  # a run is made again if other work had such a share of it
+_TRIES = 5  # of a run
+# The work: some 3 ms, with as much computed for a byte as layers do.
+_ROWS = 128
+_WIDTH = 512
+_PRODUCTS = 4
 _AGAIN = 4  # as often ranks work side by side: how they slow each other is a few percent
 _AGAIN_ASLEEP = 2  # as often all wait: how late they wake changes from run to run
 _SLEEP_S = 0.01  # a part of work that waits
-_SHORT, _LONG, _ROW_BYTES = 16, 512, 1024  # messages, in rows
+_SHORT = 16  # rows of a message
+_LONG = 512
+_ROW_BYTES = 1024
 _KINDS = Kind.F, Kind.B
 
 
@@ -159,7 +166,8 @@ def probe_overheads(
 
 def _runner(site: RankHost) -> Run:
     def run(program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
-        device, lowered = site.devices[0], lower(program)
+        device = site.devices[0]
+        lowered = lower(program)
         own = {stage for stage, rank in enumerate(program.placement) if site.holds(rank)}
         layers = {stage: _Layer(parts[stage], waits, device) for stage in sorted(own)}
         stages = {stage: Stage({"work": layer}, device) for stage, layer in layers.items()}
@@ -241,16 +249,17 @@ def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float
 
     alone: one rank, whose work takes what it does in a profile.
     """
-    p, work_s = program.num_stages, median(alone.work_s.values())
-    costs = Costs(
-        (work_s,) * p,
-        (work_s,) * p,
-        (0,) * p,
-        output_bytes=(_SHORT * _ROW_BYTES,) * p,
-        waiting_s=(2 * work_s,) * p,
+    work_s = median(alone.work_s.values())
+    costs = Costs.uniform(
+        program.num_stages,
+        forward_s=work_s,
+        input_grad_s=work_s,
+        weight_grad_s=0,
+        output_bytes=_SHORT * _ROW_BYTES,
+        waiting_s=2 * work_s,
         overheads=awake,
     )
-    actions = len(_KINDS) * (p + program.num_microbatches - 1)
+    actions = len(_KINDS) * (program.num_stages + program.num_microbatches - 1)
     return float(ran.trace.makespan_s - simulate(program, costs).makespan_s) / actions
 
 
@@ -305,7 +314,13 @@ class _Seen:
             sends.append(self._seconds("send", rows) - action_s)
             receives.append(self._seconds("receive", rows) - action_s)
             links.append(self._seconds("chained", rows) - 2 * action_s - sends[-1] - receives[-1])
-        return Overheads(action_s, 0, _line(sends), _line(receives), _line(links), tuple(crowding))
+        return Overheads(
+            action_s=action_s,
+            send=_line(sends),
+            receive=_line(receives),
+            link=_line(links),
+            crowding=tuple(crowding),
+        )
 
     def _seconds(self, what: str, rows: int) -> float:
         return sum(median(self._lost[what, kind, rows]) for kind in _KINDS) / len(_KINDS)

@@ -8,7 +8,7 @@ from statistics import median
 
 from pipesched.simulation.layer_costs import LayerCosts
 
-__all__ = ["Measured", "doubt", "doubt_of_sum", "is_heavy"]
+__all__ = ["Measured", "doubt", "doubt_of_sum"]
 
 _HEAVY = 0.05  # of what all layers take
 _LEAST_S = 2e-4  # shorter ones are at the mercy of their machine
@@ -20,27 +20,22 @@ _SUM = 0.1  # of what the model takes
 
 @dataclass(frozen=True)
 class Measured:
-    """A layer's costs, and what was found of each of its kind that was measured. trains: it has weights, and passes
-    gradients on.
-    """
+    """A layer's costs, and those of its kind."""
 
     costs: LayerCosts
+    #: What each layer of its kind takes that was measured.
     each_s: Sequence[float]
+    #: Whether it has weights, and passes gradients on.
     trains: bool = True
-
-
-def is_heavy(costs: LayerCosts, all_s: float) -> bool:
-    """Whether a layer counts among others that take so long together."""
-    return costs.forward_s + costs.backward_s >= max(_LEAST_S, _HEAVY * all_s)
 
 
 def doubt(layer: Measured, all_s: float) -> str:
     """What cannot be true of a layer, in words; nothing where all can. all_s: what all layers take."""
     costs = layer.costs
-    if not is_heavy(costs, all_s):
+    if costs.forward_s + costs.backward_s < max(_LEAST_S, _HEAVY * all_s):
         return ""
     least = _BACKWARD[0] * costs.forward_s * (1 - costs.spread)
-    most = _BACKWARD[1] * costs.forward_s * (1 + costs.spread) + costs.gradient_bytes / _BYTES_PER_S
+    most = _BACKWARD[1] * costs.forward_s * (1 + costs.spread) + costs.memory.gradient_bytes / _BYTES_PER_S
     if costs.backward_s > most or (layer.trains and costs.backward_s < least):
         return (
             f"its backward takes {costs.backward_s * 1e3:.3g} ms, {costs.backward_s / costs.forward_s:.3g} times its "
@@ -57,7 +52,8 @@ def doubt(layer: Measured, all_s: float) -> str:
 def doubt_of_sum(layers: Mapping[str, LayerCosts], whole: LayerCosts) -> str:
     """How far the layers are from what the model takes in one piece, in words; nothing where they are near."""
     for what, name in (("forward_s", "forward"), ("backward_s", "backward")):
-        took, together = getattr(whole, what), sum(getattr(costs, what) for costs in layers.values())
+        took = getattr(whole, what)
+        together = sum(getattr(costs, what) for costs in layers.values())
         noise = whole.spread
         if together:
             noise = max(noise, sum(costs.spread * getattr(costs, what) for costs in layers.values()) / together)

@@ -69,8 +69,10 @@ def profile(
     sample, device and torch is read and not measured again; numbers in weights and inputs do not count. The model is
     left as it was. Raises InputError, GraphError, ModelTypeError; ScheduleError for a file there that is no profile.
     """
-    chain, (args, kwargs) = as_model(model), as_call(sample)
-    where, threads = as_device(device), as_threads(intra_op_threads)
+    chain = as_model(model)
+    args, kwargs = as_call(sample)
+    where = as_device(device)
+    threads = as_threads(intra_op_threads)
     splitter = Splitter(1, fixed=False, split_dims=split_dims)
     optimizer = as_optimizer(optimizer)
     loss = as_loss(loss_fn, target)

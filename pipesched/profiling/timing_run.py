@@ -29,36 +29,37 @@ from pipesched.tensors.meta_tensors import lacks_contents, stand_in
 from pipesched.tensors.payload import Payload, trainable_leaves
 from pipesched.tensors.tree_structure import tensors_in
 
-__all__ = ["Clock", "Run", "Subject", "TimingRun"]
+__all__ = ["Subject", "TimingRun"]
 
 _TOGETHER = "weight_grads_together_s"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Subject:
-    """A call of a layer that is measured. given: its (args, kwargs).
-
-    seconds: of each round, by what took them; waited: for how much of that the thread left the processor to others.
-    """
+    """A call of a layer that is measured."""
 
     name: str
     layer: nn.Module
+    #: Its (args, kwargs).
     given: Payload
+    #: Of each round, by what took them.
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    #: For how many of these seconds the thread left the processor to others.
     waited: dict[str, list[float]] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Run:
-    """Layers between their forwards and their backwards; each list has one entry a layer. output: of the last one.
+    """Layers between their forwards and their backwards; each list has one entry a layer."""
 
-    roots: what the backward begins with, of those that have one. products: what waits for the weight gradients.
-    """
-
+    #: Whether weight gradients are left to W.
     deferred: bool
+    #: Of the last layer.
     output: Any = None
     turns: list["_Turn"] = field(default_factory=list)
+    #: What the backward begins with, of the layers that have one.
     roots: list[Tensor] = field(default_factory=list)
+    #: What waits for the weight gradients.
     products: list[list[Product]] = field(default_factory=list)
 
 
@@ -68,16 +69,21 @@ class TimingRun(nn.Module):
     def __init__(self, subjects: Sequence[Subject], device: torch.device, caller: Caller) -> None:
         super().__init__()
         self.subjects = list(subjects)
-        blanks = [Subject("", nn.Identity(), Payload.of(((torch.empty(0, requires_grad=True),), {}))) for _ in range(3)]
+        blanks = [
+            Subject(name="", layer=nn.Identity(), given=Payload.of(((torch.empty(0, requires_grad=True),), {})))
+            for _ in range(3)
+        ]
         self._blank = blanks[1]  # behind it comes one more, since the last one to go forward begins the backward
         self._all = [blanks[0], *subjects, *blanks[1:]]
-        self._device, self._caller = device, caller
+        self._device = device
+        self._caller = caller
         self._attributes = {module: dict(vars(module)) for subject in subjects for module in subject.layer.modules()}
         callables = {id(subject.layer): _callable(subject.layer, device) for subject in self._all}
         self.modules_of = {subject: callables[id(subject.layer)] for subject in self._all}
         self.layers = nn.ModuleList(callables.values())
         self.tensors = _copies(self, device)
-        self._random, self._deferral = KeyedRandom(device), Deferral()
+        self._random = KeyedRandom(device)
+        self._deferral = Deferral()
         self._forward_mode = {False: Intercept(self._random), True: Intercept(self._random, self._deferral)}
         self._backward_mode = {
             False: Intercept(InBackward(self._random)),
@@ -247,7 +253,8 @@ class _Turn:
     """When a backward comes to a layer, and with gradients of which form."""
 
     def __init__(self, subject: Subject, clock: Clock, leaves: Sequence[Tensor]) -> None:
-        self.subject, self._clock = subject, clock
+        self.subject = subject
+        self._clock = clock
         self._device = leaves[0].device if leaves else None
         self._forms = [torch.empty_like(leaf, device="meta") for leaf in leaves]
         self.came: Any = None

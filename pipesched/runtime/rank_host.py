@@ -34,6 +34,7 @@ from pipesched.runtime.stage import batch_norm as norms
 from pipesched.runtime.step_call import SENT_TYPES, StepCall, received
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts
+from pipesched.simulation.layer_memory import LayerMemory, LossMemory
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.overheads import Overheads
 from pipesched.simulation.trace import Span
@@ -55,6 +56,8 @@ _DECIDED = (
     StageGraph,
     Costs,
     LayerCosts,
+    LayerMemory,
+    LossMemory,
     Alternative,
     Partition,
     StageSummary,

@@ -46,8 +46,9 @@ def lower_bound(
     micro-batches that does not fit.
     """
     check_costs(costs)
-    rule, remedy = "a placement is a list with a rank for each stage", "pass such as (0, 1, 0, 1)"
-    placement = tuple(range(costs.num_stages) if placement is None else as_list(placement, rule, remedy))
+    rule = "a placement is a list with a rank for each stage"
+    ranks_of = range(costs.num_stages) if placement is None else as_list(placement, rule, "pass such as (0, 1, 0, 1)")
+    placement = tuple(ranks_of)
     _check(costs, num_microbatches, placement)
     if costs.overlap < 1:  # all that a pair which overlaps may gain
         costs = costs.scaled(costs.overlap)
@@ -83,7 +84,8 @@ def _of_graph(program: Program, costs: Costs) -> float:
     Of a rank's work the forwards alone can run before the first gradient can come, and behind the last gradient the
     stages before it follow.
     """
-    graph, placement = program.graph, program.placement
+    graph = program.graph
+    placement = program.placement
     gradient = [min(i, b) for i, b in zip(costs.input_grad_s, costs.backward_s, strict=True)]
     whole = [min(i + w, b) for i, w, b in zip(costs.input_grad_s, costs.weight_grad_s, costs.backward_s, strict=True)]
 
@@ -91,7 +93,8 @@ def _of_graph(program: Program, costs: Costs) -> float:
         return costs.transfer_s if placement[a] != placement[b] else 0
 
     start: list[float] = [0] * program.num_stages
-    turn, down = start.copy(), start.copy()
+    turn = start.copy()
+    down = start.copy()
     for s in range(program.num_stages):
         start[s] = max((start[p] + costs.forward_s[p] + lag(p, s) for p in graph.producers[s]), default=0)
         down[s] = max((lag(p, s) + gradient[p] + down[p] for p in graph.producers[s]), default=0)
@@ -102,7 +105,8 @@ def _of_graph(program: Program, costs: Costs) -> float:
     for rank in range(program.num_ranks):
         held = [s for s in program.chunks(rank) if counts[s]]
         forwards = sum(counts[s] * costs.forward_s[s] for s in held)
-        back, first = min((turn[s] for s in held), default=0), min((start[s] for s in held), default=0)
+        back = min((turn[s] for s in held), default=0)
+        first = min((start[s] for s in held), default=0)
         before = min(forwards, back - first)
         bounds.append(back + forwards - before + sum(counts[s] * whole[s] for s in held))
         gradients = sum(counts[s] * gradient[s] for s in held)
@@ -144,7 +148,7 @@ def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_micro
     return {rank: min(limit, most[rank]) for rank, limit in limits.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Stage:
     """What one micro-batch needs on one stage, in seconds: times, earliest starts, and what must follow at least.
 
@@ -177,7 +181,8 @@ def _stages(costs: Costs, placement: Placement, split: bool) -> list[_Stage]:
     """Walk one micro-batch down the chain and back, each time the quickest way."""
     count = costs.num_stages
     way = [costs.transfer_s if a != b else 0 for a, b in pairwise(placement)]
-    forward, whole = costs.forward_s, costs.backward_s
+    forward = costs.forward_s
+    whole = costs.backward_s
     inputs, weights = (costs.input_grad_s, costs.weight_grad_s) if split else (whole, (0,) * count)
     gradient = [min(i, b) for i, b in zip(inputs, whole, strict=True)]
     start: list[float] = [0]
@@ -188,7 +193,8 @@ def _stages(costs: Costs, placement: Placement, split: bool) -> list[_Stage]:
         if s + 1 < count:
             start.append(start[s] + forward[s] + way[s])
             down.append(way[s] + ends[s])
-    turn, after = [start[-1] + forward[-1]], [ends[-1]]
+    turn = [start[-1] + forward[-1]]
+    after = [ends[-1]]
     for s in reversed(range(count - 1)):
         turn.append(turn[-1] + gradient[s + 1] + way[s])
         after.append(way[s] + forward[s + 1] + after[-1])

@@ -29,13 +29,15 @@ class Pair(NamedTuple):
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageComparison:
-    """One stage. seconds: the median of its actions of each kind. counts: how many of each a step has."""
+    """One stage."""
 
     stage: int
     rank: int
+    #: The median of its actions of each kind.
     seconds: Mapping[Kind, Pair]
+    #: How many actions of each kind a step has.
     counts: Mapping[Kind, int]
 
     @property
@@ -44,15 +46,16 @@ class StageComparison:
         return Pair(*(sum(count * self.seconds[kind][side] for kind, count in self.counts.items()) for side in (0, 1)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two traces of one program. step_s: the makespan; None where one has run more actions than the other, as of a
-    shorter batch. stages: those that both have run. busy: each rank's, as a share of the makespan.
-    """
+    """Two traces of one program."""
 
+    #: The makespan; None if one has run more actions than the other, as of a shorter batch.
     step_s: Pair | None
     bubble_ratio: Pair
+    #: Those that both have run.
     stages: tuple[StageComparison, ...]
+    #: How long each rank computes, as a share of the makespan.
     busy: tuple[Pair, ...]
 
     @property
@@ -62,7 +65,8 @@ class Comparison:
 
     def __str__(self) -> str:
         """One line: both times, and the stage that was farthest off."""
-        worst, step = f"worst stage {self.worst.stage} ({quote_off(self.worst.work_s.off)})", self.step_s
+        step = self.step_s
+        worst = f"worst stage {self.worst.stage} ({quote_off(self.worst.work_s.off)})"
         if step is None:
             return f"predicted and measured are of different numbers of actions; {worst}, action by action"
         times = f"predicted {quote_time(step.predicted)}, measured {quote_time(step.measured)}"
@@ -75,7 +79,8 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
     Medians count, so that an action that something else has held up says nothing of its stage. Raises InputError where
     the traces have no stage in common, or not as many ranks.
     """
-    foreseen, seen = _durations(predicted), _durations(measured)
+    foreseen = _durations(predicted)
+    seen = _durations(measured)
     both = [key for key in foreseen if key in seen]
     if not both or predicted.num_ranks != measured.num_ranks:
         raise InputError(
@@ -88,12 +93,13 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
         kinds = [kind for kind in Kind if (stage, kind) in both]
         seconds = {kind: Pair(median(foreseen[stage, kind]), median(seen[stage, kind])) for kind in kinds}
         counts = {kind: len(foreseen[stage, kind]) for kind in kinds}
-        stages.append(StageComparison(stage, rank_of[stage], seconds, counts))
+        stages.append(StageComparison(stage=stage, rank=rank_of[stage], seconds=seconds, counts=counts))
+    same = _lengths(foreseen) == _lengths(seen)
     return Comparison(
-        Pair(predicted.makespan_s, measured.makespan_s) if _lengths(foreseen) == _lengths(seen) else None,
-        Pair(predicted.bubble_ratio, measured.bubble_ratio),
-        tuple(stages),
-        tuple(map(Pair, _busy(predicted), _busy(measured))),
+        step_s=Pair(predicted.makespan_s, measured.makespan_s) if same else None,
+        bubble_ratio=Pair(predicted.bubble_ratio, measured.bubble_ratio),
+        stages=tuple(stages),
+        busy=tuple(map(Pair, _busy(predicted), _busy(measured))),
     )
 
 
@@ -108,7 +114,9 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
     def medians(kind: Kind) -> list[float]:
         return [median(seen.get((stage, kind), [0.0])) for stage in range(num_stages)]
 
-    whole, inputs, weights = medians(Kind.B), medians(Kind.I), medians(Kind.W)
+    whole = medians(Kind.B)
+    inputs = medians(Kind.I)
+    weights = medians(Kind.W)
     for stage in range(num_stages):
         if (stage, Kind.B) not in seen:
             whole[stage] = inputs[stage] + weights[stage]

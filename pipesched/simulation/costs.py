@@ -16,61 +16,68 @@ __all__ = ["Costs", "check_costs"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What one micro-batch costs on each stage.
+    """What one micro-batch costs on each stage, in seconds and bytes: one number a stage. Default: 0 for each stage.
 
-    Times in seconds, one a stage: forward, input gradient (I), weight gradient (W), full backward (B: I + W unless
-    given), recompute (R: a forward unless given), update (the optimizer's step: 0 unless given).
-    overlap: the share of the sum of both times that a forward and a backward take that overlap; 1 where overlapping
-    gains nothing. transfer_s: latency of a tensor between different ranks, beside what ``links`` add.
-    Sizes in bytes, one a stage: activations held for the backward (without the model's own inputs: they are the
-    batch's), the stage's input (all that a checkpointed forward keeps), what is held between I and W, the stage's
-    weights (for each version of them), and its output (and so the gradient that comes back; kept: the part of it that
-    is among the activations). links: what lies between the ranks; nothing that takes time unless given. Of a stage's
-    own, whatever is in flight: gradients of its parameters (deferred: of these those that W makes), the optimizer's
-    state, buffers. Transients: the most that an action holds beyond what is held as it begins: F and R beyond the
-    activations that they leave, an F that keeps but its input beyond that (as both unless given), B once there are
-    gradients to which it adds; the first one with these (as both unless given), I with what it leaves for W (as both
-    unless given), W (as B unless given), and the optimizer's step.
-    waiting_s: for how long of its forward and its whole backward together a stage leaves the processor to others, as
-    one that waits for a device. overheads: what ranks take beside their stages' work; nothing unless given.
-    offload_bytes: the part of the activations that goes to the host and back where a program says so, in offload_s and
-    fetch_s, beside what is computed.
+    A size that has no comment of its own is explained in `pipesched.simulation.layer_memory.LayerMemory`.
     """
 
+    #: A forward (F).
     forward_s: tuple[float, ...]
+    #: The gradients of the input (I).
     input_grad_s: tuple[float, ...]
+    #: The gradients of the parameters (W).
     weight_grad_s: tuple[float, ...]
+    #: A full backward (B). Default: I and W.
     backward_s: tuple[float, ...] = ()
+    #: A recompute (R). Default: a forward.
     recompute_s: tuple[float, ...] = ()
+    #: Latency of a tensor between different ranks, beside what ``links`` add.
     transfer_s: float = 0
+    #: The model's own inputs do not count: they are the batch's.
     activation_bytes: tuple[int, ...] = ()
+    #: All that a checkpointed forward keeps.
     input_bytes: tuple[int, ...] = ()
     weight_grad_bytes: tuple[int, ...] = ()
+    #: The optimizer's step.
     update_s: tuple[float, ...] = ()
+    #: The weights, of each version of them.
     weight_bytes: tuple[int, ...] = ()
     output_bytes: tuple[int, ...] = ()
+    #: What a forward and a backward that overlap take, over the sum of both times; 1: overlapping gains nothing.
     overlap: float = 1
+    #: What lies between the ranks. Default: nothing that takes time.
     links: Links | None = None
     gradient_bytes: tuple[int, ...] = ()
+    #: The optimizer's state.
     optimizer_bytes: tuple[int, ...] = ()
     buffer_bytes: tuple[int, ...] = ()
     forward_transient_bytes: tuple[int, ...] = ()
     backward_transient_bytes: tuple[int, ...] = ()
+    #: How long a forward and a full backward together leave the processor to others, as while they wait for a device.
     waiting_s: tuple[float, ...] = ()
+    #: What ranks take beside their stages' work. Default: nothing.
     overheads: Overheads | None = None
+    #: Default: ``gradient_bytes`` and ``backward_transient_bytes``.
     first_backward_transient_bytes: tuple[int, ...] = ()
+    #: Default: ``weight_grad_bytes`` and ``backward_transient_bytes``.
     input_grad_transient_bytes: tuple[int, ...] = ()
+    #: Default: ``backward_transient_bytes``.
     weight_grad_transient_bytes: tuple[int, ...] = ()
     deferred_gradient_bytes: tuple[int, ...] = ()
+    #: Transient of the optimizer's step.
     update_transient_bytes: tuple[int, ...] = ()
+    #: The part of the activations that goes to the host and back, where a program says so.
     offload_bytes: tuple[int, ...] = ()
+    #: How long it takes to get there, while the rank computes.
     offload_s: tuple[float, ...] = ()
+    #: How long it takes to come back, while the rank computes.
     fetch_s: tuple[float, ...] = ()
+    #: Transient of an F that keeps only its input. Default: ``activation_bytes`` and ``forward_transient_bytes``.
     dropping_transient_bytes: tuple[int, ...] = ()
     kept_output_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in _TUPLES:
+        for name in _COLUMNS:
             values = getattr(self, name)
             if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
                 raise ScheduleError(f"costs have one number a stage; {name} is {shown(values)}; give a list of them")
@@ -81,16 +88,10 @@ class Costs:
             raise ScheduleError(f"links are pipesched's Links; got {self.links!r}; pass Links(...) or None")
         if not isinstance(self.overheads, Overheads | None):
             raise ScheduleError(f"overheads are pipesched's Overheads; got {self.overheads!r}; pass them or None")
-        self._check(_GIVEN)
-        if not self.backward_s:
-            whole = tuple(i + w for i, w in zip(self.input_grad_s, self.weight_grad_s, strict=True))
-            object.__setattr__(self, "backward_s", whole)
-        if not self.recompute_s:
-            object.__setattr__(self, "recompute_s", self.forward_s)
         for name in _ZERO:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * self.num_stages)
-        self._check(("backward_s", "recompute_s", *_ZERO))
+        self._check((*_GIVEN, *_ZERO))
         for name, parts in _SUMS.items():
             if not getattr(self, name):
                 columns = zip(*(getattr(self, part) for part in parts), strict=True)
@@ -127,7 +128,7 @@ class Costs:
 
     @classmethod
     def uniform(cls, num_stages: int, **costs: Any) -> "Costs":
-        """The same costs for every stage; forward, input gradient and weight gradient take 1 s unless given.
+        """The same costs for every stage. Default of forward, input gradient and weight gradient: 1 s.
 
         Takes the names of the fields, each a single number: ``Costs.uniform(4, forward_s=2, transfer_s=0.1)``.
         """
@@ -142,8 +143,7 @@ class Costs:
             )
         costs = {"forward_s": 1, "input_grad_s": 1, "weight_grad_s": 1, **costs}
         spread: dict[str, Any] = {
-            name: value if name in _SCALARS or name in ("links", "overheads") else (value,) * num_stages
-            for name, value in costs.items()
+            name: (value,) * num_stages if name in _COLUMNS else value for name, value in costs.items()
         }
         return cls(**spread)
 
@@ -213,31 +213,14 @@ _TIME_OF = {
     Kind.FETCH: "fetch_s",
 }
 _GIVEN = ("forward_s", "input_grad_s", "weight_grad_s")
-_ZERO = (
-    "activation_bytes",
-    "input_bytes",
-    "weight_grad_bytes",
-    "update_s",
-    "weight_bytes",
-    "output_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "buffer_bytes",
-    "forward_transient_bytes",
-    "backward_transient_bytes",
-    "update_transient_bytes",
-    "deferred_gradient_bytes",
-    "waiting_s",
-    "offload_bytes",
-    "offload_s",
-    "fetch_s",
-    "kept_output_bytes",
-)
-_SUMS = {  # what is the sum of others unless given
+_SUMS = {  # columns that are sums of others by default
+    "backward_s": ("input_grad_s", "weight_grad_s"),
+    "recompute_s": ("forward_s",),
     "dropping_transient_bytes": ("activation_bytes", "forward_transient_bytes"),
     "first_backward_transient_bytes": ("gradient_bytes", "backward_transient_bytes"),
     "input_grad_transient_bytes": ("weight_grad_bytes", "backward_transient_bytes"),
     "weight_grad_transient_bytes": ("backward_transient_bytes",),
 }
-_TUPLES = (*_GIVEN, "backward_s", "recompute_s", *_ZERO, *_SUMS)
 _SCALARS = ("transfer_s", "overlap")
+_COLUMNS = [field.name for field in fields(Costs) if field.name not in (*_SCALARS, "links", "overheads")]
+_ZERO = [name for name in _COLUMNS if name not in (*_GIVEN, *_SUMS)]

@@ -1,18 +1,19 @@
 """Layer costs: what a layer takes and holds, as measured, and the costs of stages made of layers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from functools import reduce
-from itertools import groupby, pairwise
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import networkx as nx
 
 from pipesched.program.checkpoint_options import Checkpoint, Keep, keep_by_layer
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.layer_memory import Footprint, dropping_bytes, of_loss, of_stage
+from pipesched.simulation.layer_memory import LayerMemory, LossMemory, dropping_bytes, offloaded_bytes, stage_memory
 
 __all__ = [
+    "MEMORY_COLUMNS",
+    "NEEDED",
     "TIMES",
     "LayerCosts",
     "Stages",
@@ -28,116 +29,96 @@ __all__ = [
 #: Of stages given by the names of their layers.
 Stages = Sequence[Sequence[str]]
 
-
 #: The times of a layer that are measured.
 TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 
+#: The figures that every layer of a profile has.
+NEEDED = (*TIMES, "input_bytes", "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes")
 
-@dataclass(frozen=True)
+#: The sizes in which a stage is like one layer, and that `Costs` has, too. `kept_output_bytes` is no such size: a loss
+#: behind the last layer has no output, and what that layer keeps of its own counts.
+MEMORY_COLUMNS = {item.name for item in fields(LayerMemory) if item.name != "kept_output_bytes"}
+MEMORY_COLUMNS &= {item.name for item in fields(Costs)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """What one layer costs for one micro-batch: seconds, and bytes, as `pipesched.simulation.layer_memory` has them.
+    """What one layer costs for one micro-batch, in seconds and bytes."""
 
-    waiting_s: for how long of its forward and its whole backward it leaves the processor to others. crowded_s: how much
-    longer these take where another rank computes beside. spread: how far the
-    middle half of what these took lies apart, over what they took. Transients: the
-    most that a forward, or a backward, holds while it runs, beyond what is held before it and what it keeps. offloads:
-    1 where what it keeps waits on the host. loss_...: of the loss that was measured with the last layer, what it keeps,
-    of that what lies in the layer's output, and its transients.
-    """
-
-    forward_s: float
-    backward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    input_bytes: int
-    output_bytes: int
-    activation_bytes: int
-    weight_grad_bytes: int
-    parameter_bytes: int
+    #: A forward.
+    forward_s: float = 0
+    #: A whole backward (B).
+    backward_s: float = 0
+    #: The part of a split backward that makes the gradients of the input (I).
+    input_grad_s: float = 0
+    #: The part of a split backward that makes the gradients of the parameters (W).
+    weight_grad_s: float = 0
+    #: The parameters.
+    parameter_bytes: int = 0
+    #: How long a forward and a whole backward together leave the processor to others.
     waiting_s: float = 0
+    #: How much longer these take where another rank computes beside.
     crowded_s: float = 0
+    #: How far the middle half of their measured times lies apart, over what they take.
     spread: float = 0
+    #: The optimizer's step.
     update_s: float = 0
+    #: The optimizer's state.
     optimizer_bytes: int = 0
+    #: The most that the optimizer's step needs beyond its state.
     update_transient_bytes: int = 0
-    kept_input_bytes: int = 0
-    kept_output_bytes: int = 0
-    dear_bytes: int = 0
-    dear_output_bytes: int = 0
-    left_input_bytes: int = 0
-    left_grad_bytes: int = 0
-    gradient_bytes: int = 0
-    deferred_gradient_bytes: int = 0
-    buffer_bytes: int = 0
-    forward_transient_bytes: int = 0
-    backward_transient_bytes: int = 0
-    first_backward_transient_bytes: int = 0
-    input_grad_transient_bytes: int = 0
-    weight_grad_transient_bytes: int = 0
-    offloads: int = 0
-    loss_kept_bytes: int = 0
-    loss_kept_input_bytes: int = 0
-    loss_forward_bytes: int = 0
-    loss_backward_bytes: int = 0
+    #: What the forward and the backward need in memory.
+    memory: LayerMemory = field(default_factory=LayerMemory)
+    #: What the loss needs in memory, if it was measured with this layer.
+    loss: LossMemory = field(default_factory=LossMemory)
 
     def __add__(self, other: "LayerCosts") -> "LayerCosts":
-        """Both, one after the other."""
-        sums = {item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)}
-        sums["spread"] = max(self.spread, other.spread)
-        sums["offloads"] = min(self.offloads, other.offloads)
-        return LayerCosts(**{**sums, **asdict(self.footprint + other.footprint)})
+        """Both, one after the other; the loss is the other one's."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in (*_SUMS, "crowded_s", "parameter_bytes")}
+        spread = max(self.spread, other.spread)
+        return replace(other, **sums, spread=spread, memory=self.memory + other.memory)
 
     @property
-    def footprint(self) -> Footprint:
-        """What the layer needs in memory."""
-        return Footprint(**{item.name: getattr(self, item.name) for item in fields(Footprint)})
+    def loss_layer(self) -> LayerMemory:
+        """What a loss of its outputs needs in memory, as one more layer."""
+        return self.loss.as_layer(self.memory.output_bytes)
 
-    @property
-    def loss(self) -> Footprint:
-        """What a loss of its outputs needs."""
-        measured = self.loss_kept_bytes, self.loss_kept_input_bytes, self.loss_forward_bytes, self.loss_backward_bytes
-        return of_loss(self.output_bytes, *measured)
+    def figures(self) -> dict[str, Any]:
+        """Everything in one mapping, by the names and in the order that layers of a profile have."""
+        own: dict[str, Any] = dict.fromkeys(NEEDED) | vars(self)
+        del own["memory"], own["loss"]
+        loss = {f"loss_{name}": size for name, size in vars(self.loss).items()}
+        return own | vars(self.memory) | loss
 
-    def recomputed(self) -> "LayerCosts":
-        """The same where its backward first runs its forward again, from its input and copies of its buffers, which are
-        all that is kept.
+    def recomputed(self, *, keeps_dear: bool = False) -> "LayerCosts":
+        """The same where its backward first runs its forward again. The time that ``keeps_dear`` saves was not
+        measured: it takes no more than the whole.
         """
-        again, kept = self.activation_bytes - self.kept_input_bytes, self.input_bytes + self.buffer_bytes
         return replace(
             self,
             backward_s=self.backward_s + self.forward_s,
             input_grad_s=self.input_grad_s + self.forward_s,
-            activation_bytes=kept,
-            kept_input_bytes=self.input_bytes,
-            kept_output_bytes=0,
-            forward_transient_bytes=max(0, self.activation_bytes + self.forward_transient_bytes - kept),
-            backward_transient_bytes=again + self.backward_transient_bytes,
-            first_backward_transient_bytes=again + self.first_backward_transient_bytes,
-            input_grad_transient_bytes=again + self.input_grad_transient_bytes,
             waiting_s=self.waiting_s and self.waiting_s * (1 + self.forward_s / (self.forward_s + self.backward_s)),
+            memory=self.memory.recomputed(keeps_dear=keeps_dear),
         )
 
     def treated(self, keep: Keep | None) -> "LayerCosts":
         """The same where this becomes of what it saves."""
-        if keep == "recompute":
-            return self.recomputed()
-        if keep == "recompute-cheap":  # the time that this saves was not measured: no more than the whole
-            whole = self.recomputed()
-            kept = whole.activation_bytes + self.dear_bytes
-            return replace(
-                whole,
-                activation_bytes=kept,
-                kept_output_bytes=self.dear_output_bytes,
-                forward_transient_bytes=max(0, self.activation_bytes + self.forward_transient_bytes - kept),
-            )
-        return replace(self, offloads=1) if keep == "offload" else self
+        if keep == "offload":
+            return replace(self, memory=replace(self.memory, offloads=1))
+        return self if keep is None else self.recomputed(keeps_dear=keep == "recompute-cheap")
 
 
 def costs_of(graph: "nx.DiGraph[str]", layer: str) -> LayerCosts:
     """What a layer of a measured graph costs."""
     node = graph.nodes[layer]
-    known = [item.name for item in fields(LayerCosts) if item.name in node or item.default is MISSING]
-    return LayerCosts(**{name: node[name] for name in known})
+
+    def known(kind: type, prefix: str = "") -> dict[str, Any]:
+        return {item.name: node[prefix + item.name] for item in fields(kind) if prefix + item.name in node}
+
+    return LayerCosts(
+        **known(LayerCosts), memory=LayerMemory(**known(LayerMemory)), loss=LossMemory(**known(LossMemory, "loss_"))
+    )
 
 
 def stage_costs(
@@ -160,21 +141,21 @@ def costs_of_stage(
     """What one stage of these layers costs, by the names of `Costs`. begins: it takes the model's inputs; ends: it
     computes a loss.
     """
-    footprints = [layer.footprint for layer in layers]
-    if footprints and begins:
-        footprints[0] = footprints[0].of_batch()
-    if footprints and ends:
-        footprints.append(layers[-1].loss)
-    whole = of_stage(footprints)
-    row: dict[str, Any] = {name: getattr(whole, name) for name in _SIZES}
-    row["dropping_transient_bytes"] = dropping_bytes(footprints)
-    row.update((name, sum(getattr(layer, name) for layer in layers)) for name in _SUMS)
+    memories = [layer.memory for layer in layers]
+    row: dict[str, Any] = {name: sum(getattr(layer, name) for layer in layers) for name in _SUMS}
     row["weight_bytes"] = sum(layer.parameter_bytes for layer in layers)
-    row["input_bytes"] = layers[0].input_bytes if layers else 0
-    row["output_bytes"] = layers[-1].output_bytes if layers else 0
-    row["kept_output_bytes"] = layers[-1].kept_output_bytes if layers else 0
-    row["offload_bytes"] = going = _going_bytes(layers)
+    row["offload_bytes"] = going = offloaded_bytes(memories)
     row["offload_s"] = row["fetch_s"] = going / host_bytes_per_s if host_bytes_per_s else 0
+    if layers and begins:
+        memories[0] = memories[0].of_batch()
+    if layers and ends:
+        memories.append(layers[-1].loss_layer)
+    whole = stage_memory(memories)
+    row.update((name, getattr(whole, name)) for name in MEMORY_COLUMNS)
+    row["dropping_transient_bytes"] = dropping_bytes(memories)
+    row["input_bytes"] = layers[0].memory.input_bytes if layers else 0
+    row["output_bytes"] = layers[-1].memory.output_bytes if layers else 0
+    row["kept_output_bytes"] = layers[-1].memory.kept_output_bytes if layers else 0
     return row
 
 
@@ -184,25 +165,17 @@ def joined_costs(stages: Sequence[Mapping[str, Any]], **others: Any) -> Costs:
     return Costs(**columns, **others)
 
 
-def _going_bytes(layers: Sequence[LayerCosts]) -> int:
-    """What goes to the host and back: of layers one behind the other what lies neither in their inputs nor in their
-    outputs, which others may hold.
-    """
-    going = 0
-    for offloads, run in groupby(layers, lambda layer: layer.offloads):
-        if offloads:
-            whole = reduce(Footprint.__add__, [layer.footprint for layer in run])
-            going += max(0, whole.activation_bytes - whole.kept_input_bytes - whole.kept_output_bytes)
-    return going
-
-
-_TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s", "waiting_s", "update_s")
-
-
-_SUMS = (*_TIMES, "optimizer_bytes", "update_transient_bytes")
-
-
-_SIZES = [item.name for item in fields(Footprint) if not item.name.startswith(("kept_", "left_", "dear_"))]
+#: The figures of a stage that are sums of its layers'.
+_SUMS = (
+    "forward_s",
+    "input_grad_s",
+    "weight_grad_s",
+    "backward_s",
+    "waiting_s",
+    "update_s",
+    "optimizer_bytes",
+    "update_transient_bytes",
+)
 
 
 def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], int]:

@@ -42,13 +42,12 @@ def check_speed(bytes_per_s: Any, name: str, of: str) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes latency_s + n / bytes_per_s; None: no time for its size.
-
-    spread: where bytes_per_s was measured, how far the measured times lay apart: slowest less fastest, over the median.
-    """
+    """A message of n bytes takes latency_s + n / bytes_per_s."""
 
     latency_s: float = 0
+    #: None: the size takes no time.
     bytes_per_s: float | None = None
+    #: How far measured times lay apart: slowest less fastest, over the median.
     spread: float = 0
 
     def __post_init__(self) -> None:
@@ -69,17 +68,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """The links between ranks, each in its own direction.
+    """The links between ranks, each in its own direction."""
 
-    inside: between ranks of one host; between: of different ones. hosts: the host of each rank, one for all unless
-    given. special: the links of single pairs, ((from rank, to rank), link). contended: a link carries one message at
-    a time, in the order in which they are sent; otherwise each has it for itself.
-    """
-
+    #: Between ranks of one host.
     inside: Link = Link()
+    #: Between ranks of different hosts.
     between: Link = Link()
+    #: The host of each rank. Default: one for all.
     hosts: tuple[int, ...] = ()
+    #: The links of single pairs: ((from rank, to rank), link).
     special: tuple[tuple[tuple[int, int], Link], ...] = ()
+    #: Whether a link carries one message at a time, in the order in which they are sent. Otherwise each has it for
+    #: itself.
     contended: bool = False
 
     def __post_init__(self) -> None:
@@ -179,4 +179,5 @@ class Links:
         return read_fields(cls, values, "links have", partly=False, inside=link, between=link, special=special)
 
 
-_SPECIAL, _AS_TO_DICT = "the special of links are a list of [from rank, to rank, link]", "write them by to_dict"
+_SPECIAL = "the special of links are a list of [from rank, to rank, link]"
+_AS_TO_DICT = "write them by to_dict"

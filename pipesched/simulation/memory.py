@@ -22,27 +22,29 @@ AHEAD = 4
 _HEADER_BYTES = 64  # of a message between processes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What a rank holds where it holds the most, in bytes, by what it is for.
+    """What a rank holds where it holds the most, in bytes, by what it is for."""
 
-    parameters, buffers, optimizer (its state): of the rank's stages, all the time. batch: the model's inputs for all
-    micro-batches, where a stage of the rank takes them. gradients: of the parameters, from a
-    stage's first backward to its update. activations: of the micro-batches in flight, of checkpointed ones the inputs,
-    with the buffers that they met. weight_grads: what is kept between I and W. stashed: older versions of weights that
-    are still used. messages: outputs and gradients that nobody is known to have taken yet. transients: of the action
-    that runs.
-    """
-
+    #: Of the rank's stages, all the time.
     parameters: int
+    #: Of the rank's stages, all the time.
     buffers: int
+    #: The optimizer's state, all the time.
     optimizer: int
+    #: The model's inputs for all micro-batches, if a stage of the rank takes them.
     batch: int
+    #: Of the parameters, from a stage's first backward to its update.
     gradients: int
+    #: Of the micro-batches in flight; of checkpointed ones the inputs, and the buffers that they met.
     activations: int
+    #: What is kept between I and W.
     weight_grads: int
+    #: Older versions of weights that are still used.
     stashed: int
+    #: Outputs and gradients that nobody is known to have taken yet.
     messages: int
+    #: Of the action that runs.
     transients: int
 
     @property
@@ -52,13 +54,15 @@ class RankMemory:
 
 
 class Message(NamedTuple):
-    """What one stage gives to another for a micro-batch, in bytes: where it arrives; where it was made, of views all
-    that they lie in, and the part of that which lies in the giver's activations; the gradients that come back.
-    """
+    """What one stage gives to another for a micro-batch, in bytes."""
 
+    #: Where it arrives.
     arriving: int
+    #: Where it was made; of views all that they lie in.
     made: int
+    #: The part of `made` that lies in the giver's activations.
     kept: int
+    #: The gradients that come back.
     back: int
 
 
@@ -136,7 +140,7 @@ class _Sizes(NamedTuple):
         """Given ones, or the outputs of stages."""
         stages = range(costs.num_stages)
         own = [
-            Message(size, size, min(kept, size), size)
+            Message(arriving=size, made=size, kept=min(kept, size), back=size)
             for size, kept in zip(costs.output_bytes, costs.kept_output_bytes, strict=True)
         ]
         known = messages or {(one, two): own[one] for two in stages for one in program.graph.producers[two]}
@@ -187,17 +191,19 @@ def _met(program: Program, buffer_bytes: Ints) -> _Around:
 
 class _Gradients(NamedTuple):
     """The gradients of parameters, which are there from a stage's first backward on, and until its update, or the
-    step's end. first: the actions that make them.
+    step's end.
     """
 
     around: _Around
+    #: The actions that make them.
     first: Mask
 
     @classmethod
     def of(cls, program: Program, sizes: Mapping[str, Ints]) -> "_Gradients":
         """Those of a program's stages."""
         columns = program.columns
-        whole, deferred = sizes["gradient_bytes"], sizes["deferred_gradient_bytes"]
+        whole = sizes["gradient_bytes"]
+        deferred = sizes["deferred_gradient_bytes"]
         order = np.argsort(columns.stage, kind="stable")
         updates = columns.are(Kind.UPDATE)
         number = np.empty(len(columns), np.int64)
@@ -229,7 +235,8 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
         found[rows] = sizes[f"{name}_transient_bytes"][stage[rows]]
     updates = np.bincount(stage[columns.are(Kind.UPDATE)], minlength=int(stage.max(initial=0)) + 1)
     versioned = (updates > 1)[stage]
-    whole, fresh = sizes["gradient_bytes"], sizes["first_backward_transient_bytes"]
+    whole = sizes["gradient_bytes"]
+    fresh = sizes["first_backward_transient_bytes"]
     first = columns.are(Kind.B) & (gradients.first | versioned)  # to a version all gradients are new
     found[first] = fresh[stage[first]]
     handed = columns.are(Kind.B) & gradients.first & versioned  # then those of the version become the live ones' own
@@ -264,13 +271,15 @@ def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
 
 
 class _Received(NamedTuple):
-    """What ranks receive, rank after rank in their orders. place: the next action of the program; taker: the one that
-    takes it; channel: a number for its ends and direction.
-    """
+    """What ranks receive, rank after rank in their orders."""
 
+    #: The next action of the program.
     place: Ints
+    #: The action that takes it.
     taker: Ints
+    #: In bytes.
     size: Ints
+    #: A number for the two ranks and the direction.
     channel: Ints
 
     @classmethod
@@ -285,17 +294,19 @@ class _Received(NamedTuple):
             kind: program.index.rows(kind, received.stage, received.microbatch) for kind in (Kind.F, Kind.B, Kind.I)
         }
         taker = np.where(forward, rows[Kind.F], np.maximum(rows[Kind.B], rows[Kind.I]))
-        own, peer = received.stage, received.peer
+        own = received.stage
+        peer = received.peer
         size = np.where(forward, sizes.arriving[peer, own], sizes.back[own, peer])
         rank_of = np.asarray(program.placement)
         ends = rank_of[received.peer] * program.num_ranks + rank_of[received.stage]
-        return cls(place, taker, size, ends * 2 + forward)
+        return cls(place=place, taker=taker, size=size, channel=ends * 2 + forward)
 
     def ahead(self, posted: int) -> Iterator[tuple[Ints, Ints, Ints]]:
         """As ``_waits``: each message's memory is there from the receive so many before it, or the channel's first."""
         for channel in np.unique(self.channel).tolist() if posted else ():
             own = self.channel == channel
-            place, count = self.place[own], int(own.sum())
+            place = self.place[own]
+            count = int(own.sum())
             yield np.concatenate([np.repeat(place[:1], posted), place])[:count], place, self.size[own]
             last = np.array([self.taker[own].max() + 1])
             yield place[:1], last, np.array([count * _HEADER_BYTES])  # which stay with what they head
@@ -307,26 +318,31 @@ def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]
     On its own rank a value is gone with the action that takes it. On another one it is known to be taken once something
     has come from there that was made after it was.
     """
-    columns, rank_of = program.columns, program.orders.rank_of
+    columns = program.columns
+    rank_of = program.orders.rank_of
     row, needed = (part[program.requirements.needed >= 0] for part in program.requirements)
     passing = columns.stage[row] != columns.stage[needed]
-    row, needed = row[passing], needed[passing]
+    row = row[passing]
+    needed = needed[passing]
     forward = columns.are(Kind.F)[needed]
     again = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     backs = np.isin(columns.pair, columns.pair[columns.are(Kind.B, Kind.I)])
     holds = (columns.are(Kind.F) & backs & ~again)[needed]  # activations, for longer than the output waits
-    one, two = columns.stage[needed], columns.stage[row]
+    one = columns.stage[needed]
+    two = columns.stage[row]
     size = np.where(forward, sizes.made[one, two] - np.where(holds, sizes.kept[one, two], 0), sizes.back[two, one])
-    giver, taker = rank_of[needed], rank_of[row]
+    giver = rank_of[needed]
+    taker = rank_of[row]
     here = giver == taker
     yield needed[here] + 1, row[here], size[here]
     channel = giver * program.num_ranks + taker
     back = taker * program.num_ranks + giver
     for way in np.unique(channel[~here]).tolist():
-        own, replies = channel == way, back == way
-        made, came = needed[replies], row[replies]
-        order = np.argsort(made)
-        made, came = made[order], np.minimum.accumulate(came[order][::-1])[::-1]
+        own = channel == way
+        replies = back == way
+        order = np.argsort(needed[replies])
+        made = needed[replies][order]
+        came = np.minimum.accumulate(row[replies][order][::-1])[::-1]
         end = program.orders.offsets[way // program.num_ranks + 1]
         at = np.searchsorted(made, row[own])
         gone = np.append(came, end)[at]

@@ -26,28 +26,28 @@ RanksAre = Literal["threads", "processes"]
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a rank takes beside its stages' work; nothing unless given.
+    """What a rank takes beside its stages' work. Default: nothing."""
 
-    action_s: for each of its actions. waking_s: for one that waits all its time, as for a device, beyond that: it wakes
-    late, among others that do, to code that is no more in caches; not for W, which goes on without a message. send,
-    receive: for each message that it sends, or takes, of another rank, by the message's size: it does nothing else
-    meanwhile. link: what then lies between two ranks, where nothing else is known of it. crowding: by how many ranks of
-    a host compute at once, 1, 2, ..., how many times as long each of them takes: they share its memory and cores.
-    Behind the last number they take turns, so that it grows with the ranks. () where none hinders another.
-    """
-
+    #: For each of its actions.
     action_s: float = 0
+    #: Beyond that for an action that waits all its time, as for a device: it wakes late, to code that has left the
+    #: caches. Not for W, which goes on without a message.
     waking_s: float = 0
+    #: For each message that it sends to another rank, by the message's size. It does nothing else meanwhile.
     send: Link = field(default_factory=Link)
+    #: For each message that it takes from another rank, by the message's size. It does nothing else meanwhile.
     receive: Link = field(default_factory=Link)
+    #: What then lies between two ranks, where nothing else is known of it.
     link: Link = field(default_factory=Link)
+    #: How many times as long ranks of a host take if 1, 2, ... of them compute at once: they share memory and cores.
+    #: More ranks than there are numbers take turns. (): they do not hinder each other.
     crowding: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("action_s", "waking_s"):
             check_number(getattr(self, name), f"the {name} of overheads")
-        rule, remedy = "crowding is a list of numbers, one for each count of ranks", "pass such as (1, 1.2)"
-        object.__setattr__(self, "crowding", tuple(as_list(self.crowding, rule, remedy)))
+        rule = "crowding is a list of numbers, one for each count of ranks"
+        object.__setattr__(self, "crowding", tuple(as_list(self.crowding, rule, "pass such as (1, 1.2)")))
         check_times(self.crowding, "crowding of overheads by rank")
         if self.crowding and (self.crowding[0] != 1 or list(self.crowding) != sorted(self.crowding)):
             raise ScheduleError(
@@ -85,12 +85,14 @@ class Overheads:
             order = np.argsort(times, kind="stable")
             load = np.cumsum(np.concatenate([share[own], -share[own]])[order])
             moments = times[order]
-            slower, lengths = self.slower(load[:-1]) - 1, np.diff(moments)
+            slower = self.slower(load[:-1]) - 1
+            lengths = np.diff(moments)
             for part in np.unique(share[own]):
                 same = own[share[own] == part]
                 done = np.concatenate([[0], np.cumsum(lengths / (1 + part * slower))])  # in seconds of one alone
                 spent = np.interp(ends[same], moments, done) - np.interp(starts[same], moments, done)
-                took, slowest = ends[same] - starts[same], 1 + part * slower.max(initial=0)
+                took = ends[same] - starts[same]
+                slowest = 1 + part * slower.max(initial=0)
                 exact = 2 * spent * slowest > took  # and not rounded to nothing
                 factor[same] = np.divide(took, spent, out=np.full_like(took, slowest), where=exact)
         return factor
@@ -114,18 +116,19 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Machine:
-    """What of a step's time belongs to the machine and not to the layers. name: of the device that was measured.
+    """What of a step's time belongs to the machine and not to the layers."""
 
-    links: between its ranks where they are processes. threads, processes: what ranks take that are such.
-    host_bytes_per_s: at which the device copies to its host, and back, both at once; None where that is not known.
-    on_host: the device is the host's own processor: what it copies there gives no memory back.
-    """
-
+    #: Of the device that was measured.
     name: str = ""
+    #: Between ranks that are processes.
     links: Links | None = None
+    #: What ranks take that are threads.
     threads: Overheads | None = None
+    #: What ranks take that are processes.
     processes: Overheads | None = None
+    #: The speed at which the device copies to its host and back, both at once. None: not known.
     host_bytes_per_s: float | None = None
+    #: Whether the device is the host's own processor: what it copies there gives no memory back.
     on_host: bool = False
 
     def __post_init__(self) -> None:
@@ -158,5 +161,6 @@ class Machine:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Machine":
         """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
-        links, overheads = maybe(Links.from_dict), maybe(Overheads.from_dict)
+        overheads = maybe(Overheads.from_dict)
+        links = maybe(Links.from_dict)
         return read_fields(cls, values, "a machine has", links=links, threads=overheads, processes=overheads)

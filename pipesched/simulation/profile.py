@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from typing import Any, get_args
@@ -17,8 +17,9 @@ from pipesched.program.checkpoint_options import Keep
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts, Stages, costs_of, costs_of_stage, joined_costs, messages
 from pipesched.simulation.overheads import Machine, RanksAre
-from pipesched.simulation.profile_checks import check_graphs, check_model
+from pipesched.simulation.profile_validation import check_graphs, check_model
 from pipesched.simulation.size_interpolation import figure_at
+from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters
 from pipesched.units import counted, quote_time
 
 __all__ = ["Profile"]
@@ -26,18 +27,17 @@ __all__ = ["Profile"]
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured layers. graphs: by the rows of a micro-batch, each as `pipesched.graph_of` gives it; all have the same
-    layers and edges. model: a digest of what was measured, by which a profile is known again.
-    """
+    """Measured layers."""
 
+    #: By the rows of a micro-batch, each as `pipesched.graph_of` gives it. All have the same layers and edges.
     graphs: Mapping[int, "nx.DiGraph[str]"]
+    #: A digest of what was measured, by which a profile is known again.
     model: str = ""
     machine: Machine = field(default_factory=Machine)
     _known: dict[int, "nx.DiGraph[str]"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        needed = [item.name for item in fields(LayerCosts) if item.default is MISSING]
-        check_graphs(self.graphs, [*needed, "parameters"])
+        check_graphs(self.graphs)
 
     def __repr__(self) -> str:
         """What it is of, and how long the layers take together for the largest micro-batches."""
@@ -80,7 +80,8 @@ class Profile:
         to user. ranks_are: by which the machine's overheads differ. Raises ScheduleError where layers are missing,
         unknown, or doubled.
         """
-        rule, remedy = "stages are a list of lists of layers", "pass such as [['0', '1'], ['2']]"
+        rule = "stages are a list of lists of layers"
+        remedy = "pass such as [['0', '1'], ['2']]"
         stages = [as_list(names, rule, remedy) for names in as_list(stages, rule, remedy)]
         check_type({} if keep is None else keep, Mapping, "keep is {layer: word}", "pass such as {'0': 'recompute'}")
         graph = self.graph(rows)
@@ -99,10 +100,9 @@ class Profile:
         if known is None:
             graph = self.graph(rows)
             layers = [costs_of(graph, name).treated(keep.get(name)) for name in names]
-            used = {name for layer in names for name in graph.nodes[layer]["parameters"]}
             begins = names[:1] == (next(iter(graph)),)
             known = costs_of_stage(layers, begins, ends, self.machine.host_bytes_per_s)
-            known["weight_bytes"] = sum(graph.graph["parameters"][name][1] for name in used)
+            known["weight_bytes"] = parameter_bytes(graph, stage_parameters(graph, names))
             self._stages[key] = known
         return known
 
@@ -175,7 +175,7 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
 
 
 #: What a profile says of a layer, and of an edge.
-_LAYER = (*(item.name for item in fields(LayerCosts)), "num_parameters", "parameters", "buffers")
+_LAYER = (*LayerCosts().figures(), "num_parameters", "parameters", "buffers")
 _EDGE = ("bytes", "tensors")
 _AGAIN = "measure it again"
 

@@ -20,7 +20,8 @@ from pipesched.simulation.trace import Spans, Trace
 
 __all__ = ["simulate", "step_time"]
 
-_ROUNDS, _SETTLED = 20, 1e-4  # of a simulation in which ranks hinder each other
+_ROUNDS = 20  # at most, of a simulation in which ranks hinder each other
+_SETTLED = 1e-4  # the relative change of its end with which it is over
 
 
 def simulate(program: Program, costs: Costs) -> Trace:
@@ -46,7 +47,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
     walked = _walked(program, costs)
     spans = Spans.of_program(program.orders, walked.starts, walked.ends)
     bound_s = program_bound(program, costs)
-    return Trace(spans, program.num_ranks, program.name, costs, program.versions, bound_s)
+    return Trace(spans, program.num_ranks, name=program.name, costs=costs, versions=program.versions, bound_s=bound_s)
 
 
 def step_time(program: Program, costs: Costs) -> float:
@@ -103,11 +104,11 @@ def _to_hosts(program: Program) -> Ints | None:
     """The link that each copy to or from the host occupies: each rank has one in each direction. None for no copies."""
     if not program.index.has(Kind.OFFLOAD, Kind.FETCH):
         return None
-    columns, rank_of = program.columns, program.orders.rank_of
-    occupied = np.full(len(columns), -1, np.int64)
+    occupied = np.full(len(program.columns), -1, np.int64)
     for direction, kind in enumerate((Kind.OFFLOAD, Kind.FETCH)):
-        rows = columns.are(kind)
-        occupied[rows] = (program.num_ranks + direction) * program.num_ranks + rank_of[rows]  # behind those of pairs
+        rows = program.columns.are(kind)
+        ranks = program.orders.rank_of[rows]
+        occupied[rows] = (program.num_ranks + direction) * program.num_ranks + ranks  # behind those of pairs
     return occupied
 
 
@@ -149,22 +150,34 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
 
 
 class _Messages(NamedTuple):
-    """What travels between ranks: its place among the requirements, the row that gives it, its ranks and its bytes."""
+    """What travels between ranks."""
 
+    #: Its place among the requirements.
     at: Ints
+    #: The row that gives it.
     send: Ints
+    #: The rank that sends it.
     sender: Ints
+    #: The rank that receives it.
     receiver: Ints
+    #: In bytes.
     size: NDArray[Any]
 
 
 def _messages(program: Program, costs: Costs) -> _Messages:
-    columns, rank_of = program.columns, program.orders.rank_of
+    columns = program.columns
+    rank_of = program.orders.rank_of
     at = program.crossing
     row, needed = (part[at] for part in program.requirements)
     forward = columns.are(Kind.F, Kind.SEND_F)[needed]  # a gradient is as large as the output that it is of
     producer = np.where(forward, columns.stage[needed], columns.stage[row])
-    return _Messages(at, needed, rank_of[needed], rank_of[row], _exactly(costs.output_bytes)[producer])
+    return _Messages(
+        at=at,
+        send=needed,
+        sender=rank_of[needed],
+        receiver=rank_of[row],
+        size=_exactly(costs.output_bytes)[producer],
+    )
 
 
 def _exactly(values: tuple[Any, ...]) -> NDArray[Any]:

@@ -19,13 +19,15 @@ from pipesched.program.action_arrays import Columns, Ints, Orders
 from pipesched.program.actions import KINDS, OTHER_END, Action, Kind, Lane
 from pipesched.program.liveness import Held, bytes_held, pairs_held, versions_held
 from pipesched.simulation.costs import Costs, check_costs
+from pipesched.simulation.links import plain
 from pipesched.units import counted, quote_time
 
 __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 
 Times = NDArray[Any]
 _MOST_RANKS = 100_000  # of a trace
-_SPANS, _TO_DICT = "a trace has num_ranks and spans, each [action, rank, start_s, end_s]", "write it by to_dict"
+_SPANS = "a trace has num_ranks and spans, each [action, rank, start_s, end_s]"
+_TO_DICT = "write it by to_dict"
 
 
 class Span(NamedTuple):
@@ -42,7 +44,10 @@ class Spans(Sequence[Span]):
     """Spans, a row each: columns of their actions, ranks, starts and ends."""
 
     def __init__(self, columns: Columns, rank: Ints, start_s: Times, end_s: Times) -> None:
-        self.columns, self.rank, self.start_s, self.end_s = columns, rank, start_s, end_s
+        self.columns = columns
+        self.rank = rank
+        self.start_s = start_s
+        self.end_s = end_s
 
     @classmethod
     def of(cls, spans: "Iterable[Span]") -> "Spans":
@@ -110,18 +115,17 @@ def _times(values: list[Any]) -> Times:
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of one step. Only compute spans count for times and bubble.
+    """The spans of one step. Only compute spans count for times and bubble."""
 
-    spans: a sequence of Span, kept as columns. costs: what the step was simulated with, or the sizes that its stages
-    hold: needed for bytes. versions: as the program's, which says how long older weights are held. bound_s: what no
-    schedule of these stages can beat, whatever its memory (``lower_bound``); None where it is not known.
-    """
-
+    #: Kept as columns.
     spans: Sequence[Span]
     num_ranks: int
     name: str = ""
+    #: What the step was simulated with, or the sizes that its stages hold. Needed for bytes.
     costs: Costs | None = None
+    #: Those of the program, which say how long older weights are held.
     versions: tuple[tuple[int, ...], ...] = ()
+    #: What no schedule of these stages can beat, whatever its memory (``lower_bound``). None: not known.
     bound_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -171,17 +175,17 @@ class Trace:
     @property
     def start_s(self) -> float:
         """The first start over all ranks."""
-        return min((_number(row.start_s[0]) for row in self._filled), default=0)
+        return min((plain(row.start_s[0]) for row in self._filled), default=0)
 
     @property
     def makespan_s(self) -> float:
         """Last end minus first start over all ranks: what one isolated step takes."""
-        return max((_number(row.end_s[-1]) for row in self._filled), default=0) - self.start_s
+        return max((plain(row.end_s[-1]) for row in self._filled), default=0) - self.start_s
 
     @property
     def span_s(self) -> float:
         """The longest of the ranks' own last end minus first start: what the zero-bubble papers call cost."""
-        return max((_number(row.end_s[-1] - row.start_s[0]) for row in self._filled), default=0)
+        return max((plain(row.end_s[-1] - row.start_s[0]) for row in self._filled), default=0)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
@@ -275,10 +279,12 @@ class Trace:
 
     def chrome_events(self, label: str = "", pids: tuple[int, int] = (0, 1)) -> list[dict[str, Any]]:
         """The events of ``to_chrome``. pids: of rank 0, and from rank to rank. label: behind each rank's name."""
-        lanes, (first, every) = list(Lane), pids
+        lanes = list(Lane)
+        first, every = pids
         events: list[dict[str, Any]] = []
         for rank in range(self.num_ranks):
-            pid, name = first + rank * every, f"rank {rank}" + (f", {label}" if label else "")
+            pid = first + rank * every
+            name = f"rank {rank}" + (f", {label}" if label else "")
             events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
             events += [
                 {"ph": "M", "name": "thread_name", "pid": pid, "tid": lanes.index(lane), "args": {"name": str(lane)}}
@@ -391,13 +397,8 @@ def _busy(row: Spans) -> float:
     if (row.start_s[1:] < row.end_s[:-1]).any():
         begins = np.maximum(row.start_s[1:], row.end_s[:-1])
         lengths[1:] = np.maximum(row.end_s[1:] - begins, 0)
-    return _number(lengths.sum())
-
-
-def _number(value: Any) -> float:
-    """A plain number, not one of numpy's."""
-    number: float = value.item() if isinstance(value, np.generic) else value
-    return number
+    busy_s: float = plain(lengths.sum())
+    return busy_s
 
 
 def _in_time(spans: Spans) -> Spans:

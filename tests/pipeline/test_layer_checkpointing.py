@@ -382,11 +382,11 @@ def test_the_costs_of_a_recomputed_layer_are_those_that_the_plan_is_made_with() 
         costs = pipe.predicted.costs
         stage = next(at for at, names in enumerate(pipe.plan.stages) if "3.0" in names)
         again = plain["3.0"].recomputed()
-        assert again.activation_bytes == plain["3.0"].input_bytes
+        assert again.memory.activation_bytes == plain["3.0"].memory.input_bytes
         sizes = [again if name == "3.0" else plain[name] for name in pipe.plan.stages[stage]]
         whole = reduce(LayerCosts.__add__, sizes)  # what one layer keeps of its output, and the next as its input, once
-        in_batch = plain["0"].kept_input_bytes if stage == 0 else 0
-        assert costs.activation_bytes[stage] == whole.activation_bytes - in_batch
+        in_batch = plain["0"].memory.kept_input_bytes if stage == 0 else 0
+        assert costs.activation_bytes[stage] == whole.memory.activation_bytes - in_batch
         assert costs.input_grad_s[stage] == whole.input_grad_s
 
 

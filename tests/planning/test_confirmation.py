@@ -75,7 +75,7 @@ def test_corrected_costs_are_the_true_ones(heavy):
         for name in lie.layers:
             own, true = (costs_of(each.graph(rows), name) for each in (new, known))
             assert [getattr(own, time) for time in TIMES] == pytest.approx([getattr(true, time) for time in TIMES])
-            assert own.activation_bytes == true.activation_bytes
+            assert own.memory == true.memory
 
 
 @settings(max_examples=15)

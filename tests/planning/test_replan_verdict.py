@@ -17,6 +17,7 @@ from pipesched.planning.cost_correction import Known, StageTimes
 from pipesched.planning.plan import Plan
 from pipesched.planning.replan_verdict import Replanned, strayed, verdict
 from pipesched.simulation.layer_costs import TIMES, LayerCosts
+from pipesched.simulation.layer_memory import LayerMemory
 
 X, Y = torch.zeros(8, 3), torch.zeros(8, 3)
 EQUAL = dict.fromkeys("01234567", 1e-3)
@@ -24,7 +25,9 @@ EQUAL = dict.fromkeys("01234567", 1e-3)
 
 def layer(forward_s: float, backward_s: float | None = None) -> LayerCosts:
     back = 2 * forward_s if backward_s is None else backward_s
-    return LayerCosts(forward_s, back, back / 2, back / 2, 12, 12, 12, 24, 48)
+    memory = LayerMemory(input_bytes=12, output_bytes=12, activation_bytes=12, weight_grad_bytes=24)
+    times = dict(zip(TIMES, (forward_s, back, back / 2, back / 2), strict=True))
+    return LayerCosts(**times, parameter_bytes=48, memory=memory)
 
 
 def pipeline(**options: Any) -> Pipeline:

@@ -18,7 +18,10 @@ CPU = torch.device("cpu")
 
 
 def subjects(*layers):
-    return [Subject(str(at), layer, Payload.of(((torch.ones(2, 4),), {}))) for at, layer in enumerate(layers)]
+    return [
+        Subject(name=str(at), layer=layer, given=Payload.of(((torch.ones(2, 4),), {})))
+        for at, layer in enumerate(layers)
+    ]
 
 
 def crowded(*layers, enough_s=60.0):

@@ -10,8 +10,9 @@ from torch import nn
 import pipesched
 from pipesched import Costs
 from pipesched.errors import InputError
-from pipesched.profiling.layer_profiler import _BYTES, _Kind, measure_layers
+from pipesched.profiling.layer_profiler import _Kind, measure_layers
 from pipesched.simulation.layer_costs import LayerCosts, costs_of, stage_costs
+from pipesched.simulation.layer_memory import LayerMemory
 
 CPU = torch.device("cpu")
 FLOAT_BYTES = 4
@@ -40,27 +41,31 @@ def test_the_bytes_of_a_linear_layer():
     costs = measure(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7)), torch.ones(2, 3))
     second = costs["1"]
     assert second.parameter_bytes == (5 * 7 + 7) * FLOAT_BYTES
-    assert second.input_bytes == 2 * 5 * FLOAT_BYTES
-    assert second.output_bytes == 2 * 7 * FLOAT_BYTES
-    assert second.activation_bytes == 2 * 5 * FLOAT_BYTES  # its input
-    assert second.weight_grad_bytes == 0  # a small product is not left to W
+    assert second.memory.input_bytes == 2 * 5 * FLOAT_BYTES
+    assert second.memory.output_bytes == 2 * 7 * FLOAT_BYTES
+    assert second.memory.activation_bytes == 2 * 5 * FLOAT_BYTES  # its input
+    assert second.memory.weight_grad_bytes == 0  # a small product is not left to W
     assert list(costs) == ["0", "1"]
 
 
 def test_what_pays_is_left_to_w_with_the_products_input_and_the_gradient_of_its_output():
     costs = measure(nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 200)), torch.ones(200, 100))["1"]
-    assert costs.weight_grad_bytes == 200 * (100 + 200) * FLOAT_BYTES
-    assert costs.left_input_bytes == 200 * 100 * FLOAT_BYTES
-    assert costs.deferred_gradient_bytes == 100 * 200 * FLOAT_BYTES  # not the bias
-    assert costs.gradient_bytes == (100 + 1) * 200 * FLOAT_BYTES
+    assert costs.memory.weight_grad_bytes == 200 * (100 + 200) * FLOAT_BYTES
+    assert costs.memory.left_input_bytes == 200 * 100 * FLOAT_BYTES
+    assert costs.memory.deferred_gradient_bytes == 100 * 200 * FLOAT_BYTES  # not the bias
+    assert costs.memory.gradient_bytes == (100 + 1) * 200 * FLOAT_BYTES
 
 
 def test_transients_are_what_is_needed_beyond_what_is_kept():
     costs = measure(
         nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 200, bias=False)), torch.ones(50, 100)
     )
-    second, inputs, outputs, weights = costs["1"], 50 * 100 * FLOAT_BYTES, 50 * 200 * FLOAT_BYTES, 80_000
-    assert (second.activation_bytes, second.kept_input_bytes, second.kept_output_bytes) == (inputs, inputs, 0)
+    second, inputs, outputs, weights = costs["1"].memory, 50 * 100 * FLOAT_BYTES, 50 * 200 * FLOAT_BYTES, 80_000
+    assert (second.activation_bytes, second.kept_input_bytes, second.kept_output_bytes) == (
+        inputs,
+        inputs,
+        0,
+    )
     assert second.forward_transient_bytes == outputs
     assert second.backward_transient_bytes == outputs + inputs + weights  # gradients; those of the weights are added
     assert second.first_backward_transient_bytes == second.backward_transient_bytes  # here they become .grad
@@ -68,21 +73,21 @@ def test_transients_are_what_is_needed_beyond_what_is_kept():
 
 def test_what_a_layer_keeps_for_its_backward():
     costs = measure(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Identity()), torch.ones(2, 4))
-    assert costs["1"].activation_bytes == 2 * 4 * FLOAT_BYTES  # its output
-    assert costs["2"].activation_bytes == 0
+    assert costs["1"].memory.activation_bytes == 2 * 4 * FLOAT_BYTES  # its output
+    assert costs["2"].memory.activation_bytes == 0
     assert costs["2"].parameter_bytes == 0
 
 
 def test_all_tensors_of_a_pair_count():
     costs = measure(nn.Sequential(nn.Linear(4, 4), Twice(), Join()), torch.ones(2, 4))
-    assert costs["1"].output_bytes == costs["2"].input_bytes == 2 * 2 * 4 * FLOAT_BYTES
-    assert costs["2"].output_bytes == 2 * 4 * FLOAT_BYTES
+    assert costs["1"].memory.output_bytes == costs["2"].memory.input_bytes == 2 * 2 * 4 * FLOAT_BYTES
+    assert costs["2"].memory.output_bytes == 2 * 4 * FLOAT_BYTES
 
 
 def test_each_layer_gets_what_the_one_before_it_gives():
     model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.Linear(2 * 4 * 4, 10))
     costs = measure(model, torch.rand(2, 3, 4, 4))
-    assert [c.output_bytes // (2 * FLOAT_BYTES) for c in costs.values()] == [2 * 4 * 4, 2 * 4 * 4, 10]
+    assert [c.memory.output_bytes // (2 * FLOAT_BYTES) for c in costs.values()] == [2 * 4 * 4, 2 * 4 * 4, 10]
 
 
 def test_several_arguments_and_keywords_go_to_the_first_layer():
@@ -91,7 +96,7 @@ def test_several_arguments_and_keywords_go_to_the_first_layer():
             return (a + b) * scale
 
     costs = measure(nn.Sequential(Both(), nn.Linear(4, 4)), torch.ones(2, 4), torch.ones(2, 4), scale=torch.ones(2, 4))
-    assert costs["0"].input_bytes == 3 * costs["0"].output_bytes
+    assert costs["0"].memory.input_bytes == 3 * costs["0"].memory.output_bytes
 
 
 @pytest.mark.parametrize(
@@ -111,20 +116,20 @@ def test_any_layer_is_measured(model):
     for layer in costs.values():
         assert layer.forward_s > 0
         assert min(layer.backward_s, layer.input_grad_s, layer.weight_grad_s) >= 0
-        assert min(layer.input_bytes, layer.output_bytes) > 0
+        assert min(layer.memory.input_bytes, layer.memory.output_bytes) > 0
 
 
 def test_layers_are_measured_under_the_callers_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         costs = measure(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4))
-    assert costs["0"].output_bytes == costs["1"].input_bytes == 2 * 4 * 2
+    assert costs["0"].memory.output_bytes == costs["1"].memory.input_bytes == 2 * 4 * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_layers_on_a_device_are_measured_there():
     model = nn.Sequential(nn.Linear(256, 256), nn.Dropout(0.1), nn.Linear(256, 256))
     costs = measure_layers(dict(model.named_children()), ((torch.rand(64, 256),), {}), torch.device("cuda"), 1)
-    assert all(layer.forward_s > 0 and layer.activation_bytes > 0 for layer in costs.values())
+    assert all(layer.forward_s > 0 and layer.memory.activation_bytes > 0 for layer in costs.values())
     assert not any(parameter.is_cuda for parameter in model.parameters())
 
 
@@ -151,7 +156,7 @@ def test_two_parts_of_a_backward_take_no_less_than_the_whole(input_grad_s, weigh
         "weight_grad_s": [weight_grad_s],
     }
     subject = SimpleNamespace(seconds=seconds, waited={"forward_s": [], "backward_s": []})
-    costs = _Kind(dict.fromkeys(_BYTES, 0), None, [subject]).costs()
+    costs = _Kind(subjects=[subject]).costs()
     assert (costs.input_grad_s, costs.weight_grad_s) == both
     assert costs.backward_s == 6
 
@@ -207,8 +212,10 @@ def test_a_loss_needs_a_target(missing):
 
 
 def test_the_costs_of_a_stage_are_the_sums_of_its_layers():
-    a = LayerCosts(*range(1, 10))
-    b = LayerCosts(10, 20, 30, 40, 6, 1, 70, 80, 0)
+    memory = LayerMemory(input_bytes=5, output_bytes=6, activation_bytes=7, weight_grad_bytes=8)
+    a = LayerCosts(forward_s=1, backward_s=2, input_grad_s=3, weight_grad_s=4, memory=memory, parameter_bytes=9)
+    memory = LayerMemory(input_bytes=6, output_bytes=1, activation_bytes=70, weight_grad_bytes=80)
+    b = LayerCosts(forward_s=10, backward_s=20, input_grad_s=30, weight_grad_s=40, memory=memory)
     assert stage_costs([[a, b], [], [b]]) == Costs(
         forward_s=(11, 0, 10),
         backward_s=(22, 0, 20),

@@ -9,10 +9,13 @@ from torch import nn
 import pipesched
 from pipesched.profiling.plausibility import Measured, doubt, doubt_of_sum
 from pipesched.simulation.layer_costs import LayerCosts
+from pipesched.simulation.layer_memory import LayerMemory
+
+LARGE_GRADIENT = LayerMemory(gradient_bytes=5 * 10**9)
 
 
 def layer_costs(forward_s, backward_s, **others):
-    return LayerCosts(forward_s, backward_s, backward_s / 2, backward_s / 2, 8, 8, 8, 8, 8, **others)
+    return LayerCosts(forward_s=forward_s, backward_s=backward_s, **others)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +26,12 @@ def layer_costs(forward_s, backward_s, **others):
         (layer_costs(1.0, 0.5), [], True, "0.5 times its forward"),
         (layer_costs(1.0, 0.5), [], False, ""),
         (layer_costs(1.0, 0.9, spread=0.2), [], True, ""),  # within what its own times lie apart
-        (layer_costs(0.001, 4.5, gradient_bytes=5 * 10**9), [], True, ""),  # an embedding: its gradient is large
+        (
+            layer_costs(0.001, 4.5, memory=LayerMemory(gradient_bytes=5 * 10**9)),
+            [],
+            True,
+            "",
+        ),  # an embedding: its gradient is large
         (layer_costs(1.0, 2.0), [3.0, 3.1, 9.0], True, "layers of its kind 3e+03 to 9e+03 ms"),
         (layer_costs(1e-3, 1.0), [], True, ""),  # among others that take 100 s
     ],

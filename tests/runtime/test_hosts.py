@@ -5,7 +5,7 @@ The hosts are network namespaces. Where there can be none the tests are skipped,
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipesched import graph_of, partition, schedules, simulate
-from pipesched.simulation.layer_costs import LayerCosts, stage_costs
+from pipesched.simulation.layer_costs import costs_of, stage_costs
 from pipesched.simulation.links import Links
 from tests.support import network_namespaces as hosts
 from tests.support.jobs import hosts as job
@@ -60,8 +60,7 @@ def layers() -> "nx.DiGraph[str]":
 def predicted(layers: "nx.DiGraph[str]", links: Links | None) -> list[float]:
     """The simulated step of each cut, in seconds."""
     program = schedules.get("1f1b").program(4, job.MICROBATCHES)
-    names = [field.name for field in fields(LayerCosts)]
-    each = [LayerCosts(**{name: costs[name] for name in names}) for _, costs in layers.nodes(data=True)]
+    each = [costs_of(layers, name) for name in layers]
     stages = [[each[start:end] for start, end in pairwise((0, *cut, len(each)))] for cut in job.CUTS]
     return [simulate(program, replace(stage_costs(parts), links=links)).makespan_s for parts in stages]
 

@@ -3,7 +3,7 @@ import pytest
 from pipesched import Costs, Program, schedules
 from pipesched.errors import ScheduleError
 from pipesched.program.lowering import add_offloading, add_recompute, add_updates, lower
-from pipesched.simulation.layer_memory import Footprint, dropping_bytes
+from pipesched.simulation.layer_memory import LayerMemory, dropping_bytes
 from pipesched.simulation.memory import RankMemory, rank_memory
 from pipesched.simulation.simulator import simulate
 
@@ -103,7 +103,7 @@ def test_a_forward_that_keeps_but_its_input_needs_what_its_largest_layer_does():
 
 def test_what_needs_less_than_its_input_needs_nothing_beside_it():
     """As a layer that works in place."""
-    assert dropping_bytes([Footprint(input_bytes=20, activation_bytes=0, forward_transient_bytes=0)]) == 0
+    assert dropping_bytes([LayerMemory(input_bytes=20, activation_bytes=0, forward_transient_bytes=0)]) == 0
 
 
 def test_asynchronous_schedules_stash_weights():

@@ -1,7 +1,5 @@
 """Copies of activations to the host, in programs: where they stand, what they need, their time, what they free."""
 
-from dataclasses import asdict
-
 import networkx as nx
 import pytest
 import torch
@@ -17,6 +15,7 @@ from pipesched.program.checkpoint_options import offloading
 from pipesched.program.lowering import add_offloading, add_recompute
 from pipesched.runtime.stage.offloading import Offloads, host_bytes_per_s
 from pipesched.simulation.layer_costs import LayerCosts, stage_costs
+from pipesched.simulation.layer_memory import LayerMemory
 from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.overheads import Machine
 from pipesched.simulation.profile import Profile
@@ -126,14 +125,15 @@ def test_copies_that_do_not_fit_together_are_errors(order: str, match: str) -> N
 
 
 def test_what_goes_to_the_host_is_what_no_neighbour_holds() -> None:
-    layer = LayerCosts(1, 2, 1, 1, 10, 10, 50, 0, 0, kept_input_bytes=10, kept_output_bytes=5)
+    memory = LayerMemory(input_bytes=10, output_bytes=10, activation_bytes=50, kept_input_bytes=10, kept_output_bytes=5)
+    layer = LayerCosts(forward_s=1, backward_s=2, input_grad_s=1, weight_grad_s=1, memory=memory)
     going = layer.treated("offload")
     costs = stage_costs([[layer], [going], [going, going], [going, layer, going]], host_bytes_per_s=5)
     assert costs.offload_bytes == (0, 35, 50 + 50 - 5 - 10 - 5, 70)
     assert costs.offload_s == costs.fetch_s == (0, 7, 16, 14)
     graph = nx.DiGraph([("a", "b")], parameters={})
     for name in graph:
-        graph.nodes[name].update(asdict(layer), parameters=())
+        graph.nodes[name].update(layer.figures(), parameters=())
     profile = Profile({2: graph}, machine=Machine(host_bytes_per_s=7))
     assert Profile.from_dict(profile.to_dict()).machine == profile.machine
     assert profile.costs([["a"], ["b"]], 2, keep={"b": "offload"}).offload_s == (0, 5)

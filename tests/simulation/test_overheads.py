@@ -1,7 +1,6 @@
 """What ranks take beside the work of their stages, and what they take from each other."""
 
 import json
-from dataclasses import fields
 
 import networkx as nx
 import pytest
@@ -140,7 +139,7 @@ def test_costs_take_overheads_alone():
 
 
 def profile(machine, crowded_s=0):
-    layer = {item.name: 4 for item in fields(LayerCosts)} | {"waiting_s": 2, "crowded_s": crowded_s, "parameters": ()}
+    layer = dict.fromkeys(LayerCosts().figures(), 4) | {"waiting_s": 2, "crowded_s": crowded_s, "parameters": ()}
     graph = nx.DiGraph([("a", "b", {"bytes": 8})], parameters={})
     graph.add_nodes_from([("a", layer), ("b", layer)])
     return Profile({2: graph}, machine=machine)

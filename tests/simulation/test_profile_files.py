@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def test_a_profile_is_what_its_file_says(tmp_path: Path) -> None:
 def test_between_measured_sizes_costs_are_on_a_line() -> None:
     profile = measured(2, 6)
     low, middle, high = (costs_of(profile.graph(rows), "2") for rows in (2, 4, 6))
-    assert middle.output_bytes == 4 * 4 * 4
+    assert middle.memory.output_bytes == 4 * 4 * 4
     assert middle.parameter_bytes == low.parameter_bytes
     assert middle.forward_s == pytest.approx((low.forward_s + high.forward_s) / 2)
 
@@ -54,7 +53,7 @@ def test_one_measured_size_is_scaled() -> None:
     profile = measured(4)
     once, twice = (costs_of(profile.graph(rows), "0") for rows in (4, 8))
     assert twice.forward_s == 2 * once.forward_s
-    assert twice.activation_bytes == 2 * once.activation_bytes
+    assert twice.memory.activation_bytes == 2 * once.memory.activation_bytes
 
 
 def test_what_is_no_profile_is_named(tmp_path: Path) -> None:
@@ -74,7 +73,7 @@ def skipping() -> Profile:
     graph = nx.DiGraph(parameters={"shared": (3, 12), "own": (2, 8)})
     for position, name in enumerate("abcd", 1):
         used = ("shared",) if name in "ad" else ("own",) if name == "b" else ()
-        numbers = {item.name: position for item in fields(LayerCosts)}
+        numbers = dict.fromkeys(LayerCosts().figures(), position)
         graph.add_node(name, **numbers, parameters=used)
     for user in "bcd":
         graph.add_edge("a", user, bytes=100, tensors={"a:0": 100})
@@ -125,14 +124,14 @@ def test_stages_of_other_layers_are_refused(stages: list[list[str]], keep: dict[
 def test_a_sample_is_measured_in_several_sizes() -> None:
     found = pipesched.profile(model(), torch.randn(8, 8))
     assert sorted(found.graphs) == [2, 4, 8, 16]
-    assert [costs_of(found.graph(rows), "0").input_bytes for rows in (2, 16)] == [2 * 8 * 4, 16 * 8 * 4]
+    assert [costs_of(found.graph(rows), "0").memory.input_bytes for rows in (2, 16)] == [2 * 8 * 4, 16 * 8 * 4]
     found = pipesched.profile(model(), torch.randn(1, 8))
     assert sorted(found.graphs) == [2]
 
 
 def test_rows_lie_along_the_dims_that_are_split() -> None:
     found = pipesched.profile(nn.LSTM(8, 4), torch.randn(3, 6, 8), rows=[2, 9], split_dims=1)
-    assert costs_of(found.graph(9), "(model)").input_bytes == 3 * 9 * 8 * 4
+    assert costs_of(found.graph(9), "(model)").memory.input_bytes == 3 * 9 * 8 * 4
 
 
 @pytest.mark.parametrize("rows", [[], [0], [True], [2.5]])

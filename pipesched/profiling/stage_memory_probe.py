@@ -1,11 +1,11 @@
-"""Stage sizing: what the stages of a captured model need in memory, by running each in one piece, for one micro-batch.
+"""Stage memory probe: runs each stage of a captured model in one piece, and measures what it needs in memory.
 
-Layers one by one do not add up to them: a view keeps all that it lies in, what skips layers is held meanwhile, its
+The layers of a stage do not add up to it: a view keeps all that it lies in, what skips layers is held meanwhile, its
 gradients wait for each other, and code between layers holds on to what it names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,16 @@ from pipesched.capture.loss import Head
 from pipesched.model.state_guard import unchanged, untouched
 from pipesched.model.tied_weights import Ties
 from pipesched.partitioning.result import StageLayers
-from pipesched.profiling.layer_sizing import Layer, Sizes, sizes_of
+from pipesched.profiling.layer_memory_probe import Layer, Sizes, sizes_of
 from pipesched.program.checkpoint_options import Keep
 from pipesched.program.program import Program
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.layer_memory import Footprint, of_stage
+from pipesched.simulation.layer_costs import MEMORY_COLUMNS
+from pipesched.simulation.layer_memory import LayerMemory, stage_memory
 from pipesched.simulation.memory import Message
+from pipesched.simulation.tied_weight_costs import weight_bytes
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.exchange import Trade
 from pipesched.tensors.memory_tracker import books_of
@@ -32,15 +34,16 @@ from pipesched.tensors.payload import Payload, PerConsumer, pytree
 __all__ = ["StageSizes", "costs_with", "messages_of", "stage_sizes"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageSizes:
-    """What a stage needs. dropping_bytes: its forward beyond its input, where it keeps nothing else. parameters: bytes
-    by name. messages: to each taker.
-    """
+    """What a stage needs."""
 
-    sizes: Sizes
+    memory: LayerMemory
+    #: What its forward needs beyond its input, if it keeps nothing else.
     dropping_bytes: int
+    #: Bytes by name.
     parameters: Mapping[str, int]
+    #: To each taker.
     messages: Mapping[int, Message]
 
 
@@ -67,12 +70,15 @@ def stage_sizes(
         ties = Ties(model, captured.uses(cut, range(len(cut))), trade)
         bodies = captured.bodies(cut, devices, ties)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        edges, found, last = captured.edges(cut), list[StageSizes](), len(cut) - 1
+        edges = captured.edges(cut)
+        found: list[StageSizes] = []
         sent: dict[tuple[int, int], Payload] = {}
         for index, (body, device) in enumerate(zip(bodies, devices, strict=True)):
-            givers, takers = [one for one, two in edges if two == index], [two for one, two in edges if one == index]
-            head = Head(None) if own_loss and index == last else None
-            own_ties, written = ties.for_layers(body.layers, device), captured.written_by(cut)[index]
+            givers = [one for one, two in edges if two == index]
+            takers = [two for one, two in edges if one == index]
+            head = Head(None) if own_loss and index == len(cut) - 1 else None
+            own_ties = ties.for_layers(body.layers, device)
+            written = captured.written_by(cut)[index]
             stage = Stage(body, device, head, ties=own_ties, keep=keep, written=written)
             alone = _Alone(stage, captured.sample, caller, [sent.pop((giver, index)) for giver in givers])
             leaves = [*ties.leaves(index), *(own for own in stage.parameters if own not in ties.parameters)]
@@ -81,9 +87,13 @@ def stage_sizes(
                 messages = dict(found[giver].messages)
                 messages[index] = messages[index]._replace(back=back)
                 found[giver] = replace(found[giver], messages=messages)
-            dropping = alone.dropping_bytes(sizes.footprint.buffer_bytes)
-            own = {names[parameter]: parameter.nbytes for parameter in stage.parameters}
-            found.append(StageSizes(sizes, dropping, own, dict(zip(takers, sizes.gives, strict=False))))
+            needs = StageSizes(
+                memory=sizes.memory,
+                dropping_bytes=alone.dropping_bytes(sizes.memory.buffer_bytes),
+                parameters={names[parameter]: parameter.nbytes for parameter in stage.parameters},
+                messages=dict(zip(takers, sizes.gives, strict=False)),
+            )
+            found.append(needs)
             sent.update(((index, taker), given) for taker, given in zip(takers, alone.output(), strict=False))
         return found
 
@@ -102,30 +112,24 @@ def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[in
     }
 
 
-def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], loss: Footprint | None) -> Costs:
+def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], loss: LayerMemory | None) -> Costs:
     """Costs of a program's stages with what these need. loss: what that of the last stage needs beside, if it does."""
     rows = []
-    counted: set[tuple[int, str]] = set()
     for index, part in enumerate(program.weights):
-        stage, rank = stages[part], program.placement[index]
-        ends = loss is not None and not program.graph.consumers[index]
-        footprints = [stage.sizes.footprint, *([loss] if loss and ends else [])]
-        whole, dropping = of_stage(footprints), [stage.dropping_bytes]
-        dropping += [one.activation_bytes + one.forward_transient_bytes for one in footprints[1:]]
-        own = {name: size for name, size in stage.parameters.items() if index != part or (rank, name) not in counted}
-        counted |= {(rank, name) for name in own}
-        row = {name: getattr(whole, name) for name in _SIZES}
-        row |= {"dropping_transient_bytes": max(dropping), "weight_bytes": sum(own.values())}
-        rows.append(row)
-    inputs = [row["input_bytes"] for row in rows]
+        memories = [stages[part].memory]
+        dropping = [stages[part].dropping_bytes]
+        if loss is not None and not program.graph.consumers[index]:
+            memories.append(loss)
+            dropping.append(loss.activation_bytes + loss.forward_transient_bytes)
+        whole = stage_memory(memories)
+        row = {name: getattr(whole, name) for name in MEMORY_COLUMNS}
+        rows.append(row | {"dropping_transient_bytes": max(dropping)})
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
+    columns["weight_bytes"] = weight_bytes(program, [stage.parameters for stage in stages])
     for index, size in enumerate(costs.input_bytes):
         if not program.graph.producers[index]:
-            inputs[index] = size  # the batch's
-    columns: dict[str, Any] = {name: tuple(row[name] for row in rows) for name in rows[0]}
-    return replace(costs, **{**columns, "input_bytes": tuple(inputs)})
-
-
-_SIZES = {item.name for item in fields(Footprint)} & {item.name for item in fields(Costs)} - {"kept_output_bytes"}
+            columns["input_bytes"][index] = size  # the batch's
+    return replace(costs, **columns)
 
 
 class _Holder(nn.Module):
@@ -144,7 +148,9 @@ class _Alone:
     """A stage apart from others. arrived: what comes to it, by giver."""
 
     def __init__(self, stage: Stage, sample: Any, caller: Caller, arrived: Sequence[Payload]) -> None:
-        self._stage, self._caller, self._arrived = stage, caller, arrived
+        self._stage = stage
+        self._caller = caller
+        self._arrived = arrived
         self._sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(stage.device), sample)
         self._given = Payload.joined(arrived)
         self._feed = StepData(0, 0, [])
@@ -155,8 +161,14 @@ class _Alone:
     def sizes(self, leaves: Sequence[Tensor]) -> Sizes:
         """leaves: what takes its gradients."""
         buffers = {buffer for module in self._stage.modules.values() for buffer in module.buffers()}
-        nbytes = sum(buffer.nbytes for buffer in buffers)
-        return sizes_of(Layer(self._stage, self._run, self._release, leaves, nbytes), self._given)
+        layer = Layer(
+            stage=self._stage,
+            run=self._run,
+            release=self._release,
+            weights=leaves,
+            buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+        )
+        return sizes_of(layer, self._given)
 
     def dropping_bytes(self, buffer_bytes: int) -> int:
         """What a checkpointed forward needs beyond its input, and copies of its buffers."""

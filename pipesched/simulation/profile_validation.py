@@ -1,6 +1,6 @@
-"""Profile checks: whether what a profile says can be true, and of which model it is."""
+"""Profile validation: whether what a profile says can be true, and of which model it is."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -8,17 +8,15 @@ import networkx as nx
 
 from pipesched.checks import check_number, check_size, check_type, is_count, shown
 from pipesched.errors import ScheduleError
+from pipesched.simulation.layer_costs import NEEDED
 
 __all__ = ["check_graphs", "check_model"]
 
 _AGAIN = "measure it again"
 
 
-def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"], needed: Collection[str]) -> None:
-    """Raise ScheduleError where there are no layers, where sizes differ in their layers, or for what cannot be true.
-
-    needed: what each layer must have.
-    """
+def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
+    """Raise ScheduleError where there are no layers, where sizes differ in their layers, or for what cannot be true."""
     if not isinstance(graphs, Mapping) or not all(isinstance(graph, nx.DiGraph) for graph in graphs.values()):
         raise ScheduleError(f"a profile has a graph of layers for each size; got {shown(graphs)}; {_AGAIN}")
     if not graphs or not all(len(graph) for graph in graphs.values()):
@@ -42,7 +40,7 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"], needed: Collection[str
                 f"and {rows} rows; {_AGAIN}"
             )
         _check_parameters(graph)
-        for what, value in _numbers(graph, needed):
+        for what, value in _numbers(graph):
             (check_size if "bytes" in what.split()[0] else check_number)(value, f"{what} for {rows} rows")
     for rows, graph in graphs.items():
         _check_alike(graphs[first], graph, f"{first} and {rows}")
@@ -87,9 +85,9 @@ def _check_parameters(graph: "nx.DiGraph[str]") -> None:
             )
 
 
-def _numbers(graph: "nx.DiGraph[str]", needed: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _numbers(graph: "nx.DiGraph[str]") -> Iterator[tuple[str, Any]]:
     for name, node in graph.nodes(data=True):
-        for key in needed:
+        for key in (*NEEDED, "parameters"):
             if key not in node:
                 raise ScheduleError(
                     f"a profile says of each layer what it costs; {key} of layer {name!r} is missing; {_AGAIN}"
@@ -115,10 +113,9 @@ def check_model(profiled: "nx.DiGraph[str]", own: "nx.DiGraph[str]") -> None:
                 f"model {other!r}"
             )
         )
-    known, there = profiled.graph.get("parameters", {}), own.graph.get("parameters", {})
     for name in own:
         for parameter in dict.fromkeys((*own.nodes[name]["parameters"], *profiled.nodes[name].get("parameters", ()))):
-            sizes = [tuple(sizes.get(parameter, (0, 0))) for sizes in (known, there)]
+            sizes = [tuple(one.graph.get("parameters", {}).get(parameter, (0, 0))) for one in (profiled, own)]
             if sizes[0] != sizes[1]:
                 raise ScheduleError(
                     _of_another(

@@ -1,6 +1,4 @@
-"""Layer sizing: what one layer needs in memory, by running it: each memory once, to the byte, by the books of its
-device.
-"""
+"""Layer memory probe: runs one layer and measures what it needs in memory, to the byte, by the books of its device."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,48 +12,42 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched.runtime.stage.recompute import is_dear
 from pipesched.runtime.stage.stage import Stage
-from pipesched.simulation.layer_memory import Footprint
+from pipesched.simulation.layer_memory import LayerMemory
 from pipesched.simulation.memory import Message
 from pipesched.tensors.memory_tracker import Books, books_of
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of
 from pipesched.tensors.tree_structure import tensors_in
 
-__all__ = ["Layer", "Sizes", "footprint_of", "sizes_of"]
+__all__ = ["Layer", "Sizes", "sizes_of"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer that is a stage of its own, or a whole stage, and has learnt to split its backward.
-
-    run: (input, whether weight gradients are left to W) -> output, or PerConsumer one for each taker. release: drops
-    what a pass has kept of inputs and of their gradients. weights: what is trained.
-    """
+    """A layer that is a stage of its own, or a whole stage, and has learnt to split its backward."""
 
     stage: Stage
+    #: (input, whether weight gradients are left to W) -> output, or PerConsumer one for each taker.
     run: Callable[[Payload, bool], Payload | PerConsumer]
+    #: Drops what a pass has kept of inputs and of their gradients.
     release: Callable[[], None]
+    #: What is trained.
     weights: Sequence[Tensor]
     buffer_bytes: int
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a stage needs. gives: what goes to each taker; its gradients are the taker's to tell. backs: the gradients
-    for each giver.
-    """
+    """What a stage needs."""
 
-    footprint: Footprint
+    memory: LayerMemory
+    #: What goes to each taker; its gradients are the taker's to tell.
     gives: tuple[Message, ...]
+    #: The bytes of the gradients for each giver.
     backs: tuple[int, ...]
 
 
-def footprint_of(layer: Layer, arrived: Payload) -> Footprint:
-    """Run the layer forward and backward, whole and split, with copies of what arrived. Its gradients are dropped."""
-    return sizes_of(layer, arrived).footprint
-
-
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """As ``footprint_of``, with what passes between it and others."""
+    """Run the layer forward and backward, whole and split, with copies of what arrived. Its gradients are dropped."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None
@@ -66,7 +58,7 @@ def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
     for weight in trained:
         weight.grad = None
     kept = max(whole.kept, split.kept)
-    footprint = Footprint(
+    memory = LayerMemory(
         input_bytes=sum(tensor.nbytes for tensor in arrived.tensors),
         output_bytes=whole.output_bytes,
         activation_bytes=kept,
@@ -86,7 +78,7 @@ def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
         input_grad_transient_bytes=split.backward,
         weight_grad_transient_bytes=split.delivery,
     )
-    return Sizes(footprint, tuple(whole.gives), tuple(whole.backs))
+    return Sizes(memory, tuple(whole.gives), tuple(whole.backs))
 
 
 class _Notes:
@@ -124,7 +116,8 @@ class _Pass:
         begin = books.bytes
         books.mark()
         given = arrived.map_tensors(lambda tensor: tensor.to(layer.stage.device, copy=True))
-        own, inputs = {memory_of(tensor) for tensor in given.tensors}, books.bytes - begin
+        own = {memory_of(tensor) for tensor in given.tensors}
+        inputs = books.bytes - begin
         with _Dear() as dear:
             output = layer.run(given, split)
         self.forward = books.peak - begin
@@ -171,10 +164,12 @@ class _Pass:
 
     def _given(self, outputs: list[Payload]) -> Message:
         """What goes to the first taker that is left, which then lets go of it."""
-        before, one = self._books.bytes, outputs.pop(0)
-        arriving, made = sum(tensor.nbytes for tensor in one.tensors), _memories(one.tensors)
+        before = self._books.bytes
+        one = outputs.pop(0)
+        arriving = sum(tensor.nbytes for tensor in one.tensors)
+        made = sum(_memories(one.tensors).values())
         del one
-        return Message(arriving, sum(made.values()), sum(made.values()) - self._dropped(before), 0)
+        return Message(arriving=arriving, made=made, kept=made - self._dropped(before), back=0)
 
     def _dropped(self, before: int) -> int:
         return before - self._books.bytes
