@@ -251,7 +251,7 @@ class Report:
             own = [str(stage) for stage, place in enumerate(self.plan.program.placement) if place == rank]
             row = {"rank": Cell(str(rank), rank), "stages": Cell(" ".join(own))}
             if self.comparison is None:
-                row["busy"] = _share(trace.busy_s[rank] / trace.makespan_s if trace.makespan_s else 0)
+                row["busy"] = _share(trace.busy_ratios[rank])
             else:
                 busy = self.comparison.busy[rank]
                 row |= {"busy, predicted": _share(busy.predicted), "busy, measured": _share(busy.measured)}

@@ -93,7 +93,7 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
         Pair(predicted.makespan_s, measured.makespan_s) if _lengths(foreseen) == _lengths(seen) else None,
         Pair(predicted.bubble_ratio, measured.bubble_ratio),
         tuple(stages),
-        tuple(map(Pair, _busy(predicted), _busy(measured))),
+        tuple(map(Pair, predicted.busy_ratios, measured.busy_ratios)),
     )
 
 
@@ -146,8 +146,3 @@ def _durations(*traces: Trace) -> dict[tuple[int, Kind], list[float]]:
 
 def _lengths(durations: Mapping[tuple[int, Kind], list[float]]) -> dict[tuple[int, Kind], int]:
     return {key: len(values) for key, values in durations.items()}
-
-
-def _busy(trace: Trace) -> list[float]:
-    whole = trace.makespan_s
-    return [busy_s / whole if whole else 0.0 for busy_s in trace.busy_s]
