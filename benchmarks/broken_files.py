@@ -24,14 +24,14 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
+import valid_files
+from file_changes import changed_bytes, changed_value, changed_words
 
 from pipesched import Costs, Plan, Profile, Program, Trace, load_program, schedules, simulate, validate
 from pipesched.cli.options import read_links
@@ -39,9 +39,9 @@ from pipesched.errors import PipeschedError
 from pipesched.json_files import load_json
 from pipesched.planning.report import Report
 from pipesched.program.lowering import lower
-from pipesched.simulation.links import Link, Links
+from pipesched.simulation.links import Links
 from pipesched.simulation.memory import rank_memory
-from pipesched.simulation.overheads import Machine, Overheads
+from pipesched.simulation.overheads import Machine
 from pipesched.viz.text import text_timeline
 
 FILES, LIMIT_S = 400, 20.0
@@ -63,124 +63,6 @@ class Sort:
     ending: str = ".json"
 
 
-# ---- valid files --------------------------------------------------------------------------------------------------
-
-
-def _programs() -> list[str | bytes]:
-    shapes = {"dualpipe": 4, "chimera": 4}
-    found: list[str | bytes] = []
-    for name in schedules.names(sliced=True):
-        program = schedules.get(name).program(shapes.get(name, 3), 4)
-        found.append(str(program))
-        if name in ("1f1b", "zb-v", "interleaved-1f1b"):
-            found += [str(lower(program)), str(program.forward())]
-    found.append("name skips\nmicrobatches 2\nedges 0-1 0-2 1-2\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1\n"
-                 "rank 2: 2F0 2B0 2F1 2B1\n")  # fmt: skip
-    return found
-
-
-def _tables() -> list[str | bytes]:
-    names = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "hanayo")
-    programs = [schedules.get(name).program(3, 4) for name in names]
-    return ["".join(",".join(map(str, order)) + "\n" for order in program.orders) for program in programs]
-
-
-def _costs(num_stages: int) -> Costs:
-    return Costs.uniform(
-        num_stages,
-        forward_s=0.5,
-        input_grad_s=0.25,
-        weight_grad_s=0.25,
-        transfer_s=0.125,
-        activation_bytes=100,
-        input_bytes=10,
-        output_bytes=10,
-        weight_bytes=1000,
-        gradient_bytes=1000,
-        links=_LINKS,
-        overheads=_OVERHEADS,
-    )
-
-
-_OVERHEADS = Overheads(1e-4, 1e-5, Link(1e-5, 1e9), Link(2e-5, 2e9), Link(1e-6, 1e10), (1.0, 1.5, 1.75))
-_LINKS = Links(Link(1e-6, 50e9, 0.1), Link(1e-5, 10e9), (0, 0, 1, 1), {(0, 1): Link(1e-3, 1e6)}, contended=True)
-_MACHINE = Machine("a processor", Links(), _OVERHEADS, _OVERHEADS, 20e9)
-
-
-def _row(rows: int) -> "nx.DiGraph[str]":
-    graph: nx.DiGraph[str] = nx.DiGraph(parameters={})
-    names = [f"layer{at}" for at in range(5)]
-    for at, name in enumerate(names):
-        graph.graph["parameters"][f"{name}.weight"] = (250, 1000)
-        seconds = 0.001 * (at + 1) * rows
-        numbers = {
-            "forward_s": seconds,
-            "backward_s": 2 * seconds,
-            "input_grad_s": seconds,
-            "weight_grad_s": seconds,
-            "input_bytes": 10 * rows,
-            "output_bytes": 10 * rows,
-            "activation_bytes": 100 * rows,
-            "weight_grad_bytes": 20 * rows,
-            "parameter_bytes": 1000,
-            "num_parameters": 250,
-            "gradient_bytes": 1000,
-        }
-        graph.add_node(name, **numbers, parameters=(f"{name}.weight",), buffers=())
-    for one, other in pairwise(names):
-        graph.add_edge(one, other, bytes=10 * rows, tensors={f"{one}:0": 10 * rows})
-    graph.add_edge("layer0", "layer4", bytes=10 * rows, tensors={"layer0:0": 10 * rows})
-    return graph
-
-
-@cache
-def _profile() -> Profile:
-    return Profile({rows: _row(rows) for rows in (2, 4, 8)}, "a row", _MACHINE)
-
-
-@cache
-def _plans() -> list[str | bytes]:
-    import pipesched
-
-    made = pipesched.tune(_profile(), num_ranks=2, batch_size=8, memory_limit_bytes=100_000)
-    interleaved = schedules.get("interleaved-1f1b").with_options(chunks_per_rank=2)
-    stages = (("a", "b"), ("c",), ("d",), ("e",))
-    plans = [
-        made,
-        Plan(stages, interleaved.name, interleaved.program(2, 4), "always", _costs(4), interleaved.options),
-        Plan(stages, "dualpipe", schedules.get("dualpipe").program(4, 4), {"a": "recompute", "c": "offload"}),
-        Plan(stages[:2], "zb-auto", schedules.get("zb-auto").program(2, 4), costs=_costs(2)),
-        Plan(stages[:2], "mine", replace(schedules.get("1f1b").program(2, 3), name="mine"), "except_last"),
-    ]
-    return [json.dumps(plan.to_dict(), indent=1) for plan in plans]
-
-
-def _traces() -> list[Trace]:
-    shapes = {"1f1b": (3, 4), "zb-h1": (2, 3), "dualpipe-v": (2, 4), "pipedream": (2, 3)}
-    programs = [schedules.get(name).program(*shape) for name, shape in shapes.items()]
-    return [simulate(lower(program), _costs(program.num_stages)) for program in programs]
-
-
-def _options() -> list[str | bytes]:
-    found = [{"schedule": name, "options": dict(schedules.get(name).options)} for name in schedules.names(sliced=True)]
-    return [json.dumps({**one, "num_ranks": 4, "num_microbatches": 4, "steps": 1}) for one in found]
-
-
-def _weights(name: str) -> bytes:
-    header = {
-        "__metadata__": {"format": "pt"},
-        f"{name}.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-        f"{name}.bias": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
-    }
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(range(32))
-
-
-def _index() -> list[str | bytes]:
-    there = {"a.weight": "a.safetensors", "a.bias": "a.safetensors", "b.weight": "b.safetensors"}
-    return [json.dumps({"metadata": {"total_size": 64}, "weight_map": {**there, "b.bias": "b.safetensors"}})]
-
-
 # ---- what is done with a file -------------------------------------------------------------------------------------
 
 
@@ -194,7 +76,7 @@ def _use_program(program: Program) -> None:
         _error(lambda: lower(program))
         _error(lambda: simulate(program, Costs.uniform(program.num_stages)))
         raise errors[0]
-    costs = _costs(program.num_stages)
+    costs = valid_files.costs(program.num_stages)
     trace = simulate(program, Costs.uniform(program.num_stages))
     _numbers_hold(trace.makespan_s)
     text_timeline(trace, 100)
@@ -317,7 +199,7 @@ def _read_weights(path: Path) -> None:
     for name in ("a", "b"):
         other = path.parent / f"{name}.safetensors"
         if other != path:
-            other.write_bytes(_weights(name))
+            other.write_bytes(valid_files.weights(name))
     files = WeightFiles(path)
     for name in files:
         tensor = files[name]
@@ -328,22 +210,22 @@ def _read_weights(path: Path) -> None:
 
 
 SORTS = [
-    Sort("program, text", _programs, _read_program, ".txt"),
-    Sort("program, CSV", _tables, _read_program, ".csv"),
-    Sort("plan", _plans, _read_plan),
-    Sort("profile", lambda: [json.dumps(_profile().to_dict(), indent=1)], _read_profile),
-    Sort("trace", lambda: [json.dumps(trace.to_dict()) for trace in _traces()], _read_trace),
+    Sort("program, text", valid_files.programs, _read_program, ".txt"),
+    Sort("program, CSV", valid_files.tables, _read_program, ".csv"),
+    Sort("plan", valid_files.plans, _read_plan),
+    Sort("profile", lambda: [json.dumps(valid_files.profile().to_dict(), indent=1)], _read_profile),
+    Sort("trace", lambda: [json.dumps(trace.to_dict()) for trace in valid_files.traces()], _read_trace),
     Sort(
         "trace, Chrome",
-        lambda: [json.dumps({"traceEvents": trace.chrome_events()}) for trace in _traces()],
+        lambda: [json.dumps({"traceEvents": trace.chrome_events()}) for trace in valid_files.traces()],
         _read_trace,
     ),
-    Sort("costs", lambda: [json.dumps(_costs(count).to_dict()) for count in (2, 4)], _read_costs),
-    Sort("links", lambda: [json.dumps(links.to_dict()) for links in (_LINKS, Links())], _read_links),
-    Sort("machine", lambda: [json.dumps(_MACHINE.to_dict())], _read_machine),
-    Sort("schedule options", _options, _read_options),
-    Sort("safetensors index", _index, _read_weights, ".safetensors.index.json"),
-    Sort("safetensors", lambda: [_weights("a"), _weights("b")], _read_weights, ".safetensors"),
+    Sort("costs", lambda: [json.dumps(valid_files.costs(count).to_dict()) for count in (2, 4)], _read_costs),
+    Sort("links", lambda: [json.dumps(links.to_dict()) for links in (valid_files.LINKS, Links())], _read_links),
+    Sort("machine", lambda: [json.dumps(valid_files.MACHINE.to_dict())], _read_machine),
+    Sort("schedule options", valid_files.options, _read_options),
+    Sort("safetensors index", valid_files.index, _read_weights, ".safetensors.index.json"),
+    Sort("safetensors", lambda: [valid_files.weights("a"), valid_files.weights("b")], _read_weights, ".safetensors"),
 ]
 
 
@@ -385,172 +267,6 @@ def _nothing_ignored(given: Any, kept: Any, but: set[str] | None = None, place: 
         raise Wrong(f"{place} is {given!r}, and was read as {kept!r}"[:300])
 
 
-# ---- changes ------------------------------------------------------------------------------------------------------
-
-_DEEP = 100_000
-_DIGITS = 5000
-#: In the place of a value, as they stand in the file.
-_STRANGE = [
-    "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "-1", "-0.5", "0", "1", "1.5", "2147483648",
-    "9223372036854775807", "9223372036854775808", "1e300", "1" + "0" * 400, "9" * _DIGITS, "-" + "9" * _DIGITS,
-    "1e-320", "true", "false", "null", '""', '"x"', '"3"', '"\\ud800"', '"\\u0000"', '"../x"', "[]", "{}", "[[]]",
-    "[null]", "[1, 2, 3]", '{"x": 1}', '{"": []}', "[" * _DEEP + "]" * _DEEP, '{"x": ' * 1000 + "1" + "}" * 1000,
-    "[" * 200 + "]" * 200,
-]  # fmt: skip
-_WORDS = [
-    "0",
-    "-1",
-    "99999999999",
-    "9" * 40,
-    "9" * _DIGITS,
-    "1.5",
-    "x",
-    ":",
-    "&",
-    "0F0&0B0",
-    "0F99999",
-    "9F0",
-    "route",
-    "rank",
-]
-
-
-def _changed_value(rng: random.Random, text: str) -> str:
-    """A JSON file whose tree is another one in one to three places."""
-    tree = json.loads(text)
-    raw: dict[str, str] = {}
-
-    def strange() -> str:
-        mark = f"@{len(raw)}@"
-        raw[mark] = rng.choice(_STRANGE)
-        return mark
-
-    for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        places = list(_places(tree))
-        if not places:
-            break
-        holder, key = rng.choice(places)
-        _change(rng, holder, key, strange, places)
-    written = json.dumps(tree, indent=rng.choice([None, 1]))
-    for mark, value in raw.items():
-        written = written.replace(json.dumps(mark), value)
-    return written
-
-
-def _change(rng: random.Random, holder: Any, key: Any, strange: Callable[[], str], places: list[Any]) -> None:
-    how = rng.choice(["strange"] * 6 + ["delete", "twin", "swap", "unknown", "rename", "near"])
-    other, there = rng.choice(places)
-    if how == "strange":
-        holder[key] = strange()
-    elif how == "delete":
-        del holder[key]
-    elif how == "twin" and isinstance(holder, list):
-        holder.insert(key, holder[key])
-    elif how == "swap":
-        try:
-            holder[key], other[there] = json.loads(json.dumps(other[there])), json.loads(json.dumps(holder[key]))
-        except (LookupError, TypeError):
-            return  # one lies in the other
-    elif how == "unknown" and isinstance(holder, dict):
-        holder["unheard_of" if rng.random() < 0.5 else f"{key}_"] = rng.choice([1, "x", strange()])
-    elif how == "rename" and isinstance(holder, dict):
-        holder[rng.choice(["", "x", f"{key}s", "0", "-1"])] = holder.pop(key)
-    elif isinstance(holder[key], int | float):
-        holder[key] += rng.choice([-1, 1, 0.5, -1e9])
-    else:
-        holder[key] = strange()
-
-
-def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(tree, dict | list):
-        for key, value in list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree)):
-            yield tree, key
-            yield from _places(value)
-
-
-def _changed_words(rng: random.Random, text: str) -> str:
-    """A text whose lines and words are others."""
-    lines = [re.split(r"([ ,])", line) for line in text.splitlines()]
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        if not lines:
-            break
-        line = rng.choice(lines)
-        at = rng.randrange(len(line))
-        how = rng.choice(["word", "word", "number", "number", "number", "delete", "twin", "line", "drop", "header"])
-        if how == "word":
-            line[at] = rng.choice(_WORDS)
-        elif how == "number":
-            numbers = list(re.finditer(r"\d+", line[at]))
-            if numbers:
-                found = rng.choice(numbers)
-                line[at] = line[at][: found.start()] + rng.choice(_WORDS[:6]) + line[at][found.end() :]
-        elif how == "delete":
-            del line[at]
-            line += [""] if not line else []
-        elif how == "twin":
-            line.insert(at, line[at])
-        elif how == "line":
-            lines.insert(rng.randrange(len(lines)), list(line))
-        elif how == "drop":
-            lines.remove(line)
-        else:
-            lines.insert(rng.randrange(len(lines) + 1), [rng.choice(_HEADERS)])
-    return "\n".join("".join(line) for line in lines) + "\n"
-
-
-_HEADERS = [
-    "slices 2", "slices 0", "slices -2", "forward-only", "route 0 1 : 0 1", "route 0 : 99999999999", "route : ",
-    "weights 0 0 1", "weights 0 1 2", "weights -1 0 1", "weights 99999999999999999999 0 1", "edges 0-1",
-    "edges 0-2 1-2", "edges", "placement 0 0 0", "placement 0 1 2 9", "placement -1 0 1", "versions 0 : 0 0 0 1",
-    "versions 1 : -1 0 0 0", "versions 9 : 1", "microbatches 3", "microbatches 99999999999999", "microbatches -4",
-    "rank 3: 3F0 3B0", "rank 0:", "name", "versions 0 : 1 2 3 4", "route 0 1 2 : 0 1 2 3", "route 2 1 0 : 0 1 2 3",
-    "route 0 0 1 2 : 0", "edges " + " ".join(f"{a}-{a + 1}" for a in range(300)), "placement " + "0 " * 5000,
-    "versions 0 : 99999999999999999999999 0 0 0",
-]  # fmt: skip
-
-
-def _changed_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Bytes that are others, or no more there, or there twice."""
-    found = bytearray(data)
-    for _ in range(rng.choice([1, 1, 2, 5])):
-        at, end = sorted((rng.randrange(len(found) + 1), rng.randrange(len(found) + 1)))
-        how = rng.choice(["flip", "flip", "flip", "cut", "twin", "out", "in", "deep", "number", "whole"])
-        if how == "flip" and at < len(found):
-            found[at] ^= 1 << rng.randrange(8)
-        elif how == "cut":
-            del found[at:]
-        elif how == "twin":
-            found[at:at] = found[at : min(end, at + 5000)]
-        elif how == "out":
-            del found[at : min(end, at + 40)]
-        elif how == "in":
-            found[at:at] = rng.randbytes(rng.randrange(1, 9))
-        elif how == "deep":
-            found[at:at] = rng.choice([b"[", b'{"x":', b"("]) * _DEEP
-        elif how == "number":
-            numbers = list(re.finditer(rb"\d+", bytes(found)))
-            if numbers:
-                one = rng.choice(numbers)
-                found[one.start() : one.end()] = rng.choice([b"9" * _DIGITS, b"9" * 25, b"-1", b"1e999", b"NaN", b"0"])
-        elif rng.random() < 0.2:
-            whole = [
-                b"",
-                b"\xff\xfe" + data,
-                b"\xef\xbb\xbf" + data,
-                b"\x00" * 100,
-                b"[]",
-                b"{}",
-                b"null",
-                b"1",
-                b'"x"',
-                b"[" * _DEEP,
-            ]
-            found = bytearray(rng.choice(whole))
-        if not found:
-            break
-    return bytes(found)
-
-
 def broken(sort: Sort, index: int) -> bytes:
     """One broken file: the same for the same sort and index."""
     rng = random.Random(f"{sort.name} {index}")
@@ -558,13 +274,13 @@ def broken(sort: Sort, index: int) -> bytes:
     if isinstance(seed, bytes):
         length = struct.unpack("<Q", seed[:8])[0]
         if rng.random() < 0.3:
-            return _changed_bytes(rng, seed)
-        header = _changed_value(rng, seed[8 : 8 + length].decode()).encode()
+            return changed_bytes(rng, seed)
+        header = changed_value(rng, seed[8 : 8 + length].decode()).encode()
         told = len(header) if rng.random() < 0.9 else rng.choice([0, 1, 7, 2**63, 2**64 - 1, len(header) + 1])
         return struct.pack("<Q", told) + header + seed[8 + length :]
     if rng.random() < 0.3:
-        return _changed_bytes(rng, seed.encode())
-    change = _changed_value if sort.ending.endswith("json") else _changed_words
+        return changed_bytes(rng, seed.encode())
+    change = changed_value if sort.ending.endswith("json") else changed_words
     return change(rng, seed).encode("utf-8", "surrogatepass")
 
 

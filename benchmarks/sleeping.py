@@ -203,7 +203,7 @@ class BareStages:
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = schedules.get(name).program(num_ranks, 2 * num_ranks)
         stages = {index: Bare(index) for index in range(self.program.num_stages)}
-        self.work = RunSpec(lower(self.program), stages, lambda caller: None)
+        self.work = RunSpec(lower(self.program), stages)
         self.executor = ProcessExecutor(distributed.group.WORLD)
 
     def step(self) -> None:

@@ -21,9 +21,13 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from tqdm import tqdm
 
 import pipesched
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    sys.exit("the demo shows its progress by tqdm, which is not installed; pip install 'pipesched[demo]'")
 
 
 class Embed(nn.Module):

@@ -1,7 +1,7 @@
-"""A page: findings, tables and timelines as one HTML file that needs nothing else: no network, no other file.
+"""A page: findings, timelines and tables as one HTML file that needs nothing else: no network, no other file.
 
-It is light or dark as its reader's system is, can be read without a script, and printed. With scripts tables are sorted
-by a click on a head, and timelines are stretched together.
+It is light or dark as its reader's system is, can be read without a script, and printed. With scripts a click on the
+head of a column sorts a table.
 """
 
 import base64
@@ -10,16 +10,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from pipesched.simulation.trace import Trace
-from pipesched.viz.bars import kinds, num_chunks
-from pipesched.viz.colours import GREY, INK, colour, lighter
 from pipesched.viz.compare import plot_compare
 from pipesched.viz.headline import headline
-from pipesched.viz.svg import ROW, svg_timeline
 from pipesched.viz.tables import Cell, Table
 
 __all__ = ["html_page"]
 
-_MOST_BARS = 20_000  # more are a picture: a browser could not show them
+_MOST_BARS = 5_000  # of an SVG image; with more bars it is a PNG, which stays small
 
 
 def html_page(title: str, lines: Sequence[str], tables: Sequence[Table], traces: "Sequence[tuple[str, Trace]]") -> str:
@@ -30,7 +27,7 @@ def html_page(title: str, lines: Sequence[str], tables: Sequence[Table], traces:
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>",
         f"<h1>{escape(title)}</h1>",
         *_findings(lines),
-        *_timelines(traces),
+        *([_timelines(traces)] if traces else []),
         *(_table(table) for table in tables),
         f"</main>\n<script>{_SCRIPT}</script>\n</body>\n</html>\n",
     ]
@@ -42,40 +39,13 @@ def _findings(lines: Sequence[str]) -> Iterator[str]:
         yield f'<p class="{"first" if not at else "finding"}">{escape(line)}</p>'
 
 
-def _timelines(traces: "Sequence[tuple[str, Trace]]") -> Iterator[str]:
-    if not traces:
-        return
-    yield '<section>\n<h2>Timelines</h2>\n<div class="tools">'
-    yield from _legend([trace for _, trace in traces])
-    if sum(len(row) for _, trace in traces for row in trace.by_rank) > _MOST_BARS:
-        yield f'</div>\n<img alt="{escape(", ".join(label for label, _ in traces))}" src="{_picture(traces)}">'
-    else:
-        yield '<label class="zoom">stretch <input type="range" min="1" max="20" step="0.1" value="1"></label>\n</div>'
-        until_s = max(trace.makespan_s for _, trace in traces)
-        for label, trace in traces:
-            yield from _timeline(label, trace, until_s)
-    yield "</section>"
-
-
-def _timeline(label: str, trace: Trace, until_s: float) -> Iterator[str]:
-    words = headline(trace, label)
-    ranks = "".join(f'<div style="height:{ROW}px">rank {rank}</div>' for rank in range(trace.num_ranks))
-    yield f'<h3>{escape(words)}</h3>\n<div class="lane"><div class="ranks">{ranks}</div>'
-    yield f'<div class="scroll" tabindex="0">{svg_timeline(trace, until_s, words)}</div></div>'
-
-
-def _legend(traces: Sequence[Trace]) -> Iterator[str]:
-    count = num_chunks(*traces)
-    shown = [(str(kind), colour(kind)) for kind in kinds(*traces)]
-    shown += [(f"chunk {chunk}", lighter(GREY, chunk, count)) for chunk in ((0, count - 1) if count > 1 else ())]
-    swatches = [f'<i style="background:{fill}"></i>{name}' for name, fill in shown]
-    yield '<span class="legend">' + " ".join([*swatches, '<i class="idle"></i>bubble']) + "</span>"
-
-
-def _picture(traces: "Sequence[tuple[str, Trace]]") -> str:
+def _timelines(traces: "Sequence[tuple[str, Trace]]") -> str:
+    small = sum(len(row) for _, trace in traces for row in trace.by_rank) <= _MOST_BARS
     file = io.BytesIO()
-    plot_compare(traces).savefig(file, format="png")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    plot_compare(traces).savefig(file, format="svg" if small else "png")
+    source = f"data:image/{'svg+xml' if small else 'png'};base64,{base64.b64encode(file.getvalue()).decode()}"
+    words = "; ".join(headline(trace, label) for label, trace in traces)
+    return f'<section>\n<h2>Timelines</h2>\n<img alt="{escape(words)}" src="{source}">\n</section>'
 
 
 def _table(table: Table) -> str:
@@ -112,56 +82,38 @@ def _side(table: Table, name: str) -> str:
     return ' class="words"' if name in table.words else ""
 
 
-_STYLE = f"""
-:root {{ color-scheme: light dark; --ground: #fff; --text: #1a1a1a; --quiet: #666; --line: #d8d8d8; --idle: #e6e6e6;
-  --stripe: #cfcfcf; --good: #00704f; --bad: #b3261e; --bar: #d6ebf8; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ground: #16181b; --text: #e8e8e8; --quiet: #a0a0a0; --line: #3a3d42;
-  --idle: #2a2d31; --stripe: #3b3f45; --good: #4fd1a5; --bad: #ff8a80; --bar: #1e4258; }} }}
-body {{ margin: 0; background: var(--ground); color: var(--text);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }}
-main {{ max-width: 1180px; margin: 0 auto; padding: 1.5rem; }}
-h1 {{ font-size: 1.35rem; margin: 0 0 .6rem; }}
-h2 {{ font-size: 1.1rem; margin: 1.8rem 0 .4rem; }}
-h3 {{ font-size: .9rem; font-weight: normal; margin: .9rem 0 .2rem; }}
-p {{ margin: .15rem 0; max-width: 75em; }}
-.first {{ font-size: 1.15rem; font-weight: 600; }}
-.note, .quiet {{ color: var(--quiet); font-size: .85rem; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .22rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }}
-th:first-child, td:first-child {{ padding-left: .2rem; }}
-td.words, th.words {{ text-align: left; }}
-td.words {{ white-space: normal; min-width: 6em; }}
-th button {{ all: unset; cursor: pointer; font-weight: 600; }}
-th button:focus-visible {{ outline: 2px solid currentColor; }}
-th[aria-sort=ascending] button::after {{ content: " \\2191"; }}
-th[aria-sort=descending] button::after {{ content: " \\2193"; }}
-.good {{ color: var(--good); }}
-.bad {{ color: var(--bad); font-weight: 600; }}
-.strong {{ font-weight: 600; }}
-.bar {{ background: linear-gradient(to right, var(--bar) var(--share), transparent var(--share)); }}
-.tools {{ display: flex; flex-wrap: wrap; gap: .3rem 2rem; align-items: center; font-size: .85rem; }}
-.zoom {{ display: none; }}
-.scripted .zoom {{ display: inline-flex; gap: .5rem; }}
-.legend i {{ display: inline-block; width: 1.1em; height: .8em; margin: 0 .3em 0 .7em; vertical-align: -1px; }}
-.legend i:first-child {{ margin-left: 0; }}
-.idle {{ background: repeating-linear-gradient(135deg, var(--idle) 0 3px, var(--stripe) 3px 4px); }}
-.lane {{ display: flex; font-size: .8rem; }}
-.ranks {{ flex: none; padding-right: .6rem; line-height: {ROW}px; color: var(--quiet); }}
-.scroll {{ flex: 1; overflow-x: auto; min-width: 0; }}
-.timeline {{ display: block; overflow: hidden; font-size: 11px; }}
-.timeline text {{ fill: {INK}; text-anchor: middle; dominant-baseline: central; pointer-events: none; }}
-.timeline .axis {{ fill: var(--quiet); }}
-.timeline .tick {{ stroke: var(--line); stroke-width: 1; }}
-.timeline .bubble {{ fill: var(--idle); }}
-.timeline g rect {{ stroke: var(--ground); stroke-width: .6; }}
-.timeline g:hover rect {{ stroke: var(--text); stroke-width: 2; }}
-img {{ max-width: 100%; background: #fff; }}
-@media print {{ .zoom {{ display: none !important; }} main {{ max-width: none; padding: 0; }} }}
+_STYLE = """
+:root { color-scheme: light dark; --ground: #fff; --text: #1a1a1a; --quiet: #666; --line: #d8d8d8;
+  --good: #00704f; --bad: #b3261e; --bar: #d6ebf8; }
+@media (prefers-color-scheme: dark) { :root { --ground: #16181b; --text: #e8e8e8; --quiet: #a0a0a0; --line: #3a3d42;
+  --good: #4fd1a5; --bad: #ff8a80; --bar: #1e4258; } img { filter: invert(.92) hue-rotate(180deg); } }
+body { margin: 0; background: var(--ground); color: var(--text);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 1.5rem; }
+h1 { font-size: 1.35rem; margin: 0 0 .6rem; }
+h2 { font-size: 1.1rem; margin: 1.8rem 0 .4rem; }
+p { margin: .15rem 0; max-width: 75em; }
+.first { font-size: 1.15rem; font-weight: 600; }
+.note, .quiet { color: var(--quiet); font-size: .85rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .22rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { padding-left: .2rem; }
+td.words, th.words { text-align: left; }
+td.words { white-space: normal; min-width: 6em; }
+th button { all: unset; cursor: pointer; font-weight: 600; }
+th button:focus-visible { outline: 2px solid currentColor; }
+th[aria-sort=ascending] button::after { content: " \\2191"; }
+th[aria-sort=descending] button::after { content: " \\2193"; }
+.good { color: var(--good); }
+.bad { color: var(--bad); font-weight: 600; }
+.strong { font-weight: 600; }
+.bar { background: linear-gradient(to right, var(--bar) var(--share), transparent var(--share)); }
+img { max-width: 100%; }
+@media print { main { max-width: none; padding: 0; } }
 """
 
 _SCRIPT = """
-document.documentElement.classList.add("scripted");
 for (const head of document.querySelectorAll("th")) head.addEventListener("click", () => {
   const table = head.closest("table"), body = table.tBodies[0], at = head.cellIndex;
   const down = head.getAttribute("aria-sort") === "ascending";
@@ -177,27 +129,4 @@ for (const head of document.querySelectorAll("th")) head.addEventListener("click
   };
   body.append(...[...body.rows].sort(order));
 });
-const lanes = [...document.querySelectorAll(".scroll")];
-const zoom = document.querySelector(".zoom input");
-const fit = () => {
-  for (const lane of lanes) {
-    const svg = lane.firstElementChild, width = svg.getBoundingClientRect().width;
-    for (const text of svg.querySelectorAll("[data-w]"))
-      text.style.display = width * text.dataset.w / 100 > 7 * text.textContent.length ? "" : "none";
-  }
-};
-if (zoom) {
-  zoom.addEventListener("input", () => {
-    const middle = lanes[0].scrollLeft + lanes[0].clientWidth / 2, before = lanes[0].scrollWidth;
-    for (const lane of lanes) lane.firstElementChild.setAttribute("width", 100 * zoom.value + "%");
-    fit();
-    const left = middle * lanes[0].scrollWidth / before - lanes[0].clientWidth / 2;
-    for (const lane of lanes) lane.scrollLeft = left;
-  });
-  for (const lane of lanes) lane.addEventListener("scroll", () => {
-    for (const other of lanes) if (other.scrollLeft !== lane.scrollLeft) other.scrollLeft = lane.scrollLeft;
-  });
-  addEventListener("resize", fit);
-  fit();
-}
 """

@@ -1,4 +1,4 @@
-"""Step log: what a step took while training goes on: a line, and scalars for TensorBoard."""
+"""Step log: a line about each training step, and scalars for TensorBoard."""
 
 import time
 from collections.abc import Callable
@@ -23,11 +23,12 @@ class _Writer(Protocol):
         """Keep one number."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """What one step took. step_s: its makespan. whole_s: from one step to the next, with all that lies between.
+    """The figures of one step.
 
-    busy: of each rank, the share of the makespan in which it computes. None: not known.
+    step_s: its makespan. busy: of each rank, the share of the makespan in which it computes. whole_s: the time from one
+    step to the next, with everything between. None: not known.
     """
 
     step: int
@@ -41,35 +42,32 @@ class StepFigures:
     @property
     def scalars(self) -> dict[str, float]:
         """The figures by name, as a writer gets them."""
-        named = {
-            "loss": self.loss,
-            "step_s": self.step_s,
-            "predicted_s": self.predicted_s,
-            "whole_s": self.whole_s,
-            "bubble_ratio": self.bubble_ratio,
-            **{f"busy/rank_{rank}": share for rank, share in enumerate(self.busy)},
-        }
+        named = {name: value for name, value in vars(self).items() if name not in ("step", "busy")}
+        named |= {f"busy/rank_{rank}": share for rank, share in enumerate(self.busy)}
         return {f"pipesched/{name}": value for name, value in named.items() if value is not None}
 
     def __str__(self) -> str:
         """One line."""
-        loss = [] if self.loss is None else [f"loss {self.loss:.4g}"]
-        took = quote_time(self.step_s)
+        loss = "" if self.loss is None else f"loss {self.loss:.4g}, "
+        predicted = ""
         if self.predicted_s:
             off = quote_off(Pair(self.predicted_s, self.step_s).off)
-            took += f" ({off} on {quote_time(self.predicted_s)} predicted)"
-        whole = [] if self.whole_s is None else [f"{quote_time(self.whole_s)} with all between"]
-        busy = "busy " + " ".join(f"{share:.0%}" for share in self.busy)
-        return f"step {self.step}: " + ", ".join([*loss, took, *whole, f"bubble {self.bubble_ratio:.1%}", busy])
+            predicted = f" ({off} on {quote_time(self.predicted_s)} predicted)"
+        whole = "" if self.whole_s is None else f", {quote_time(self.whole_s)} with all between"
+        busy = " ".join(f"{share:.0%}" for share in self.busy)
+        return (
+            f"step {self.step}: {loss}{quote_time(self.step_s)}{predicted}{whole}, bubble {self.bubble_ratio:.1%}, "
+            f"busy {busy}"
+        )
 
 
 class StepLog:
-    """Says what steps took. Call it behind each step: ``log = StepLog(pipe)``, then ``log(loss)``.
+    """Logs steps. Call it after each step: ``log = StepLog(pipe)``, then ``log(loss)``.
 
-    writer: gets the scalars, where there is one: a torch.utils.tensorboard.SummaryWriter, or whatever has its
-    add_scalar. show: gets a line; None shows none. every: one of so many steps is said; the others cost nothing. Where
-    one is, its trace is read, on a GPU when the step has ended, and the step simulated. Under a mesh every rank calls
-    it, ranks send rank 0 their times, and rank 0 says them. Raises InputError where ``every`` is no whole number.
+    writer: gets the scalars: a torch.utils.tensorboard.SummaryWriter, or any object with its add_scalar; None: nobody.
+    show: gets a line; None: nobody. every: log one of so many steps; the others cost nothing. For a step that is logged
+    the trace is read, on a GPU when the step has ended, and the step is simulated. Under a mesh every rank calls the
+    log, ranks send rank 0 their times, and rank 0 logs them. Raises InputError where ``every`` is no whole number.
     """
 
     def __init__(
@@ -87,32 +85,36 @@ class StepLog:
             raise InputError(f"a writer has add_scalar; got {shown(writer)}; pass such as TensorBoard's SummaryWriter")
         if show is not None and not callable(show):
             raise InputError(f"show is called with each line; got {shown(show)}; pass such as print, or None")
-        self._pipe, self._writer, self._every, self._show = pipe, writer, every, show
+        self._pipe = pipe
+        self._writer = writer
+        self._every = every
+        self._show = show
         self._calls = 0
-        self._said: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None  # the calls up to the last one that was logged, and its time
 
     def __call__(self, loss: Any = None, *, step: int | None = None) -> StepFigures | None:
-        """After a step. loss: its loss, a number or a tensor. step: its number; counted from 0 unless given.
+        """After a step. loss: its loss, a number or a tensor. step: its number; default: counted from 0.
 
-        Returns the figures that were said; None where none were.
+        Returns the figures that were logged; None where none were.
         """
         self._calls += 1
         if self._calls % self._every:
             return None
-        trace, now_s = self._pipe.gather_trace(), time.perf_counter()
-        said, self._said = self._said, (self._calls, now_s)
+        trace = self._pipe.gather_trace()
+        now = self._calls, time.perf_counter()
+        last, self._last = self._last, now
         if trace is None or not self._pipe._running.host.holds(0):
             return None
-        steps = _steps(trace, self._pipe.num_microbatches)
         predicted = self._pipe.predicted
+        as_predicted = sum(map(len, predicted.by_rank)) == sum(map(len, trace.by_rank))
         figures = StepFigures(
             step=self._calls - 1 if step is None else step,
-            step_s=trace.makespan_s / steps,
+            step_s=trace.makespan_s / _num_steps(trace, self._pipe.num_microbatches),
             bubble_ratio=trace.bubble_ratio,
-            busy=tuple(busy_s / trace.makespan_s if trace.makespan_s else 0.0 for busy_s in trace.busy_s),
+            busy=trace.busy_ratios,
             loss=None if loss is None else float(loss),
-            predicted_s=predicted.makespan_s if _actions(predicted) == _actions(trace) else None,
-            whole_s=None if said is None else (now_s - said[1]) / (self._calls - said[0]),
+            predicted_s=predicted.makespan_s if as_predicted else None,
+            whole_s=None if last is None else (now[1] - last[1]) / (now[0] - last[0]),
         )
         if self._writer is not None:
             for name, value in figures.scalars.items():
@@ -122,11 +124,7 @@ class StepLog:
         return figures
 
 
-def _steps(trace: Trace, num_microbatches: int) -> int:
-    """How many steps a trace has: of an asynchronous schedule several, which run on into each other."""
+def _num_steps(trace: Trace, num_microbatches: int) -> int:
+    """How many steps a trace has: several where the schedule is asynchronous."""
     run = {span.action.microbatch for row in trace.by_rank for span in row if span.action.kind is Kind.F}
     return max(1, round(len(run) / num_microbatches))
-
-
-def _actions(trace: Trace) -> int:
-    return sum(map(len, trace.by_rank))

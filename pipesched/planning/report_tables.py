@@ -157,7 +157,7 @@ def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
         own = [str(stage) for stage, place in enumerate(plan.program.placement) if place == rank]
         row = {"rank": _count(rank), "stages": Cell(" ".join(own))}
         if comparison is None:
-            row["busy"] = _share(predicted.busy_s[rank] / predicted.makespan_s if predicted.makespan_s else 0)
+            row["busy"] = _share(predicted.busy_ratios[rank])
         else:
             busy = comparison.busy[rank]
             row |= {"busy, predicted": _share(busy.predicted), "busy, measured": _share(busy.measured)}

@@ -99,7 +99,7 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
         step_s=Pair(predicted.makespan_s, measured.makespan_s) if same else None,
         bubble_ratio=Pair(predicted.bubble_ratio, measured.bubble_ratio),
         stages=tuple(stages),
-        busy=tuple(map(Pair, _busy(predicted), _busy(measured))),
+        busy=tuple(map(Pair, predicted.busy_ratios, measured.busy_ratios)),
     )
 
 
@@ -154,8 +154,3 @@ def _durations(*traces: Trace) -> dict[tuple[int, Kind], list[float]]:
 
 def _lengths(durations: Mapping[tuple[int, Kind], list[float]]) -> dict[tuple[int, Kind], int]:
     return {key: len(values) for key, values in durations.items()}
-
-
-def _busy(trace: Trace) -> list[float]:
-    whole = trace.makespan_s
-    return [busy_s / whole if whole else 0.0 for busy_s in trace.busy_s]

@@ -193,6 +193,12 @@ class Trace:
         return tuple(_busy(row) for row in self._rows)
 
     @property
+    def busy_ratios(self) -> tuple[float, ...]:
+        """The share of the makespan in which each rank computes."""
+        whole = self.makespan_s
+        return tuple(busy_s / whole if whole else 0.0 for busy_s in self.busy_s)
+
+    @property
     def bubble_ratio(self) -> float:
         """Idle time over (ranks x makespan): 1F1B with uniform costs gives (p-1)/(m+p-1)."""
         whole = self.num_ranks * self.makespan_s

@@ -41,7 +41,7 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
     stages = {index: FakeStage(index, costs) for index in range(program.num_stages)}
     executor = ThreadExecutor([torch.device("cpu")] * program.num_ranks, intra_op_threads=1)
     try:
-        run = executor.run(RunSpec(lower(program), stages, lambda caller: None), grad=False)
+        run = executor.run(RunSpec(lower(program), stages), grad=False)
     finally:
         executor.close()
     return Trace(tuple(run.spans()), program.num_ranks, program.name, costs)

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,16 @@ def test_a_pipeline_runs_the_plan_that_is_found_with_the_loops_bits(tmp_path):
     found.save(tmp_path / "plan.json")
     with Pipeline(model(), x[:2], loss_fn=mse, devices=["cpu"] * 4, plan=Plan.load(tmp_path / "plan.json")) as pipe:
         assert pipe.plan.alternatives == found.alternatives
+
+
+def test_a_search_needs_no_tqdm(monkeypatch, capsys):
+    known = profiled(model(), torch.randn(2, 8))
+    plans = [pipesched.tune(known, num_ranks=2, batch_size=8, progress=True)]
+    assert "searching for a plan: 100%" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    plans.append(pipesched.tune(known, num_ranks=2, batch_size=8, progress=True))
+    assert plans[0].to_dict() == plans[1].to_dict()
+    assert capsys.readouterr().err == ""
 
 
 def test_what_the_profiles_machine_takes_beside_layers_is_predicted_until_steps_have_shown_it():

@@ -73,6 +73,19 @@ def finish(commands, folder):
     return "".join(printed)
 
 
+@pytest.mark.parametrize(
+    ("script", "module", "extra"),
+    [(DEMO, "tqdm", "demo"), (ROOT / "benchmarks" / "zoo.py", "transformers", "zoo")],
+    ids=["demo", "zoo"],
+)
+def test_a_script_says_in_one_line_which_extra_it_needs(script, module, extra):
+    sys_path = f"sys.path[:0] = [{str(script.parent)!r}]"
+    code = f"import runpy, sys; sys.modules[{module!r}] = None; {sys_path}; runpy.run_path({str(script)!r})"
+    ran = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert re.fullmatch(rf".*{module}, which is not installed; pip install 'pipesched\[{extra}\]'\n", ran.stderr)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """What the demo trains in one process, in two steps."""

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from pipesched import schedules
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.simulator import simulate
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PACKAGE = ROOT / "docs" / "package.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
 
@@ -55,3 +58,21 @@ def test_the_table_of_schedules_is_complete_and_right() -> None:
         program = schedules.get(name).program(4, 8)
         ratio = simulate(program, Costs.uniform(program.num_stages)).bubble_ratio
         assert f"{ratio:.1%}" == f"{percent}%"
+
+
+def test_links_and_pictures_of_the_readme_are_there() -> None:
+    for place in re.findall(r"\]\(([^)#]+)[^)]*\)", README.read_text()):
+        assert (ROOT / place).is_file(), place
+
+
+def test_the_page_for_package_indexes_stands_alone() -> None:
+    """It has no links. Its code is README's, whose blocks run."""
+    text = PACKAGE.read_text()
+    assert "](" not in text
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert ("python", code) in BLOCKS
+    (commands,) = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert set(commands.splitlines()) <= set(COMMANDS)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["readme"] == "docs/package.md"
+    assert set(re.findall(r"pipesched\[(\w+)\]", text)) <= set(project["optional-dependencies"])

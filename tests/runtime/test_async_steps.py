@@ -202,7 +202,7 @@ def test_an_error_of_a_layer_ends_the_stream_and_the_next_step_begins_another(na
         assert any("in 1F7 (stage 1, micro-batch 7), rank 1" in note for note in caught.value.__notes__)
         assert pipe.flush() is None
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert all(stage.weights is None and not stage.num_held for stage in pipe._running.assembly.stages.values())
+        assert all(stage.weights is None and not stage._saved for stage in pipe._running.assembly.stages.values())
         before = copy.deepcopy(pipe.state_dict())
         assert pipe.step(batch(9)[0], target=batch(9)[1]).isfinite()
         assert any(not torch.equal(value, before[key]) for key, value in pipe.state_dict().items())

@@ -222,7 +222,7 @@ def test_other_ranks_stop_early() -> None:
     stages = {index: Stage(index, costs) for index in range(2)}
     executor = ThreadExecutor([torch.device("cpu")] * 2, 1)
     with pytest.raises(ZeroDivisionError):
-        executor.run(RunSpec(program, stages, lambda caller: None), grad=False)
+        executor.run(RunSpec(program, stages), grad=False)
     executor.close()
     assert len(stages[0]._state) < 25
 

@@ -172,7 +172,7 @@ def run(case: str, split: bool, checkpointed: bool = False) -> tuple[dict[str, T
     if split:
         for microbatch in range(3):
             stage.weight_grad(microbatch)
-    assert stage.num_held == 0
+    assert len(stage._saved) == 0
     return gradients(module), [grad for grads in sent for grad in grads]
 
 
@@ -353,7 +353,7 @@ def test_memory_of_i_is_freed_by_w() -> None:
         stage.input_grad(
             microbatch, ones(stage.forward(microbatch, Payload.of(torch.ones(2, 6, requires_grad=True)), split=True))
         )
-    assert stage.num_held == 2
+    assert len(stage._saved) == 2
     stage.weight_grad(0)
     stage.weight_grad(1)
-    assert stage.num_held == 0
+    assert len(stage._saved) == 0

@@ -33,6 +33,7 @@ def test_times_of_a_measured_trace_count_from_its_first_computation():
     assert trace.makespan_s == 14
     assert trace.span_s == 14
     assert trace.busy_s == (5, 7)
+    assert trace.busy_ratios == (5 / trace.makespan_s, 7 / trace.makespan_s)
     assert trace.bubble_ratio == 1 - 12 / 28
 
 
@@ -59,7 +60,7 @@ def test_by_rank_is_in_time_order():
 def test_an_empty_trace_takes_no_time():
     trace = trace_of(num_ranks=2)
     assert (trace.makespan_s, trace.span_s, trace.bubble_ratio) == (0, 0, 0)
-    assert trace.busy_s == trace.peak_in_flight == trace.peak_bytes == (0, 0)
+    assert trace.busy_s == trace.busy_ratios == trace.peak_in_flight == trace.peak_bytes == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def by_executor(executor: Any, program: Program, seed: int) -> Result:
 
         looks = {"looks": [look(one) for one in batch.inputs]} if over_mesh else {}
         executor.run(RunSpec(lower(program), stages, begin), grad=not program.forward_only, **looks)
-        assert not any(stage.num_held for stage in stages.values())
+        assert not any(stage._saved for stage in stages.values())
         for index, feed in feeds.items():
             found |= {(step, index, mb): loss.detach().numpy() for mb, loss in feed.losses.items()}
     return found | state_of([layers[index] for index in own])

@@ -36,7 +36,7 @@ from pipesched.runtime.executors.channel_plan import ChannelEnds, OrderMessages,
 from pipesched.runtime.executors.device_streams import lane_for
 from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
 from pipesched.runtime.executors.rank_run import RankRun, RankTimeline
-from pipesched.runtime.executors.threads import RunSpec
+from pipesched.runtime.executors.threads import RunSpec, Stopped
 from pipesched.runtime.transport.channels import SHARE, Channels
 from pipesched.runtime.transport.clock_sync import clock_offset
 from pipesched.runtime.transport.connections import met
@@ -55,10 +55,6 @@ from pipesched.tensors.payload import Payload
 __all__ = ["ProcessExecutor"]
 
 _IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
-
-
-class _Stopped(Exception):  # noqa: N818  it is no error: it ends the rank's loop
-    """Another rank failed."""
 
 
 class ProcessExecutor:
@@ -233,7 +229,7 @@ class ProcessExecutor:
         try:
             for _ in interpret(rank, self._lane, stamps):
                 if bell.rung:
-                    raise _Stopped
+                    raise Stopped
         except RuntimeError as error:
             if isinstance(error.__cause__, StopIteration):  # a generator turns a layer's own into a RuntimeError
                 raise error.__cause__ from None
@@ -389,7 +385,7 @@ class ProcessExecutor:
         except _DifferentError as error:
             raise ExecutionError(*error.args) from None  # in every rank alike: nothing is broken
         except BaseException as error:
-            others = isinstance(error, _Stopped | ConnectionLostError)
+            others = isinstance(error, Stopped | ConnectionLostError)
             doing = "waits" if others else doing_at(error)
             place = "".join(f", {note}" for note in getattr(error, "__notes__", []))
             text = f"{error if others else said(error)}{place or f', in {what}'}"

@@ -23,7 +23,7 @@ from pipesched.runtime.executors.interpreter import Rank, StageLike, Stamps, int
 from pipesched.simulation.trace import Span
 from pipesched.tensors.caller_context import Caller
 
-__all__ = ["RunSegment", "RunSpec", "ThreadExecutor", "ThreadRun", "Timeline"]
+__all__ = ["RunSegment", "RunSpec", "Stopped", "ThreadExecutor", "ThreadRun", "Timeline"]
 
 _STOP = Message("stop")
 _REMEMBERED = 64  # programs
@@ -31,7 +31,7 @@ _PATIENCE_S = 60  # for the action that a thread is in when its pipeline is drop
 _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
 
 
-class _Stopped(Exception):  # noqa: N818  it is no error: it ends a rank's loop
+class Stopped(Exception):  # noqa: N818  it is no error: it ends a rank's loop
     """Another rank failed."""
 
 
@@ -46,7 +46,7 @@ class RunSpec:
 
     program: Program
     stages: Mapping[int, StageLike]
-    prepare: Callable[[Caller], None]
+    prepare: Callable[[Caller], None] = lambda caller: None
     orders: tuple[tuple[Action, ...], ...] | None = None
     finish: Callable[[bool], None] = lambda failed: None
     pair: Callable[[int], int] = lambda microbatch: microbatch
@@ -170,7 +170,7 @@ class RunSegment:
                 for _ in interpret(rank, lane, self._stamps[index]):
                     if run.stopping.is_set():
                         return
-        except _Stopped:
+        except Stopped:
             pass
         except BaseException as error:  # raised again in the caller's thread
             ended = isinstance(error.__cause__, StopIteration)  # a generator turns a layer's own into a RuntimeError
@@ -238,7 +238,7 @@ class _Wires:
         def receive() -> Any:
             message = get()
             if message is _STOP:
-                raise _Stopped
+                raise Stopped
             return unpack(message)
 
         return receive

@@ -56,7 +56,8 @@ class RecomputedLayers:
 
         Raises ExecutionError where it now modifies its input, and did not in its first run.
         """
-        given = Payload.of((args, kwargs), _itself)  # a tensor that is passed twice is one when it runs again, too
+        # A tensor that is passed twice is one when it runs again, too.
+        given = Payload.of((args, kwargs), lambda tensor: tensor)
         versions = [tensor._version for tensor in given.tensors]
         kept = given if self._modifies_input.get(which) is False else given.map_tensors(Tensor.clone)
         contexts = create_selective_checkpoint_contexts(_policy) if cheap else (nullcontext(), nullcontext())
@@ -138,7 +139,3 @@ def _buffers(layer: nn.Module, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _modes(layer: nn.Module) -> tuple[bool, ...]:
     return tuple(module.training for module in layer.modules())
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

@@ -127,11 +127,6 @@ class Stage:
         own = dict.fromkeys(parameter for module in self.modules.values() for parameter in module.parameters())
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
-    @property
-    def num_held(self) -> int:
-        """How many micro-batches are held."""
-        return len(self._saved)
-
     def products(self, microbatch: int) -> Sequence[Product]:
         """What I has left to W."""
         return self._saved[microbatch].products

@@ -14,7 +14,7 @@ from pipesched.testing.fake_executor import FakeStage
 
 
 def work(program: Program, stages: dict[int, Any], **others: Any) -> RunSpec:
-    return RunSpec(program, stages, lambda caller: None, **others)
+    return RunSpec(program, stages, **others)
 
 
 class Checks(FakeStage):
