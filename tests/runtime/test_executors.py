@@ -435,14 +435,16 @@ def test_normalisation_over_rows_is_warned_of() -> None:
         Pipeline(model.eval(), X[:2], devices=["cpu"], num_microbatches=4).close()
 
 
-def test_an_interrupt_stops_the_ranks_and_the_next_step_is_right() -> None:
+@pytest.mark.parametrize("moment", ["the ranks are waited for", "rank 1 is given its orders"])
+def test_an_interrupt_stops_the_ranks_and_the_next_step_is_right(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupts: list[int] = []
 
     class Interrupts(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if interrupts:
                 interrupts.pop()
-                _thread.interrupt_main()
+                if moment == "the ranks are waited for":
+                    _thread.interrupt_main()
                 time.sleep(0.05)  # the rank is still busy when the caller wakes up
             return x
 
@@ -460,8 +462,19 @@ def test_an_interrupt_stops_the_ranks_and_the_next_step_is_right() -> None:
         grads = {name: grad.clone() for name, grad in gradients(model).items()}
         pipe.zero_grad()
         interrupts.append(1)
-        with pytest.raises(KeyboardInterrupt):
-            pipe.step(X, target=Y)
+        with monkeypatch.context() as patch:
+            if moment == "rank 1 is given its orders":
+                job = local._job
+
+                def interrupted(part: local.RunSegment, index: int) -> Any:
+                    if index == 1:
+                        patch.undo()
+                        raise KeyboardInterrupt
+                    return job(part, index)
+
+                patch.setattr(local, "_job", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pipe.step(X, target=Y)
         pipe.zero_grad()
         assert torch.equal(pipe.step(X, target=Y), wanted)
         assert_equal_bits(gradients(model), grads)
