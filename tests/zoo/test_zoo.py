@@ -1,7 +1,6 @@
 """Every model of the zoo trains in four stages, as the unpipelined loop does, bit by bit, and its stages are even."""
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -86,14 +85,6 @@ def test_it_trains_as_the_loop_bit_by_bit_cut_by_measured_times(name: str) -> No
     if specimen.rounded:
         torch.testing.assert_close(actual.pop(specimen.rounded), expected.pop(specimen.rounded))
     assert_equal_bits(actual, expected)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two processes: each imports transformers."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 def train(group: places.Group, names: list[str], schedule: str) -> None:
