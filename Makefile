@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+FAST := cli partitioning program schedules simulation tensors testing viz
 
 # Both say the same, to older and to newer versions of pip: what a build pulls in is pinned too.
 export PIP_CONSTRAINT := constraints.txt
@@ -12,16 +13,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check gallery bench clean
+.PHONY: help demo test test-fast check gallery bench clean
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/demo ## Train a small GPT through a pipeline and draw what happened.
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: $(VENV)/develop ## Run the tests, two files at a time; ARGS="-k name" chooses some.
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+test: $(VENV)/develop ## Run the tests, two at a time; ARGS="-k name" chooses some.
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-fast: $(VENV)/develop ## Run what most changes need, in about a minute: schedules, simulation, partitioning, pictures.
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix tests/,$(FAST)) $(ARGS)
 
 check: $(VENV)/develop ## Lint, format, types, layers, private imports, the gallery.
 	$(BIN)/ruff check .

@@ -12,7 +12,6 @@ whose description contains this.
 import argparse
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from measure import machine
@@ -46,10 +45,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     args = parser.parse_args()
     chosen = [case for case in cases(args.quick) if args.only in str(case)]
-    parts = [chosen[start :: args.side_by_side] for start in range(args.side_by_side)]
-    with ThreadPoolExecutor(args.side_by_side) as pool:
-        done = list(pool.map(lambda part: outcomes(part, args.timeout, 120.0 * (1 + len(part))), parts))
-    results = [one for part in done for one in part]
+    results = outcomes(chosen, args.timeout, args.side_by_side, patience_s=120.0 * (1 + len(chosen)))
     print(f"{machine()}; timeout {args.timeout:g} s\n")
     print("| where | faults | survivors that failed | late | slowest, s | name the rank |\n|---|---|---|---|---|---|")
     for (store, num_ranks, replicas), text in LAYOUTS.items():

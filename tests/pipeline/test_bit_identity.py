@@ -1,7 +1,5 @@
 """Promise 1: the plan never changes the result. Loss, gradients and buffers, bit by bit, dropout included."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ from torch.nn import functional
 from pipesched import Numerics, Pipeline, schedules
 from pipesched.errors import ExecutionError
 from pipesched.testing import reference_step
-from tests.support.models import EXACT, assert_equal_bits, compare_step, gradients, mixed_model, shapes
+from tests.support.models import KINDS, assert_equal_bits, compare_step, gradients, mixed_model, shapes
 
 pytestmark = pytest.mark.usefixtures("every_product_deferred")
 
@@ -41,7 +39,7 @@ def wrap(model: nn.Sequential, name: str, num_ranks: int, microbatches: int, **o
 
 @pytest.mark.parametrize(("name", "num_ranks"), list(shapes(max_stages=4)))
 def test_steps_equal_the_unpipelined_loop(name: str, num_ranks: int) -> None:
-    for microbatches, mode in itertools.product((1, 3, 4, 8), MODES):
+    for microbatches, mode in ((1, "never"), (3, "except_last"), (4, "always"), (8, "never")):
         expected, actual = mixed_model(), mixed_model()
         with wrap(actual, name, num_ranks, microbatches, checkpoint=mode, seed=5) as pipe:
             for step in range(2):  # the second adds to the gradients of the first
@@ -72,7 +70,7 @@ def plain_loop(model: nn.Sequential, microbatches: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), list(shapes(max_stages=4)))
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 7])
+@pytest.mark.parametrize("microbatches", [2, 7])
 def test_without_dropout_plain_pytorch_gives_the_same_bits(name: str, num_ranks: int, microbatches: int) -> None:
     expected, actual = plain_model(), plain_model()
     threads = torch.get_num_threads()
@@ -126,7 +124,7 @@ def test_batch_sizes_change_from_step_to_step() -> None:
             compare_step(pipe, expected, X[:rows], target=Y[:rows], seed=3, step=step)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_loss_module_and_loss_weights(name: str) -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
@@ -285,7 +283,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("layers", STRANGE)
 def test_strange_layers(layers: str, name: str, autocast: bool) -> None:
     def build() -> nn.Sequential:
@@ -314,7 +312,7 @@ def test_strange_layers(layers: str, name: str, autocast: bool) -> None:
                 compare_step(pipe, expected, X, target=Y, seed=1, step=step)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_micro_batch_that_counts_nothing_changes_nothing(name: str) -> None:
     """Its loss may be no number at all, as a mean over nothing is."""
 

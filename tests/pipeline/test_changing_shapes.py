@@ -1,7 +1,6 @@
-"""The same bits for every exact schedule, in process and over a mesh, while shapes and numbers of micro-batches change.
+"""The same bits in process and over a mesh, while shapes and numbers of micro-batches change.
 
-Together with test_bit_identity (in process: all schedules, modes and numbers of micro-batches) and test_distributed
-(over a mesh: stages and pipelines with BatchNorm and two batch sizes) and test_stage_graphs (skip edges).
+A schedule of each kind; test_bit_identity has them all in process, and test_processes over a mesh.
 """
 
 from functools import cache
@@ -14,7 +13,7 @@ from torch.nn import functional
 from pipesched import schedules
 from pipesched.testing import reference_step
 from tests.support import places
-from tests.support.models import EXACT, gradients
+from tests.support.models import KINDS, gradients
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -100,4 +99,4 @@ def train_all(group: places.Group, names: list[str]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_shapes_and_numbers_of_micro_batches_go_back_and_forth(run: places.Run, num_ranks: int) -> None:
-    run(num_ranks, train_all, EXACT)
+    run(num_ranks, train_all, KINDS)

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from tests.support.async_replay import batch, transformer
 from tests.support.jobs.keeping import LAYERS, SCHEDULES, WORDS, X, Y, assert_trains_as_the_loop, wrap
 from tests.support.models import Function, compare_step, mixed_model
 from tests.support.peer_cases import mse
+from tests.support.rank_processes import FORKED
 
 pytestmark = pytest.mark.usefixtures("every_product_deferred")
 
@@ -327,7 +327,7 @@ def test_compiled_layers_run_again_and_go_to_the_host() -> None:
     """In a process of its own: torch's compiler depends on what a process has run before, and leaves layers as they are
     once it has compiled them eight times.
     """
-    with get_context("spawn").Pool(1) as pool:
+    with FORKED.Pool(1) as pool:
         assert pool.apply(compiled_are_the_same)
 
 

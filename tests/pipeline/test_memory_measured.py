@@ -115,13 +115,13 @@ def test_layers_that_run_again_keep_their_inputs_and_what_is_dear(make, word):
     check(compare(make, "gpipe", checkpoint=dict.fromkeys(layers, word)))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("loss_fn", [far, functional.cross_entropy, nn.functional.multi_margin_loss])
-def test_a_loss_that_was_profiled_needs_what_it_was_seen_to_need(schedule, loss_fn):
+def test_a_loss_that_was_profiled_needs_what_it_was_seen_to_need(loss_fn):
     model, sample = wide()
     targets = torch.arange(ROWS) % CLASSES
     profile = pipesched.profile(model, sample, loss_fn=loss_fn, target=targets, rows=[ROWS])
-    check(compare(wide, schedule, loss_fn=loss_fn, profile=profile))
+    for schedule in ("gpipe", "1f1b", "zb-h1"):
+        check(compare(wide, schedule, loss_fn=loss_fn, profile=profile))
 
 
 @pytest.mark.parametrize(

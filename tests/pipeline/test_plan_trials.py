@@ -14,6 +14,7 @@ import pipesched
 from pipesched.cli.main import main
 from pipesched.errors import InputError, ScheduleError
 from pipesched.pipeline import plan_trials as trial
+from pipesched.profiling import profile_model
 from pipesched.runtime.rank_host import host_for
 from pipesched.simulation.profile import Profile
 from tests.support.branching_models import ROWS, inputs_of, made
@@ -44,6 +45,7 @@ def tried_out(model: nn.Module) -> trial.Trial:
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_ROUNDS", 2)
+    monkeypatch.setattr(profile_model, "_PASSES", 1)
 
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)

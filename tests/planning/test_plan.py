@@ -13,7 +13,7 @@ from pipesched.errors import DeadlockError, DeviceCountError, ScheduleError
 from pipesched.planning.alternatives import Alternative
 from pipesched.program.lowering import add_recompute
 from tests.support import branching_models as any_models
-from tests.support.models import synchronous_names
+from tests.support.models import KINDS, synchronous_names
 
 
 def mse(output, target):
@@ -154,7 +154,7 @@ def test_the_prediction_is_the_simulated_step_with_recomputation():
     assert planned.predicted().makespan_s > plan("never", COSTS).predicted().makespan_s
 
 
-@pytest.mark.parametrize("name", synchronous_names())
+@pytest.mark.parametrize("name", [*KINDS, "chimera"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_pipeline_of_a_plan_has_the_same_cut_program_and_bits(tmp_path, name, checkpoint):
     model, x, y = linears(), torch.randn(8, 3), torch.randn(8, 3)

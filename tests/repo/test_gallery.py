@@ -84,19 +84,30 @@ def test_the_gallery_is_the_same_wherever_it_is_drawn(tree):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def spoil_what_was_made(tree):
+    change(tree / "docs/schedules.md", "27.3 %", "27.2 %")
+    change(tree / "docs/schedules/1f1b.svg", "#56b4e9", "#56b4e8")
+    (tree / "docs/schedules/gpipe.svg").unlink()
+    (tree / "docs/schedules/old.svg").write_text("")
+
+
+def name_another_paper_and_colour(tree):
+    change(tree / "schedules/gpipe.py", "Huang", "Hwang")
+    change(tree / "viz/colours.py", "#e69f00", "#e69f01")
+
+
 PLANTED = {
-    "a figure of the page": (lambda tree: change(tree / "docs/schedules.md", "27.3 %", "27.2 %"), ["schedules.md"]),
-    "a picture": (lambda tree: change(tree / "docs/schedules/1f1b.svg", "#56b4e9", "#56b4e8"), ["schedules/1f1b.svg"]),
-    "a picture gone": (lambda tree: (tree / "docs/schedules/gpipe.svg").unlink(), ["schedules/gpipe.svg"]),
-    "a picture too many": (lambda tree: (tree / "docs/schedules/old.svg").write_text(""), ["schedules/old.svg"]),
-    "another paper": (lambda tree: change(tree / "schedules/gpipe.py", "Huang", "Hwang"), ["schedules.md"]),
+    "a figure, a picture, one gone, one too many": (
+        spoil_what_was_made,
+        ["schedules.md", "schedules/1f1b.svg", "schedules/gpipe.svg", "schedules/old.svg"],
+    ),
+    "another paper, another colour": (
+        name_another_paper_and_colour,
+        ["schedules.md", "schedules/1f1b.svg", "schedules/gpipe.svg", "schedules/pipedream.svg"],
+    ),
     "another order": (
         lambda tree: change(tree / "schedules/one_f_one_b.py", "num_ranks - 1 - rank", "num_ranks - rank"),
         ["schedules.md", "schedules/1f1b.svg"],
-    ),
-    "another colour": (
-        lambda tree: change(tree / "viz/colours.py", "#e69f00", "#e69f01"),
-        ["schedules/1f1b.svg", "schedules/gpipe.svg", "schedules/pipedream.svg"],
     ),
     "a new schedule": (
         lambda tree: (tree / "schedules/mine.py").write_text(NEW, encoding="utf-8"),

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipesched import Action, schedules
+from pipesched import Action
 from tests.support.jobs import devices, failures, messages, pipelines, programs, training
-from tests.support.models import EXACT
+from tests.support.models import KINDS
 from tests.support.random_programs import OUT_OF_ORDER, random_text
 from tests.support.rank_processes import Ranks
 
@@ -36,14 +36,13 @@ def test_a_later_message_may_be_used_first(ranks: Ranks) -> None:
 
 
 def test_random_valid_programs_run_though_sends_stand_until_they_are_received(ranks: Ranks) -> None:
-    arrived = over_links(ranks, 3, programs.run_programs, [random_text(seed) for seed in range(300)])
-    assert min(arrived) > 1000
+    arrived = over_links(ranks, 3, programs.run_programs, [random_text(seed) for seed in range(100)])
+    assert min(arrived) > 300
 
 
 @pytest.mark.parametrize(("num_ranks", "checkpoint"), [(1, "never"), (2, "never"), (3, "always")])
 def test_training_equals_the_loop_bit_by_bit(ranks: Ranks, num_ranks: int, checkpoint: str) -> None:
-    names = [name for name in EXACT if num_ranks * schedules.get(name).chunks_per_rank <= 11]
-    over_links(ranks, num_ranks, training.train, names, checkpoint)
+    over_links(ranks, num_ranks, training.train, ["gpipe", *KINDS], checkpoint)
 
 
 def test_a_pipeline_over_a_mesh_equals_the_loop_bit_by_bit(ranks: Ranks) -> None:

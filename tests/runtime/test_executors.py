@@ -22,7 +22,8 @@ from pipesched.runtime.executors import threads as local
 from pipesched.runtime.executors.threads import RunSpec, ThreadExecutor
 from pipesched.simulation.trace import Trace
 from pipesched.testing import FakeStage, run_fake
-from tests.support.models import EXACT, assert_equal_bits, gradients, mixed_model, synchronous_names
+from tests.support.models import EXACT, KINDS, assert_equal_bits, gradients, mixed_model, synchronous_names
+from tests.support.places import even_boundaries
 from tests.support.random_programs import fitting
 
 X, Y = torch.randn(16, 8), torch.randint(0, 4, (16,))
@@ -36,6 +37,7 @@ def wrapped(name: str, **options: Any) -> Pipeline:
         devices=["cpu"] * 2,
         schedule=name,
         num_microbatches=8,
+        boundaries=even_boundaries(11, 2 * schedules.get(name).chunks_per_rank),
         **options,
     )
 
@@ -147,7 +149,7 @@ class Fails(nn.Module):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("name", synchronous_names())
+@pytest.mark.parametrize("name", [*KINDS, "chimera"])
 @pytest.mark.parametrize("position", [1, 4, 7])
 def test_an_error_stops_all_ranks_and_the_next_step_works(name: str, position: int, backward: bool) -> None:
     layers: list[nn.Module] = [nn.Linear(8, 8) for _ in range(8)]
@@ -405,7 +407,7 @@ def live_tensors() -> int:
 
 
 @pytest.mark.usefixtures("earlier_ones_apart")
-@pytest.mark.parametrize("name", synchronous_names())
+@pytest.mark.parametrize("name", [*KINDS, "chimera"])
 def test_steps_and_dropped_passes_leave_nothing_behind(name: str) -> None:
     with wrapped(name) as pipe:
 
@@ -435,14 +437,16 @@ def test_normalisation_over_rows_is_warned_of() -> None:
         Pipeline(model.eval(), X[:2], devices=["cpu"], num_microbatches=4).close()
 
 
-def test_an_interrupt_stops_the_ranks_and_the_next_step_is_right() -> None:
+@pytest.mark.parametrize("moment", ["the ranks are waited for", "rank 1 is given its orders"])
+def test_an_interrupt_stops_the_ranks_and_the_next_step_is_right(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupts: list[int] = []
 
     class Interrupts(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if interrupts:
                 interrupts.pop()
-                _thread.interrupt_main()
+                if moment == "the ranks are waited for":
+                    _thread.interrupt_main()
                 time.sleep(0.05)  # the rank is still busy when the caller wakes up
             return x
 
@@ -460,8 +464,19 @@ def test_an_interrupt_stops_the_ranks_and_the_next_step_is_right() -> None:
         grads = {name: grad.clone() for name, grad in gradients(model).items()}
         pipe.zero_grad()
         interrupts.append(1)
-        with pytest.raises(KeyboardInterrupt):
-            pipe.step(X, target=Y)
+        with monkeypatch.context() as patch:
+            if moment == "rank 1 is given its orders":
+                job = local._job
+
+                def interrupted(part: local.RunSegment, index: int) -> Any:
+                    if index == 1:
+                        patch.undo()
+                        raise KeyboardInterrupt
+                    return job(part, index)
+
+                patch.setattr(local, "_job", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pipe.step(X, target=Y)
         pipe.zero_grad()
         assert torch.equal(pipe.step(X, target=Y), wanted)
         assert_equal_bits(gradients(model), grads)

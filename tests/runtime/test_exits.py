@@ -15,15 +15,13 @@ def test_a_stream_under_way_in_threads_leaves_the_exit_as_it_is(end: str) -> Non
     assert exits("threads", "pipedream", end) == [Exit(ENDS[end], True, "")]
 
 
-@pytest.mark.parametrize("end", OPEN)
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize(("schedule", "end"), list(zip(["1f1b", "pipedream"] * 2, OPEN, strict=True)))
 def test_open_pipelines_over_a_mesh_leave_the_exit_as_it_is(schedule: str, end: str) -> None:
     """The store lies in rank 0, which may end before the others."""
     assert exits("mesh", schedule, end) == [Exit(ENDS[end], True, "")] * 2
 
 
-@pytest.mark.parametrize("end", ["end of the script", "sys.exit(3)"])
-def test_torchrun_reports_what_the_script_did(end: str) -> None:
-    (whole,) = exits("torchrun", "1f1b", end)
-    assert (whole.code, whole.ran) == (1 if ENDS[end] else 0, True)
+def test_torchrun_reports_what_the_script_did() -> None:
+    (whole,) = exits("torchrun", "1f1b", "sys.exit(3)")
+    assert (whole.code, whole.ran) == (1, True)
     assert "-6" not in whole.said.split()

@@ -42,7 +42,7 @@ SHARDED = [
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("cases", [CASES, SHARDED], ids=["3 ranks", "2x2 with fully_shard"])
 def test_survivors_end_in_time_and_name_the_rank_that_failed(cases: list[Case]) -> None:
-    for outcome in outcomes(cases, TIMEOUT_S):
+    for outcome in outcomes(cases, TIMEOUT_S, side_by_side=3):
         assert outcome.happened, outcome
         assert (outcome.late, outcome.wrong) == ([], []), outcome
         assert outcome.survivors, outcome

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pipesched import Action, schedules
 from pipesched.program.actions import Lane
 from tests.support.jobs import failures, messages, pipelines, programs, training
-from tests.support.models import EXACT
+from tests.support.models import EXACT, KINDS
 from tests.support.random_programs import OUT_OF_ORDER, random_text
 from tests.support.rank_processes import Ranks
 
@@ -47,12 +47,11 @@ rank 3: 3F0 3B0 3F1 3B1
 
 
 def test_random_valid_programs_run_as_written(ranks: Ranks) -> None:
-    arrived = ranks.run(3, programs.run_programs, [random_text(seed) for seed in range(300)])
-    assert min(arrived) > 1000
+    arrived = ranks.run(3, programs.run_programs, [random_text(seed) for seed in range(100)])
+    assert min(arrived) > 300
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_ranks", "checkpoint"), [(1, "never"), (2, "always"), (3, "never"), (4, "always")])
 def test_training_equals_the_loop_bit_by_bit(ranks: Ranks, num_ranks: int, checkpoint: str) -> None:
     names = [name for name in EXACT if num_ranks * schedules.get(name).chunks_per_rank <= 11]
     ranks.run(num_ranks, training.train, names, checkpoint)
@@ -95,8 +94,7 @@ def test_several_executors_live_at_once_and_end(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "checkpoint"), [(2, "never"), (2, "always"), (3, "except_last")])
 def test_a_pipeline_over_a_mesh_equals_the_loop_bit_by_bit(ranks: Ranks, num_ranks: int, checkpoint: str) -> None:
-    names = [name for name in EXACT if num_ranks * schedules.get(name).chunks_per_rank <= 11]
-    ranks.run(num_ranks, pipelines.train_pipelines, names, checkpoint)
+    ranks.run(num_ranks, pipelines.train_pipelines, EXACT if checkpoint == "never" else KINDS, checkpoint)
 
 
 def test_optimizers_over_a_mesh_equal_the_loop_bit_by_bit(ranks: Ranks) -> None:

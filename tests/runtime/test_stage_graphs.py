@@ -15,8 +15,8 @@ from tests.support.rank_processes import Ranks
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("every_product_deferred", "one_thread")]
 
-SEEDS = range(320)
-PARTS = [SEEDS[start : start + 64] for start in range(0, len(SEEDS), 64)]
+SEEDS = range(128)
+PARTS = [SEEDS[:64], SEEDS[64:]]
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +58,13 @@ def test_random_programs_in_process_have_the_right_gradients(executor: ThreadExe
 def test_the_random_programs_are_of_all_sorts() -> None:
     programs = [graphs.program_of(seed) for seed in SEEDS]
     training = [program for program in programs if not program.forward_only]
-    assert len(programs) - len(training) >= 30
-    assert sum(program.exact for program in training) >= 100
-    assert sum(not program.exact for program in training) >= 75
-    assert sum(any(len(ends) > 1 for ends in program.graph.producers) for program in training) >= 100
-    assert sum(any(len(ends) > 2 for ends in program.graph.consumers) for program in training) >= 50
+    assert len(programs) - len(training) >= 12
+    assert sum(program.exact for program in training) >= 40
+    assert sum(not program.exact for program in training) >= 30
+    assert sum(any(len(ends) > 1 for ends in program.graph.producers) for program in training) >= 40
+    assert sum(any(len(ends) > 2 for ends in program.graph.consumers) for program in training) >= 20
     for kind in (Kind.B, Kind.I, Kind.R):
-        assert sum(program.index.has(kind) for program in training) >= 75
+        assert sum(program.index.has(kind) for program in training) >= 30
 
 
 def test_a_step_that_learns_from_a_later_micro_batch_adds_in_order(executor: ThreadExecutor) -> None:

@@ -3,13 +3,15 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipesched import Pipeline
+from pipesched import Pipeline, graph_of, schedules
+from tests.support.places import even_boundaries
 
 
 class Block(nn.Module):
@@ -220,16 +222,30 @@ def made(name: str, rows: int = ROWS) -> tuple[nn.Module, tuple[Any, ...], dict[
     return kind(), tuple(value[:rows] for value in args), cut, None if target is None else target[:rows]
 
 
-def pipeline(name: str, model: nn.Module, **options: Any) -> Pipeline:
-    _, args, kwargs, target = made(name, 3)
-    loss_fn = None if target is None else square
-    sample = kwargs if not args else args if not kwargs else (*args, *kwargs.values())
+def sample_of(name: str) -> Any:
+    """One micro-batch."""
+    _, args, kwargs, _ = made(name, 3)
     if name == "attends":
-        sample = {"x": args[0], "y": args[1], **kwargs}
+        return {"x": args[0], "y": args[1], **kwargs}
+    return kwargs if not args else args if not kwargs else (*args, *kwargs.values())
+
+
+@cache
+def layers_of(name: str) -> list[str]:
+    return list(graph_of(made(name)[0], sample_of(name), measured=False))
+
+
+def pipeline(name: str, model: nn.Module, **options: Any) -> Pipeline:
+    """A Pipeline, its layers cut evenly by their number."""
+    loss_fn = None if MODELS[name][3] is None else square
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of BatchNorm
         choices = {"schedule": "1f1b", **options}  # the search would leave such small models on one device
-        return Pipeline(model, sample, loss_fn=loss_fn, num_microbatches=3, seed=3, **choices)
+        num_ranks = choices["mesh"].size() if "mesh" in choices else len(choices["devices"])
+        layers = layers_of(name)
+        cut = even_boundaries(len(layers), num_ranks * schedules.get(choices["schedule"]).chunks_per_rank)
+        choices.setdefault("boundaries", [layers[at] for at in cut])
+        return Pipeline(model, sample_of(name), loss_fn=loss_fn, num_microbatches=3, seed=3, **choices)
 
 
 def inputs_of(name: str, rows: int) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:

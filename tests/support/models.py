@@ -150,6 +150,9 @@ def synchronous_names() -> list[str]:
 #: updates to the caller.
 EXACT = [name for name in synchronous_names() if schedules.get(name).program(2, 2).exact]
 
+#: Of these one of each kind that a stage can tell apart: whole or split backwards, one chunk a rank or several.
+KINDS = ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"]
+
 
 def shapes(max_stages: int = 4) -> Iterator[tuple[str, int]]:
     """(schedule, ranks) for every exact schedule and every number of ranks up to so many stages."""

@@ -1,14 +1,15 @@
 """Runs jobs/faults.py: which survivors ended, how long after the fault, and which rank their errors name.
 
-    python -m tests.support.run_faults '[["SIGSTOP", "later forward", 1]]' [--timeout 5]
+    python -m tests.support.run_faults '[["SIGSTOP", "later forward", 1]]' [--timeout 5] [--side-by-side 1]
 
-Each case is a fault, a phase, a rank, and what differs from Case. Ranks are forked from this process, which has torch
-imported, uses no thread, and prints a JSON list of outcomes.
+Each case is a fault, a phase, a rank, and what differs from Case. Ranks are forked from processes that are forked from
+this one, which has torch imported and prints each outcome as a line of JSON.
 """
 
 import argparse
 import atexit
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -46,9 +47,10 @@ class Outcome(NamedTuple):
     wrong: list[str]
 
 
-def outcomes(cases: Sequence[Case], timeout_s: float, patience_s: float = 600) -> list[Outcome]:
-    """Run cases one after the other, in a process of their own that imports torch once."""
-    command = [sys.executable, "-m", __spec__.name, json.dumps(cases), "--timeout", str(timeout_s)]
+def outcomes(cases: Sequence[Case], timeout_s: float, side_by_side: int = 1, patience_s: float = 600) -> list[Outcome]:
+    """Run cases, so many at a time, in a process of their own that imports torch once."""
+    command = [sys.executable, "-m", __spec__.name, json.dumps(cases)]
+    command += ["--timeout", str(timeout_s), "--side-by-side", str(side_by_side)]
     run = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=patience_s)
     return [Outcome(Case(*case), *rest) for case, *rest in map(json.loads, run.stdout.splitlines())]
 
@@ -183,9 +185,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases")
     parser.add_argument("--timeout", type=float, default=5.0)
+    parser.add_argument("--side-by-side", type=int, default=1)
     args = parser.parse_args()
-    for case in json.loads(args.cases):
-        print(json.dumps(outcome(Case(*case), args.timeout)), flush=True)
+    jobs = [(Case(*case), args.timeout) for case in json.loads(args.cases)]
+    with multiprocessing.get_context("fork").Pool(args.side_by_side, maxtasksperchild=1) as pool:
+        for one in pool.starmap(outcome, jobs, chunksize=1):
+            print(json.dumps(one))
 
 
 if __name__ == "__main__":

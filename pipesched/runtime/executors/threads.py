@@ -90,8 +90,9 @@ class ThreadRun:
         handed = 0
         try:
             for index, queue in enumerate(self._jobs):
-                handed = index + 1
-                queue.put(_job(part, index))
+                job = _job(part, index)
+                handed = index + 1  # an interrupt comes between calls: from here on the job is in the queue
+                queue.put(job)
         except BaseException:
             self.stop()
             for index in range(handed, len(self._jobs)):
@@ -108,22 +109,13 @@ class ThreadRun:
             channel.put(_STOP)
 
     def wait(self) -> None:
-        """Until every rank has ended what it was given. An interrupt of the caller stops them first."""
+        """Until every rank has ended what it was given."""
         if self._last is not None:
-            self.wait_for(self._last)
-
-    def wait_for(self, part: "RunSegment") -> None:
-        """Until every rank has ended a part, likewise."""
-        try:
-            part.finished.wait()
-        except BaseException:
-            self.stop()
-            part.finished.wait()
-            raise
+            self._last.finished.wait()
 
     def finish(self, part: "RunSegment") -> "Timeline":
         """Wait until every rank has ended a part: what ran when. Raises what a stage raised."""
-        self.wait_for(part)
+        part.finished.wait()
         self.check()
         part.catch_up()
         return part.timeline()
@@ -276,7 +268,7 @@ class ThreadExecutor:
         return not self._finalizer.alive
 
     def run(self, work: RunSpec, *, grad: bool) -> Timeline:
-        """Run a lowered program, with grad mode as given, until every rank has ended.
+        """Run a lowered program, with grad mode as given, until every rank has ended. An interrupt stops them first.
 
         Raises what a stage raised, with a note that says where; ExecutionError where a run is under way or after
         ``close``.
@@ -286,6 +278,9 @@ class ThreadExecutor:
         try:
             part = run.hand(work.orders or work.program.orders)
             run.wait()
+        except BaseException:
+            run.abandon()
+            raise
         finally:
             self.end(run)
         run.check()
