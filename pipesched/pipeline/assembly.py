@@ -129,7 +129,7 @@ class Assembly:
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
-                self.stages[index].optimizer = optimizer
+                self.stages[index].optimizer.wrapped = optimizer
 
     @property
     def undriven(self) -> list[int]:
@@ -254,4 +254,4 @@ class Assembly:
         """The updates that have waited for the gradients of tied parameters."""
         with intra_op(intra_op_threads):
             for stage in self.stages.values():
-                stage.update_late()
+                stage.optimizer.update_late()

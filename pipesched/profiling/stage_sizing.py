@@ -74,14 +74,14 @@ def stage_sizes(
             own_ties, written = ties.for_layers(body.layers, device), captured.written_by(cut)[index]
             stage = Stage(body, device, head, ties=own_ties, keep=keep, written=written)
             alone = _Alone(stage, captured.sample, caller, [sent.pop((giver, index)) for giver in givers])
-            leaves = [*ties.leaves(index), *(own for own in stage.parameters if own not in ties.parameters)]
+            leaves = [*ties.leaves(index), *(own for own in stage.optimizer.parameters if own not in ties.parameters)]
             sizes = alone.sizes([leaf for leaf in leaves if leaf.requires_grad])
             for giver, back in zip(givers, sizes.backs, strict=False):
                 messages = dict(found[giver].messages)
                 messages[index] = messages[index]._replace(back=back)
                 found[giver] = replace(found[giver], messages=messages)
             dropping = alone.dropping_bytes(sizes.footprint.buffer_bytes)
-            own = {names[parameter]: parameter.nbytes for parameter in stage.parameters}
+            own = {names[parameter]: parameter.nbytes for parameter in stage.optimizer.parameters}
             found.append(StageSizes(sizes, dropping, own, dict(zip(takers, sizes.gives, strict=False))))
             sent.update(((index, taker), given) for taker, given in zip(takers, alone.output(), strict=False))
         return found

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.caller_context import Caller
+from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import used_here
 
 __all__ = ["Stream"]
@@ -61,8 +63,10 @@ class Stream:
         self._steps = 0
         self._losses: dict[int, Tensor] = {}
         self._busy = threading.Lock()
-        feed.step_size = segments.num_microbatches
-        feed.inputs, feed.targets, feed.factors = self._inputs, self._targets, self._factors
+        feed.inputs = self._inputs
+        feed.targets = self._targets
+        feed.factors = self._factors
+        feed.key = partial(_key, feed.seed, feed.step, segments.num_microbatches)
         self._run = site.executor.begin(_work(segments, stages, feed), caller)
         self.open = True
 
@@ -152,6 +156,12 @@ class Stream:
     def _end(self) -> None:
         self.open = False
         self._host.executor.end(self._run)
+
+
+def _key(seed: int, first_step: int, step_size: int, number: int) -> Key:
+    """The key of a micro-batch, whose number counts on over the steps of the stream."""
+    steps, microbatch = divmod(number, step_size)
+    return Key(seed, first_step + steps, microbatch)
 
 
 def _work(segments: Segments, stages: Mapping[int, Stage], feed: StepData) -> RunSpec:

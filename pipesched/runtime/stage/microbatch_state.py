@@ -17,7 +17,7 @@ from pipesched.tensors.payload import Payload, PerConsumer, trainable_leaves
 __all__ = ["MicrobatchState", "buffers_of", "dropping", "roots_of"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class MicrobatchState:
     """What a stage keeps of one micro-batch from F to the end of B or W."""
 
