@@ -276,10 +276,12 @@ class Pipeline(Gathered):
         )
         with self._assembly.delivering(), self._assembly.norms.counting():
             self._runs.append(self._host.run(work, call.batch, grad=True))
-        self._assembly.update_late(self._threads)
+        if self._assembly.updates_late:
+            self._assembly.update_late(self._threads)
         self._step += 1
         bring_ends(self._assembly.programs.plain(len(call)), feed, self._host)
-        deliver_input_grads(call.batch, feed)
+        if feed.input_grads:
+            deliver_input_grads(call.batch, feed)
         return self._result(call, feed)
 
     def _called(self, method: str, given: tuple[Any, ...], make: Callable[[], StepCall]) -> StepCall:

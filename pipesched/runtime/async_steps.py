@@ -166,7 +166,8 @@ def _key(seed: int, first_step: int, step_size: int, number: int) -> Key:
 
 def _work(segments: Segments, stages: Mapping[int, Stage], feed: StepData) -> RunSpec:
     def begin(caller: Caller) -> None:
-        feed.autocast = caller.autocast
+        if caller.autocasts:
+            feed.autocast = caller.autocast
         for index, stage in stages.items():
             stage.begin(feed, segments.uses(index))
 

@@ -215,15 +215,15 @@ class Splitter:
         gradient is that of its rows; all are one group unless given.
         """
         if self.loss_reduction == "sum":
-            return Weighting([None] * len(batch), [None] * len(batch))
+            return Weighting([None] * len(batch.rows), [None] * len(batch.rows))
         weights = self._weights(batch)
         total = sum(weights)
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
             raise InputError(f"loss weights add up to a finite number above 0; got {total}; {remedy}")
         if len(groups) < 2:
-            return Weighting([weight / total for weight in weights], [None] * len(batch))
-        factors, shares = [0.0] * len(batch), [0.0] * len(batch)
+            return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
+        factors, shares = [0.0] * len(batch.rows), [0.0] * len(batch)
         for group in groups:
             own = sum(weights[microbatch] for microbatch in group)
             for microbatch in group:
@@ -240,7 +240,7 @@ class Splitter:
         except Exception:  # whatever loss_weight raises of inputs without labels: the outputs have no loss then
             return None
         total = sum(weights) or nan  # as plain PyTorch does
-        return Weighting([weight / total for weight in weights], [None] * len(batch))
+        return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
 
     def _weights(self, batch: Batch) -> Sequence[float]:
         """What each micro-batch counts."""

@@ -39,7 +39,7 @@ class StepCall:
 
     def __len__(self) -> int:
         """How many micro-batches."""
-        return len(self.batch)
+        return len(self.batch.rows)
 
     def feed(self, seed: int, step: int) -> StepData:
         """What the stages get, and where they put what they make."""
@@ -56,7 +56,7 @@ class StepCall:
 
     def loss(self, feed: StepData) -> Tensor:
         """The mini-batch's loss, where the last stage runs."""
-        return self.counting.total([feed.losses[microbatch] for microbatch in range(len(self))])
+        return self.counting.total([feed.losses[microbatch] for microbatch in range(len(self.batch.rows))])
 
     def outputs(self, feed: StepData, *, own_loss: bool) -> Any:
         """In the mini-batch's order; None where the last stage runs in another process. own_loss: the loss that counts
@@ -64,7 +64,7 @@ class StepCall:
         """
         if not feed.outputs:
             return None
-        outputs = [feed.outputs[microbatch].value for microbatch in range(len(self))]
+        outputs = [feed.outputs[microbatch].value for microbatch in range(len(self.batch.rows))]
         return self.batch.gathered(outputs, self.weighting if own_loss else None)
 
 
@@ -168,7 +168,10 @@ def end_of(program: Program) -> int:
 
 def bring_ends(program: Program, feed: StepData, trade: Trade) -> None:
     """Bring losses and outputs of all micro-batches to ``end_of`` the program. Collective over processes."""
-    end, ends = end_of(program), {program.placement[route[-1]] for route in program.routes}
+    end = end_of(program)
+    ends = {program.placement[route[-1]] for route in program.routes}
+    if len(ends) < 2:
+        return
     if trade.holds(end):
         others = {rank for rank in ends if not trade.holds(rank)}
         for losses, outputs in trade.trade(_WHAT, {}, others).values():

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 from weakref import finalize, ref
@@ -58,7 +59,9 @@ class BoundProgram:
 
     def __init__(self, work: RunSpec, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes
-        self.program, self.stages = work.program, work.stages
+        self.program = work.program
+        self.stages = work.stages
+        self.orders = tuple(work.orders or work.program.orders)
         self.channels = _channels(work.program)
         self.ranks = [
             Rank(index, work.program, work.stages, _Wires(work.program, self.channels, lane), work.pair)
@@ -71,31 +74,32 @@ class ThreadRun:
 
     ahead = 1  # parts that are handed on while others run
 
-    def __init__(self, work: RunSpec, crew: "BoundProgram", jobs: _Jobs, caller: Caller) -> None:
+    def __init__(self, work: RunSpec, bound: BoundProgram, jobs: _Jobs, caller: Caller) -> None:
         self.work = work
-        self.crew = crew
+        self.bound = bound
         self.caller = caller
         self.error: BaseException | None = None
         self.stopping = threading.Event()
         self.deserted = False  # its ranks are in another process
+        #: The part that was handed on last; it holds this run.
+        self.last: RunSegment | None = None
         self._jobs = jobs
         self._lock = threading.Lock()
-        self._last: RunSegment | None = None
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> "RunSegment":
         """Give every rank the next part of its order; it begins when it has ended the one before."""
-        for lane in self.crew.lanes:
+        for lane in self.bound.lanes:
             lane.follow()
-        self._last = part = RunSegment(self, orders)
+        self.last = part = RunSegment(self, orders)
         handed = 0
         try:
             for index, queue in enumerate(self._jobs):
                 handed = index + 1
-                queue.put(_job(part, index))
+                queue.put(partial(part.run_rank, index))
         except BaseException:
             self.stop()
             for index in range(handed, len(self._jobs)):
-                self._jobs[index].put(_job(part, index))
+                self._jobs[index].put(partial(part.run_rank, index))
             raise
         return part
 
@@ -104,28 +108,21 @@ class ThreadRun:
         with self._lock:
             self.error = self.error or error
         self.stopping.set()
-        for channel in self.crew.channels.values():
+        for channel in self.bound.channels.values():
             channel.put(_STOP)
 
     def wait(self) -> None:
         """Until every rank has ended what it was given. An interrupt of the caller stops them first."""
-        if self._last is not None:
-            self.wait_for(self._last)
-
-    def wait_for(self, part: "RunSegment") -> None:
-        """Until every rank has ended a part, likewise."""
-        try:
-            part.finished.wait()
-        except BaseException:
-            self.stop()
-            part.finished.wait()
-            raise
+        if self.last is not None:
+            self.last.wait()
 
     def finish(self, part: "RunSegment") -> "Timeline":
-        """Wait until every rank has ended a part: what ran when. Raises what a stage raised."""
-        self.wait_for(part)
-        self.check()
-        part.catch_up()
+        """Wait until every rank has ended a part: what ran when. Raises what a stage raised, once."""
+        part.wait()
+        if self.error is not None:
+            error = self.error
+            self.error = None
+            raise error
         return part.timeline()
 
     def abandon(self) -> None:
@@ -135,20 +132,10 @@ class ThreadRun:
         self.stop()
         self.wait()
 
-    def forget(self) -> None:
-        """Let go of the last part, which holds this run: else its batch would live until garbage is collected."""
-        self._last = None
-
     @property
     def finished(self) -> bool:
         """Whether every rank has ended what it was given."""
-        return self._last is None or self._last.finished.is_set()
-
-    def check(self) -> None:
-        """Raise what a stage raised, once."""
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
+        return self.last is None or self.last.finished.is_set()
 
 
 class RunSegment:
@@ -164,7 +151,7 @@ class RunSegment:
     def run_rank(self, index: int) -> None:
         """In the rank's thread: run its part to the end, or until another rank fails."""
         run = self._run
-        rank, lane = run.crew.ranks[index], run.crew.lanes[index]
+        rank, lane = run.bound.ranks[index], run.bound.lanes[index]
         try:
             with run.caller.held(), lane.entered():
                 for _ in interpret(rank, lane, self._stamps[index]):
@@ -181,15 +168,22 @@ class RunSegment:
                 if not self._left:
                     self.finished.set()
 
-    def catch_up(self) -> None:
-        """In the caller's thread, where the part has ended: what it launches from now on comes after the part."""
-        for lane, stamps in zip(self._run.crew.lanes, self._stamps, strict=True):
-            if stamps.ends:
-                lane.catch_up(stamps.ends[-1])
+    def wait(self) -> None:
+        """Until every rank has ended it. An interrupt of the caller stops them first."""
+        try:
+            self.finished.wait()
+        except BaseException:
+            self._run.stop()
+            self.finished.wait()
+            raise
 
     def timeline(self) -> "Timeline":
-        """What ran when; holds nothing else of the run."""
-        return Timeline(self._stamps, [lane.reader() for lane in self._run.crew.lanes])
+        """In the caller's thread, which launches behind the part from now on: what ran when, and nothing else of it."""
+        lanes = self._run.bound.lanes
+        for lane, stamps in zip(lanes, self._stamps, strict=True):
+            if stamps.ends:
+                lane.catch_up(stamps.ends[-1])
+        return Timeline(self._stamps, [lane.reader() for lane in lanes])
 
 
 @dataclass(frozen=True)
@@ -281,34 +275,28 @@ class ThreadExecutor:
         Raises what a stage raised, with a note that says where; ExecutionError where a run is under way or after
         ``close``.
         """
-        crew = self._taken(work)
-        run = self.begin(work, self.caller(grad=grad), crew)
-        try:
-            part = run.hand(work.orders or work.program.orders)
-            run.wait()
-        finally:
-            self.end(run)
-        run.check()
-        if work.orders is None:
-            self._kept[id(work.program)] = crew
-        return part.timeline()
-
-    def _taken(self, work: RunSpec) -> BoundProgram:
-        """The crew that ran the same work before and did not fail, or a new one."""
         if len(self._kept) >= _REMEMBERED:
             self._kept.clear()
-        crew = self._kept.pop(id(work.program), None)
-        again = crew is not None and crew.program is work.program and crew.stages is work.stages
-        return crew if crew is not None and again and work.orders is None else BoundProgram(work, self.lanes)
+        bound = self._kept.pop(id(work.program), None)  # of the run before, where that did not fail
+        if bound is None or bound.program is not work.program or bound.stages is not work.stages or work.orders:
+            bound = BoundProgram(work, self.lanes)
+        run = self.begin(work, self.caller(grad=grad), bound)
+        try:
+            timeline = run.finish(run.hand(bound.orders))
+        finally:
+            self.end(run)
+        if work.orders is None:
+            self._kept[id(work.program)] = bound
+        return timeline
 
     def caller(self, *, grad: bool) -> Caller:
         """The settings of this thread, with grad mode as given."""
         return Caller.here(self._device_types, grad=grad)
 
-    def begin(self, work: RunSpec, caller: Caller, crew: BoundProgram | None = None) -> ThreadRun:
+    def begin(self, work: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
         """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``.
 
-        crew: of this work, a new one unless given.
+        bound: the program of this work, bound to its stages before; default: it is bound now.
         """
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):
@@ -319,7 +307,7 @@ class ThreadExecutor:
             if self._last is not None:
                 self._last.wait()  # an impatient interrupt may have left ranks behind
             work.prepare(caller)
-            run = self._last = ThreadRun(work, crew or BoundProgram(work, self.lanes), self._jobs, caller)
+            run = self._last = ThreadRun(work, bound or BoundProgram(work, self.lanes), self._jobs, caller)
             self._under_way[:] = [ref(run)]
             start_s = time.perf_counter()
             for lane in self.lanes:
@@ -338,14 +326,14 @@ class ThreadExecutor:
             lane.end()
         if run.finished:
             self._last = None
-            run.forget()
+            run.last = None  # else its batch would live until garbage is collected
         run.work.finish(run.stopping.is_set())
         self._busy.release()
 
     def check_open(self, what: str) -> None:
         """Raise ExecutionError after ``close``."""
-        self._forked.check()
-        if self.closed:
+        if not self._finalizer.alive:
+            self._forked.check()
             raise ExecutionError(f"a closed pipeline does not run; it was closed before {what}; make a new one")
 
     def check_outside(self, what: str) -> None:
@@ -368,10 +356,6 @@ class ThreadExecutor:
             _end_threads(self._jobs)
         for thread in self._threads:
             thread.join()
-
-
-def _job(part: RunSegment, index: int) -> Callable[[], None]:
-    return lambda: part.run_rank(index)
 
 
 def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]:

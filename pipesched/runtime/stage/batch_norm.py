@@ -9,7 +9,7 @@ micro-batches, of any sizes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -175,6 +175,9 @@ class MiniBatchNorms:
         self.active = mode == "mini-batch"
         self._trade = trade
         self._all: dict[tuple[int, int], _Held] = {}
+        #: A context around a run of forwards, which move the running statistics once, or where they fail not at all.
+        #: Collective over processes.
+        self.counting = self._counting if self.active else nullcontext
 
     def check(self, model: nn.Module, program: Program, *, streams: bool) -> None:
         """Warn of what normalises differently than in the whole batch. streams: the program's steps have no end.
@@ -217,11 +220,7 @@ class MiniBatchNorms:
         return norms
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Around a run of forwards, which move the running statistics once, or where they fail not at all.
-
-        Collective over processes.
-        """
+    def _counting(self) -> Iterator[None]:
         own = [held.norms for held in self._all.values() if held.norms is not None]
         for norms in own:
             norms.begin()

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipesched.capture.loss import Head
 from pipesched.capture.stage_body import Body, call_with
-from pipesched.errors import ExecutionError
+from pipesched.errors import ExecutionError, InputError
 from pipesched.program.checkpoint_options import Keep
 from pipesched.runtime.stage.batch_norm import Norms
-from pipesched.runtime.stage.buffer_copies import BufferCopies
+from pipesched.runtime.stage.buffer_copies import BufferCopies, buffers_of
 from pipesched.runtime.stage.compiled_layers import Compiled
-from pipesched.runtime.stage.microbatch_state import MicrobatchState, buffers_of, dropping, roots_of
+from pipesched.runtime.stage.microbatch_state import MicrobatchState
 from pipesched.runtime.stage.offloading import Offloads, addresses
 from pipesched.runtime.stage.recompute import RecomputedLayers
 from pipesched.runtime.stage.split_backward import Deferral, edge_of, enter
@@ -29,7 +30,7 @@ from pipesched.runtime.stage.weight_products import Product, weight_grad
 from pipesched.runtime.stage.weight_stash import WeightStash
 from pipesched.tensors.function_mode import Intercept
 from pipesched.tensors.keyed_random import InBackward, KeyedRandom
-from pipesched.tensors.payload import Gradients, Payload, PerConsumer
+from pipesched.tensors.payload import Gradients, Payload, PerConsumer, trainable_leaves
 from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["LayerRunner", "StandIns"]
@@ -140,7 +141,7 @@ class LayerRunner:
         if first and saved.left is not None:
             self._copies.take_over(saved.left)
         saved.buffers = None
-        saved.edges = [edge_of(leaf) for leaf in roots_of(saved, value)]
+        saved.edges = [edge_of(leaf) for leaf in _roots(saved, value)]
         if noted:
             saved.products = self.deferral.finish(saved.edges)
         return value
@@ -150,10 +151,10 @@ class LayerRunner:
         snapshot = {name: buffers_of(module) for name, module in self.modules.items()}
         versions = [tensor._version for tensor in arrived.tensors]
         kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
-        with dropping():
+        with _dropping():
             value = self.run(saved, arrived)
         self._check_input(versions != [tensor._version for tensor in arrived.tensors])
-        saved.bare = not roots_of(saved, value)
+        saved.bare = not _roots(saved, value)
         if saved.bare:
             return value
         saved.arrived = kept if self._modifies_input else arrived
@@ -289,3 +290,31 @@ class LayerRunner:
                 f"a checkpointed stage recomputes from its input; the layers {', '.join(self._body.layers)} modified "
                 f"it in place now, but not in their first forward; use checkpoint='never', or do not modify it in place"
             )
+
+
+def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
+    """What of a stage's output is differentiated; nothing where all in front of it is frozen."""
+    roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, PerConsumer) else None
+    roots = trainable_leaves(value) if roots is None else roots
+    if not roots and saved.counted is not None and saved.counted[1] != 0:
+        raise InputError(
+            "a step trains something; the loss depends on no parameter that requires a gradient; "
+            "unfreeze one, or call evaluate"
+        )
+    return roots
+
+
+def _dropping() -> saved_tensors_hooks:
+    """Within, autograd saves nothing: what runs is not differentiated, but sees all as if it were."""
+    return saved_tensors_hooks(_drop, _dropped)
+
+
+def _drop(tensor: Tensor) -> None:
+    return None
+
+
+def _dropped(_: None) -> Tensor:
+    raise ExecutionError(
+        "a checkpointed forward keeps nothing to differentiate; a layer differentiates inside its own forward "
+        "(autograd.grad); use checkpoint='never'"
+    )

@@ -4,17 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from pipesched.errors import ExecutionError, InputError
 from pipesched.runtime.stage.buffer_copies import Buffers
 from pipesched.runtime.stage.weight_products import Product
 from pipesched.runtime.stage.weight_stash import Tensors
 from pipesched.tensors.keyed_random import Key
-from pipesched.tensors.payload import Payload, PerConsumer, trainable_leaves
+from pipesched.tensors.payload import Payload
 
-__all__ = ["MicrobatchState", "buffers_of", "dropping", "roots_of"]
+__all__ = ["MicrobatchState"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -38,36 +37,3 @@ class MicrobatchState:
     # between a checkpointed F and its R:
     bare: bool = field(default=False, init=False)  # nothing of it is differentiated: R has nothing to do
     arrived: Payload | None = field(default=None, init=False)
-
-
-def roots_of(saved: MicrobatchState, value: Any) -> list[Tensor]:
-    """What of a stage's output is differentiated; nothing where all in front of it is frozen."""
-    roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, PerConsumer) else None
-    roots = trainable_leaves(value) if roots is None else roots
-    if not roots and saved.counted is not None and saved.counted[1] != 0:
-        raise InputError(
-            "a step trains something; the loss depends on no parameter that requires a gradient; "
-            "unfreeze one, or call evaluate"
-        )
-    return roots
-
-
-def buffers_of(layer: Any) -> Buffers:
-    """Copies of a layer's buffers, as they are now."""
-    return {name: buffer.clone() for name, buffer in layer.named_buffers()} if isinstance(layer, nn.Module) else {}
-
-
-def dropping() -> saved_tensors_hooks:
-    """Within, autograd saves nothing: what runs is not differentiated, but sees all as if it were."""
-    return saved_tensors_hooks(_drop, _dropped)
-
-
-def _drop(tensor: Tensor) -> None:
-    return None
-
-
-def _dropped(_: None) -> Tensor:
-    raise ExecutionError(
-        "a checkpointed forward keeps nothing to differentiate; a layer differentiates inside its own forward "
-        "(autograd.grad); use checkpoint='never'"
-    )

@@ -24,6 +24,7 @@ from pipesched.runtime.stage.stage_optimizer import StageOptimizer
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.stage.weight_products import Product
 from pipesched.runtime.stage.weight_stash import WeightStash
+from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, memory_of, pytree, used_here
 
 __all__ = ["Stage"]
@@ -92,13 +93,14 @@ class Stage:
         """F: the stage's output, a Payload, or PerConsumer one for each consumer; on the last stage the loss, where
         the feed asks for one.
         """
+        feed = self._feed
         payload, inputs = self._taken(microbatch, arrived)
         weights = self.weights.used_by(microbatch) if self.weights is not None else {}
         wanted = tuple([sum(one.needs_grad) for one in arrived]) if arrived else ()
         counted = None if self.head is None else self._counted(microbatch)
         saved = MicrobatchState(
             microbatch=microbatch,
-            key=self._feed.key(microbatch),
+            key=Key(feed.seed, feed.step, microbatch) if feed.key is None else feed.key(microbatch),
             wanted=wanted,
             inputs=inputs,
             weights=weights,
@@ -123,7 +125,7 @@ class Stage:
         if not all(output.needs_grad):
             output = self._apart_from_buffers(output)
         if saved.counted is not None:
-            self._feed.losses[microbatch] = output.leaves[0]
+            feed.losses[microbatch] = output.leaves[0]
         return output
 
     def recompute(self, microbatch: int, *, split: bool = False) -> None:

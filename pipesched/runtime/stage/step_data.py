@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +19,7 @@ class StepData:
 
     step: the first one's number. inputs: (args, kwargs) of the model. factors: what each loss is multiplied by, None to
     leave it as it is; without factors no loss is computed. output_grads: gradients of the outputs, where the loss is
-    computed elsewhere. key: what the random numbers of a micro-batch depend on.
+    computed elsewhere. key: of a stream, whose micro-batches count on over its steps.
     """
 
     seed: int
@@ -34,7 +33,4 @@ class StepData:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
-    key: Callable[[int], Key] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.key = partial(Key, self.seed, self.step)
+    key: Callable[[int], Key] | None = None

@@ -103,6 +103,10 @@ class Replicas:
         self._trade, self._target = trade, target
         self._all: list[_Pair] = []
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._all)
+
     def add(
         self,
         layers: Mapping[str, nn.Module],
