@@ -25,7 +25,7 @@ INPUT = -1  # in a value's place of a call: it is one of the model's inputs
 Value = tuple[int, Any]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Call:
     """One thing that the model's code does: it calls a layer, or a torch function between layers.
 
@@ -72,7 +72,7 @@ class FunctionCall(NamedTuple):
     values: tuple[Value | None, ...]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Capture:
     """What a forward does. quiet: functions that are no calls: they ask for shapes and the like.
 

@@ -94,16 +94,29 @@ class _Recorder(TorchFunctionMode):
         values = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
         self._regions.clear()
         self._alive.clear()  # the memory is free at once, though the shells refer to each other
-        quiet, looked_at = frozenset(self._quiet), frozenset(self._looked_at)
-        capture = Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples, frozenset(self._outside))
-        capture.told, capture.functions, capture.taken = self._told, self._functions, self._taken
+        quiet = frozenset(self._quiet)
+        looked_at = frozenset(self._looked_at)
+        capture = Capture(
+            calls=self._calls,
+            output=values,
+            quiet=quiet,
+            looked_at=looked_at,
+            nbytes=self._nbytes,
+            examples=self._examples,
+            outside=frozenset(self._outside),
+        )
+        capture.told = self._told
+        capture.functions = self._functions
+        capture.taken = self._taken
         capture.indivisible = frozenset(self._indivisible)
         capture.deciding = frozenset(
             name
             for name, begin in self._readers.items()
             if any(call.layer.startswith(f"{name}.") for call in self._calls[begin:])
         )
-        capture.hidden, capture.changed, capture.results = self._ways, self._shells.changed(), list(tensors_in(output))
+        capture.hidden = self._ways
+        capture.changed = self._shells.changed()
+        capture.results = list(tensors_in(output))
         capture.output_form = form_of(output)
         return capture
 
@@ -147,7 +160,8 @@ class _Recorder(TorchFunctionMode):
         taken = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in taken]
         result = func(*args, **kwargs)
-        name, changed = name_of(func), changed_in_place(taken, versions)
+        name = name_of(func)
+        changed = changed_in_place(taken, versions)
         if name in READS or is_shaped_by_contents(name, args):
             self._readers.setdefault(self._shells.running(), len(self._calls))
         if changed or any(True for _ in tensors_in(result)):
@@ -155,7 +169,8 @@ class _Recorder(TorchFunctionMode):
             result, call = self._new("", name, taken, changed, result)
             arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             self._functions[call.index] = FunctionCall(func, arguments, values)
-            call.random, call.sealed = draws(func, args, kwargs), not torch.is_grad_enabled()
+            call.random = draws(func, args, kwargs)
+            call.sealed = not torch.is_grad_enabled()
         elif taken and (name in READS or (name in ASKS and self._given(taken))):
             self._new("", name, taken, changed, None)[1].reads = True
         else:
@@ -239,7 +254,8 @@ class _Recorder(TorchFunctionMode):
             error.add_note(f"while layer {name!r} ran with the given sample")
             raise
         finally:
-            self._inside, self._arguments = False, None
+            self._inside = False
+            self._arguments = None
         if counted:
             # what several calls count in buffers is counted in the calls' order
             call.joined = next(other.index for other in reversed(self._calls[:-1]) if other.layer == name)
@@ -248,7 +264,8 @@ class _Recorder(TorchFunctionMode):
         call.reached = tuple(sorted(self._reached.difference(call.uses)))
         self._note_outside(name)
         call.takes = tuple(dict.fromkeys([*call.takes, *by_the_way]))
-        self._examples[call.index], self._taken[call.index] = example, values
+        self._examples[call.index] = example
+        self._taken[call.index] = values
         if told:
             self._told[call.index] = told
         return result
@@ -260,7 +277,17 @@ class _Recorder(TorchFunctionMode):
         number = 0
         if layer or uses:
             number = self._counts[layer] = self._counts.get(layer, -1) + 1
-        call = Call(len(self._calls), layer, number, function, takes, uses, 0, Pattern(result), loose=uses)
+        call = Call(
+            index=len(self._calls),
+            layer=layer,
+            number=number,
+            function=function,
+            takes=takes,
+            uses=uses,
+            gives=0,
+            pattern=Pattern(result),
+            loose=uses,
+        )
         for tensor in taken:
             if id(tensor) not in self._value:
                 self._look_for(tensor)
@@ -296,7 +323,8 @@ class _Recorder(TorchFunctionMode):
             changes[position] = places[id(target)]
             there = self._memory.get(memory_at(target), {})
             self._shared += [(call, value) for other, value in there.items() if other != id(target)]
-        call.changes, call.gives = changes, len(given)
+        call.changes = changes
+        call.gives = len(given)
         for place, tensor in enumerate(given):
             self._value[id(tensor)] = value = call.index, place
             self._nbytes[value] = tensor.nbytes

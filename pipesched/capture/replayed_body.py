@@ -70,7 +70,9 @@ class ReplayedBody:
             self._loose += self.layers[_BETWEEN]()
 
     def _replayed(self, own: Mapping[str, nn.Module], device: torch.device, tied: StandIns) -> dict[bool, Replay]:
-        model, layers, captures = self._captured.model, self._captured.modules, self._captured.captures
+        model = self._captured.model
+        layers = self._captured.modules
+        captures = self._captured.captures
         return {
             mode: Replay(model, layers, captures[mode], part, device, tied, own, last=self._last)
             for mode, part in self._parts.items()
@@ -146,7 +148,8 @@ class Loose(nn.Module):
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
-        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        parameters = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
         for name in dict.fromkeys(names):
             if name in parameters:
                 self.register_parameter(name.replace(".", "/"), parameters[name])

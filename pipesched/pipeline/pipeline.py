@@ -264,7 +264,7 @@ class Pipeline(Gathered):
                 )
             batch = self._batch(args, kwargs, target)
             weighting = self._splitter.weighting(batch, self._assembly.programs.groups(len(batch)))
-            return StepCall("step", batch, weighting, return_outputs, gather)
+            return StepCall("step", batch, weighting, return_outputs=return_outputs, gather=gather)
 
         call = self._called("step", (args, kwargs, target), make)
         self._check_room(call.batch.rows)
@@ -333,7 +333,8 @@ class Pipeline(Gathered):
 
         def make() -> StepCall:
             batch = self._batch(args, kwargs, target)
-            return StepCall("evaluate", batch, self._splitter.weighting(batch), return_outputs, gather)
+            weighting = self._splitter.weighting(batch)
+            return StepCall("evaluate", batch, weighting, return_outputs=return_outputs, gather=gather)
 
         self.flush()
         call = self._called("evaluate", (args, kwargs, target), make)

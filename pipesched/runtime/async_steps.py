@@ -140,11 +140,13 @@ class Stream:
 
     def _finish_step(self) -> None:
         """The oldest step under way has run up to the next one: its forwards are done, and its loss is known."""
-        step, weighting = self.num_parts, self._weightings.popleft()
+        step = self.num_parts
+        weighting = self._weightings.popleft()
         self._finish_part()
         size = self.segments.num_microbatches
         own = range(step * size, (step + 1) * size)
-        losses, last = self._feed.losses, self.segments.program.placement[-1]
+        losses = self._feed.losses
+        last = self.segments.program.placement[-1]
         self._losses[step] = self._host.loss(
             last, lambda: weighting.total([used_here(losses.pop(number)) for number in own])
         )

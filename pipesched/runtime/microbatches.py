@@ -1,7 +1,7 @@
 """Microbatches: a mini-batch cut into micro-batches, and how much each counts for the loss."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from math import inf, nan
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ class Batch:
     inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]
     targets: list[Any]
     rows: list[int]
+    _: KW_ONLY
     output_dim: int = 0
     looks: list[Hashable] = field(default_factory=list)
 
@@ -140,7 +141,7 @@ class Splitter:
         ]
         targets = [] if target is None else split(target, target_dim, count)
         sizes = [rows // count + (part < rows % count) for part in range(count)]
-        return Batch(inputs, targets, sizes, self._dim("output") or 0)
+        return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
         """A micro-batch of so many rows, of a sample's: fewer of them, or some again. Raises as ``batch``."""
@@ -223,7 +224,8 @@ class Splitter:
             raise InputError(f"loss weights add up to a finite number above 0; got {total}; {remedy}")
         if len(groups) < 2:
             return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
-        factors, shares = [0.0] * len(batch.rows), [0.0] * len(batch)
+        factors = [0.0] * len(batch.rows)
+        shares = [0.0] * len(batch.rows)
         for group in groups:
             own = sum(weights[microbatch] for microbatch in group)
             for microbatch in group:

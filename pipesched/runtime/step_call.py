@@ -5,7 +5,7 @@ stages take.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class StepCall:
     method: str
     batch: Batch
     weighting: Weighting | None = None
+    _: KW_ONLY
     return_outputs: bool = False
     gather: bool = False
 
@@ -44,8 +45,14 @@ class StepCall:
     def feed(self, seed: int, step: int) -> StepData:
         """What the stages get, and where they put what they make."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
-        batch = self.batch
-        return StepData(seed, step, list(batch.inputs), batch.targets, factors, keep_outputs=self.return_outputs)
+        return StepData(
+            seed,
+            step,
+            list(self.batch.inputs),
+            targets=self.batch.targets,
+            factors=factors,
+            keep_outputs=self.return_outputs,
+        )
 
     @property
     def counting(self) -> Weighting:
@@ -68,7 +75,7 @@ class StepCall:
         return self.batch.gathered(outputs, self.weighting if own_loss else None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Opening:
     """What every rank needs to know of a call, apart from numbers that change from step to step."""
 
@@ -99,7 +106,8 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
     num_ranks: of the mesh; the program may use fewer. bodies: what its stages run. An input goes where one uses it,
     targets to the stages without consumers. Raises InputError for inputs whose gradients would stay on another rank.
     """
-    batch, looks = call.batch, [look(value) for value in call.batch.inputs]
+    batch = call.batch
+    looks = [look(value) for value in call.batch.inputs]
     lasts = {program.placement[stage] for stage, others in enumerate(program.graph.consumers) if not others}
     takers: list[list[Body]] = [[] for _ in range(num_ranks)]
     for stage, producers in enumerate(program.graph.producers):
@@ -115,7 +123,13 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
         )
     factors, shares = call.weighting or ((), ())
     opening = _Opening(
-        call.method, batch.rows, batch.output_dim, looks, call.return_outputs, call.gather, call.weighting is not None
+        method=call.method,
+        rows=batch.rows,
+        output_dim=batch.output_dim,
+        looks=looks,
+        return_outputs=call.return_outputs,
+        gather=call.gather,
+        has_loss=call.weighting is not None,
     )
     for_all = opening, _written(factors), _written(shares)
     messages = [(*for_all, own, batch.targets if rank in lasts else None) for rank, own in enumerate(inputs)]
@@ -127,9 +141,11 @@ def received(message: tuple[Any, ...]) -> StepCall:
     opening, factors, shares, inputs, targets = message
     size = len(opening.rows)
     inputs = pytree.tree_map_only(_Unsent, _without_contents, inputs)
-    batch = Batch(inputs or [((), {})] * size, targets or [], opening.rows, opening.output_dim, opening.looks)
+    batch = Batch(
+        inputs or [((), {})] * size, targets or [], opening.rows, output_dim=opening.output_dim, looks=opening.looks
+    )
     weighting = Weighting(_read(factors, size), _read(shares, size)) if opening.has_loss else None
-    return StepCall(opening.method, batch, weighting, opening.return_outputs, opening.gather)
+    return StepCall(opening.method, batch, weighting, return_outputs=opening.return_outputs, gather=opening.gather)
 
 
 def _needed(value: Any, takers: Sequence[Body]) -> Any:

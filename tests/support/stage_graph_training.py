@@ -199,7 +199,9 @@ def by_executor(executor: Any, program: Program, seed: int) -> Result:
     }
     found: Result = {}
     for step, (batch, factors) in enumerate(batches(program)):
-        feeds = {index: StepData(_SEED, step, list(batch.inputs), batch.targets, factors) for index in stages}
+        feeds = {
+            index: StepData(_SEED, step, list(batch.inputs), targets=batch.targets, factors=factors) for index in stages
+        }
 
         def begin(caller: Any, feeds: dict[int, StepData] = feeds) -> None:
             for index, stage in stages.items():

@@ -144,7 +144,8 @@ class CudaLane:
         return stamp
 
     def reader(self) -> Callable[[torch.cuda.Event], float]:
-        base, base_s = self._base, self._base_s
+        base = self._base
+        base_s = self._base_s
 
         def seconds(stamp: torch.cuda.Event) -> float:
             base.synchronize()

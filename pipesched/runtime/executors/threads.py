@@ -7,7 +7,7 @@ and a rank that waits for a message gets one that says so.
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -48,6 +48,7 @@ class RunSpec:
     program: Program
     stages: Mapping[int, StageLike]
     prepare: Callable[[Caller], None]
+    _: KW_ONLY
     orders: tuple[tuple[Action, ...], ...] | None = None
     finish: Callable[[bool], None] = lambda failed: None
     pair: Callable[[int], int] = lambda microbatch: microbatch
@@ -151,7 +152,8 @@ class RunSegment:
     def run_rank(self, index: int) -> None:
         """In the rank's thread: run its part to the end, or until another rank fails."""
         run = self._run
-        rank, lane = run.bound.ranks[index], run.bound.lanes[index]
+        rank = run.bound.ranks[index]
+        lane = run.bound.lanes[index]
         try:
             with run.caller.held(), lane.entered():
                 for _ in interpret(rank, lane, self._stamps[index]):
@@ -222,12 +224,14 @@ class _Wires:
 
     def sender(self, action: Action) -> Callable[[Any], None]:
         here, there = self._ends(action)
-        put, pack = self._channels[here, there, action.kind].put, self._lane.pack
+        put = self._channels[here, there, action.kind].put
+        pack = self._lane.pack
         return lambda value: put(pack(value))
 
     def receiver(self, action: Action) -> Callable[[], Any]:
         here, there = self._ends(action)
-        get, unpack = self._channels[there, here, OTHER_END[action.kind]].get, self._lane.unpack
+        get = self._channels[there, here, OTHER_END[action.kind]].get
+        unpack = self._lane.unpack
 
         def receive() -> Any:
             message = get()

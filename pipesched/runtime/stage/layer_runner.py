@@ -109,7 +109,8 @@ class LayerRunner:
             saved.input_grads = into
             wanted = enter(wanted, into)
         value = arrived.with_wanted(wanted)
-        inputs, values = None, value
+        inputs = None
+        values = value
         if saved.inputs:
             inputs, *values = value if saved.wanted else (value,)
         elif len(saved.wanted) == 1:
@@ -223,7 +224,8 @@ class LayerRunner:
         own = self._stand_ins(saved, name, number)
         word = keep.get((name, number))
         if word in ("recompute", "recompute-cheap"):
-            run, cheap = partial(self._call_module, layer), word == "recompute-cheap"
+            run = partial(self._call_module, layer)
+            cheap = word == "recompute-cheap"
             value = self._again.call((name, number), layer, own, run, args, kwargs, cheap=cheap)
         else:
             with self.offloads.going() if word == "offload" and self.offloads is not None else _STAYS:

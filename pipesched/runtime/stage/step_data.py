@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,7 @@ class StepData:
     seed: int
     step: int
     inputs: list[Any] | dict[int, Any]
+    _: KW_ONLY
     targets: list[Any] | dict[int, Any] = field(default_factory=list)
     factors: list[float | None] | dict[int, float | None] | None = None
     output_grads: list[Gradients] = field(default_factory=list)
