@@ -54,18 +54,15 @@ class Stream:
         self._host = site
         self._stages = stages
         self._feed = feed
-        self._inputs: dict[int, object] = {}
-        self._targets: dict[int, object] = {}
-        self._factors: dict[int, float | None] = {}
+        #: By micro-batch: inputs, targets and factors.
+        self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {})
         self._weightings: deque[Weighting] = deque()
         self._parts: deque[Any] = deque()
         self._finished = finished
         self._steps = 0
         self._losses: dict[int, Tensor] = {}
         self._busy = threading.Lock()
-        feed.inputs = self._inputs
-        feed.targets = self._targets
-        feed.factors = self._factors
+        feed.inputs, feed.targets, feed.factors = self._given
         feed.key = partial(_key, feed.seed, feed.step, segments.num_microbatches)
         self._run = site.executor.begin(_work(segments, stages, feed), caller)
         self.open = True
@@ -78,9 +75,8 @@ class Stream:
         """
         with self._alone("step"):
             first = self._steps * self.segments.num_microbatches
-            self._inputs.update(enumerate(batch.inputs, first))
-            self._targets.update(enumerate(batch.targets, first))
-            self._factors.update(enumerate(weighting.factors, first))
+            for table, values in zip(self._given, (batch.inputs, batch.targets, weighting.factors), strict=True):
+                table.update(enumerate(values, first))
             self._weightings.append(weighting)
             self._hand(self.segments.segment(self._steps))
             self._steps += 1
@@ -152,7 +148,7 @@ class Stream:
         )
         self._losses.pop(step - 2, None)
         for number in own:
-            for table in (self._inputs, self._targets, self._factors):
+            for table in self._given:
                 table.pop(number, None)
 
     def _end(self) -> None:

@@ -40,13 +40,15 @@ StandIns = Mapping[tuple[str, int], Mapping[str, Tensor]]
 
 _LOSS = "loss_fn"  # the layer as which the loss draws random numbers and has versions
 _NOTHING: Mapping[str, Any] = {}
-_STAYS = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 class LayerRunner:
-    """Runs a body's layers forward, and in backwards those that run again. Used by one thread at a time.
+    """Runs the layers of a body forward, and in backwards those that run again. One thread at a time uses it.
 
-    written: names of buffers that forwards write to. keep: what becomes of what a call saves.
+    ties: what calls take in the place of tied weights. norms: keeps the statistics of BatchNorm by micro-batch.
+    compiled: runs layers through torch.compile. keep: the calls that recompute or offload what they would save.
+    written: the names of the buffers that forwards write to.
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class LayerRunner:
         if not edges:
             return
         self._mode = self._split_backward_mode if saved.deferred else self._backward_mode
-        with self._mode, _STAYS if saved.left is None else self._copies.as_left(saved.left):
+        with self._mode, _NO_CONTEXT if saved.left is None else self._copies.as_left(saved.left):
             if self._weights is None:
                 torch.autograd.backward(edges, grads)
             else:
@@ -198,7 +200,7 @@ class LayerRunner:
         weights.ended(saved.microbatch)
 
     def held_by_others(self, saved: MicrobatchState) -> frozenset[int]:
-        """Where a micro-batch's saved tensors do not belong to it alone: these addresses are not offloaded."""
+        """The addresses of memory that others hold, too, of a micro-batch's saved tensors: it is not offloaded."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
         return saved.staying | addresses(tensors_in((saved.weights, list(self._ties.values()), own)))
 
@@ -228,7 +230,7 @@ class LayerRunner:
             cheap = word == "recompute-cheap"
             value = self._again.call((name, number), layer, own, run, args, kwargs, cheap=cheap)
         else:
-            with self.offloads.going() if word == "offload" and self.offloads is not None else _STAYS:
+            with self.offloads.going() if word == "offload" and self.offloads is not None else _NO_CONTEXT:
                 value = self._call_module(layer, own, args, kwargs)
         if saved.left is not None:
             self._copies.note(name, own, saved.left)
