@@ -75,7 +75,8 @@ class Stream:
         """
         with self._alone("step"):
             first = self._steps * self.segments.num_microbatches
-            for table, values in zip(self._given, (batch.inputs, batch.targets, weighting.factors), strict=True):
+            given: list[Any] = [batch.inputs, batch.targets, weighting.factors]
+            for table, values in zip(self._given, given, strict=True):
                 table.update(enumerate(values, first))
             self._weightings.append(weighting)
             self._hand(self.segments.segment(self._steps))
