@@ -2,6 +2,10 @@
 
 Transport is a queue for each (from, to, kind). A rank that fails stops the others: each looks before every action,
 and a rank that waits for a message gets one that says so.
+
+A RunSpec says what to run. A BoundProgram is its program, bound to the stages: it serves each step that runs the same.
+A ThreadRun is one run of it, a step or a stream. A RunSegment is a part of every rank's order on its way through the
+ranks: the whole order of a step, or what a stream runs for one of its steps.
 """
 
 import threading
@@ -91,18 +95,18 @@ class ThreadRun:
         """Give every rank the next part of its order; it begins when it has ended the one before."""
         for lane in self.bound.lanes:
             lane.follow()
-        self.last = part = RunSegment(self, orders)
+        self.last = segment = RunSegment(self, orders)
         handed = 0
         try:
             for index, queue in enumerate(self._jobs):
                 handed = index + 1
-                queue.put(partial(part.run_rank, index))
+                queue.put(partial(segment.run_rank, index))
         except BaseException:
             self.stop()
             for index in range(handed, len(self._jobs)):
-                self._jobs[index].put(partial(part.run_rank, index))
+                self._jobs[index].put(partial(segment.run_rank, index))
             raise
-        return part
+        return segment
 
     def stop(self, error: BaseException | None = None) -> None:
         """Stop all ranks; the first error is kept."""
@@ -117,14 +121,14 @@ class ThreadRun:
         if self.last is not None:
             self.last.wait()
 
-    def finish(self, part: "RunSegment") -> "Timeline":
+    def finish(self, segment: "RunSegment") -> "Timeline":
         """Wait until every rank has ended a part: what ran when. Raises what a stage raised, once."""
-        part.wait()
+        segment.wait()
         if self.error is not None:
             error = self.error
             self.error = None
             raise error
-        return part.timeline()
+        return segment.timeline()
 
     def abandon(self) -> None:
         """Stop all ranks, and wait until they have stopped."""

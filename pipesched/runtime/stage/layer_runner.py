@@ -113,9 +113,9 @@ class LayerRunner:
         value = arrived.with_wanted(wanted)
         inputs = None
         values = value
-        if saved.inputs:
-            inputs, *values = value if saved.wanted else (value,)
-        elif len(saved.wanted) == 1:
+        if saved.takes_inputs:
+            inputs, *values = value if saved.num_grads else (value,)
+        elif len(saved.num_grads) == 1:
             values = (value,)
         if self._norms is not None:
             self._norms.microbatch = saved.microbatch
@@ -127,7 +127,7 @@ class LayerRunner:
         with self._feed.autocast():
             with self._mode:
                 output = self._body.run(inputs, tuple(values), call, self._random)
-            return output if self._head is None else self._ended(self._head, saved, output)
+            return output if self._head is None else self._loss(self._head, saved, output)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
         """Run, and keep what the backward needs. split: the backward's I leaves weight gradients to its W."""
@@ -136,13 +136,13 @@ class LayerRunner:
         noted = saved.deferred or (split and self.deferral.learning)
         first = self._moves_buffers and saved.buffers is None  # of two where it runs again, on copies that it has
         if self._moves_buffers:
-            saved.left = saved.buffers = saved.buffers or self._copies.copies()
+            saved.written_buffers = saved.buffers = saved.buffers or self._copies.copies()
         if self.offloads is None:
             value = self.run(saved, arrived, noted)
         else:
             value = self._run_offloading(self.offloads, saved, arrived, noted)
-        if first and saved.left is not None:
-            self._copies.take_over(saved.left)
+        if first and saved.written_buffers is not None:
+            self._copies.take_over(saved.written_buffers)
         saved.buffers = None
         saved.edges = [edge_of(leaf) for leaf in _roots(saved, value)]
         if noted:
@@ -157,8 +157,8 @@ class LayerRunner:
         with _dropping():
             value = self.run(saved, arrived)
         self._check_input(versions != [tensor._version for tensor in arrived.tensors])
-        saved.bare = not _roots(saved, value)
-        if saved.bare:
+        saved.needs_no_backward = not _roots(saved, value)
+        if saved.needs_no_backward:
             return value
         saved.arrived = kept if self._modifies_input else arrived
         saved.buffers = snapshot
@@ -179,7 +179,7 @@ class LayerRunner:
         if not edges:
             return
         self._mode = self._split_backward_mode if saved.deferred else self._backward_mode
-        with self._mode, _NO_CONTEXT if saved.left is None else self._copies.as_left(saved.left):
+        with self._mode, _NO_CONTEXT if saved.written_buffers is None else self._copies.as_left(saved.written_buffers):
             if self._weights is None:
                 torch.autograd.backward(edges, grads)
             else:
@@ -193,8 +193,8 @@ class LayerRunner:
     def deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
         """End a micro-batch: all gradients at once, so that no update between its I and its W takes a part of them."""
         with self._backward_mode:
-            weights.deliver([*saved.grads, *weights.taken(saved.weights)])
-        saved.grads = ()
+            weights.deliver([*saved.version_grads, *weights.taken(saved.weights)])
+        saved.version_grads = ()
         saved.products = ()
         saved.weights = {}
         weights.ended(saved.microbatch)
@@ -232,8 +232,8 @@ class LayerRunner:
         else:
             with self.offloads.going() if word == "offload" and self.offloads is not None else _NO_CONTEXT:
                 value = self._call_module(layer, own, args, kwargs)
-        if saved.left is not None:
-            self._copies.note(name, own, saved.left)
+        if saved.written_buffers is not None:
+            self._copies.note(name, own, saved.written_buffers)
         return value
 
     def _call_module(
@@ -243,13 +243,13 @@ class LayerRunner:
             return self._compiled.call(self._mode, self._random, layer, own, args, kwargs)
         return call_with(own, layer, args, kwargs)
 
-    def _ended(self, head: Head, saved: MicrobatchState, output: Any) -> Any:
+    def _loss(self, head: Head, saved: MicrobatchState, output: Any) -> Any:
         """The loss of what the last stage's layers have given; what they have given where no loss is asked for."""
         if self._feed.keep_outputs:
             self._feed.outputs.setdefault(saved.microbatch, Payload.of(output))
-        if saved.counted is None:
+        if saved.loss_inputs is None:
             return output
-        target, factor = saved.counted
+        target, factor = saved.loss_inputs
         if self._mode.passes(head.loss_fn):
             loss = head.loss(output, target, _NOTHING)
         else:
@@ -257,8 +257,8 @@ class LayerRunner:
             own = self._stand_ins(saved, _LOSS, 0)
             with self._mode:
                 loss = head.loss(output, target, own)
-            if saved.left is not None:
-                self._copies.note(_LOSS, own, saved.left)
+            if saved.written_buffers is not None:
+                self._copies.note(_LOSS, own, saved.written_buffers)
         if factor == 0:
             return torch.zeros_like(loss)  # counts nothing, whatever it is: nothing goes backward
         return loss if factor is None else loss * factor
@@ -274,7 +274,7 @@ class LayerRunner:
         """Run, and note what must stay on the device: what lies in the batch, or in what the stage gives out."""
         with offloads.saving(saved.microbatch), self.deferral.saving():
             value = self.run(saved, arrived, noted)
-        inputs = self._feed.inputs[saved.microbatch] if saved.inputs or not saved.wanted else None
+        inputs = self._feed.inputs[saved.microbatch] if saved.takes_inputs or not saved.num_grads else None
         output = list(value) if isinstance(value, PerConsumer) else value
         outputs = self._feed.outputs.get(saved.microbatch)
         saved.staying = addresses((*tensors_in((inputs, output)), *(outputs.tensors if outputs else ())))
@@ -300,7 +300,7 @@ def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
     """What of a stage's output is differentiated; nothing where all in front of it is frozen."""
     roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, PerConsumer) else None
     roots = trainable_leaves(value) if roots is None else roots
-    if not roots and saved.counted is not None and saved.counted[1] != 0:
+    if not roots and saved.loss_inputs is not None and saved.loss_inputs[1] != 0:
         raise InputError(
             "a step trains something; the loss depends on no parameter that requires a gradient; "
             "unfreeze one, or call evaluate"

@@ -22,18 +22,28 @@ class MicrobatchState:
 
     microbatch: int
     key: Key
-    wanted: tuple[int, ...]  # of each value that arrived, how many gradients go back
-    inputs: bool  # the model's inputs come before what arrived
-    weights: Tensors  # the version in use; empty: the Parameters themselves
-    counted: tuple[Any, float | None] | None  # where a loss is asked for: its target and its factor
-    deferred: bool = field(default=False, init=False)  # F left weight gradients to W
-    staying: frozenset[int] = field(default=frozenset(), init=False)  # addresses of what others hold
+    #: Of each value that arrived, how many gradients go back.
+    num_grads: tuple[int, ...]
+    #: Whether the model's inputs come before what arrived.
+    takes_inputs: bool
+    #: The version in use. Empty: the Parameters themselves.
+    weights: Tensors
+    #: The target and the factor of the loss, where one is asked for.
+    loss_inputs: tuple[Any, float | None] | None
+    #: Whether F has left weight gradients to W.
+    deferred: bool = field(default=False, init=False)
+    #: The addresses of memory that others hold.
+    staying: frozenset[int] = field(default=frozenset(), init=False)
     input_grads: list[Tensor | None] = field(default_factory=list, init=False)
     edges: Sequence[GradientEdge] = field(default=(), init=False)
     products: Sequence[Product] = field(default=(), init=False)
-    left: Mapping[str, Buffers] | None = field(default=None, init=False)  # the buffers as F has left them, for B
-    grads: Sequence[tuple[Tensor, Tensor]] = field(default=(), init=False)  # of the version's tensors, from I to W
-    buffers: Mapping[str, Buffers] | None = field(default=None, init=False)  # what a run uses in place of the layers'
-    # between a checkpointed F and its R:
-    bare: bool = field(default=False, init=False)  # nothing of it is differentiated: R has nothing to do
+    #: The gradients of the version's tensors, from I to W.
+    version_grads: Sequence[tuple[Tensor, Tensor]] = field(default=(), init=False)
+    #: What a run uses in place of the layers' buffers.
+    buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
+    #: The buffers as F has left them, for B.
+    written_buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
+    #: What a checkpointed F has kept for its R.
     arrived: Payload | None = field(default=None, init=False)
+    #: Whether nothing that a checkpointed F made is differentiated: R has nothing to do.
+    needs_no_backward: bool = field(default=False, init=False)

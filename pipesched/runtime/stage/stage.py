@@ -94,17 +94,14 @@ class Stage:
         the feed asks for one.
         """
         feed = self._feed
-        payload, inputs = self._taken(microbatch, arrived)
-        weights = self.weights.used_by(microbatch) if self.weights is not None else {}
-        wanted = tuple([sum(one.needs_grad) for one in arrived]) if arrived else ()
-        counted = None if self.head is None else self._counted(microbatch)
+        payload, takes_inputs = self._body_inputs(microbatch, arrived)
         saved = MicrobatchState(
             microbatch=microbatch,
             key=Key(feed.seed, feed.step, microbatch) if feed.key is None else feed.key(microbatch),
-            wanted=wanted,
-            inputs=inputs,
-            weights=weights,
-            counted=counted,
+            num_grads=tuple([sum(one.needs_grad) for one in arrived]) if arrived else (),
+            takes_inputs=takes_inputs,
+            weights={} if self.weights is None else self.weights.used_by(microbatch),
+            loss_inputs=None if self.head is None else self._loss_inputs(microbatch),
         )
         guarded = payload.overlapping if arrived and len(payload.leaves) > 1 else ()
         versions = [tensor._version for tensor in guarded]
@@ -120,18 +117,18 @@ class Stage:
                 f"{', '.join(self.layers)} modified one of {len(guarded)} that do; clone it, or move the boundary"
             )
         if isinstance(value, PerConsumer):
-            return PerConsumer([self._apart_from_buffers(Payload.of(one)) for one in value])
+            return PerConsumer([self._buffers_copied(Payload.of(one)) for one in value])
         output = Payload.of(value)
         if not all(output.needs_grad):
-            output = self._apart_from_buffers(output)
-        if saved.counted is not None:
+            output = self._buffers_copied(output)
+        if saved.loss_inputs is not None:
             feed.losses[microbatch] = output.leaves[0]
         return output
 
     def recompute(self, microbatch: int, *, split: bool = False) -> None:
         """R: run F again, with the same random numbers and buffers, and this time keep what the backward needs."""
         saved = self._saved[microbatch]
-        if saved.bare:
+        if saved.needs_no_backward:
             return
         if saved.arrived is None:
             raise ExecutionError(f"R needs a checkpointed F before it; micro-batch {microbatch} has none; remove the R")
@@ -145,7 +142,7 @@ class Stage:
         self._runner.backward(saved, grads)
         if self.weights is not None:
             self._runner.deliver(saved, self.weights)
-        return self._sent_back(microbatch, saved)
+        return self._input_grads(microbatch, saved)
 
     def input_grad(self, microbatch: int, *grads: Gradients) -> PerConsumer:
         """I: returns the gradients of what arrived, for each producer; the weight gradients that pay are left to W."""
@@ -156,8 +153,8 @@ class Stage:
         else:
             self._runner.backward(saved, grads)
         if self.weights is not None:
-            saved.grads = self.weights.taken(saved.weights)
-        return self._sent_back(microbatch, saved)
+            saved.version_grads = self.weights.taken(saved.weights)
+        return self._input_grads(microbatch, saved)
 
     def weight_grad(self, microbatch: int) -> None:
         """W: adds the gradients that I left."""
@@ -186,20 +183,24 @@ class Stage:
         """UPDATE: the optimizer's step with the gradients since the last one, which are then cleared."""
         self.optimizer.update(self.weights)
 
-    def _counted(self, microbatch: int) -> tuple[Any, float | None] | None:
-        """Read once, by F: R may come when a stream has dropped them."""
+    def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
+        """The loss's target and factor. F reads them, once: R may come when a stream has dropped them."""
         feed = self._feed
         if feed.factors is None:
             return None
         target: Any = feed.targets[microbatch] if feed.targets else None
-        here = self._here(target) if isinstance(target, Tensor) else pytree.tree_map_only(Tensor, self._here, target)
+        here = (
+            self._on_device(target)
+            if isinstance(target, Tensor)
+            else pytree.tree_map_only(Tensor, self._on_device, target)
+        )
         return here, feed.factors[microbatch]
 
-    def _taken(self, microbatch: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
+    def _body_inputs(self, microbatch: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
         """All that the body gets, and whether the model's inputs are the first of it."""
         if arrived and not self.body.late_inputs:
             return arrived[0] if len(arrived) == 1 else Payload.joined(arrived), False
-        given = Payload.of(self.body.inputs(self._feed.inputs[microbatch]), self._here)
+        given = Payload.of(self.body.inputs(self._feed.inputs[microbatch]), self._on_device)
         if arrived and any(given.needs_grad):
             raise InputError(
                 "gradients of inputs come from the first stage; an input that requires one is used in a later stage, "
@@ -207,12 +208,12 @@ class Stage:
             )
         return (Payload.joined([given, *arrived]) if arrived else given), True
 
-    def _apart_from_buffers(self, output: Payload) -> Payload:
+    def _buffers_copied(self, output: Payload) -> Payload:
         """A buffer that leaves the stage is copied: the next forward may change it before it is read."""
         own = {memory_of(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         return output.map_tensors(lambda one: one.clone() if memory_of(one) in own else one) if own else output
 
-    def _here(self, tensor: Tensor) -> Tensor:
+    def _on_device(self, tensor: Tensor) -> Tensor:
         """An input of the model, on this device. It is a view of the batch, but counts its own modifications: a layer
         that works in place on one micro-batch does not spoil the others' backward.
         """
@@ -221,14 +222,14 @@ class Stage:
         own = used_here(tensor.data) if tensor.is_cuda else tensor.data
         return own if own.device == self.device else own.to(self.device, non_blocking=True)
 
-    def _sent_back(self, microbatch: int, saved: MicrobatchState) -> PerConsumer:
+    def _input_grads(self, microbatch: int, saved: MicrobatchState) -> PerConsumer:
         grads = tuple(saved.input_grads)
         saved.input_grads.clear()  # the graph holds the list, and somebody may hold the graph for longer
-        if not saved.wanted:
+        if not saved.num_grads:
             if grads:
                 self._feed.input_grads[microbatch] = grads
             return _NONE_BACK
-        if len(saved.wanted) == 1:
+        if len(saved.num_grads) == 1:
             return PerConsumer((grads,))
         left = iter(grads)
-        return PerConsumer(tuple(islice(left, count)) for count in saved.wanted)
+        return PerConsumer(tuple(islice(left, count)) for count in saved.num_grads)
