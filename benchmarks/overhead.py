@@ -76,7 +76,7 @@ class Case:
     def whole_step(self) -> float:
         """A step through the executor. The last stage has no consumer: its gradients come from the feed."""
         start = time.perf_counter()
-        self.executor.run(RunSpec(self.program, self.stages, self.begin), grad=True)
+        self.executor.run(RunSpec(self.program, self.stages, prepare=self.begin), grad=True)
         return time.perf_counter() - start
 
     def by_hand(self) -> float:

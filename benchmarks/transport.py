@@ -89,7 +89,7 @@ def empty_steps(executor: ProcessExecutor, name: str) -> Callable[[], float]:
 
     def run() -> float:
         start_s = time.perf_counter()
-        executor.run(RunSpec(program, stages, begin), grad=True)
+        executor.run(RunSpec(program, stages, prepare=begin), grad=True)
         return (time.perf_counter() - start_s) / computes
 
     return run

@@ -25,7 +25,7 @@ INPUT = -1  # in a value's place of a call: it is one of the model's inputs
 Value = tuple[int, Any]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Call:
     """One thing that the model's code does: it calls a layer, or a torch function between layers.
 
@@ -72,7 +72,7 @@ class FunctionCall(NamedTuple):
     values: tuple[Value | None, ...]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Capture:
     """What a forward does. quiet: functions that are no calls: they ask for shapes and the like.
 
@@ -88,21 +88,21 @@ class Capture:
     looks at contents of tensors, and then calls layers within them. changed_classes: as of ``class_state``.
     """
 
-    calls: list[Call]
-    output: tuple[Value, ...]
-    quiet: frozenset[str]
-    looked_at: frozenset[Value]
-    nbytes: dict[Value, int]
+    calls: list[Call] = field(default_factory=list)
+    output: tuple[Value, ...] = ()
+    quiet: set[str] = field(default_factory=set)
+    looked_at: set[Value] = field(default_factory=set)
+    nbytes: dict[Value, int] = field(default_factory=dict)
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    outside: frozenset[str] = frozenset()
+    outside: set[str] = field(default_factory=set)
     hidden: list[tuple[Call, Call]] = field(default_factory=list)
     changed: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
     results: list[Tensor] = field(default_factory=list)
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
     functions: dict[int, FunctionCall] = field(default_factory=dict)
     output_form: Any = None
-    indivisible: frozenset[str] = frozenset()
-    deciding: frozenset[str] = frozenset()
+    indivisible: set[str] = field(default_factory=set)
+    deciding: set[str] = field(default_factory=set)
     changed_classes: tuple[ClassAttribute, ...] = ()
     taken: dict[int, tuple[Value | None, ...]] = field(default_factory=dict)
 

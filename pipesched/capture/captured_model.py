@@ -186,7 +186,8 @@ class CapturedModel:
 
     def reached(self, cut: StageLayers) -> list[tuple[str, str, int]]:
         """Of the mode in which it trains, or is now."""
-        parts, calls = self.parts(cut)[self.model.training], self.captures[self.model.training].calls
+        parts = self.parts(cut)[self.model.training]
+        calls = self.captures[self.model.training].calls
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         return [
             (calls[index].layer, name, stage)
@@ -205,7 +206,8 @@ class CapturedModel:
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
         """The stages' bodies. What no call uses lies in the stage of what is registered before it."""
-        parts, edges = self.parts(cut), self.edges(cut)
+        parts = self.parts(cut)
+        edges = self.edges(cut)
         bodies = [ReplayedBody(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
         held = [_tensors(body.layers.values()) for body in bodies]
         for stage, names in unused(self.model, held).items():

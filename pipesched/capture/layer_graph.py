@@ -19,7 +19,8 @@ __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 def gap(capture: Capture, position: int) -> list[int]:
     """Where a stage that begins with the position-th layer call may begin: after the layer call before it."""
     legal, (before, own) = capture.legal_cuts, capture.layer_calls[position - 1 : position + 1]
-    first, last = before.index + 1, own.index
+    first = before.index + 1
+    last = own.index
     return legal[bisect_left(legal, first) : bisect_left(legal, last + 1)]
 
 
@@ -33,7 +34,8 @@ def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "n
 
     Functions between layers belong to the layer in whose calls they lie; what any stage may compute makes no edge.
     """
-    names, starts = list(begins), list(begins.values())
+    names = list(begins)
+    starts = list(begins.values())
     layer_of = [names[bisect_right(starts, call.index) - 1] for call in capture.calls]
     graph = _nodes(model, names, _uses(model, capture, names, layer_of))
     given: dict[Value, str] = {}
@@ -43,7 +45,8 @@ def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "n
         index, place = value
         if index == INPUT or index in capture.free:
             continue
-        size, ends = capture.nbytes[value], (layer_of[index], layer_of[user])
+        size = capture.nbytes[value]
+        ends = (layer_of[index], layer_of[user])
         if ends[0] != ends[1]:
             if not graph.has_edge(*ends):
                 graph.add_edge(*ends, tensors={}, bytes=0)

@@ -178,7 +178,8 @@ class LayersInARow:
         self, model: nn.Sequential, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
     ) -> None:
         self.layers = layers_of(model, whole_layers)
-        self._model, self.sample = model, sample
+        self._model = model
+        self.sample = sample
         if any(is_of_user(type(module)) for module in model.modules()):
             self._check_class_state()
 
@@ -259,7 +260,8 @@ class LayersInARow:
             there = partial(Tensor.to, device=device)
             args, kwargs = unchanged(pytree.tree_map_only(Tensor, there, (args, kwargs)))
             try:
-                args, kwargs = (layer(*args, **kwargs),), {}
+                args = (layer(*args, **kwargs),)
+                kwargs = {}
             except Exception as error:
                 raise LayerError(name) from error
             yield name, args[0]

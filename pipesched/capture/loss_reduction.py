@@ -129,7 +129,8 @@ class _Counted:
         ignored = self.option("ignore_index", _ABSENT)
         if not isinstance(target, Tensor) or target.is_floating_point() or ignored is _ABSENT:
             return self._rows(target)  # probabilities of classes, too: torch divides by the number of rows
-        target, weight = target.long(), self.option("weight", None)
+        target = target.long()
+        weight = self.option("weight", None)
         kept = target != (IGNORED if ignored is None else ignored)
         if weight is None:
             return kept.sum()

@@ -46,22 +46,16 @@ def record(
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
+        self._capture = Capture()
         self._names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._positional = positional(model.forward)
         self._shells = Shells(model, layers, self._layer, layers)
-        self._calls: list[Call] = []
         self._value: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # so that no id is used again
         self._memory: dict[int, dict[int, Value]] = {}  # where tensors lie -> the tensors there, and what they are
         self._shared: list[tuple[Call, Value]] = []  # calls in place, and what else lies in the memory
         self._counts: dict[str, int] = {}
-        self._quiet: set[str] = set()
-        self._looked_at: set[Value] = set()
-        self._nbytes: dict[Value, int] = {}
-        self._examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._taken: dict[int, tuple[Value | None, ...]] = {}
         self._inside = False
-        self._outside: set[str] = set()
         self._drawn = outside_state()
         self._within: dict[
             int, tuple[weakref.ref[Tensor], int]
@@ -69,14 +63,10 @@ class _Recorder(TorchFunctionMode):
         self._by_the_way: set[Value] = set()  # what a layer takes that is not among its arguments
         self._reached: set[str] = set()  # parameters and buffers likewise
         self._hidden_from: int | None = None
-        self._ways: list[tuple[Call, Call]] = []
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
-        self._told: dict[int, dict[str, Any]] = {}
-        self._functions: dict[int, FunctionCall] = {}
         self._first_use: dict[str, int] = {}  # of parameters and buffers between layers
         self._elsewhere: set[int] = set()  # memory that no call of this forward has made
         self._regions: dict[FrameType, tuple[Call, Call]] = {}  # what a backward runs as one: the first call, the last
-        self._indivisible: set[str] = set()
         self._readers: dict[str, int] = {}  # containers whose code follows contents, and the first call that it did so
         self._arguments: set[int] | None = None  # of the layer that runs
 
@@ -89,21 +79,20 @@ class _Recorder(TorchFunctionMode):
         for tensor in tensors_in(output):
             if id(tensor) not in self._value:
                 self._look_for(tensor)
-        if self._calls:
-            self._end_of_hidden(self._calls[-1])
-        values = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
+        if self._capture.calls:
+            self._end_of_hidden(self._capture.calls[-1])
+        capture = self._capture
+        capture.output = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
+        self._capture = Capture()
         self._regions.clear()
         self._alive.clear()  # the memory is free at once, though the shells refer to each other
-        quiet, looked_at = frozenset(self._quiet), frozenset(self._looked_at)
-        capture = Capture(self._calls, values, quiet, looked_at, self._nbytes, self._examples, frozenset(self._outside))
-        capture.told, capture.functions, capture.taken = self._told, self._functions, self._taken
-        capture.indivisible = frozenset(self._indivisible)
-        capture.deciding = frozenset(
+        capture.deciding.update(
             name
             for name, begin in self._readers.items()
-            if any(call.layer.startswith(f"{name}.") for call in self._calls[begin:])
+            if any(call.layer.startswith(f"{name}.") for call in capture.calls[begin:])
         )
-        capture.hidden, capture.changed, capture.results = self._ways, self._shells.changed(), list(tensors_in(output))
+        capture.changed = self._shells.changed()
+        capture.results = list(tensors_in(output))
         capture.output_form = form_of(output)
         return capture
 
@@ -111,7 +100,7 @@ class _Recorder(TorchFunctionMode):
         """Whether this layer, or the code between, has drawn outside torch."""
         drawn = outside_state()
         if drawn != self._drawn:
-            self._outside.add(layer)
+            self._capture.outside.add(layer)
         self._drawn = drawn
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -130,10 +119,12 @@ class _Recorder(TorchFunctionMode):
         """What is used again after another tensor in its memory was changed stays where that was."""
         for region, (first, call) in self._regions.items():
             call.joined = first.index if call.joined is None else min(call.joined, first.index)
-            names = [own.layer.split(".")[:-1] for own in self._calls[first.index : call.index + 1] if own.layer]
+            names = [
+                own.layer.split(".")[:-1] for own in self._capture.calls[first.index : call.index + 1] if own.layer
+            ]
             if names and region.f_code is FUNCTION_APPLY:
-                self._indivisible.add(".".join(commonprefix(names)))  # noqa: RUF071  # of lists, not of texts
-        last = {value: call.index for call in self._calls for value in call.takes}
+                self._capture.indivisible.add(".".join(commonprefix(names)))  # noqa: RUF071  # of lists, not of texts
+        last = {value: call.index for call in self._capture.calls for value in call.takes}
         for call, value in self._shared:
             if last.get(value, INPUT) > call.index:
                 call.joined = min(value[0], call.takes[0][0], call.index if call.joined is None else call.joined)
@@ -147,33 +138,35 @@ class _Recorder(TorchFunctionMode):
         taken = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in taken]
         result = func(*args, **kwargs)
-        name, changed = name_of(func), changed_in_place(taken, versions)
+        name = name_of(func)
+        changed = changed_in_place(taken, versions)
         if name in READS or is_shaped_by_contents(name, args):
-            self._readers.setdefault(self._shells.running(), len(self._calls))
+            self._readers.setdefault(self._shells.running(), len(self._capture.calls))
         if changed or any(True for _ in tensors_in(result)):
             values = tuple(self._value.get(id(tensor)) for tensor in taken)
             result, call = self._new("", name, taken, changed, result)
             arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-            self._functions[call.index] = FunctionCall(func, arguments, values)
-            call.random, call.sealed = draws(func, args, kwargs), not torch.is_grad_enabled()
+            self._capture.functions[call.index] = FunctionCall(func, arguments, values)
+            call.random = draws(func, args, kwargs)
+            call.sealed = not torch.is_grad_enabled()
         elif taken and (name in READS or (name in ASKS and self._given(taken))):
             self._new("", name, taken, changed, None)[1].reads = True
         else:
-            self._quiet.add(name)
-            self._looked_at |= {self._value[id(tensor)] for tensor in taken if id(tensor) in self._value}
+            self._capture.quiet.add(name)
+            self._capture.looked_at |= {self._value[id(tensor)] for tensor in taken if id(tensor) in self._value}
         return result
 
     def _differentiate(self, func: Any) -> None:
         """A stage differentiates what it runs itself: a module whose code does that stays in one piece."""
         container = self._shells.running()
         if not container:
-            layers = list(dict.fromkeys(call.layer for call in self._calls if call.layer))
+            layers = list(dict.fromkeys(call.layer for call in self._capture.calls if call.layer))
             raise GraphError(
                 f"a stage differentiates only what it runs itself; the model's own code calls {func.__name__} after "
                 f"{len(layers)} layers, {', '.join(layers[:2])} ...; move that code, and the layers that it "
                 f"differentiates, into a module of the model, which then stays in one piece"
             )
-        self._indivisible.add(container)
+        self._capture.indivisible.add(container)
 
     def _given(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one of them was given by a call."""
@@ -187,7 +180,7 @@ class _Recorder(TorchFunctionMode):
         for tensor in taken.values():
             if value := self._value.get(id(tensor)):
                 self._by_the_way.add(value)
-                by_layer = value[0] != INPUT and self._calls[value[0]].layer
+                by_layer = value[0] != INPUT and self._capture.calls[value[0]].layer
                 if by_layer and id(tensor) not in self._arguments:  # it comes in an object of several layers
                     self._hidden_from = value[0] if self._hidden_from is None else min(self._hidden_from, value[0])
             else:
@@ -197,19 +190,19 @@ class _Recorder(TorchFunctionMode):
             self._reached.update(self._names[key] for key in taken.keys() & self._names.keys())
         for tensor in tensors_in(result):
             if id(tensor) not in taken:  # what it only hands on was made elsewhere
-                self._within[id(tensor)] = weakref.ref(tensor), len(self._calls)
+                self._within[id(tensor)] = weakref.ref(tensor), len(self._capture.calls)
         return result
 
     def _look_for(self, tensor: Tensor) -> None:
         """A tensor that an earlier call of a layer made, but did not return, ties the call that is due to that one."""
         made, call = self._within.get(id(tensor), (None, 0))
-        if made is not None and made() is tensor and call < len(self._calls):
+        if made is not None and made() is tensor and call < len(self._capture.calls):
             self._hidden_from = call if self._hidden_from is None else min(self._hidden_from, call)
 
     def _end_of_hidden(self, call: Call) -> None:
         if self._hidden_from is not None:
             call.joined = self._hidden_from
-            self._ways.append((self._calls[self._hidden_from], call))
+            self._capture.hidden.append((self._capture.calls[self._hidden_from], call))
         self._hidden_from = None
 
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,18 +232,20 @@ class _Recorder(TorchFunctionMode):
             error.add_note(f"while layer {name!r} ran with the given sample")
             raise
         finally:
-            self._inside, self._arguments = False, None
+            self._inside = False
+            self._arguments = None
         if counted:
             # what several calls count in buffers is counted in the calls' order
-            call.joined = next(other.index for other in reversed(self._calls[:-1]) if other.layer == name)
+            call.joined = next(other.index for other in reversed(self._capture.calls[:-1]) if other.layer == name)
         call.loose = tuple(name for name in call.uses if name not in own)
         call.uses = tuple(dict.fromkeys([*call.uses, *own]))
         call.reached = tuple(sorted(self._reached.difference(call.uses)))
         self._note_outside(name)
         call.takes = tuple(dict.fromkeys([*call.takes, *by_the_way]))
-        self._examples[call.index], self._taken[call.index] = example, values
+        self._capture.examples[call.index] = example
+        self._capture.taken[call.index] = values
         if told:
-            self._told[call.index] = told
+            self._capture.told[call.index] = told
         return result
 
     def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
@@ -260,7 +255,17 @@ class _Recorder(TorchFunctionMode):
         number = 0
         if layer or uses:
             number = self._counts[layer] = self._counts.get(layer, -1) + 1
-        call = Call(len(self._calls), layer, number, function, takes, uses, 0, Pattern(result), loose=uses)
+        call = Call(
+            index=len(self._capture.calls),
+            layer=layer,
+            number=number,
+            function=function,
+            takes=takes,
+            uses=uses,
+            gives=0,
+            pattern=Pattern(result),
+            loose=uses,
+        )
         for tensor in taken:
             if id(tensor) not in self._value:
                 self._look_for(tensor)
@@ -278,7 +283,7 @@ class _Recorder(TorchFunctionMode):
             self._first_use.setdefault(name, call.index)
         if any(id(taken[position]) in self._names for position in changed):  # it is the next forward's, too
             call.joined = min(self._first_use[name] for name in uses)
-        self._calls.append(call)
+        self._capture.calls.append(call)
         if (region := backward_region()) is not None:
             self._regions[region] = self._regions.get(region, (call, call))[0], call
         call.arguments = tuple(self._value.get(id(tensor)) for tensor in taken) if changed else ()
@@ -296,10 +301,11 @@ class _Recorder(TorchFunctionMode):
             changes[position] = places[id(target)]
             there = self._memory.get(memory_at(target), {})
             self._shared += [(call, value) for other, value in there.items() if other != id(target)]
-        call.changes, call.gives = changes, len(given)
+        call.changes = changes
+        call.gives = len(given)
         for place, tensor in enumerate(given):
             self._value[id(tensor)] = value = call.index, place
-            self._nbytes[value] = tensor.nbytes
+            self._capture.nbytes[value] = tensor.nbytes
             self._memory.setdefault(memory_at(tensor), {})[id(tensor)] = value
         self._alive += given
         return result, call

@@ -27,7 +27,7 @@ _NOTHING: Any = object()
 _OF_ALL_MODULES = vars(nn.Module()).keys()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Recording:
     """A capture. made: attributes that the first forward of all sets, and to what; before: what they were, where there
     was anything. written: names of weights and buffers that a forward writes to.
@@ -69,14 +69,14 @@ def recorded(
 
     first = seen({})
     if not first.changed:
-        return Recording(first, written=tuple(written))
+        return Recording(capture=first, written=tuple(written))
     try:
         second = seen(first.changed)
     except Exception:  # layers have changed, too
         second = None
     if second is not None and _same_way(first, second):
         _check_kept(first, second)
-        return Recording(first, written=tuple(written))
+        return Recording(capture=first, written=tuple(written))
     if weights := [name for name, _ in model.named_parameters() if name in written]:
         raise _rescaled(model, mode, weights)
     with untouched(model, mode), torch.no_grad():
@@ -87,7 +87,7 @@ def recorded(
         if not _same_way(third, fourth):
             raise _carried(third)
         _check_kept(third, fourth)
-    return Recording(third, made, before, tuple(written))
+    return Recording(capture=third, made=made, before=before, written=tuple(written))
 
 
 def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_Attributes, _Attributes]:

@@ -39,7 +39,8 @@ class ReplayedBody:
         device: torch.device,
         ties: Ties,
     ) -> None:
-        self._model, self._missing = captured.model, captured.missing
+        self._model = captured.model
+        self._missing = captured.missing
         self._parts = {mode: of_mode[stage] for mode, of_mode in parts.items()}
         self._part = self._parts[captured.model.training]
         last = stage == len(next(iter(parts.values()))) - 1
@@ -47,7 +48,8 @@ class ReplayedBody:
         self._givers = [giver for giver, taker in edges if taker == stage]
         self._takers = [taker for giver, taker in edges if giver == stage]
         self.late_inputs = True
-        self._next, self._last = stage + 1, last
+        self._next = stage + 1
+        self._last = last
         calls = captured.captures[captured.model.training].calls
         own, *others = sorted(parts[captured.model.training], key=lambda part: part is not self._part)
         away = [calls[index] for part in others for index in part.own]
@@ -62,14 +64,15 @@ class ReplayedBody:
         tied = {calls[index].place: ties.stand_ins(calls[index].place, device) for index in own.own}
         self._captured = captured
         self._replays = self._replayed(self.layers, device, tied)
-        self._draw_outside = {mode: capture.outside for mode, capture in captured.captures.items()}
         self._loose: list[Tensor] = []
         if loose := [name for index in sorted(own.own) for name in calls[index].loose]:
             self.layers[_BETWEEN] = Loose(captured.model, loose)
             self._loose += self.layers[_BETWEEN]()
 
     def _replayed(self, own: Mapping[str, nn.Module], device: torch.device, tied: StandIns) -> dict[bool, Replay]:
-        model, layers, captures = self._captured.model, self._captured.modules, self._captured.captures
+        model = self._captured.model
+        layers = self._captured.modules
+        captures = self._captured.captures
         return {
             mode: Replay(model, layers, captures[mode], part, device, tied, own, last=self._last)
             for mode, part in self._parts.items()
@@ -78,7 +81,8 @@ class ReplayedBody:
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "ReplayedBody":
         """The same part. What is tied is not, here: what comes to each copy goes to its own use."""
         other = copy.copy(self)
-        other.layers, other._twins = dict(layers), {}
+        other.layers = dict(layers)
+        other._twins = {}
         other._replays = self._replayed(other.layers, device, {})
         return other
 
@@ -90,7 +94,9 @@ class ReplayedBody:
                 f"a model runs in the mode in which it was captured; with the sample it calls other layers, or fails, "
                 f"when training is {mode}; make a pipeline in that mode"
             ) from self._missing
-        self._replay, self._part, self._outside = self._replays[mode], self._parts[mode], self._draw_outside[mode]
+        self._replay = self._replays[mode]
+        self._part = self._parts[mode]
+        self._outside = self._captured.captures[mode].outside
         self._captured.recordings[mode].set_up()
         self._replay.refresh()
         for twin in self._twins.values():
@@ -142,7 +148,8 @@ class Loose(nn.Module):
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
-        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        parameters = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
         for name in dict.fromkeys(names):
             if name in parameters:
                 self.register_parameter(name.replace(".", "/"), parameters[name])

@@ -72,7 +72,8 @@ class Chain:
             self._watched = False
             call = _watching(call)
         for name, layer in self.layers.items():
-            args, kwargs = (call(name, 0, layer, args, kwargs),), {}
+            args = (call(name, 0, layer, args, kwargs),)
+            kwargs = {}
         return args[0]
 
 

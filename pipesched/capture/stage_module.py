@@ -74,7 +74,9 @@ class _Wrapped:
     """A body that runs through a module."""
 
     def __init__(self, body: Body, inner: StageModule, module: nn.Module) -> None:
-        self._body, self._inner, self._module = body, inner, module
+        self._body = body
+        self._inner = inner
+        self._module = module
         self.late_inputs = body.late_inputs
 
     @property
@@ -100,7 +102,8 @@ class _Wrapped:
             )
         leaves, spec = pytree.tree_flatten((inputs, arrived))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_meta]
-        pattern, apart = Pattern(None), False
+        pattern = Pattern(None)
+        apart = False
 
         def turn(*tensors: Tensor) -> tuple[Tensor, ...]:
             nonlocal pattern, apart

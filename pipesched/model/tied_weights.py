@@ -105,6 +105,10 @@ class Ties:
             if len(places) > 1
         }
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._all)
+
     @property
     def parameters(self) -> Collection[nn.Parameter]:
         """Those that several calls use."""

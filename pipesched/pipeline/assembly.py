@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,10 @@ class Assembly:
         self.owners = self._owners(self.bodies)
         self._check_reached()
         self.stages = self._stages()
+        #: What runs on copies of weights: made equal before a run, whose gradients are brought back after it.
+        self._copied = [one for one in (self.ties, self._replicas) if one]
+        #: A context around a run that computes gradients: those of copies go to the parameters. Collective.
+        self.delivering = self._delivering if self._copied else nullcontext
         self.members = Members(whole.model, whole.layered.layers)
         #: How long it took to make, without what is done once: filling the model, making optimizers.
         self.made_s = time.perf_counter() - begin - self._filling_s
@@ -126,13 +130,15 @@ class Assembly:
         if whole.optimizer is not None:
             tied, home = self.ties.parameters, self.owners.stage
             self._inheritance = optimizers_for(whole.optimizer, self.stages, tied, home, optimizers or {})
+        #: Whether updates wait for the gradients of tied parameters.
+        self.updates_late = any(stage.optimizer.late for stage in self.stages.values())
 
     def take_over(self) -> None:
         """From now on its stages' optimizers update the parameters; those of the assembly before do no more."""
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
-                self.stages[index].optimizer = optimizer
+                self.stages[index].optimizer.wrapped = optimizer
 
     @property
     def undriven(self) -> list[int]:
@@ -233,9 +239,10 @@ class Assembly:
         own = self.stages if stages is None else stages
 
         def begin(caller: Caller) -> None:
-            feed.autocast = caller.autocast
-            self.ties.refresh()
-            self._replicas.refresh()
+            if caller.autocasts:
+                feed.autocast = caller.autocast
+            for one in self._copied:
+                one.refresh()
             for index, stage in own.items():
                 stage.begin(feed, (uses or {}).get(index))
 
@@ -243,18 +250,17 @@ class Assembly:
             for stage in own.values():
                 stage.end(failed)
 
-        return RunSpec(program, own, begin, finish=end)
+        return RunSpec(program, own, prepare=begin, finish=end)
 
     @contextmanager
-    def delivering(self) -> Iterator[None]:
-        """Around a run that computes gradients: those of ties and copies go to the parameters. Collective."""
+    def _delivering(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(self.ties.delivering())
-            stack.enter_context(self._replicas.delivering())
+            for one in self._copied:
+                stack.enter_context(one.delivering())
             yield
 
     def update_late(self, intra_op_threads: int) -> None:
         """The updates that have waited for the gradients of tied parameters."""
         with intra_op(intra_op_threads):
             for stage in self.stages.values():
-                stage.update_late()
+                stage.optimizer.update_late()

@@ -93,8 +93,6 @@ def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
 
 def deliver_input_grads(batch: Batch, feed: StepData) -> None:
     """Hand the gradients of inputs that require one to the user's own graph, micro-batch by micro-batch."""
-    if not feed.input_grads:
-        return
     parts = [
         [(tensor, grad.to(tensor.device)) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
         for tensors, grads in zip(batch.wanted_inputs(), map(feed.input_grads.get, range(len(batch))), strict=True)

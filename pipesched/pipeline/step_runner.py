@@ -78,10 +78,12 @@ class StepRunner:
         work = assembly.work(programs.training, feed, uses=programs.uses)
         with assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(work, call.batch, grad=True))
-        assembly.update_late(self._intra_op_threads)
+        if assembly.updates_late:
+            assembly.update_late(self._intra_op_threads)
         running.step += 1
         bring_ends(programs.plain, feed, running.host)
-        deliver_input_grads(call.batch, feed)
+        if feed.input_grads:
+            deliver_input_grads(call.batch, feed)
         return self._result(call, feed)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:

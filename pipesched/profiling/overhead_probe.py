@@ -184,7 +184,7 @@ def _runner(site: RankHost) -> Run:
 
         def once() -> tuple[Ran, bool]:
             before_s = waited_s()
-            timeline = site.run(RunSpec(lowered, stages, prepare), batch, grad=True)
+            timeline = site.run(RunSpec(lowered, stages, prepare=prepare), batch, grad=True)
             lost_s = waited_s() - before_s
             seconds = {
                 action: took_s

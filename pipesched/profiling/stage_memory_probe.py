@@ -81,7 +81,7 @@ def stage_sizes(
             written = captured.written_by(cut)[index]
             stage = Stage(body, device, head, ties=own_ties, keep=keep, written=written)
             alone = _Alone(stage, captured.sample, caller, [sent.pop((giver, index)) for giver in givers])
-            leaves = [*ties.leaves(index), *(own for own in stage.parameters if own not in ties.parameters)]
+            leaves = [*ties.leaves(index), *(own for own in stage.optimizer.parameters if own not in ties.parameters)]
             sizes = alone.sizes([leaf for leaf in leaves if leaf.requires_grad])
             for giver, back in zip(givers, sizes.backs, strict=False):
                 messages = dict(found[giver].messages)
@@ -90,7 +90,7 @@ def stage_sizes(
             needs = StageSizes(
                 memory=sizes.memory,
                 dropping_bytes=alone.dropping_bytes(sizes.memory.buffer_bytes),
-                parameters={names[parameter]: parameter.nbytes for parameter in stage.parameters},
+                parameters={names[parameter]: parameter.nbytes for parameter in stage.optimizer.parameters},
                 messages=dict(zip(takers, sizes.gives, strict=False)),
             )
             found.append(needs)

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from pipesched.runtime.rank_host import RankHost
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.caller_context import Caller
+from pipesched.tensors.keyed_random import Key
 from pipesched.tensors.payload import used_here
 
 __all__ = ["Stream"]
@@ -52,17 +54,16 @@ class Stream:
         self._host = site
         self._stages = stages
         self._feed = feed
-        self._inputs: dict[int, object] = {}
-        self._targets: dict[int, object] = {}
-        self._factors: dict[int, float | None] = {}
+        #: By micro-batch: inputs, targets and factors.
+        self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {})
         self._weightings: deque[Weighting] = deque()
         self._parts: deque[Any] = deque()
         self._finished = finished
         self._steps = 0
         self._losses: dict[int, Tensor] = {}
         self._busy = threading.Lock()
-        feed.step_size = segments.num_microbatches
-        feed.inputs, feed.targets, feed.factors = self._inputs, self._targets, self._factors
+        feed.inputs, feed.targets, feed.factors = self._given
+        feed.key = partial(_key, feed.seed, feed.step, segments.num_microbatches)
         self._run = site.executor.begin(_work(segments, stages, feed), caller)
         self.open = True
 
@@ -74,9 +75,9 @@ class Stream:
         """
         with self._alone("step"):
             first = self._steps * self.segments.num_microbatches
-            self._inputs.update(enumerate(batch.inputs, first))
-            self._targets.update(enumerate(batch.targets, first))
-            self._factors.update(enumerate(weighting.factors, first))
+            given: list[Any] = [batch.inputs, batch.targets, weighting.factors]
+            for table, values in zip(self._given, given, strict=True):
+                table.update(enumerate(values, first))
             self._weightings.append(weighting)
             self._hand(self.segments.segment(self._steps))
             self._steps += 1
@@ -136,17 +137,19 @@ class Stream:
 
     def _finish_step(self) -> None:
         """The oldest step under way has run up to the next one: its forwards are done, and its loss is known."""
-        step, weighting = self.num_parts, self._weightings.popleft()
+        step = self.num_parts
+        weighting = self._weightings.popleft()
         self._finish_part()
         size = self.segments.num_microbatches
         own = range(step * size, (step + 1) * size)
-        losses, last = self._feed.losses, self.segments.program.placement[-1]
+        losses = self._feed.losses
+        last = self.segments.program.placement[-1]
         self._losses[step] = self._host.loss(
             last, lambda: weighting.total([used_here(losses.pop(number)) for number in own])
         )
         self._losses.pop(step - 2, None)
         for number in own:
-            for table in (self._inputs, self._targets, self._factors):
+            for table in self._given:
                 table.pop(number, None)
 
     def _end(self) -> None:
@@ -154,9 +157,16 @@ class Stream:
         self._host.executor.end(self._run)
 
 
+def _key(seed: int, first_step: int, step_size: int, number: int) -> Key:
+    """The key of a micro-batch, whose number counts on over the steps of the stream."""
+    steps, microbatch = divmod(number, step_size)
+    return Key(seed, first_step + steps, microbatch)
+
+
 def _work(segments: Segments, stages: Mapping[int, Stage], feed: StepData) -> RunSpec:
     def begin(caller: Caller) -> None:
-        feed.autocast = caller.autocast
+        if caller.autocasts:
+            feed.autocast = caller.autocast
         for index, stage in stages.items():
             stage.begin(feed, segments.uses(index))
 
@@ -164,4 +174,6 @@ def _work(segments: Segments, stages: Mapping[int, Stage], feed: StepData) -> Ru
         for stage in stages.values():
             stage.end(failed)
 
-    return RunSpec(segments.program, stages, begin, finish=end, pair=segments.pair, period=segments.num_microbatches)
+    return RunSpec(
+        segments.program, stages, prepare=begin, finish=end, pair=segments.pair, period=segments.num_microbatches
+    )

@@ -1,7 +1,7 @@
 """Microbatches: a mini-batch cut into micro-batches, and how much each counts for the loss."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from math import inf, nan
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ class Batch:
     inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]
     targets: list[Any]
     rows: list[int]
+    _: KW_ONLY
     output_dim: int = 0
     looks: list[Hashable] = field(default_factory=list)
 
@@ -140,7 +141,8 @@ class Splitter:
             for part in range(count)
         ]
         targets = [] if target is None else split(target, target_dim, count)
-        return Batch(inputs, targets, near_equal_parts(rows, count), self._dim("output") or 0)
+        sizes = near_equal_parts(rows, count)
+        return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
         """A micro-batch of so many rows, of a sample's: fewer of them, or some again. Raises as ``batch``."""
@@ -215,15 +217,16 @@ class Splitter:
         gradient is that of its rows; all are one group unless given.
         """
         if self.loss_reduction == "sum":
-            return Weighting([None] * len(batch), [None] * len(batch))
+            return Weighting([None] * len(batch.rows), [None] * len(batch.rows))
         weights = self._weights(batch)
         total = sum(weights)
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
             raise InputError(f"loss weights add up to a finite number above 0; got {total}; {remedy}")
         if len(groups) < 2:
-            return Weighting([weight / total for weight in weights], [None] * len(batch))
-        factors, shares = [0.0] * len(batch), [0.0] * len(batch)
+            return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
+        factors = [0.0] * len(batch.rows)
+        shares = [0.0] * len(batch.rows)
         for group in groups:
             own = sum(weights[microbatch] for microbatch in group)
             for microbatch in group:
@@ -240,7 +243,7 @@ class Splitter:
         except Exception:  # whatever loss_weight raises of inputs without labels: the outputs have no loss then
             return None
         total = sum(weights) or nan  # as plain PyTorch does
-        return Weighting([weight / total for weight in weights], [None] * len(batch))
+        return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
 
     def _weights(self, batch: Batch) -> Sequence[float]:
         """What each micro-batch counts."""

@@ -5,7 +5,7 @@ stages take.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -34,18 +34,25 @@ class StepCall:
     method: str
     batch: Batch
     weighting: Weighting | None = None
+    _: KW_ONLY
     return_outputs: bool = False
     gather: bool = False
 
     def __len__(self) -> int:
         """How many micro-batches."""
-        return len(self.batch)
+        return len(self.batch.rows)
 
     def feed(self, seed: int, step: int) -> StepData:
         """What the stages get, and where they put what they make."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
-        batch = self.batch
-        return StepData(seed, step, list(batch.inputs), batch.targets, factors, keep_outputs=self.return_outputs)
+        return StepData(
+            seed,
+            step,
+            list(self.batch.inputs),
+            targets=self.batch.targets,
+            factors=factors,
+            keep_outputs=self.return_outputs,
+        )
 
     @property
     def counting(self) -> Weighting:
@@ -56,7 +63,7 @@ class StepCall:
 
     def loss(self, feed: StepData) -> Tensor:
         """The mini-batch's loss, where the last stage runs."""
-        return self.counting.total([feed.losses[microbatch] for microbatch in range(len(self))])
+        return self.counting.total([feed.losses[microbatch] for microbatch in range(len(self.batch.rows))])
 
     def outputs(self, feed: StepData, *, own_loss: bool) -> Any:
         """In the mini-batch's order; None where the last stage runs in another process. own_loss: the loss that counts
@@ -64,11 +71,11 @@ class StepCall:
         """
         if not feed.outputs:
             return None
-        outputs = [feed.outputs[microbatch].value for microbatch in range(len(self))]
+        outputs = [feed.outputs[microbatch].value for microbatch in range(len(self.batch.rows))]
         return self.batch.gathered(outputs, self.weighting if own_loss else None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Opening:
     """What every rank needs to know of a call, apart from numbers that change from step to step."""
 
@@ -99,7 +106,8 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
     num_ranks: of the mesh; the program may use fewer. bodies: what its stages run. An input goes where one uses it,
     targets to the stages without consumers. Raises InputError for inputs whose gradients would stay on another rank.
     """
-    batch, looks = call.batch, [look(value) for value in call.batch.inputs]
+    batch = call.batch
+    looks = [look(value) for value in call.batch.inputs]
     lasts = {program.placement[stage] for stage, others in enumerate(program.graph.consumers) if not others}
     takers: list[list[Body]] = [[] for _ in range(num_ranks)]
     for stage, producers in enumerate(program.graph.producers):
@@ -115,7 +123,13 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
         )
     factors, shares = call.weighting or ((), ())
     opening = _Opening(
-        call.method, batch.rows, batch.output_dim, looks, call.return_outputs, call.gather, call.weighting is not None
+        method=call.method,
+        rows=batch.rows,
+        output_dim=batch.output_dim,
+        looks=looks,
+        return_outputs=call.return_outputs,
+        gather=call.gather,
+        has_loss=call.weighting is not None,
     )
     for_all = opening, _written(factors), _written(shares)
     messages = [(*for_all, own, batch.targets if rank in lasts else None) for rank, own in enumerate(inputs)]
@@ -127,9 +141,11 @@ def received(message: tuple[Any, ...]) -> StepCall:
     opening, factors, shares, inputs, targets = message
     size = len(opening.rows)
     inputs = pytree.tree_map_only(_Unsent, _without_contents, inputs)
-    batch = Batch(inputs or [((), {})] * size, targets or [], opening.rows, opening.output_dim, opening.looks)
+    batch = Batch(
+        inputs or [((), {})] * size, targets or [], opening.rows, output_dim=opening.output_dim, looks=opening.looks
+    )
     weighting = Weighting(_read(factors, size), _read(shares, size)) if opening.has_loss else None
-    return StepCall(opening.method, batch, weighting, opening.return_outputs, opening.gather)
+    return StepCall(opening.method, batch, weighting, return_outputs=opening.return_outputs, gather=opening.gather)
 
 
 def _needed(value: Any, takers: Sequence[Body]) -> Any:
@@ -168,7 +184,10 @@ def end_of(program: Program) -> int:
 
 def bring_ends(program: Program, feed: StepData, trade: Trade) -> None:
     """Bring losses and outputs of all micro-batches to ``end_of`` the program. Collective over processes."""
-    end, ends = end_of(program), {program.placement[route[-1]] for route in program.routes}
+    end = end_of(program)
+    ends = {program.placement[route[-1]] for route in program.routes}
+    if len(ends) < 2:
+        return
     if trade.holds(end):
         others = {rank for rank in ends if not trade.holds(rank)}
         for losses, outputs in trade.trade(_WHAT, {}, others).values():

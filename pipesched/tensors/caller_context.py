@@ -4,16 +4,13 @@
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 __all__ = ["Caller", "intra_op"]
-
-
-_NO_CHANGE = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,9 @@ class Caller:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """For forwards alone: a backward computes in the types of its forward."""
-        return self._autocasting() if self.autocasts else _NO_CHANGE
-
     @contextmanager
-    def _autocasting(self) -> Iterator[None]:
+    def autocast(self) -> Iterator[None]:
+        """For forwards alone: a backward computes in the types of its forward."""
         with ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))

@@ -101,8 +101,8 @@ def _own(stage: Stage) -> Iterable[Tensor]:
             yield parameter
             if parameter.grad is not None:
                 yield parameter.grad
-    if stage.optimizer is not None:
-        for state in stage.optimizer.state.values():
+    if stage.optimizer.wrapped is not None:
+        for state in stage.optimizer.wrapped.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 

@@ -169,9 +169,9 @@ def test_what_offloaded_layers_alone_have_saved_leaves_the_device_once(
 
 
 def on_host(stage: Stage) -> int:
-    if stage._offloads is None:
+    if stage._runner.offloads is None:
         return 0
-    pieces = [one() for own in stage._offloads._pieces.values() for one in own]
+    pieces = [one() for own in stage._runner.offloads._pieces.values() for one in own]
     return sum(len(piece.host) for piece in pieces if piece is not None)
 
 

@@ -26,7 +26,7 @@ LIMITS = {"first": (22, 6), "middle": (18, 7), "last": (23, 5), "first, split": 
 
 def stage(place):
     made = Stage({"0": nn.Linear(8, 8)}, CPU, Head(functional.mse_loss) if place == "last" else None)
-    made.begin(StepData(0, 0, [((X,), {})] * 3, [Y] * 3, [1 / 3] * 3 if place == "last" else None))
+    made.begin(StepData(0, 0, [((X,), {})] * 3, targets=[Y] * 3, factors=[1 / 3] * 3 if place == "last" else None))
     return made
 
 
@@ -93,7 +93,7 @@ def test_a_loss_that_draws_is_keyed_in_every_step():
     given = X.clone().requires_grad_()
     losses = []
     for _ in range(3):
-        made.begin(feed := StepData(0, 0, [((given,), {})], [Y], [None]))
+        made.begin(feed := StepData(0, 0, [((given,), {})], targets=[Y], factors=[None]))
         made.forward(0)
         losses.append(feed.losses[0])
     assert losses[0] == losses[1] == losses[2]

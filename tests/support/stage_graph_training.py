@@ -199,14 +199,16 @@ def by_executor(executor: Any, program: Program, seed: int) -> Result:
     }
     found: Result = {}
     for step, (batch, factors) in enumerate(batches(program)):
-        feeds = {index: StepData(_SEED, step, list(batch.inputs), batch.targets, factors) for index in stages}
+        feeds = {
+            index: StepData(_SEED, step, list(batch.inputs), targets=batch.targets, factors=factors) for index in stages
+        }
 
         def begin(caller: Any, feeds: dict[int, StepData] = feeds) -> None:
             for index, stage in stages.items():
                 stage.begin(feeds[index])
 
         looks = {"looks": [look(one) for one in batch.inputs]} if over_mesh else {}
-        executor.run(RunSpec(lower(program), stages, begin), grad=not program.forward_only, **looks)
+        executor.run(RunSpec(lower(program), stages, prepare=begin), grad=not program.forward_only, **looks)
         assert not any(stage._saved for stage in stages.values())
         for index, feed in feeds.items():
             found |= {(step, index, mb): loss.detach().numpy() for mb, loss in feed.losses.items()}

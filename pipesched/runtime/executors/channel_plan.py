@@ -79,7 +79,8 @@ class ChannelEnds:
     """The rank's ends of the channels, as the interpreter uses them."""
 
     def __init__(self, program: Program, wire: Channels) -> None:
-        self._placement, self._wire = program.placement, wire
+        self._placement = program.placement
+        self._wire = wire
 
     def sender(self, action: Action) -> Callable[[Any], None]:
         """What sends a value as this action does."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -66,10 +66,13 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class CpuLane:
     """A CPU rank: the host's clock, and nothing to wait for."""
 
+    now = staticmethod(time.perf_counter)
+    entered = staticmethod(nullcontext)
+    pack = staticmethod(Message)
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start_s = 0.0
-        self.now = time.perf_counter
 
     def begin(self, start_s: float) -> None:
         self._start_s = start_s
@@ -83,16 +86,9 @@ class CpuLane:
     def end(self) -> None:
         return
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        yield
-
     def reader(self) -> Callable[[float], float]:
         start_s = self._start_s
         return lambda stamp: stamp - start_s
-
-    def pack(self, value: Any) -> Message:
-        return Message(value)
 
     def unpack(self, message: Message) -> Any:
         if message.ready is None:
@@ -148,7 +144,8 @@ class CudaLane:
         return stamp
 
     def reader(self) -> Callable[[torch.cuda.Event], float]:
-        base, base_s = self._base, self._base_s
+        base = self._base
+        base_s = self._base_s
 
         def seconds(stamp: torch.cuda.Event) -> float:
             base.synchronize()

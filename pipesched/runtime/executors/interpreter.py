@@ -100,7 +100,8 @@ _NOTHING = _Nothing()
 
 
 def _taken(edge: _Edge) -> Any:
-    value, edge.value = edge.value, _NOTHING
+    value = edge.value
+    edge.value = _NOTHING
     if value is _NOTHING:
         raise ExecutionError(f"what stage {edge.giver} gives has not come; validate the program")
     return value
@@ -156,7 +157,8 @@ class Rank:
     def _forward(self, action: Action) -> _Step:
         stage, _, microbatch, _ = action
         pair = stage, self._pair(microbatch)
-        split, checkpointed = pair in self._split, pair in self._recomputed
+        split = pair in self._split
+        checkpointed = pair in self._recomputed
         call = partial(self.stages[stage].forward, microbatch, split=split, checkpointed=checkpointed)
         takes = [self._edge(producer, stage, False, microbatch) for producer in self._graph.producers[stage]]
         gives = [self._edge(stage, consumer, False, microbatch) for consumer in self._graph.consumers[stage]]

@@ -140,7 +140,8 @@ class ProcessExecutor:
                 work.finish(failed)
 
     def _run(self, work: RunSpec, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
-        program, wire = work.program, self._open_wire()
+        program = work.program
+        wire = self._open_wire()
         order = self._own(program.orders if work.orders is None else work.orders)
         messages = self._messages_of(program, order)
         keys, batch = messages.keys(looks, caller.grad)
@@ -165,7 +166,8 @@ class ProcessExecutor:
     def begin(self, work: RunSpec, caller: Caller) -> RankRun:
         """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``."""
         with self._one_at_a_time("a stream"):
-            program, wire = work.program, self._open_wire()
+            program = work.program
+            wire = self._open_wire()
             channels = OrderMessages(program, self._own(program.orders)).none
             try:
                 wire.open(channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps))
@@ -408,7 +410,9 @@ class ProcessExecutor:
     def _drop(self) -> None:
         if self._forked.here:
             return
-        wire, self._wire, self._shared = self._wire, None, None
+        wire = self._wire
+        self._wire = None
+        self._shared = None
         self._messages.clear()
         self._alarm.end()
         if wire is not None:

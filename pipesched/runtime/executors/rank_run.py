@@ -32,10 +32,13 @@ class RankRun:
         run_part: "Callable[[RankRun, tuple[Action, ...]], RankTimeline]",
         leave: Callable[[str], None],
     ) -> None:
-        self.work, self.caller, self.rank = work, caller, rank
+        self.work = work
+        self.caller = caller
+        self.rank = rank
         self.began_s = time.perf_counter()
         self.failed = False
-        self._run_part, self._leave = run_part, leave
+        self._run_part = run_part
+        self._leave = leave
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> RankTimeline:
         """Run this rank's next part. Raises as ``ProcessExecutor.run``."""

@@ -2,12 +2,17 @@
 
 Transport is a queue for each (from, to, kind). A rank that fails stops the others: each looks before every action,
 and a rank that waits for a message gets one that says so.
+
+A RunSpec says what to run. A BoundProgram is its program, bound to the stages: it serves each step that runs the same.
+A ThreadRun is one run of it, a step or a stream. A RunSegment is a part of every rank's order on its way through the
+ranks: the whole order of a step, or what a stream runs for one of its steps.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 from weakref import finalize, ref
@@ -46,6 +51,7 @@ class RunSpec:
 
     program: Program
     stages: Mapping[int, StageLike]
+    _: KW_ONLY
     prepare: Callable[[Caller], None] = lambda caller: None
     orders: tuple[tuple[Action, ...], ...] | None = None
     finish: Callable[[bool], None] = lambda failed: None
@@ -58,7 +64,9 @@ class BoundProgram:
 
     def __init__(self, work: RunSpec, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes
-        self.program, self.stages = work.program, work.stages
+        self.program = work.program
+        self.stages = work.stages
+        self.orders = tuple(work.orders or work.program.orders)
         self.channels = _channels(work.program)
         self.ranks = [
             Rank(index, work.program, work.stages, _Wires(work.program, self.channels, lane), work.pair)
@@ -71,54 +79,57 @@ class ThreadRun:
 
     ahead = 1  # parts that are handed on while others run
 
-    def __init__(self, work: RunSpec, crew: "BoundProgram", jobs: _Jobs, caller: Caller) -> None:
+    def __init__(self, work: RunSpec, bound: BoundProgram, jobs: _Jobs, caller: Caller) -> None:
         self.work = work
-        self.crew = crew
+        self.bound = bound
         self.caller = caller
         self.error: BaseException | None = None
         self.stopping = threading.Event()
         self.deserted = False  # its ranks are in another process
+        #: The part that was handed on last; it holds this run.
+        self.last: RunSegment | None = None
         self._jobs = jobs
         self._lock = threading.Lock()
-        self._last: RunSegment | None = None
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> "RunSegment":
         """Give every rank the next part of its order; it begins when it has ended the one before."""
-        for lane in self.crew.lanes:
+        for lane in self.bound.lanes:
             lane.follow()
-        self._last = part = RunSegment(self, orders)
+        self.last = segment = RunSegment(self, orders)
         handed = 0
         try:
             for index, queue in enumerate(self._jobs):
-                job = _job(part, index)
+                job = partial(segment.run_rank, index)
                 handed = index + 1  # an interrupt comes between calls: from here on the job is in the queue
                 queue.put(job)
         except BaseException:
             self.stop()
             for index in range(handed, len(self._jobs)):
-                self._jobs[index].put(_job(part, index))
+                self._jobs[index].put(partial(segment.run_rank, index))
             raise
-        return part
+        return segment
 
     def stop(self, error: BaseException | None = None) -> None:
         """Stop all ranks; the first error is kept."""
         with self._lock:
             self.error = self.error or error
         self.stopping.set()
-        for channel in self.crew.channels.values():
+        for channel in self.bound.channels.values():
             channel.put(_STOP)
 
     def wait(self) -> None:
         """Until every rank has ended what it was given."""
-        if self._last is not None:
-            self._last.finished.wait()
+        if self.last is not None:
+            self.last.finished.wait()
 
-    def finish(self, part: "RunSegment") -> "Timeline":
-        """Wait until every rank has ended a part: what ran when. Raises what a stage raised."""
-        part.finished.wait()
-        self.check()
-        part.catch_up()
-        return part.timeline()
+    def finish(self, segment: "RunSegment") -> "Timeline":
+        """Wait until every rank has ended a part: what ran when. Raises what a stage raised, once."""
+        segment.finished.wait()
+        if self.error is not None:
+            error = self.error
+            self.error = None
+            raise error
+        return segment.timeline()
 
     def abandon(self) -> None:
         """Stop all ranks, and wait until they have stopped."""
@@ -127,20 +138,10 @@ class ThreadRun:
         self.stop()
         self.wait()
 
-    def forget(self) -> None:
-        """Let go of the last part, which holds this run: else its batch would live until garbage is collected."""
-        self._last = None
-
     @property
     def finished(self) -> bool:
         """Whether every rank has ended what it was given."""
-        return self._last is None or self._last.finished.is_set()
-
-    def check(self) -> None:
-        """Raise what a stage raised, once."""
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
+        return self.last is None or self.last.finished.is_set()
 
 
 class RunSegment:
@@ -156,7 +157,8 @@ class RunSegment:
     def run_rank(self, index: int) -> None:
         """In the rank's thread: run its part to the end, or until another rank fails."""
         run = self._run
-        rank, lane = run.crew.ranks[index], run.crew.lanes[index]
+        rank = run.bound.ranks[index]
+        lane = run.bound.lanes[index]
         try:
             with run.caller.held(), lane.entered():
                 for _ in interpret(rank, lane, self._stamps[index]):
@@ -173,15 +175,13 @@ class RunSegment:
                 if not self._left:
                     self.finished.set()
 
-    def catch_up(self) -> None:
-        """In the caller's thread, where the part has ended: what it launches from now on comes after the part."""
-        for lane, stamps in zip(self._run.crew.lanes, self._stamps, strict=True):
+    def timeline(self) -> "Timeline":
+        """In the caller's thread, which launches behind the part from now on: what ran when, and nothing else of it."""
+        lanes = self._run.bound.lanes
+        for lane, stamps in zip(lanes, self._stamps, strict=True):
             if stamps.ends:
                 lane.catch_up(stamps.ends[-1])
-
-    def timeline(self) -> "Timeline":
-        """What ran when; holds nothing else of the run."""
-        return Timeline(self._stamps, [lane.reader() for lane in self._run.crew.lanes])
+        return Timeline(self._stamps, [lane.reader() for lane in lanes])
 
 
 @dataclass(frozen=True)
@@ -220,12 +220,14 @@ class _Wires:
 
     def sender(self, action: Action) -> Callable[[Any], None]:
         here, there = self._ends(action)
-        put, pack = self._channels[here, there, action.kind].put, self._lane.pack
+        put = self._channels[here, there, action.kind].put
+        pack = self._lane.pack
         return lambda value: put(pack(value))
 
     def receiver(self, action: Action) -> Callable[[], Any]:
         here, there = self._ends(action)
-        get, unpack = self._channels[there, here, OTHER_END[action.kind]].get, self._lane.unpack
+        get = self._channels[there, here, OTHER_END[action.kind]].get
+        unpack = self._lane.unpack
 
         def receive() -> Any:
             message = get()
@@ -273,37 +275,31 @@ class ThreadExecutor:
         Raises what a stage raised, with a note that says where; ExecutionError where a run is under way or after
         ``close``.
         """
-        crew = self._taken(work)
-        run = self.begin(work, self.caller(grad=grad), crew)
+        if len(self._kept) >= _REMEMBERED:
+            self._kept.clear()
+        bound = self._kept.pop(id(work.program), None)  # of the run before, where that did not fail
+        if bound is None or bound.program is not work.program or bound.stages is not work.stages or work.orders:
+            bound = BoundProgram(work, self.lanes)
+        run = self.begin(work, self.caller(grad=grad), bound)
         try:
-            part = run.hand(work.orders or work.program.orders)
-            run.wait()
+            timeline = run.finish(run.hand(bound.orders))
         except BaseException:
             run.abandon()
             raise
         finally:
             self.end(run)
-        run.check()
         if work.orders is None:
-            self._kept[id(work.program)] = crew
-        return part.timeline()
-
-    def _taken(self, work: RunSpec) -> BoundProgram:
-        """The crew that ran the same work before and did not fail, or a new one."""
-        if len(self._kept) >= _REMEMBERED:
-            self._kept.clear()
-        crew = self._kept.pop(id(work.program), None)
-        again = crew is not None and crew.program is work.program and crew.stages is work.stages
-        return crew if crew is not None and again and work.orders is None else BoundProgram(work, self.lanes)
+            self._kept[id(work.program)] = bound
+        return timeline
 
     def caller(self, *, grad: bool) -> Caller:
         """The settings of this thread, with grad mode as given."""
         return Caller.here(self._device_types, grad=grad)
 
-    def begin(self, work: RunSpec, caller: Caller, crew: BoundProgram | None = None) -> ThreadRun:
+    def begin(self, work: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
         """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``.
 
-        crew: of this work, a new one unless given.
+        bound: the program of this work, bound to its stages before; default: it is bound now.
         """
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):
@@ -314,7 +310,7 @@ class ThreadExecutor:
             if self._last is not None:
                 self._last.wait()  # an impatient interrupt may have left ranks behind
             work.prepare(caller)
-            run = self._last = ThreadRun(work, crew or BoundProgram(work, self.lanes), self._jobs, caller)
+            run = self._last = ThreadRun(work, bound or BoundProgram(work, self.lanes), self._jobs, caller)
             self._under_way[:] = [ref(run)]
             start_s = time.perf_counter()
             for lane in self.lanes:
@@ -333,14 +329,14 @@ class ThreadExecutor:
             lane.end()
         if run.finished:
             self._last = None
-            run.forget()
+            run.last = None  # else its batch would live until garbage is collected
         run.work.finish(run.stopping.is_set())
         self._busy.release()
 
     def check_open(self, what: str) -> None:
         """Raise ExecutionError after ``close``."""
-        self._forked.check()
-        if self.closed:
+        if not self._finalizer.alive:
+            self._forked.check()
             raise ExecutionError(f"a closed pipeline does not run; it was closed before {what}; make a new one")
 
     def check_outside(self, what: str) -> None:
@@ -363,10 +359,6 @@ class ThreadExecutor:
             _end_threads(self._jobs)
         for thread in self._threads:
             thread.join()
-
-
-def _job(part: RunSegment, index: int) -> Callable[[], None]:
-    return lambda: part.run_rank(index)
 
 
 def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]:

@@ -9,7 +9,7 @@ micro-batches, of any sizes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -91,14 +91,17 @@ class Norms:
         and what would have moved them.
         """
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        running, index = given["running_mean"], self._index.get(id(given["running_mean"]))
+        running = given["running_mean"]
+        index = self._index.get(id(given["running_mean"]))
         if index is None or not given.get("training", False):
             return functional.batch_norm(**given), None
-        mean, var = torch.zeros_like(running), torch.zeros_like(running)
-        momentum, given["momentum"] = given.get("momentum", 0.1), 1.0  # which puts the batch's own statistics there
+        mean = torch.zeros_like(running)
+        var = torch.zeros_like(running)
+        momentum = given.get("momentum", 0.1)
+        given["momentum"] = 1.0  # which puts the batch's own statistics there
         output = functional.batch_norm(**{**given, "running_mean": mean, "running_var": var})
         numbers = given["input"].numel() // given["input"].shape[1]
-        return output, (index, _Part(numbers, mean, var, momentum))
+        return output, (index, _Part(numbers=numbers, mean=mean, var=var, momentum=momentum))
 
     def restore(self) -> None:
         """Undo what forwards counted."""
@@ -108,7 +111,8 @@ class Norms:
 
     def taken(self) -> _Seen:
         """What was seen, and is then forgotten."""
-        seen, self._seen = self._seen, {}
+        seen = self._seen
+        self._seen = {}
         return seen
 
     @torch.no_grad()
@@ -116,7 +120,8 @@ class Norms:
         """Move the running statistics as one forward over all micro-batches would."""
         for index, number in sorted({key for one in seen for key in one}):
             parts = {microbatch: part for one in seen for microbatch, part in one.get((index, number), {}).items()}
-            module, momentum = self._modules[index], next(iter(parts.values())).momentum
+            module = self._modules[index]
+            momentum = next(iter(parts.values())).momentum
             tracked = getattr(module, "num_batches_tracked", None)
             if tracked is not None:
                 tracked.add_(1)
@@ -175,6 +180,9 @@ class MiniBatchNorms:
         self.active = mode == "mini-batch"
         self._trade = trade
         self._all: dict[tuple[int, int], _Held] = {}
+        #: A context around a run of forwards, which move the running statistics once, or where they fail not at all.
+        #: Collective over processes.
+        self.counting = self._counting if self.active else nullcontext
 
     def check(self, model: nn.Module, program: Program, *, streams: bool) -> None:
         """Warn of what normalises differently than in the whole batch. streams: the program's steps have no end.
@@ -219,11 +227,7 @@ class MiniBatchNorms:
         return norms
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Around a run of forwards, which move the running statistics once, or where they fail not at all.
-
-        Collective over processes.
-        """
+    def _counting(self) -> Iterator[None]:
         own = [held.norms for held in self._all.values() if held.norms is not None]
         for norms in own:
             norms.begin()

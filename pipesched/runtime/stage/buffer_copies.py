@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipesched.errors import ExecutionError
 
-__all__ = ["BufferCopies", "Buffers", "own_buffers"]
+__all__ = ["BufferCopies", "Buffers", "buffers_of", "own_buffers"]
 
 #: One layer's buffers by name.
 Buffers = dict[str, Tensor]
@@ -29,6 +29,11 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             for key, buffer in part.named_buffers(recurse=False):
                 if buffer is not None:
                     yield f"{prefix}.{key}".removeprefix("."), part, key
+
+
+def buffers_of(layer: nn.Module) -> Buffers:
+    """Copies of a layer's buffers, as they are now."""
+    return {name: buffer.clone() for name, buffer in layer.named_buffers()}
 
 
 class BufferCopies:

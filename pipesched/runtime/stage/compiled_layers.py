@@ -69,7 +69,9 @@ class Compiled:
     """The compiled layers of one stage. options: of torch.compile. made: shared by stages, and left to later ones."""
 
     def __init__(self, options: Mapping[str, Any], device: torch.device, made: _Made) -> None:
-        self._options, self._device, self._made = options, device, made
+        self._options = options
+        self._device = device
+        self._made = made
         self._layers: dict[nn.Module, _Layer] = {}
         self._quiet: set[nn.Module] = set()
 
@@ -122,7 +124,8 @@ class _Layer(nn.Module):
 
     def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
-        self.layer, self._call = layer, call
+        self.layer = layer
+        self._call = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self.layer, args, kwargs)

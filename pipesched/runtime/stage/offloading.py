@@ -87,7 +87,8 @@ class _Held:
 
     def __init__(self, tensor: Tensor, goes: bool) -> None:
         self.tensor: Tensor | None = tensor
-        self.version, self.goes = tensor._version, goes
+        self.version = tensor._version
+        self.goes = goes
         self.memory = _address(tensor)
         self.form: Any = None
         self.piece: _Piece | None = None
@@ -96,7 +97,8 @@ class _Held:
         """From now on the tensor is what lies in a piece."""
         tensor = self.unchanged()
         self.form = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
-        self.tensor, self.piece = None, piece
+        self.tensor = None
+        self.piece = piece
 
     def unchanged(self) -> Tensor:
         """The tensor that was saved. Raises ExecutionError where it has been modified since."""
@@ -126,7 +128,8 @@ class Offloads:
     """
 
     def __init__(self, device: torch.device, streams: Sequence[torch.cuda.Stream] | None = None) -> None:
-        self._device, self._streams = device, streams
+        self._device = device
+        self._streams = streams
         if device.type == "cuda":
             self._streams = streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
         self._held: dict[int, list[weakref.ref[_Held]]] = {}
@@ -158,7 +161,8 @@ class Offloads:
     @contextmanager
     def going(self) -> Iterator[None]:
         """Within, a layer runs whose saved tensors are to go to the host."""
-        before, self._going = self._going, True
+        before = self._going
+        self._going = True
         try:
             yield
         finally:

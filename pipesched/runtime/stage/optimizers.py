@@ -158,6 +158,6 @@ def optimizers_for(
     Raises ModelTypeError where ``optimizer`` makes something else.
     """
     for index, stage in stages.items():
-        stage.elsewhere = {parameter for parameter in tied if home(parameter) != index}
-        stage.late = any(home(parameter) == index for parameter in tied)
-    return Inheritance(optimizer, before, {index: stage.parameters for index, stage in stages.items()})
+        stage.optimizer.elsewhere = {parameter for parameter in tied if home(parameter) != index}
+        stage.optimizer.late = any(home(parameter) == index for parameter in tied)
+    return Inheritance(optimizer, before, {index: stage.optimizer.parameters for index, stage in stages.items()})

@@ -36,7 +36,8 @@ class RecomputedLayers:
     """The layers of one stage that run again. What each call changes is learnt from its first run."""
 
     def __init__(self, random: KeyedRandom, deferral: Deferral) -> None:
-        self._random, self._deferral = random, deferral
+        self._random = random
+        self._deferral = deferral
         self._modifies_input: dict[_Call, bool] = {}
         self._moving: dict[tuple[_Call, tuple[bool, ...]], frozenset[str]] = {}
 
@@ -61,7 +62,9 @@ class RecomputedLayers:
         versions = [tensor._version for tensor in given.tensors]
         kept = given if self._modifies_input.get(which) is False else given.map_tensors(Tensor.clone)
         contexts = create_selective_checkpoint_contexts(_policy) if cheap else (nullcontext(), nullcontext())
-        seen, place, first = self._before(which, layer, own), self._random.place, [(args, kwargs)]
+        seen = self._before(which, layer, own)
+        place = self._random.place
+        first = [(args, kwargs)]
 
         spread = given.same_form()
 

@@ -87,12 +87,14 @@ class Deferral:
         self._decided = False
         self._whole_up_to = -1
         self._kind: Hashable = None
-        self._noting, self._saving = True, False
+        self._noting = True
+        self._saving = False
 
     def begin(self, live: Callable[[Tensor], Tensor] | None = None) -> None:
         """A step begins. live: the Parameter of which a tensor is a version, the tensor itself where it is none."""
         self._live = live or _itself
-        self._decided, self._lesson = False, None
+        self._decided = False
+        self._lesson = None
         self._products.clear()
 
     def decide(self, microbatch: int, kind: Callable[[], Hashable]) -> bool:
@@ -123,7 +125,8 @@ class Deferral:
         if self._lesson is not None:
             self._deferrable = self._learnt[self._kind] = self._lesson.deferrable(outputs)
             self._lesson = None
-        products, self._products = self._products, []
+        products = self._products
+        self._products = []
         return products
 
     @contextmanager
@@ -133,7 +136,8 @@ class Deferral:
         again: the layer runs again, and builds the graph that its forward built.
         """
         before = self._saving, self._noting
-        self._saving, self._noting = True, self._noting and not again
+        self._saving = True
+        self._noting = self._noting and not again
         try:
             yield
         finally:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -17,27 +17,21 @@ __all__ = ["StepData"]
 class StepData:
     """What one step, or a stream of steps, gives to its stages and takes from them: by micro-batch.
 
-    step: the first one's number; step_size: the micro-batches of each step of a stream, which are numbered through.
-    inputs: (args, kwargs) of the model. factors: what each loss is multiplied by, None to leave it as it is; without
-    factors no loss is computed. output_grads: gradients of the outputs, where the loss is computed elsewhere.
+    step: the first one's number. inputs: (args, kwargs) of the model. factors: what each loss is multiplied by, None to
+    leave it as it is; without factors no loss is computed. output_grads: gradients of the outputs, where the loss is
+    computed elsewhere. key: of a stream, whose micro-batches count on over its steps.
     """
 
     seed: int
     step: int
     inputs: list[Any] | dict[int, Any]
+    _: KW_ONLY
     targets: list[Any] | dict[int, Any] = field(default_factory=list)
     factors: list[float | None] | dict[int, float | None] | None = None
-    step_size: int | None = None
     output_grads: list[Gradients] = field(default_factory=list)
     keep_outputs: bool = False
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
-
-    def key(self, microbatch: int) -> Key:
-        """What its random numbers depend on: seed, step, and the micro-batch within the step."""
-        if self.step_size is None:
-            return Key(self.seed, self.step, microbatch)
-        steps, own = divmod(microbatch, self.step_size)
-        return Key(self.seed, self.step + steps, own)
+    key: Callable[[int], Key] | None = None

@@ -83,7 +83,7 @@ class Replica:
         return ((home[name], mine[name]) for name in home)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Pair:
     """A part's home, the ranks where it and its copy lie, and the copy, where that is in this process."""
 
@@ -100,8 +100,13 @@ class Replicas:
     """
 
     def __init__(self, trade: Trade, target: Callable[[nn.Parameter, int], Tensor]) -> None:
-        self._trade, self._target = trade, target
+        self._trade = trade
+        self._target = target
         self._all: list[_Pair] = []
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._all)
 
     def add(
         self,
@@ -112,7 +117,9 @@ class Replicas:
     ) -> Replica | None:
         """Make one. ranks: of the home and of the copy. None where the copy lies in another process."""
         replica = Replica(layers, loss_fn, device) if self._trade.holds(ranks[1]) else None
-        self._all.append(_Pair(_together(layers, loss_fn), *ranks, replica))
+        home_rank, rank = ranks
+        home = _together(layers, loss_fn)
+        self._all.append(_Pair(home=home, home_rank=home_rank, rank=rank, replica=replica))
         return replica
 
     def refresh(self) -> None:

@@ -39,7 +39,8 @@ class Product:
 
     def take(self, input: Tensor) -> None:
         """Hold what the product was made of."""
-        self.input, self.version = input, input._version
+        self.input = input
+        self.version = input._version
 
     def keep(self, grads: Sequence[Tensor | None]) -> None:
         """The hook on the product's node."""
@@ -59,7 +60,8 @@ class Product:
         if self.grad is not None:
             self._grads = list(self.rule(self.grad, self.input))
             self.grad = None
-        grad, self._grads[index] = self._grads[index], None
+        grad = self._grads[index]
+        self._grads[index] = None
         return grad
 
 
@@ -80,7 +82,8 @@ class _SavedInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        product, ctx.product = ctx.product, None
+        product = ctx.product
+        ctx.product = None
         product.take(ctx.saved_tensors[0].detach())
         return grads[0], None, None
 
@@ -131,7 +134,8 @@ class ConvolutionRule:
         """By the call that autograd makes."""
         spatial = self._weight.dim() - 2
         if x.dim() == spatial + 1:  # one unbatched picture
-            grad, x = grad.unsqueeze(0), x.unsqueeze(0)
+            grad = grad.unsqueeze(0)
+            x = x.unsqueeze(0)
         _, *grads = torch.ops.aten.convolution_backward(
             grad,
             x if x.dtype is grad.dtype else x.to(grad.dtype),
@@ -173,7 +177,8 @@ def _groups(uses: _Uses) -> Iterator[_Uses]:
         size += weight.nbytes
         if size >= _GROUP_BYTES:
             yield group
-            group, size = {}, 0
+            group = {}
+            size = 0
     if group:
         yield group
 
@@ -188,7 +193,8 @@ class _Delivery(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        group, ctx.group = ctx.group, None
+        group = ctx.group
+        ctx.group = None
         return None, *(_total(weight, of_weight) for weight, of_weight in group.items())
 
 

@@ -45,7 +45,7 @@ class Trainer:
     def step(self, x: Tensor, y: Tensor, orders: list[Any] = [None]) -> Tensor:
         batch = Splitter(self.program.num_microbatches, False, 0, None, "mean").batch((x,), {}, y)
         factors = Splitter(self.program.num_microbatches, False, 0, None, "mean").factors(batch)
-        feed = StepData(3, self.steps, list(batch.inputs), batch.targets, factors)
+        feed = StepData(3, self.steps, list(batch.inputs), targets=batch.targets, factors=factors)
         self.steps += 1
 
         def begin(caller: Any) -> None:
@@ -56,7 +56,7 @@ class Trainer:
         looks: list[Hashable] = [look(one) for one in batch.inputs]
         for number, part in enumerate(orders):
             prepare = begin if number == 0 else lambda caller: None
-            self.executor.run(RunSpec(self.program, self.stages, prepare, part), grad=True, looks=looks)
+            self.executor.run(RunSpec(self.program, self.stages, prepare=prepare, orders=part), grad=True, looks=looks)
         total = None
         if self.group.rank() == self.last_rank:
             for microbatch in range(len(batch)):

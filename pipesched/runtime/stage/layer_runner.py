@@ -1,0 +1,324 @@
+"""Layer runner: calls the layers of one stage, and its loss, for one micro-batch after the other.
+
+It calls the user's own modules. They use their own Parameters and buffers, unless others stand in for them: leaves of
+tied weights, an older version of the weights, or copies of buffers.
+"""
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipesched.capture.loss import Head
+from pipesched.capture.stage_body import Body, call_with
+from pipesched.errors import ExecutionError, InputError
+from pipesched.program.checkpoint_options import Keep
+from pipesched.runtime.stage.batch_norm import Norms
+from pipesched.runtime.stage.buffer_copies import BufferCopies, buffers_of
+from pipesched.runtime.stage.compiled_layers import Compiled
+from pipesched.runtime.stage.microbatch_state import MicrobatchState
+from pipesched.runtime.stage.offloading import Offloads, addresses
+from pipesched.runtime.stage.recompute import RecomputedLayers
+from pipesched.runtime.stage.split_backward import Deferral, edge_of, enter
+from pipesched.runtime.stage.step_data import StepData
+from pipesched.runtime.stage.weight_products import Product, weight_grad
+from pipesched.runtime.stage.weight_stash import WeightStash
+from pipesched.tensors.function_mode import Intercept
+from pipesched.tensors.keyed_random import InBackward, KeyedRandom
+from pipesched.tensors.payload import Gradients, Payload, PerConsumer, trainable_leaves
+from pipesched.tensors.tree_structure import tensors_in
+
+__all__ = ["LayerRunner", "StandIns"]
+
+#: What calls take in the place of tied weights: tensors by name, by layer and number of its call.
+StandIns = Mapping[tuple[str, int], Mapping[str, Tensor]]
+
+_LOSS = "loss_fn"  # the layer as which the loss draws random numbers and has versions
+_NOTHING: Mapping[str, Any] = {}
+_NO_CONTEXT = nullcontext()
+
+
+class LayerRunner:
+    """Runs the layers of a body forward, and in backwards those that run again. One thread at a time uses it.
+
+    ties: what calls take in the place of tied weights. norms: keeps the statistics of BatchNorm by micro-batch.
+    compiled: runs layers through torch.compile. keep: the calls that recompute or offload what they would save.
+    written: the names of the buffers that forwards write to.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        device: torch.device,
+        head: Head | None,
+        *,
+        ties: StandIns,
+        norms: Norms | None,
+        compiled: Compiled | None,
+        keep: Mapping[tuple[str, int], Keep],
+        written: Collection[str],
+    ) -> None:
+        self._body = body
+        self._head = head
+        loss_fn = None if head is None else head.loss_fn
+        #: The layers by name, and on the last stage the loss where it is a module.
+        self.modules = {**body.layers, _LOSS: loss_fn} if isinstance(loss_fn, nn.Module) else dict(body.layers)
+        self._ties = ties
+        self._norms = norms
+        self._compiled = compiled
+        self._copies = BufferCopies(self.modules, written, statistics_apart=norms is not None)
+        self._moves_buffers = bool(self._copies)
+        self._modifies_input: bool | None = None
+        self._splits = True
+        self.deferral = Deferral()
+        self._random = KeyedRandom(device)
+        forward = (self._random,) if norms is None else (self._random, norms)
+        back = InBackward(self._random)
+        backward = (back,) if norms is None else (back, norms.uncounted)
+        self._forward_mode = Intercept(*forward)
+        self._split_forward_mode = Intercept(*forward, self.deferral)
+        self._backward_mode = Intercept(*backward)
+        self._split_backward_mode = Intercept(*backward, self.deferral)
+        self._mode = self._forward_mode
+        self._again = RecomputedLayers(self._random, self.deferral)
+        self._keep = {call: word for call, word in keep.items() if call[0] in body.layers}
+        self.offloads = Offloads(device) if "offload" in self._keep.values() else None
+        self._is_plain = not (ties or self._keep or compiled or self._moves_buffers)
+
+    def begin(self, feed: StepData, weights: WeightStash | None) -> None:
+        """Start a step. weights: the versions of the Parameters, where the program updates them on its way."""
+        self._feed = feed
+        self._weights = weights
+        self._body.begin()
+        if self.offloads is not None:
+            self.offloads.clear()
+        if self._compiled is not None:
+            self._compiled.begin()
+        parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
+        self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)  # none is sharded
+        self.deferral.begin(None if weights is None else weights.live)
+
+    def run(self, saved: MicrobatchState, arrived: Payload, split: bool = False) -> Any:
+        """Call the layers, and on the last stage the head. What is returned is the root of the backward."""
+        wanted = arrived.wanted
+        if wanted and torch.is_grad_enabled():
+            into: list[Tensor | None] = [None] * len(wanted)
+            saved.input_grads = into
+            wanted = enter(wanted, into)
+        value = arrived.with_wanted(wanted)
+        inputs = None
+        values = value
+        if saved.takes_inputs:
+            inputs, *values = value if saved.num_grads else (value,)
+        elif len(saved.num_grads) == 1:
+            values = (value,)
+        if self._norms is not None:
+            self._norms.microbatch = saved.microbatch
+        self._random.enter(saved.key, "")
+        call = self._call
+        if not self._is_plain or saved.weights or saved.buffers:
+            call = partial(self._call_treated, saved, self._keep if torch.is_grad_enabled() else {})
+        self._mode = self._split_forward_mode if split else self._forward_mode
+        with self._feed.autocast():
+            with self._mode:
+                output = self._body.run(inputs, tuple(values), call, self._random)
+            return output if self._head is None else self._loss(self._head, saved, output)
+
+    def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
+        """Run, and keep what the backward needs. split: the backward's I leaves weight gradients to its W."""
+        split = split and self._splits
+        saved.deferred = split and self.deferral.decide(saved.microbatch, lambda: self._kind(arrived))
+        noted = saved.deferred or (split and self.deferral.learning)
+        first = self._moves_buffers and saved.buffers is None  # of two where it runs again, on copies that it has
+        if self._moves_buffers:
+            saved.written_buffers = saved.buffers = saved.buffers or self._copies.copies()
+        if self.offloads is None:
+            value = self.run(saved, arrived, noted)
+        else:
+            value = self._run_offloading(self.offloads, saved, arrived, noted)
+        if first and saved.written_buffers is not None:
+            self._copies.take_over(saved.written_buffers)
+        saved.buffers = None
+        saved.edges = [edge_of(leaf) for leaf in _roots(saved, value)]
+        if noted:
+            saved.products = self.deferral.finish(saved.edges)
+        return value
+
+    def run_dropping(self, saved: MicrobatchState, arrived: Payload) -> Any:
+        """Run in grad mode, so that the layers see what they see without checkpointing, and keep the input alone."""
+        snapshot = {name: buffers_of(module) for name, module in self.modules.items()}
+        versions = [tensor._version for tensor in arrived.tensors]
+        kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
+        with _dropping():
+            value = self.run(saved, arrived)
+        self._check_input(versions != [tensor._version for tensor in arrived.tensors])
+        saved.needs_no_backward = not _roots(saved, value)
+        if saved.needs_no_backward:
+            return value
+        saved.arrived = kept if self._modifies_input else arrived
+        saved.buffers = snapshot
+        return value
+
+    def backward(self, saved: MicrobatchState, arrived: Sequence[Gradients]) -> None:
+        """Differentiate what a forward has made. Layers that run again in it see what they saw in their forward."""
+        edges = saved.edges
+        saved.edges = ()
+        if self.offloads is not None:
+            self.offloads.arrived(saved.microbatch)
+        grads: Gradients = (None,) * len(edges)  # right for the loss: a scalar's gradient is one
+        if arrived or self._feed.factors is None:
+            given = tuple(chain.from_iterable(arrived)) if arrived else self._feed.output_grads[saved.microbatch]
+            reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
+            edges = [edge for edge, _ in reached]
+            grads = tuple([grad for _, grad in reached])
+        if not edges:
+            return
+        self._mode = self._split_backward_mode if saved.deferred else self._backward_mode
+        with self._mode, _NO_CONTEXT if saved.written_buffers is None else self._copies.as_left(saved.written_buffers):
+            if self._weights is None:
+                torch.autograd.backward(edges, grads)
+            else:
+                self._weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
+
+    def weight_grad(self, products: Sequence[Product]) -> None:
+        """Add the weight gradients that a backward has left."""
+        with self._backward_mode:
+            weight_grad(products)
+
+    def deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
+        """End a micro-batch: all gradients at once, so that no update between its I and its W takes a part of them."""
+        with self._backward_mode:
+            weights.deliver([*saved.version_grads, *weights.taken(saved.weights)])
+        saved.version_grads = ()
+        saved.products = ()
+        saved.weights = {}
+        weights.ended(saved.microbatch)
+
+    def held_by_others(self, saved: MicrobatchState) -> frozenset[int]:
+        """The addresses of memory that others hold, too, of a micro-batch's saved tensors: it is not offloaded."""
+        own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
+        return saved.staying | addresses(tensors_in((saved.weights, list(self._ties.values()), own)))
+
+    # ---- one call of a layer ------------------------------------------------------------------------------------
+
+    def _call(self, name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a layer as it is: its random numbers belong to this call."""
+        self._random.enter(self._random.key, name, number)
+        return layer(*args, **kwargs)
+
+    def _call_treated(
+        self,
+        saved: MicrobatchState,
+        keep: Mapping[tuple[str, int], Keep],
+        name: str,
+        number: int,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a layer on what stands in for its tensors; what it saves is kept, recomputed or offloaded."""
+        self._random.enter(saved.key, name, number)
+        own = self._stand_ins(saved, name, number)
+        word = keep.get((name, number))
+        if word in ("recompute", "recompute-cheap"):
+            run = partial(self._call_module, layer)
+            cheap = word == "recompute-cheap"
+            value = self._again.call((name, number), layer, own, run, args, kwargs, cheap=cheap)
+        else:
+            with self.offloads.going() if word == "offload" and self.offloads is not None else _NO_CONTEXT:
+                value = self._call_module(layer, own, args, kwargs)
+        if saved.written_buffers is not None:
+            self._copies.note(name, own, saved.written_buffers)
+        return value
+
+    def _call_module(
+        self, layer: nn.Module, own: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._compiled is not None:
+            return self._compiled.call(self._mode, self._random, layer, own, args, kwargs)
+        return call_with(own, layer, args, kwargs)
+
+    def _loss(self, head: Head, saved: MicrobatchState, output: Any) -> Any:
+        """The loss of what the last stage's layers have given; what they have given where no loss is asked for."""
+        if self._feed.keep_outputs:
+            self._feed.outputs.setdefault(saved.microbatch, Payload.of(output))
+        if saved.loss_inputs is None:
+            return output
+        target, factor = saved.loss_inputs
+        if self._mode.passes(head.loss_fn):
+            loss = head.loss(output, target, _NOTHING)
+        else:
+            self._random.enter(saved.key, _LOSS)
+            own = self._stand_ins(saved, _LOSS, 0)
+            with self._mode:
+                loss = head.loss(output, target, own)
+            if saved.written_buffers is not None:
+                self._copies.note(_LOSS, own, saved.written_buffers)
+        if factor == 0:
+            return torch.zeros_like(loss)  # counts nothing, whatever it is: nothing goes backward
+        return loss if factor is None else loss * factor
+
+    def _stand_ins(self, saved: MicrobatchState, name: str, number: int) -> Mapping[str, Tensor]:
+        """What a module's call uses in place of its own tensors."""
+        ties = self._ties.get((name, number), _NOTHING)
+        return {**saved.weights.get(name, _NOTHING), **(saved.buffers or _NOTHING).get(name, _NOTHING), **ties}
+
+    # ---- what a run keeps ---------------------------------------------------------------------------------------
+
+    def _run_offloading(self, offloads: Offloads, saved: MicrobatchState, arrived: Payload, noted: bool) -> Any:
+        """Run, and note what must stay on the device: what lies in the batch, or in what the stage gives out."""
+        with offloads.saving(saved.microbatch), self.deferral.saving():
+            value = self.run(saved, arrived, noted)
+        inputs = self._feed.inputs[saved.microbatch] if saved.takes_inputs or not saved.num_grads else None
+        output = list(value) if isinstance(value, PerConsumer) else value
+        outputs = self._feed.outputs.get(saved.microbatch)
+        saved.staying = addresses((*tensors_in((inputs, output)), *(outputs.tensors if outputs else ())))
+        return value
+
+    def _kind(self, arrived: Payload) -> Hashable:
+        """What decides which weight gradients are left to W: shapes, and which parameters are trainable."""
+        shapes = tuple(tensor.shape for tensor in arrived.tensors)
+        return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
+
+    def _check_input(self, modified: bool) -> None:
+        """Learn from the first forward whether the stage modifies its input, and must recompute from a copy."""
+        if self._modifies_input is None:
+            self._modifies_input = modified
+        elif modified and not self._modifies_input:
+            raise ExecutionError(
+                f"a checkpointed stage recomputes from its input; the layers {', '.join(self._body.layers)} modified "
+                f"it in place now, but not in their first forward; use checkpoint='never', or do not modify it in place"
+            )
+
+
+def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
+    """What of a stage's output is differentiated; nothing where all in front of it is frozen."""
+    roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, PerConsumer) else None
+    roots = trainable_leaves(value) if roots is None else roots
+    if not roots and saved.loss_inputs is not None and saved.loss_inputs[1] != 0:
+        raise InputError(
+            "a step trains something; the loss depends on no parameter that requires a gradient; "
+            "unfreeze one, or call evaluate"
+        )
+    return roots
+
+
+def _dropping() -> saved_tensors_hooks:
+    """Within, autograd saves nothing: what runs is not differentiated, but sees all as if it were."""
+    return saved_tensors_hooks(_drop, _dropped)
+
+
+def _drop(tensor: Tensor) -> None:
+    return None
+
+
+def _dropped(_: None) -> Tensor:
+    raise ExecutionError(
+        "a checkpointed forward keeps nothing to differentiate; a layer differentiates inside its own forward "
+        "(autograd.grad); use checkpoint='never'"
+    )

@@ -1,0 +1,65 @@
+"""Stage optimizer: updates the parameters of one stage, at once or after the run."""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pipesched.errors import ExecutionError
+from pipesched.runtime.stage.weight_stash import WeightStash
+
+__all__ = ["StageOptimizer"]
+
+
+class StageOptimizer:
+    """Updates the parameters of one stage's modules. layers: the names that an error shows."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], layers: Iterable[str]) -> None:
+        self._modules = modules
+        self._layers = layers
+        #: None where the stage trained nothing when the pipeline was made.
+        self.wrapped: Optimizer | None = None
+        #: The tied parameters that other stages update.
+        self.elsewhere: Collection[nn.Parameter] = ()
+        #: Whether updates wait for the gradients of tied parameters, which come after the run.
+        self.late = False
+        self._waiting = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the modules, without those that other stages update."""
+        own = dict.fromkeys(parameter for module in self._modules.values() for parameter in module.parameters())
+        return [parameter for parameter in own if parameter not in self.elsewhere]
+
+    def update(self, weights: WeightStash | None) -> None:
+        """Step with the gradients since the last update. weights: the versions that micro-batches in flight use."""
+        if self.late:
+            self._waiting = True
+            return
+        if weights is not None:
+            weights.before_update()
+        self._step()
+        if weights is not None:
+            weights.after_update()
+
+    def update_late(self) -> None:
+        """Make the update that has waited for the gradients of tied parameters."""
+        if self._waiting:
+            self._waiting = False
+            self._step()
+
+    def drop_gradients(self) -> None:
+        """After a run that has failed: the next update takes none of its gradients."""
+        if self.wrapped is not None:
+            self._waiting = False
+            self.wrapped.zero_grad(set_to_none=True)
+
+    def _step(self) -> None:
+        if self.wrapped is not None:
+            self.wrapped.step()
+            self.wrapped.zero_grad(set_to_none=True)
+        elif any(parameter.requires_grad and parameter.grad is not None for parameter in self.parameters):
+            raise ExecutionError(
+                f"a stage that trained nothing when the pipeline was made has no optimizer; parameters of the layers "
+                f"{', '.join(self._layers)} have gradients now; make a new Pipeline, or freeze them again"
+            )
