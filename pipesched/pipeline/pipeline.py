@@ -21,7 +21,7 @@ from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.module_interface import ModuleInterface
 from pipesched.pipeline.options import Distributed, Numerics, Search, as_options
 from pipesched.pipeline.replan import Replanner
-from pipesched.pipeline.sample_form import CallForm, explained
+from pipesched.pipeline.sample_form import MISFITS, CallForm, check_form
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.pipeline.step_runner import StepRunner
 from pipesched.planning.pins import Boundaries, Pins
@@ -232,7 +232,6 @@ class Pipeline(ModuleInterface):
 
     # ---- running ----------------------------------------------------------------------------------------------
 
-    @explained
     def step(
         self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
     ) -> Any:
@@ -254,16 +253,22 @@ class Pipeline(ModuleInterface):
         own rows. A batch of another number of micro-batches flushes first. What a layer raises comes from this step,
         the next one or ``flush``; the steps under way are then lost, and each stage keeps the updates that it has made.
         """
-        return self._steps.step(args, kwargs, target, return_outputs=return_outputs, gather=gather)
+        try:
+            return self._steps.step(args, kwargs, target, return_outputs=return_outputs, gather=gather)
+        except MISFITS as error:
+            check_form(self._form, "step", args, kwargs, error)
+            raise
 
-    @explained
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
     ) -> Any:
         """As ``step``, without gradients: forwards alone, in the modules' present mode."""
-        return self._steps.evaluate(args, kwargs, target, return_outputs=return_outputs, gather=gather)
+        try:
+            return self._steps.evaluate(args, kwargs, target, return_outputs=return_outputs, gather=gather)
+        except MISFITS as error:
+            check_form(self._form, "evaluate", args, kwargs, error)
+            raise
 
-    @explained
     def forward(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
         """The model's output for a mini-batch, on the last stage's device.
 
@@ -274,7 +279,11 @@ class Pipeline(ModuleInterface):
         those of inputs only). It updates nothing, also with optimizer=: step the ``optimizers``. Under no_grad, and in
         eval mode, only forwards run.
         """
-        return self._steps.forward(args, kwargs, gather=gather)
+        try:
+            return self._steps.forward(args, kwargs, gather=gather)
+        except MISFITS as error:
+            check_form(self._form, "forward", args, kwargs, error)
+            raise
 
     __call__ = forward
 

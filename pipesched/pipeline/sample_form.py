@@ -4,17 +4,17 @@ wrong.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any
 
 from torch import Tensor
 
 from pipesched.errors import ArgumentError, GraphError, PipeschedError
 from pipesched.units import counted
 
-__all__ = ["CallForm", "explained"]
+__all__ = ["MISFITS", "CallForm", "check_form"]
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+#: What a model's code raises where it is called in a form that it does not take.
+MISFITS = TypeError, LookupError, AttributeError, GraphError
 
 _LONGEST = 400  # letters of a form that an error shows
 _BESIDE = ("target", "return_outputs", "gather")  # what a step takes that is not the model's
@@ -43,38 +43,35 @@ class CallForm:
         return _short(self.text)
 
 
-class _Called(Protocol):
-    _form: CallForm | None  # of the sample; None where this process is passed no batch
+def check_form(
+    form: CallForm | None, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception
+) -> None:
+    """Raise ArgumentError where a batch in another form than the sample's is why the model did not run.
 
+    It is asked after an error, since a model may take several forms.
 
-def explained(method: _Method) -> _Method:
-    """A method that is called as the model is: what its code raises of a batch in another form than the sample's says
-    so. Asked once it did not run: a model may take several forms.
+    Args:
+        form: of the sample; None where this process is passed no batch.
+        method: of the pipeline, as it was called.
+        args: its positional arguments.
+        kwargs: its keywords.
+        error: what it raised.
+
     """
-
-    @wraps(method)
-    def run(own: _Called, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(own, *args, **kwargs)
-        except (TypeError, LookupError, AttributeError, GraphError) as error:
-            if own._form is None or (isinstance(error, PipeschedError) and not isinstance(error, GraphError)):
-                raise
-            given = CallForm.of(args, {name: value for name, value in kwargs.items() if name not in _BESIDE})
-            if given == own._form and (given.typed == own._form.typed or not isinstance(error, GraphError)):
-                raise
-            name, forms = method.__name__, [str(form) for form in (own._form, given)]
-            if given == own._form:
-                forms = [_short(form.typed) for form in (own._form, given)]
-            other = ArgumentError(
-                f"a batch is passed in the form of the sample, {name}{forms[0]}; got {name}{forms[1]}, with "
-                f"which the model raises {type(error).__name__}: {error}; pass it so, or make the pipeline with a "
-                f"sample in that form"
-            )
-            for note in getattr(error, "__notes__", ()):
-                other.add_note(note)
-            raise other from error
-
-    return cast(_Method, run)
+    if form is None or (isinstance(error, PipeschedError) and not isinstance(error, GraphError)):
+        return
+    given = CallForm.of(args, {name: value for name, value in kwargs.items() if name not in _BESIDE})
+    if given == form and (given.typed == form.typed or not isinstance(error, GraphError)):
+        return
+    forms = [_short(one.typed) if given == form else str(one) for one in (form, given)]
+    other = ArgumentError(
+        f"a batch is passed in the form of the sample, {method}{forms[0]}; got {method}{forms[1]}, with "
+        f"which the model raises {type(error).__name__}: {error}; pass it so, or make the pipeline with a "
+        f"sample in that form"
+    )
+    for note in getattr(error, "__notes__", ()):
+        other.add_note(note)
+    raise other from error
 
 
 def _short(text: str) -> str:

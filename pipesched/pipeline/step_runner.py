@@ -69,7 +69,8 @@ class StepRunner:
             return StepCall("step", batch, running.splitter.weighting(batch, groups), **wanted)
 
         call = self._called("step", (args, kwargs, target), make)
-        self._memory.check_rows(call.batch.rows)
+        if running.step == 0 or self._memory.limits is not None:
+            self._memory.check_rows(call.batch.rows)
         assembly = running.assembly
         if assembly.programs.streams:
             return self._enqueue(call)
@@ -81,7 +82,8 @@ class StepRunner:
         if assembly.updates_late:
             assembly.update_late(self._intra_op_threads)
         running.step += 1
-        bring_ends(programs.plain, feed, running.host)
+        if not isinstance(running.host, ThreadRanks):
+            bring_ends(programs.plain, feed, running.host)
         if feed.input_grads:
             deliver_input_grads(call.batch, feed)
         return self._result(call, feed)

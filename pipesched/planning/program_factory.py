@@ -82,7 +82,7 @@ class ProgramFactory:
             num_ranks=self.num_ranks,
         )
 
-    @property
+    @cached_property
     def streams(self) -> bool:
         """Whether steps run on into each other: a schedule with updates of its own. A program runs step by step."""
         return not self.fixed and self.full.plain.has_updates

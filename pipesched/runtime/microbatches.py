@@ -120,7 +120,8 @@ class Splitter:
         Raises InputError for no rows, unequal rows, a target that does not match, or too few rows for a program
         whose number of micro-batches is fixed.
         """
-        self._check_names(len(args), kwargs)
+        if not isinstance(self.split_dims, int):
+            self._check_names(len(args), kwargs)
         dims = [self._dim(index) for index in range(len(args))]
         names = {name: self._dim(name) for name in kwargs}
         given = {f"argument {index}": (value, dims[index]) for index, value in enumerate(args)}

@@ -20,8 +20,9 @@ ROOT = Path(pipesched.__file__).parent
 FILES = {
     "capture": {"loss", "stage_body"},
     "model": {"module_tree", "stale_weights"},
-    "pipeline": {"assembly", "observation", "pipeline", "sample_form"},
+    "pipeline": {"assembly", "pipeline", "step_runner"},
     "planning": {"program_factory"},
+    "program": {"near_equal_parts"},
     "runtime": {"microbatches", "rank_host", "step_call"},
     "runtime/executors": {"device_streams", "interpreter", "threads"},
     "runtime/stage": {"layer_runner", "split_backward", "stage"},

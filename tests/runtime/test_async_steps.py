@@ -92,6 +92,7 @@ def test_step_returns_before_its_step_has_run_and_after_the_one_before_has() -> 
 def test_the_callers_device_waits_for_what_it_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told to, for each rank: after the last forward of the step whose loss is returned."""
     told: list[float] = []
+    monkeypatch.setattr(CpuLane, "has_streams", True)
     monkeypatch.setattr(CpuLane, "catch_up", lambda lane, stamp: told.append(stamp))
     with pipeline(transformer(), name, 3) as pipe:
         for step in range(3):

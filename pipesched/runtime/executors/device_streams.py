@@ -24,6 +24,9 @@ class Message(NamedTuple):
 class Lane(Protocol):
     """One rank's device, for the length of the executor's life."""
 
+    #: Whether work is launched in streams, which ``follow``, ``catch_up`` and ``end`` put in order.
+    has_streams: bool
+
     def begin(self, start_s: float) -> None:
         """In the caller's thread: a step begins at this host time."""
 
@@ -66,6 +69,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class CpuLane:
     """A CPU rank: the host's clock, and nothing to wait for."""
 
+    has_streams = False
     now = staticmethod(time.perf_counter)
     entered = staticmethod(nullcontext)
     pack = staticmethod(Message)
@@ -102,6 +106,8 @@ class CudaLane:
 
     A stream of its own for each direction: what goes out waits to be computed, and nothing that comes in waits behind.
     """
+
+    has_streams = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -94,7 +94,8 @@ class ThreadRun:
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> "RunSegment":
         """Give every rank the next part of its order; it begins when it has ended the one before."""
         for lane in self.bound.lanes:
-            lane.follow()
+            if lane.has_streams:
+                lane.follow()
         self.last = segment = RunSegment(self, orders)
         handed = 0
         try:
@@ -179,7 +180,7 @@ class RunSegment:
         """In the caller's thread, which launches behind the part from now on: what ran when, and nothing else of it."""
         lanes = self._run.bound.lanes
         for lane, stamps in zip(lanes, self._stamps, strict=True):
-            if stamps.ends:
+            if lane.has_streams and stamps.ends:
                 lane.catch_up(stamps.ends[-1])
         return Timeline(self._stamps, [lane.reader() for lane in lanes])
 
@@ -326,7 +327,8 @@ class ThreadExecutor:
     def end(self, run: ThreadRun) -> None:
         """End a run whose ranks have ended what they were given."""
         for lane in self.lanes:
-            lane.end()
+            if lane.has_streams:
+                lane.end()
         if run.finished:
             self._last = None
             run.last = None  # else its batch would live until garbage is collected
