@@ -2,10 +2,12 @@
 
 import _thread
 import gc
+import signal
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -437,6 +439,15 @@ def test_normalisation_over_rows_is_warned_of() -> None:
         Pipeline(model.eval(), X[:2], devices=["cpu"], num_microbatches=4).close()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python hears interrupts, which a shell lets jobs in the background ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("moment", ["the ranks are waited for", "rank 1 is given its orders"])
 def test_an_interrupt_stops_the_ranks_and_the_next_step_is_right(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupts: list[int] = []
@@ -466,15 +477,14 @@ def test_an_interrupt_stops_the_ranks_and_the_next_step_is_right(moment: str, mo
         interrupts.append(1)
         with monkeypatch.context() as patch:
             if moment == "rank 1 is given its orders":
-                job = local._job
 
-                def interrupted(part: local.RunSegment, index: int) -> Any:
+                def interrupted(run_rank: Any, index: int) -> Any:
                     if index == 1:
                         patch.undo()
                         raise KeyboardInterrupt
-                    return job(part, index)
+                    return partial(run_rank, index)
 
-                patch.setattr(local, "_job", interrupted)
+                patch.setattr(local, "partial", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 pipe.step(X, target=Y)
         pipe.zero_grad()
