@@ -379,7 +379,7 @@ def _bar(other: Alternative) -> Candidate:
     memory = [quote_bytes(other.peak_bytes, 4)] if other.peak_bytes is not None else []
     words = [f"bubble {other.bubble_ratio:.1%}", *memory, *measured, *([other.note] if other.note else [])]
     label = other.label if other.schedule in other.label else f"{other.label}, {other.schedule}"
-    return Candidate(label, other.step_s, ", ".join(words), not other.note, other.fits)
+    return Candidate(label=label, seconds=other.step_s, note=", ".join(words), taken=not other.note, fits=other.fits)
 
 
 def _time(seconds: float) -> Cell:
