@@ -34,7 +34,16 @@ def bars(trace: Trace) -> Iterator[Bar]:
         joined = [False, *(_overlap(one, other) for one, other in pairwise(row)), False]
         for span, second, first in zip(row, joined, joined[1:], strict=False):  # a row may be empty
             (stage, kind, microbatch, _), _, start, end, _ = span
-            yield Bar(rank, chunk[stage], kind, stage, microbatch, start - zero, end - zero, second - first)
+            yield Bar(
+                rank=rank,
+                chunk=chunk[stage],
+                kind=kind,
+                stage=stage,
+                microbatch=microbatch,
+                start_s=start - zero,
+                end_s=end - zero,
+                half=second - first,
+            )
 
 
 def _overlap(one: Span, other: Span) -> bool:
@@ -44,8 +53,10 @@ def _overlap(one: Span, other: Span) -> bool:
 
 def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
     """A rank's bubble: the (start, end) of its idle times inside the makespan."""
-    idle, first = [], trace.start_s
-    now, last = first, first + trace.makespan_s
+    idle = []
+    first = trace.start_s
+    now = first
+    last = first + trace.makespan_s
     for span in trace.by_rank[rank]:
         if span.start_s > now:
             idle.append((now, span.start_s))

@@ -25,7 +25,8 @@ def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
     """
     from matplotlib.figure import Figure
 
-    rule, remedy = "a comparison is of a list of (label, trace)", "pass [(label, trace), ...]"
+    rule = "a comparison is of a list of (label, trace)"
+    remedy = "pass [(label, trace), ...]"
     for pair in (traces := as_list(traces, rule, remedy)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise InputError(f"{rule}; got {shown(pair)} in it; {remedy}")

@@ -9,7 +9,8 @@ __all__ = ["headline"]
 
 def headline(trace: Trace, label: str | None = None) -> str:
     """One line: the label (the trace's name unless given), makespan, bubble, and the peak in flight of any rank."""
-    name, chunks = trace.name if label is None else label, chunks_visited(trace)
+    name = trace.name if label is None else label
+    chunks = chunks_visited(trace)
     figures = (
         f"makespan {quote_time(trace.makespan_s)}, bubble {trace.bubble_ratio:.1%}, {_above(trace)}"
         f"peak in flight {max(trace.peak_in_flight, default=0)}"

@@ -20,7 +20,8 @@ __all__ = ["plot_layers"]
 _HEAD = 1.05  # inches for the names of stages
 _EDGE = 0.15  # around everything
 _LONGEST = 15  # letters in a box
-_LIGHT, _LIGHTEST = 0.62, 0.86  # how far boxes, and bands, go towards white
+_LIGHT = 0.62  # how far boxes go towards white
+_LIGHTEST = 0.86  # how far bands go
 
 
 def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "Axes | None" = None) -> "Axes":
@@ -31,7 +32,8 @@ def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "
     Dashed lines join layers that share parameters. Raises PartitionError where stages are not those of the graph.
     """
     check_axes(ax)
-    rule, remedy = "stages are a list of lists of layers", "pass those of a partition of this graph"
+    rule = "stages are a list of lists of layers"
+    remedy = "pass those of a partition of this graph"
     if not all(hasattr(graph, part) for part in ("nodes", "edges")):
         raise ArgumentError(f"graph is a networkx graph of layers; got {shown(graph)}; pass what graph_of returns")
     named = [name for layers in as_list(stages, rule, remedy) for name in as_list(layers, rule, remedy)]
@@ -40,7 +42,8 @@ def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "
             f"stages hold each layer of the graph once; they hold {len(named)}, the graph has {len(graph)}; "
             f"pass those of a partition of this graph"
         )
-    layout, ties = Layout(stages), tied_groups(graph)
+    layout = Layout(stages)
+    ties = tied_groups(graph)
     layout.reserve(list(graph.edges))
     for users in ties:
         layout.reserve_tie(users, users)
@@ -66,11 +69,14 @@ def _axes(layout: Layout) -> "Axes":
 
 class _Picture:
     def __init__(self, graph: "nx.DiGraph[str]", layout: Layout, ax: "Axes") -> None:
-        self.ax, self._graph, self._layout = ax, graph, layout
+        self.ax = ax
+        self._graph = graph
+        self._layout = layout
         self._stage_of = {name: stage for stage, names in enumerate(layout.stages) for name in names}
         times = {name: node.get("forward_s", 0) + node.get("backward_s", 0) for name, node in graph.nodes(data=True)}
         self._times: Mapping[str, float] = times
-        self._total, self._longest = sum(times.values()), max(times.values())
+        self._total = sum(times.values())
+        self._longest = max(times.values())
         of_stages = [sum(times[name] for name in names) for names in layout.stages]
         self._slowest = of_stages.index(max(of_stages)) if self._total and len(of_stages) > 1 else -1
         self._labels = _short(list(graph))
@@ -85,10 +91,12 @@ class _Picture:
         """A band a stage, with its name and its share of the time."""
         from matplotlib.patches import FancyBboxPatch
 
-        lines, tops = self._layout.lines, [*self._layout.tops, self._layout.bottom]
+        lines = self._layout.lines
+        tops = [*self._layout.tops, self._layout.bottom]
         for stage, names in enumerate(self._layout.stages):
             own = [line for line, (at, _) in enumerate(lines) if at == stage]
-            top, bottom = tops[own[0]] - 0.09 - self._layout.arch(own[0]), tops[own[-1]] + HEIGHT + 0.09
+            top = tops[own[0]] - 0.09 - self._layout.arch(own[0])
+            bottom = tops[own[-1]] + HEIGHT + 0.09
             band = towards_white(stage_colour(stage), _LIGHTEST)
             width = self._right - self._left - 0.1
             shape = FancyBboxPatch(
@@ -122,7 +130,8 @@ class _Picture:
         label = self._labels[name]
         small = {**_CENTRED, "fontsize": 6, "linespacing": 1.15}
         self.ax.text(x + WIDTH / 2, y + 0.15, label, **(small if "\n" in label else _CENTRED))
-        share, inside = self._times[name] / self._total, WIDTH - 0.12
+        share = self._times[name] / self._total
+        inside = WIDTH - 0.12
         self.ax.text(
             x + WIDTH / 2, y + (0.33 if "\n" in label else 0.31), _percent(share), **{**_CENTRED, "fontsize": 6.5}
         )
@@ -140,7 +149,8 @@ class _Picture:
             return
         self._path(way, colour, arrow=True, lw=1.3 if crosses else 0.9)
         if crosses:
-            (x, y), count = way[-1], self._layout.num_entries(behind)
+            x, y = way[-1]
+            count = self._layout.num_entries(behind)
             number = self._layout.entry(before, behind)[1]
             left = count > 1 and number == 0
             y -= 0.1 + 0.1 * (number if count > 2 and not left else 0)

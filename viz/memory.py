@@ -30,7 +30,8 @@ def plot_memory(trace: Trace, ax: "Axes | None" = None) -> "Axes":
     if ax is None:
         ax = Figure(figsize=(12, 4), dpi=DPI, layout="constrained").add_subplot()
     sized = any(trace.peak_bytes)
-    unit, size = time_unit(trace.makespan_s), byte_unit(max(trace.peak_bytes, default=0))
+    unit = time_unit(trace.makespan_s)
+    size = byte_unit(max(trace.peak_bytes, default=0))
     peaks = [
         quote_bytes(peak, 4) if sized else str(peak) for peak in (trace.peak_bytes if sized else trace.peak_in_flight)
     ]

@@ -14,7 +14,8 @@ __all__ = ["ARCH", "HEIGHT", "WIDTH", "Layout", "Point"]
 
 Point = tuple[float, float]
 
-WIDTH, HEIGHT = 1.12, 0.5  # of a box, in inches
+WIDTH = 1.12  # of a box, in inches
+HEIGHT = 0.5  # likewise
 ARCH = 0.24  # over boxes, where a line leads over others of its own line
 _GAP = 0.3  # between boxes of a line
 _TRACK = 0.13  # between tracks, and between lanes
@@ -56,7 +57,8 @@ class Layout:
         for before, behind in edges:
             reach[before] = max(reach.get(before, 0), self._line_of[behind])
         for before, behind in sorted(edges, key=lambda edge: -reach[edge[0]]):
-            first, last = self._line_of[before], self._line_of[behind]
+            first = self._line_of[before]
+            last = self._line_of[behind]
             if first == last:
                 layers = self.lines[first][1]
                 if layers.index(behind) > layers.index(before) + 1:
@@ -140,15 +142,19 @@ class Layout:
 
     def way(self, before: str, behind: str) -> list[Point]:
         """The corners of a line from one layer to another."""
-        (x, y), (to_x, to_y) = self.corner(before), self.corner(behind)
-        first, last = self._line_of[before], self._line_of[behind]
+        x, y = self.corner(before)
+        to_x, to_y = self.corner(behind)
+        first = self._line_of[before]
+        last = self._line_of[behind]
         if first == last:
             return [(x + WIDTH, y + HEIGHT / 2), (to_x, to_y + HEIGHT / 2)]
-        out, into = x + 0.7 * WIDTH, to_x + self.entry(before, behind)[0]
+        out = x + 0.7 * WIDTH
+        into = to_x + self.entry(before, behind)[0]
         track = self._height(first, before)
         if last == first + 1:
             return [(out, y + HEIGHT), (out, track), (into, track), (into, to_y)]
-        lane, other = self._lane_at("right", before), self._height(last - 1, before)
+        lane = self._lane_at("right", before)
+        other = self._height(last - 1, before)
         return [(out, y + HEIGHT), (out, track), (lane, track), (lane, other), (into, other), (into, to_y)]
 
     def entry(self, before: str, behind: str) -> tuple[float, int]:

@@ -101,7 +101,8 @@ def _timelines(rows: Any, traces: "Sequence[tuple[str, Trace]]") -> None:
     if not traces:
         return
     until_s = max(trace.makespan_s for _, trace in traces)
-    unit, drawn = time_unit(until_s), []
+    unit = time_unit(until_s)
+    drawn = []
     for label, trace in traces:
         ax = next(rows)
         draw_timeline(ax, trace, unit, until_s)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     import rich.console
 
-__all__ = ["Cell", "Table", "Tone", "rich_table", "text_table"]
+__all__ = ["Cell", "Table", "rich_table", "text_table"]
 
-Tone = Literal["", "good", "bad", "quiet", "strong"]
+_Tone = Literal["", "good", "bad", "quiet", "strong"]
 
-_STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "red", "quiet": "dim", "strong": "bold"}
+_STYLES: dict[_Tone, str] = {"": "", "good": "green", "bad": "red", "quiet": "dim", "strong": "bold"}
 
 
 class Cell(NamedTuple):
@@ -19,10 +19,10 @@ class Cell(NamedTuple):
 
     text: str
     value: float | None = None
-    tone: Tone = ""
+    tone: _Tone = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """A titled table. columns: their heads. rows: as many cells each. words: the columns that are written to the left,
     all others to the right. bars: those that a page draws as bars, too. note: what is to be known below it.
@@ -48,7 +48,14 @@ class Table:
         every = dict.fromkeys(name for row in rows for name in row)
         names = [name for name in every if any(name in row and row[name].text for row in rows)]
         cells = tuple(tuple(row.get(name, Cell("")) for name in names) for row in rows)
-        return cls(title, tuple(names), cells, frozenset(words), note, frozenset(bars))
+        return cls(
+            title=title,
+            columns=tuple(names),
+            rows=cells,
+            words=frozenset(words),
+            note=note,
+            bars=frozenset(bars),
+        )
 
 
 def text_table(table: Table) -> str:

@@ -70,7 +70,9 @@ def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scal
         cells = [(full + 1, True, True)] if several else []
         cells += [(short + 1, True, False), *((cell, False, False) for cell in range(short, 0, -1))]
         for cell, separated, with_stage in cells:
-            scale = _Scale(cell * units, cell / unit, cell, separated, with_stage)
+            scale = _Scale(
+                columns=cell * units, per_s=cell / unit, cell=cell, separated=separated, with_stage=with_stage
+            )
             if scale.columns <= columns and all(_fits(bar, _label(bar, with_stage), scale) for bar in drawn):
                 return scale
     return _Scale(columns, columns / trace.makespan_s)
@@ -84,7 +86,8 @@ def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:
         rest = time
         while rest > noise:
             remainder = unit % rest
-            unit, rest = rest, 0 if rest - remainder <= noise else remainder
+            unit = rest
+            rest = 0 if rest - remainder <= noise else remainder
         if makespan_s > unit * (most + 0.5):
             return None
     return unit

@@ -22,7 +22,7 @@ from pipesched.tensors.payload import pytree
 from pipesched.tensors.tree_structure import positional
 from pipesched.user_warning import warn
 
-__all__ = ["IGNORED", "Outline", "counted_labels", "counts"]
+__all__ = ["IGNORED", "counted_labels", "counts"]
 
 #: The label that torch's losses leave out.
 IGNORED = -100
@@ -125,7 +125,7 @@ def _probe(
 
 def _losses(model: nn.Module, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Tensor] | None:
     losses = []
-    run = Outline(model) if lacks_contents(model) else model
+    run = _Outline(model) if lacks_contents(model) else model
     with untouched(model, False), torch.no_grad():
         for args, kwargs in inputs:
             output = run(*args, **kwargs)
@@ -160,7 +160,7 @@ def _unknown(why: str) -> str | None:
     return None
 
 
-class Outline(TorchFunctionMode):
+class _Outline(TorchFunctionMode):
     """Called as the model. The rows of what a layer gives are all alike, so that a batch's parts are its rows."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -40,7 +40,8 @@ class _Contents:
     """A tensor's contents, compared by its version and its bits, which writes by way of ``.data`` change."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor = tensor
+        self._version = tensor._version
         self._copy = tensor.detach().clone()
 
     def __eq__(self, other: object) -> bool:

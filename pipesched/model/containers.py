@@ -143,7 +143,8 @@ class Shells(_Copies):
         self, model: nn.Module, layers: Mapping[str, nn.Module], call: LayerCall, called: Mapping[str, nn.Module]
     ) -> None:
         super().__init__(model)
-        self._call, self._called = call, called
+        self._call = call
+        self._called = called
         self._names = {id(layer): name for name, layer in layers.items()}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, nn.Module] = {}
@@ -172,7 +173,8 @@ class Shells(_Copies):
         """The attributes of containers, buffers among them, that the forward has set or filled, and with what."""
         changed: dict[tuple[nn.Module, str], Any] = {}
         for own, copy in self._pairs:
-            before, contents = self._before[id(copy)], self._contents[id(copy)]
+            before = self._before[id(copy)]
+            contents = self._contents[id(copy)]
             for name, value in (*copy.__dict__.items(), *copy._buffers.items()):
                 filled = name in contents and not _alike(contents[name], list(value))
                 if value is not before.get(name, self) or filled:

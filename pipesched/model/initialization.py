@@ -115,7 +115,8 @@ class Initial:
     """
 
     def __init__(self, model: nn.Module, init: Init | None, seed: int, loss_fn: Any = None) -> None:
-        self._model, self._seed = model, seed
+        self._model = model
+        self._seed = seed
         self._empty = lacks_contents(model)
         if init is not None and not self._empty:
             raise InputError(
@@ -172,7 +173,8 @@ class Initial:
             site.fail("filling the model", error)
         for module in recurrent:
             module.to(next(module.parameters()).device)  # which makes them anew
-        self._empty, self._given = False, None  # it is filled once, whatever plans come
+        self._empty = False  # it is filled once, whatever plans come
+        self._given = None
 
     def _fill(self, units: "Sequence[_Unit]", wanted: Mapping[int, torch.device]) -> None:
         given = self._given or {}

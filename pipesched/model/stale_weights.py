@@ -76,7 +76,8 @@ class StaleHook:
 
         Modules of this rank's stages get no hook on their forward, which steps would call.
         """
-        own, others = set(run_here), set(self.placement.away)
+        own = set(run_here)
+        others = set(self.placement.away)
         model = next(iter(roots.values()))
         for prefix, root in roots.items():
             for name, module in root.named_modules(prefix=prefix.removesuffix(".")):
@@ -139,7 +140,8 @@ class StaleHook:
         raise ExecutionError(self._said(what))
 
     def _said(self, what: str) -> str:
-        place, away = self.placement, self.placement.away
+        place = self.placement
+        away = self.placement.away
         return (
             f"over a mesh each rank trains the weights of its own stages, and the others' in its model are stale; on "
             f"rank {place.here} {what}, where {len(away)} of {len(place.homes)} parameters and buffers are stale, such "
@@ -181,7 +183,9 @@ class StaleGuard:
 
     def place(self, placement: Placement, run_here: Iterable[nn.Module], runs: Runs) -> None:
         """Say where the tensors are. run_here: the modules that this rank's stages run."""
-        self._placement, self._run_here, self._runs = placement, list(run_here), runs
+        self._placement = placement
+        self._run_here = list(run_here)
+        self._runs = runs
 
     def check(self, *, changes: bool) -> None:
         """Before a call of the pipeline that may change weights or buffers, or not.

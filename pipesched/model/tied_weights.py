@@ -96,10 +96,10 @@ class Ties:
                 ranks.setdefault(name, {})[use.place] = use.rank
         self._all = {
             named[name]: _Tie(
-                named[name],
-                next(iter(places.values())),
-                places,
-                {place: named[name].data.requires_grad_() for place in places},
+                parameter=named[name],
+                home=next(iter(places.values())),
+                ranks=places,
+                leaves={place: named[name].data.requires_grad_() for place in places},
             )
             for name, places in ranks.items()
             if len(places) > 1

@@ -26,7 +26,7 @@ from pipesched.tensors.meta_tensors import is_expanded
 from pipesched.tensors.payload import pytree
 from pipesched.torch_checks import as_call
 
-__all__ = ["Trial", "on_stand_ins"]
+__all__ = ["Trial"]
 
 _ROUNDS = 10  # in which each plan has its turn: a machine that others slow down does so for seconds
 _STEPS = 2  # that count, of a plan's turn, after one that warms up
@@ -102,9 +102,9 @@ class Trial:
         written = layered(model, as_call(self.sample)).written
         with ExitStack() as stack:
             stack.enter_context(set_aside(loss_fn))
-            stack.enter_context(on_stand_ins(model, written))
+            stack.enter_context(_on_stand_ins(model, written))
             if isinstance(loss_fn, nn.Module):
-                stack.enter_context(on_stand_ins(loss_fn))
+                stack.enter_context(_on_stand_ins(loss_fn))
             own: dict[str, Any] = {"loss_fn": loss_fn, "split_dims": self.split_dims, **self.where}
             kept = plans[:1] if isinstance(self.site, ThreadRanks) else plans
             pipes = [stack.enter_context(Pipeline(model, self.sample, plan=plan, **own)) for plan in kept]
@@ -119,7 +119,7 @@ class Trial:
 
 
 @contextmanager
-def on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
+def _on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
     """Train the model without a trace: its parameters stand aside for others around the same numbers, with gradients of
     their own and no hooks, its buffers for copies; afterwards all is as it was. written: the names of parameters that
     forwards write to, and that stand aside for copies, too.

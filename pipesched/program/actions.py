@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipesched.checks import shown
 from pipesched.errors import ScheduleError
 
-__all__ = ["KINDS", "OTHER_END", "Action", "Holding", "Kind", "KindRow", "Lane"]
+__all__ = ["KINDS", "OTHER_END", "Action", "Holding", "Kind", "Lane"]
 
 
 class Lane(StrEnum):
@@ -50,7 +50,7 @@ class Holding(StrEnum):
     WEIGHTS = "weights"  # an older version of a stage's weights, which micro-batches in flight still use
 
 
-class KindRow(NamedTuple):
+class _KindRow(NamedTuple):
     """One row of the table of kinds: the lane, the memory it takes when it starts and gives back at its end."""
 
     lane: Lane
@@ -62,20 +62,20 @@ _EVERYTHING = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
 
 #: The table of kinds. F takes INPUT instead of ACTIVATIONS where the program has an R for its pair. UPDATE takes
 #: WEIGHTS where the version before it is still in use, until its last use.
-KINDS: dict[Kind, KindRow] = {
-    Kind.F: KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
-    Kind.B: KindRow(Lane.COMPUTE, gives=_EVERYTHING),
-    Kind.I: KindRow(Lane.COMPUTE, takes=Holding.WEIGHT_GRAD, gives=(Holding.INPUT, Holding.ACTIVATIONS)),
-    Kind.W: KindRow(Lane.COMPUTE, gives=_EVERYTHING),
-    Kind.R: KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS, gives=(Holding.INPUT,)),
-    Kind.UPDATE: KindRow(Lane.COMPUTE, takes=Holding.WEIGHTS),
-    Kind.SEND_F: KindRow(Lane.COPY),
-    Kind.RECV_F: KindRow(Lane.COPY),
-    Kind.SEND_B: KindRow(Lane.COPY),
-    Kind.RECV_B: KindRow(Lane.COPY),
-    Kind.OFFLOAD: KindRow(Lane.COPY),
-    Kind.FREE: KindRow(Lane.COPY, gives=(Holding.OFFLOADED,)),
-    Kind.FETCH: KindRow(Lane.COPY, takes=Holding.OFFLOADED),
+KINDS: dict[Kind, _KindRow] = {
+    Kind.F: _KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
+    Kind.B: _KindRow(Lane.COMPUTE, gives=_EVERYTHING),
+    Kind.I: _KindRow(Lane.COMPUTE, takes=Holding.WEIGHT_GRAD, gives=(Holding.INPUT, Holding.ACTIVATIONS)),
+    Kind.W: _KindRow(Lane.COMPUTE, gives=_EVERYTHING),
+    Kind.R: _KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS, gives=(Holding.INPUT,)),
+    Kind.UPDATE: _KindRow(Lane.COMPUTE, takes=Holding.WEIGHTS),
+    Kind.SEND_F: _KindRow(Lane.COPY),
+    Kind.RECV_F: _KindRow(Lane.COPY),
+    Kind.SEND_B: _KindRow(Lane.COPY),
+    Kind.RECV_B: _KindRow(Lane.COPY),
+    Kind.OFFLOAD: _KindRow(Lane.COPY),
+    Kind.FREE: _KindRow(Lane.COPY, gives=(Holding.OFFLOADED,)),
+    Kind.FETCH: _KindRow(Lane.COPY, takes=Holding.OFFLOADED),
 }
 
 #: The kind at the other end of a transfer, both ways.

@@ -167,7 +167,8 @@ class Index:
         good = (line >= 0) & (line < self._num_stages) & (microbatch >= 0) & (microbatch < self._num_microbatches)
         transfer = _CODE_IS_TRANSFER[kind]
         if transfer.any():
-            line, good = line.copy(), good.copy()
+            line = line.copy()
+            good = good.copy()
             line[transfer], known = self._edges(kind[transfer], line[transfer], peer[transfer].astype(np.int64))
             good[transfer] &= known
         else:
@@ -232,7 +233,8 @@ class Requirements(NamedTuple):
 def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requirements:
     """What all actions need, at once."""
     found: list[tuple[Ints, Ints]] = []
-    producers, consumers = graph.ends(graph.producers), graph.ends(graph.consumers)
+    producers = graph.ends(graph.producers)
+    consumers = graph.ends(graph.consumers)
     for kind, rules in NEEDS.items():
         rows = np.flatnonzero(columns.kind == CODES[kind])
         if not len(rows):

@@ -92,7 +92,8 @@ def bytes_held(
 ) -> Held:
     """The bytes held, for one rank's order. sizes: bytes by stage of each holding. versions: as a program's."""
     pairs = _Pairs.of(columns)
-    takes, gives = np.zeros(len(columns), np.int64), np.zeros(len(columns), np.int64)
+    takes = np.zeros(len(columns), np.int64)
+    gives = np.zeros(len(columns), np.int64)
     for holding, taker in _TAKERS.items():
         size = np.asarray(sizes[holding], np.int64)[columns.stage]
         taking = columns.are(taker)

@@ -72,9 +72,11 @@ def _action(cell: str, row: int, column: int) -> Action:
     match = _CELL.fullmatch(cell)
     kind = match[2] if match else ""
     if kind in _NOT_OURS or "SEND" in cell or "RECV" in cell:
-        what, remedy = "communicate or shard", 'leave them out, as _dump_csv(file, format="compute_only") does'
+        what = "communicate or shard"
+        remedy = 'leave them out, as _dump_csv(file, format="compute_only") does'
     elif cell.startswith("("):
-        what, remedy = "run two actions at once", "write the two into cells of their own, one after the other"
+        what = "run two actions at once"
+        remedy = "write the two into cells of their own, one after the other"
     elif match and match[3] and kind in _NAMES:
         return Action(int(match[1]), _NAMES[kind], int(match[3]))
     else:

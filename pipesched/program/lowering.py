@@ -14,7 +14,6 @@ from pipesched.program.program import Program, check_program
 from pipesched.program.validation import check_places
 
 __all__ = [
-    "add_communication",
     "add_offloading",
     "add_recompute",
     "add_updates",
@@ -31,10 +30,10 @@ def lower(program: Program) -> Program:
     """
     check_program(program)
     check_places(program)
-    return add_communication(program)
+    return _add_communication(program)
 
 
-def add_communication(program: Program) -> Program:
+def _add_communication(program: Program) -> Program:
     """Add a send behind each producer and a receive before each consumer on another rank.
 
     A channel is (sending rank, receiving rank, kind), first in first out. Receives stand in the order of the sends
@@ -74,10 +73,18 @@ class _Messages(NamedTuple):
         columns = program.columns
         row, needed = (part[program.crossing] for part in program.requirements)
         order = np.lexsort((columns.stage[row], needed))
-        row, needed = row[order], needed[order]
+        row = row[order]
+        needed = needed[order]
         forward = columns.kind[needed] == CODES[Kind.F]
         send = np.where(forward, CODES[Kind.SEND_F], CODES[Kind.SEND_B])
-        return cls(needed, row, columns.stage[needed], columns.stage[row], columns.microbatch[row], send)
+        return cls(
+            sender=needed,
+            consumer=row,
+            giver=columns.stage[needed],
+            taker=columns.stage[row],
+            microbatch=columns.microbatch[row],
+            send=send,
+        )
 
 
 def _places(program: Program, messages: _Messages) -> Ints:
@@ -150,7 +157,8 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
     """
     if not stages or program.forward_only:
         return program
-    columns, rank_of = program.columns, program.orders.rank_of
+    columns = program.columns
+    rank_of = program.orders.rank_of
     acts = np.flatnonzero(columns.compute & ~columns.overlapping)  # the first row of each
     going = [stage for stage, part in enumerate(program.weights) if part in stages]
     backs = np.flatnonzero(columns.are(*BACKWARDS) & np.isin(columns.stage, going))
@@ -159,7 +167,9 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
     begin, end = (np.searchsorted(acts, rows, side="right") - 1 for rows in (forwards, backs))
     kept = (program.index.rows(Kind.R, own.stage, own.microbatch) < 0) & (end - begin > ahead + 2)
     kept &= rank_of[forwards] == rank_of[backs]
-    begin, end, own = begin[kept], end[kept], own[kept]
+    begin = begin[kept]
+    end = end[kept]
+    own = own[kept]
 
     def copies(kind: Kind) -> Columns:
         return Columns.numbered(own.stage, np.full(len(own), CODES[kind]), own.microbatch)

@@ -26,17 +26,14 @@ import numpy as np
 
 from pipesched.checks import is_count, shown
 from pipesched.errors import ScheduleError
-from pipesched.program import placement
 from pipesched.program.action_arrays import CODES, NUM_KINDS, Columns, Ints, Orders
 from pipesched.program.actions import Action, Kind
 from pipesched.program.dependencies import chain
 from pipesched.program.near_equal_parts import near_equal_parts
-from pipesched.program.placement import Placement, PlacementRule
+from pipesched.program.placement import Placement, PlacementRule, chunks_of, linear, loop, v
 from pipesched.program.program import Program
 
 __all__ = ["Order", "Schedule", "Shape", "linear", "loop", "schedule", "v"]
-
-linear, loop, v = placement.linear, placement.loop, placement.v
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Shape:
 
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in stage order."""
-        return placement.chunks_of(self.placement, rank)
+        return chunks_of(self.placement, rank)
 
     def microbatches(self, stage: int) -> range:
         """The micro-batches that visit a stage: with several chains each has its even share, in turn."""
@@ -80,7 +77,8 @@ class Shape:
         """The stage of each forward and of each backward of a rank: group by group, and in a group chunk by chunk,
         for backwards from the last chunk to the first (Megatron-LM, Narayanan et al. 2021).
         """
-        chunks, sizes = self.chunks(rank), self.groups()
+        chunks = self.chunks(rank)
+        sizes = self.groups()
         forwards = [chunk for size in sizes for chunk in chunks for _ in range(size)]
         backwards = [chunk for size in sizes for chunk in reversed(chunks) for _ in range(size)]
         return forwards, backwards
@@ -164,7 +162,8 @@ class Order:
                 f"an order's actions are of the stages 0..{self._shape.num_stages - 1}; got {stage!r}; "
                 f"take them from shape.chunks(rank)"
             )
-        line, own = (stage * NUM_KINDS + kind) * self._limit, self._shape.microbatches(stage)
+        line = (stage * NUM_KINDS + kind) * self._limit
+        own = self._shape.microbatches(stage)
         return iter(range(line + own.start, line + own.stop))
 
     @property
@@ -268,13 +267,21 @@ class Schedule:
                 f"{', '.join(f'{count:,} {what}' for what, count in counts.items() if count > 1)}; ask for fewer"
             )
         placement = self.placement(num_ranks, chunks_per_rank * self.num_chains)
-        shape = Shape(num_ranks, units, chunks_per_rank, placement, self.num_chains, steps, slices)
+        shape = Shape(
+            num_ranks=num_ranks,
+            num_microbatches=units,
+            chunks_per_rank=chunks_per_rank,
+            placement=placement,
+            num_chains=self.num_chains,
+            num_steps=steps,
+            slices_per_microbatch=slices,
+        )
         orders = self._written(shape, own)
         program = Program(
-            Orders.of_ranks([order.columns() for order in orders]),
-            placement,
-            shape.num_microbatches,
-            chain(len(placement), self.num_chains),
+            orders=Orders.of_ranks([order.columns() for order in orders]),
+            placement=placement,
+            num_microbatches=units,
+            graph=chain(len(placement), self.num_chains),
             name=self.name,
             versions=_versions(orders, shape),
             slices_per_microbatch=slices,
@@ -371,7 +378,7 @@ def schedule(
             )
         shape = {"chunks_per_rank": chunks_per_rank, "slices_per_microbatch": slices_per_microbatch}
         given = {option: count for option, count in shape.items() if count is not None}
-        return Schedule(name, function, placement, given | own, num_chains)
+        return Schedule(name=name, function=function, placement=placement, options=given | own, num_chains=num_chains)
 
     return decorate
 

@@ -23,7 +23,8 @@ def loop(num_ranks: int, chunks_per_rank: int) -> Placement:
 
 def v(num_ranks: int, chunks_per_rank: int) -> Placement:
     """Stages go down the ranks and up again: with 2 chunks 0 1 2 2 1 0 (Qi et al. 2023)."""
-    down, up = tuple(range(num_ranks)), tuple(reversed(range(num_ranks)))
+    down = tuple(range(num_ranks))
+    up = tuple(reversed(range(num_ranks)))
     return tuple(rank for chunk in range(chunks_per_rank) for rank in (up if chunk % 2 else down))
 
 

@@ -238,7 +238,8 @@ def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:
     """The rows that run a micro-batch after a later one of the same stage, among the rows of some kinds."""
     rows = np.flatnonzero(columns.are(*family))
     rows = rows[np.argsort(columns.stage[rows], kind="stable")]
-    stage, microbatch = columns.stage[rows], columns.microbatch[rows]
+    stage = columns.stage[rows]
+    microbatch = columns.microbatch[rows]
     descents: Ints = rows[1:][(stage[1:] == stage[:-1]) & (microbatch[1:] < microbatch[:-1])]
     return descents
 
@@ -251,7 +252,8 @@ def marked_grid(program: Program, marks: Mapping[int, int]) -> str:
     lines = []
     for rank, order in enumerate(program.orders):
         cells = [f">{order[i]}<" if marks.get(rank) == i else f" {order[i]} " for i in reach if i < len(order)]
-        before, after = "... " if reach.start else "", " ..." if reach.stop < len(order) else ""
+        before = "... " if reach.start else ""
+        after = " ..." if reach.stop < len(order) else ""
         width = 1 + max((len(str(a)) + 2 for o in program.orders for a in o[reach.start : reach.stop]), default=1)
         row = "".join(cell.ljust(width) for cell in cells).rstrip()
         lines.append(f"rank {rank} | {before}{row}{after}" + ("   <-- here" if rank in marks else ""))

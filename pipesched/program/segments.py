@@ -73,7 +73,8 @@ class Segments:
         """What is left to run where the stream ends after so many steps: what concerns later ones is left out."""
         known = min(steps, self._steps)
         rest = (order[ends[known - 1] :] for order, ends in zip(self.program.orders, self._cuts, strict=True))
-        microbatches, updates = known * self.num_microbatches, known * self.updates
+        microbatches = known * self.num_microbatches
+        updates = known * self.updates
         kept = [
             tuple(a for a in order if a.microbatch < (updates if a.kind is Kind.UPDATE else microbatches))
             for order in rest
@@ -106,7 +107,8 @@ class Segments:
     def _moved(self, orders: Sequence[tuple[Action, ...]], steps: int) -> Orders:
         if not steps:
             return tuple(orders)
-        later, updates = steps * self.num_microbatches, steps * self.updates
+        later = steps * self.num_microbatches
+        updates = steps * self.updates
         return tuple(
             tuple(
                 action._replace(microbatch=action.microbatch + (updates if action.kind is Kind.UPDATE else later))
@@ -158,7 +160,8 @@ class Segments:
             raise self._not_repeating(f"step {self._steps - 1} is not step {self._steps - 2} over again")
         size = self.num_microbatches
         for stage, used in enumerate(self._used):
-            one, two = used[-3 * size : -2 * size], used[-2 * size : -size]
+            one = used[-3 * size : -2 * size]
+            two = used[-2 * size : -size]
             if [version + self.updates for version in one] != list(two):
                 raise self._not_repeating(f"stage {stage} uses the versions {one} in one step and {two} in the next")
         columns = self.program.columns

@@ -127,7 +127,7 @@ def _once(header: Mapping[str, Any], parsed: dict[str, Any], word: str) -> dict[
 
 
 def _parse_header(words: list[str]) -> dict[str, Any]:
-    key, values = words[0], words[1:]
+    key, *values = words
     match key:
         case "name":
             return {"name": " ".join(values)}

@@ -4,7 +4,6 @@ Every rank runs its order as far as the others let it. What never runs is in a d
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +38,7 @@ class Walked(NamedTuple):
     reached: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Waits:
+class _Waits(NamedTuple):
     """The rows that an action waits for, with their lags: the first, -1 for none, and of a few actions the others."""
 
     first: list[int]
@@ -52,18 +50,18 @@ class _Waits:
 _COMPUTES, _SENDS, _RECEIVES, _OVERLAPS = range(4)
 
 
-def walk(program: Program, timing: Timing | None = None) -> Walked:
+def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR0915  one loop, which calls little
     """Run the program; without timing nothing takes any time.
 
     An action starts when its rank is free and what it needs has come. Only computing keeps a rank busy, and waiting for
     a copy to the host (FREE): a transfer, to a rank or the host, begins at its place in the order and ends when it can.
     Actions that overlap start together and end together.
     """
-    columns, orders = program.columns, program.orders
-    total = len(columns)
-    waits = _waits(program, timing)
+    orders = program.orders
+    total = len(program.columns)
+    first, lag, others = _waits(program, timing)
     seconds: Sequence[Any] = [0] * total if timing is None else timing.seconds.tolist()
-    roles = _roles(columns)
+    roles = _roles(program.columns)
     starts: list[Any] = [None] * total
     ends: list[Any] = [None] * total
     position: list[int] = orders.offsets[:-1].tolist()
@@ -72,10 +70,11 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:
     busy = _Links(timing)
     awaited: dict[int, list[int]] = {}
     ready = list(reversed(range(len(orders))))
-    first, lag, others = waits.first, waits.lag, waits.others
     while ready:  # the loop over millions of actions: nothing in it is called that need not be
         rank = ready.pop()
-        row, stop, now = position[rank], stops[rank], free[rank]
+        row = position[rank]
+        stop = stops[rank]
+        now = free[rank]
         while row < stop:
             start = now
             need = first[row]
@@ -97,16 +96,19 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:
             if role == _COMPUTES:
                 now = end = start + seconds[row]
             elif role == _OVERLAPS:
-                start, end = starts[row - 1], ends[row - 1]
+                start = starts[row - 1]
+                end = ends[row - 1]
             elif role == _RECEIVES:
                 start, end = now, start
             else:
                 start, end = busy.send(row, start)
-            starts[row], ends[row] = start, end
+            starts[row] = start
+            ends[row] = end
             if row in awaited:
                 ready += awaited.pop(row)
             row += 1
-        position[rank], free[rank] = row, now
+        position[rank] = row
+        free[rank] = now
     begins = orders.offsets[:-1].tolist()
     return Walked(starts, ends, [row - begin for row, begin in zip(position, begins, strict=True)])
 
@@ -154,16 +156,20 @@ def _waits(program: Program, timing: Timing | None) -> _Waits:
     row, needed = program.requirements
     kept = (needed >= 0) & ~columns.compute[needed]
     kept[program.crossing] = True
-    row, needed = row[kept], needed[kept]
+    row = row[kept]
+    needed = needed[kept]
     lags = np.zeros(len(kept), object)[kept] if timing is None else timing.lags[kept]
     if columns.joined.any():
         row = row - columns.overlapping[row]
     order = np.argsort(row, kind="stable")
-    row, needed, lags = row[order], needed[order], lags[order]
+    row = row[order]
+    needed = needed[order]
+    lags = lags[order]
     again = np.concatenate([[False], row[1:] == row[:-1]]) if len(row) else np.zeros(0, np.bool_)
     first = np.full(len(columns), -1, np.int64)
     lag = np.zeros(len(columns), object)
-    first[row[~again]], lag[row[~again]] = needed[~again], lags[~again]
+    first[row[~again]] = needed[~again]
+    lag[row[~again]] = lags[~again]
     others: dict[int, list[tuple[int, Any]]] = {}
     for at, need, late in zip(row[again].tolist(), needed[again].tolist(), lags[again].tolist(), strict=True):
         others.setdefault(at, []).append((need, late))

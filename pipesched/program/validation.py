@@ -132,7 +132,8 @@ def check_routes(program: Program) -> None:
 
 def check_complete(program: Program) -> None:
     """Every stage runs every micro-batch that visits it once: F, and B or both I and W, or F alone in evaluation."""
-    index, columns = program.index, program.columns
+    index = program.index
+    columns = program.columns
     for row in index.repeated().tolist():
         action = columns.action(row)
         same = (columns.stage == action.stage) & (columns.kind == columns.kind[row])
@@ -217,7 +218,9 @@ def check_slices(program: Program) -> None:
 
 def check_overlaps(program: Program) -> None:
     """Two actions that overlap are an F and a backward behind it, of different pairs, of one rank."""
-    columns, rank_of, pair = program.columns, program.orders.rank_of, program.columns.pair
+    columns = program.columns
+    rank_of = program.orders.rank_of
+    pair = program.columns.pair
     first = np.flatnonzero(columns.joined)
     second = np.minimum(first + 1, len(columns) - 1)
     good = columns.are(Kind.F)[first] & columns.are(*BACKWARDS)[second] & ~columns.joined[second]
@@ -234,7 +237,8 @@ def check_overlaps(program: Program) -> None:
 
 def check_offloads(program: Program) -> None:
     """What goes to the host gives its memory back and is fetched again, and is not recomputed as well."""
-    columns, index = program.columns, program.index
+    columns = program.columns
+    index = program.index
     if not index.has(Kind.OFFLOAD):
         return
     rows = np.flatnonzero(columns.are(Kind.OFFLOAD))
@@ -259,7 +263,8 @@ def check_dependencies(program: Program) -> None:
     if not late.any():
         return
     first = int(row[late].min())
-    action, (rank, position) = program.columns.action(first), program.orders.place(first)
+    action = program.columns.action(first)
+    rank, position = program.orders.place(first)
     for need in program.needs(action):
         at = program.index.row(need)
         if at < 0:
@@ -287,13 +292,15 @@ def check_transfers(program: Program) -> None:
 
 
 def _check_transferred(program: Program) -> None:
-    rank_of, computes = program.orders.rank_of, program.columns.compute
+    rank_of = program.orders.rank_of
+    computes = program.columns.compute
     row, needed = program.requirements
     bare = (rank_of[row] != rank_of[needed]) & computes[row] & computes[needed]
     if bare.any():
         first = int(row[bare].min())
         giver = int(needed[bare][row[bare] == first].min())
-        action, stage = program.columns.action(first), program.columns.action(giver).stage
+        action = program.columns.action(first)
+        stage = program.columns.action(giver).stage
         send, receive = (Kind.SEND_F, Kind.RECV_F) if action.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
         ends = Action(stage, send, action.microbatch, action.stage), action._replace(kind=receive, peer=stage)
         raise ScheduleError(
@@ -304,7 +311,8 @@ def _check_transferred(program: Program) -> None:
 
 
 def _check_channels(program: Program, send: Kind) -> None:
-    columns, receive = program.columns, OTHER_END[send]
+    columns = program.columns
+    receive = OTHER_END[send]
     sends = np.flatnonzero(columns.are(send))
     sent = columns[sends]
     receives = program.index.rows(receive, sent.peer, sent.microbatch, sent.stage)
@@ -319,12 +327,14 @@ def _check_channels(program: Program, send: Kind) -> None:
     placement = np.asarray(program.placement)
     channel = placement[sent.stage].astype(np.int64) * program.num_ranks + placement[sent.peer]
     order = np.argsort(channel, kind="stable")  # within a channel: as they are sent
-    channel, receives = channel[order], receives[order]
+    channel = channel[order]
+    receives = receives[order]
     swapped = np.flatnonzero((channel[1:] == channel[:-1]) & (receives[1:] < receives[:-1]))
     if len(swapped):
         # The first receive, in its rank's order, that is not the next one due.
         own = channel == channel[swapped[0]]
-        due, by_place = receives[own], np.sort(receives[own])
+        due = receives[own]
+        by_place = np.sort(receives[own])
         at = int(np.argmax(due != by_place))
         early, first = (columns.action(int(rows[at])) for rows in (by_place, due))
         raise ScheduleError(

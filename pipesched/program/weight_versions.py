@@ -151,7 +151,8 @@ def _check_used(program: Program, stage: int, own: list[tuple[int, Action]]) -> 
             f"versions of a stage are one for each of {program.num_microbatches} micro-batches; stage {stage} has "
             f"{len(wanted)}; give as many"
         )
-    newest, rank = 0, program.placement[stage]
+    newest = 0
+    rank = program.placement[stage]
     for position, action in own:
         if action.kind is Kind.UPDATE:
             newest += 1

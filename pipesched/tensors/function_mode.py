@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["COMPOSITES", "Handler", "Intercept", "Provider"]
+__all__ = ["COMPOSITES", "Handler", "Intercept"]
 
 #: Functions that multiply by weights inside a body of Python: the calls in the body are handled one by one.
 COMPOSITES = frozenset({functional.multi_head_attention_forward})
@@ -20,7 +20,7 @@ COMPOSITES = frozenset({functional.multi_head_attention_forward})
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Provider(Protocol):
+class _Provider(Protocol):
     """Says which functions it wants to handle."""
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
@@ -30,7 +30,7 @@ class Provider(Protocol):
 class Intercept(TorchFunctionMode):
     """While entered, each torch function goes to the first provider that wants it; about 1 us a call."""
 
-    def __init__(self, *providers: Provider) -> None:
+    def __init__(self, *providers: _Provider) -> None:
         super().__init__()
         self._providers = providers
         self._table: dict[Any, Handler | None] = {}

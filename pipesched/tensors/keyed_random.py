@@ -110,13 +110,18 @@ class KeyedRandom:
         self._device = device
         self._generators: dict[torch.device, torch.Generator] = {}
         self.key = Key(0, 0, 0)
-        self._layer, self._call, self._op = "", 0, 0
+        self._layer = ""
+        self._call = 0
+        self._op = 0
         self._outside: str | None = None
         self.again = False  # a layer runs again, in a backward
 
     def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
         """From now on draws belong to this call of this layer. op: how many came before."""
-        self.key, self._layer, self._call, self._op = key, layer, call, op
+        self.key = key
+        self._layer = layer
+        self._call = call
+        self._op = op
 
     @property
     def place(self) -> Place:
@@ -126,7 +131,8 @@ class KeyedRandom:
     @contextmanager
     def repeated(self, place: Place) -> Iterator[None]:
         """Within, what drew at a place draws the same numbers again."""
-        before, again = self.place, self.again
+        before = self.place
+        again = self.again
         self.enter(*place[:-1])
         self.again = True
         try:
@@ -150,7 +156,8 @@ class KeyedRandom:
     @contextmanager
     def outside(self, layer: str, call: int) -> Iterator[None]:
         """Within, draws outside torch belong to this call of this layer, or to this part of the code between layers."""
-        before, self._outside = self._outside, f"{layer}/{call}/outside"
+        before = self._outside
+        self._outside = f"{layer}/{call}/outside"
         try:
             with outside_kept(self._seed(self._outside)):
                 yield

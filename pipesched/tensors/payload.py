@@ -191,7 +191,8 @@ class Opened:
     """A dataclass that pytrees do not know, as a node of its fields. Put together again, it is the dataclass."""
 
     def __init__(self, values: Iterable[Any], kind: type) -> None:
-        self.values, self.kind = list(values), kind
+        self.values = list(values)
+        self.kind = kind
 
     @staticmethod
     def closed(values: Iterable[Any], kind: Any) -> Any:

@@ -67,7 +67,8 @@ def memory_at(tensor: Tensor) -> int:
 
 def backward_region() -> FrameType | None:
     """The outermost call under way of torch.utils.checkpoint, or of an autograd.Function: its backward is one piece."""
-    found, frame = None, currentframe()
+    found = None
+    frame = currentframe()
     while frame is not None:
         if frame.f_code is FUNCTION_APPLY or frame.f_globals.get("__name__") == checkpoint.__name__:
             found = frame

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipesched.tensors.payload import has_a_row_each, is_record, pytree
 
-__all__ = ["Pattern", "named_leaves", "numbers_in", "positional", "tensors_in"]
+__all__ = ["Pattern", "named_leaves", "positional", "tensors_in"]
 
 #: What beside tensors may follow the batch, as sizes do.
 _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set, frozenset
@@ -25,11 +25,12 @@ class Pattern:
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
         self._parts: list[Any] = [_part(leaf) for leaf in leaves]
-        self.numbers = tuple(numbers_in(value))
+        self.numbers = tuple(_numbers_in(value))
 
     def is_like(self, other: "Pattern") -> bool:
         """Whether the same kinds of things are in the same places."""
-        kinds, others = [type(part) for part in self._parts], [type(part) for part in other._parts]
+        kinds = [type(part) for part in self._parts]
+        others = [type(part) for part in other._parts]
         return self._spec == other._spec and kinds == others
 
     def build(self, tensors: Iterator[Any], numbers: Iterable[Any] | None = None) -> Any:
@@ -84,7 +85,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     return _leaves_in(value, Tensor)
 
 
-def numbers_in(value: Any) -> Iterator[Any]:
+def _numbers_in(value: Any) -> Iterator[Any]:
     """Its numbers, likewise."""
     return _leaves_in(value, _NUMBERS)
 

@@ -19,10 +19,10 @@ from pipesched.simulation.costs import Costs
 from pipesched.simulation.trace import Span, Trace
 from pipesched.tensors.payload import PerConsumer
 
-__all__ = ["FakeStage", "VirtualClock", "run_virtual"]
+__all__ = ["FakeStage", "run_virtual"]
 
 
-class VirtualClock:
+class _VirtualClock:
     """One rank's clock: it moves when told."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class VirtualClock:
         self.time_s = max(self.time_s, moment_s)
 
 
-class _HostClock(VirtualClock):
+class _HostClock(_VirtualClock):
     """The host's own time, which passes by itself."""
 
     def now(self) -> float:
@@ -68,7 +68,7 @@ class FakeStage:
     """
 
     def __init__(
-        self, index: int, costs: Costs, clock: VirtualClock | None = None, versions: Sequence[int] = ()
+        self, index: int, costs: Costs, clock: _VirtualClock | None = None, versions: Sequence[int] = ()
     ) -> None:
         self.index = index
         self._costs = costs
@@ -194,7 +194,7 @@ def _names(kinds: Any) -> str:
 class _Mail:
     """Transport on virtual time: a message carries the moment at which it arrives."""
 
-    def __init__(self, program: Program, clocks: list[VirtualClock], costs: Costs) -> None:
+    def __init__(self, program: Program, clocks: list[_VirtualClock], costs: Costs) -> None:
         self._placement = program.placement
         self._clocks = clocks
         self._costs = costs
@@ -220,7 +220,8 @@ class _Mail:
     def _arrival(self, action: Action) -> float:
         """When the link has brought a message."""
         ends = self._placement[action.stage], self._placement[action.peer or 0]
-        start, links = self._clocks[ends[0]].now(), self._costs.links
+        start = self._clocks[ends[0]].now()
+        links = self._costs.links
         if links is None:
             return start
         producer = action.stage if action.kind is Kind.SEND_F else action.peer or 0
@@ -232,7 +233,8 @@ class _Mail:
 
     def receiver(self, action: Action) -> Callable[[], Any]:
         """Takes the channel's first message, waiting for its arrival."""
-        channel, clock = self._incoming(action), self._clocks[self._placement[action.stage]]
+        channel = self._incoming(action)
+        clock = self._clocks[self._placement[action.stage]]
 
         def receive() -> Any:
             arrival, value = channel.popleft()
@@ -252,7 +254,7 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
     costs = costs or Costs.uniform(program.num_stages)
     check_routes(program)
     lowered = lower(program)
-    clocks = [VirtualClock() for _ in range(program.num_ranks)]
+    clocks = [_VirtualClock() for _ in range(program.num_ranks)]
     versions = program.versions or ((),) * program.num_stages
     stages = {s: FakeStage(s, costs, clocks[rank], versions[s]) for s, rank in enumerate(program.placement)}
     mail = _Mail(lowered, clocks, costs)

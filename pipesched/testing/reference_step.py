@@ -60,8 +60,10 @@ def reference_step(
     check_initialised(whole)
     if not is_count(num_microbatches):
         raise InputError(f"a batch is cut into at least one micro-batch; got {shown(num_microbatches)}; pass 1 or more")
-    loss_fn, loss_weight = as_function(loss_fn, "loss_fn"), as_function(loss_weight, "loss_weight")
-    intra_op_threads, whole_layers = as_threads(intra_op_threads), as_whole_layers(whole, whole_layers)
+    loss_fn = as_function(loss_fn, "loss_fn")
+    loss_weight = as_function(loss_weight, "loss_weight")
+    intra_op_threads = as_threads(intra_op_threads)
+    whole_layers = as_whole_layers(whole, whole_layers)
     weight, reduction = resolve_loss(whole, (args, kwargs), loss_fn, loss_weight, loss_reduction, split_dims)
     splitter = Splitter(num_microbatches, False, split_dims, weight, reduction)
     batch = splitter.batch(args, kwargs, target)
@@ -101,7 +103,8 @@ class _Unpipelined:
         inputs: Any,
         whole_layers: Collection[str],
     ) -> None:
-        self._model, self._loss_fn = model, loss_fn
+        self._model = model
+        self._loss_fn = loss_fn
         self._leaves: dict[tuple[str, int, int], tuple[nn.Parameter, Tensor]] = {}
         self._uses: Counter[int] = Counter()
         if isinstance(model, nn.Sequential) and is_in_a_row(model):
@@ -116,7 +119,8 @@ class _Unpipelined:
         self.in_backward = self._unsplit.in_backward
 
     def _seen(self, layers: Mapping[str, nn.Module], inputs: Any) -> Capture:
-        model, training = self._model, self._model.training
+        model = self._model
+        training = model.training
         with untouched(model, training), no_graph(model) if training else torch.no_grad():
             return record(model, layers, *inputs)
 

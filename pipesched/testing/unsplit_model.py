@@ -59,11 +59,15 @@ class Unsplit:
         self._key = Key(0, 0, 0)
         self._counts: dict[str, int] = {}
         self._inside = self._running = False
-        self._code, self._code_parts = ExitStack(), 0
+        self._code = ExitStack()
+        self._code_parts = 0
 
     def __call__(self, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output."""
-        self._key, self._counts, self._inside, self._code_parts = key, {}, False, 0
+        self._key = key
+        self._counts = {}
+        self._inside = False
+        self._code_parts = 0
         self._random.enter(key, "")
         if self._norms is not None:
             self._norms.microbatch = key.microbatch
@@ -86,7 +90,8 @@ class Unsplit:
     def _row(self, *args: Any, **kwargs: Any) -> Any:
         """As a pipeline calls them: the first layer takes what the model is given."""
         for name, layer in self._layers.items():
-            args, kwargs = (self._call(name, layer, args, kwargs),), {}
+            args = (self._call(name, layer, args, kwargs),)
+            kwargs = {}
         return args[0]
 
     def loss(self, loss_fn: Callable[[Any, Any], Any], key: Key, output: Any, target: Any) -> Any:
@@ -107,7 +112,8 @@ class Unsplit:
     def _call(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside or not self._running:  # as when a backward recomputes
             return layer(*args, **kwargs)
-        drawn, number = self._random.op, self._counts.get(name, 0)
+        drawn = self._random.op
+        number = self._counts.get(name, 0)
         self._random.enter(self._key, name, number)
         self._inside = True
         self._code.close()

@@ -96,7 +96,8 @@ class _Rank:
         return None
 
     def _is_ready(self, each: Pass, ended: Ended) -> bool:
-        (stage, backward), microbatch = each, self._count[each]
+        stage, backward = each
+        microbatch = self._count[each]
         needs = [Pass(stage, False)] if backward else []
         if backward and stage < self._last_stage:
             needs.append(Pass(stage + 1, True))

@@ -14,7 +14,9 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
     the turning point; place: this one's, from 0. count: the micro-batches that go each way; steps are stated for
     2 x depth and more, for fewer they drop what is not there. DeepSeek-V3, arXiv:2412.19437, and its open source.
     """
-    ahead, count, left = depth - 1 - place, max(count, 2 * depth), _Left(order)
+    ahead = depth - 1 - place
+    count = max(count, 2 * depth)
+    left = _Left(order)
     for _ in range(2 * ahead):  # 1: forwards
         order.F(near)
     for _ in range(place + 1):  # 2: forwards of both

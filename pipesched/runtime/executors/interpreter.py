@@ -14,7 +14,7 @@ from pipesched.program.actions import Action, Kind
 from pipesched.program.program import Program
 from pipesched.tensors.payload import PerConsumer
 
-__all__ = ["Rank", "StageLike", "Stamps", "Timer", "Transport", "interpret"]
+__all__ = ["Rank", "StageLike", "Stamps", "Transport", "interpret"]
 
 
 class StageLike(Protocol):
@@ -58,7 +58,7 @@ class Transport(Protocol):
         """What waits for the value of this action, and returns it on this rank's device."""
 
 
-class Timer(Protocol):
+class _Timer(Protocol):
     """Says when actions start and end, in seconds since the step's start."""
 
     def now(self) -> Any:
@@ -218,7 +218,7 @@ def _peer(action: Action) -> int:
     return action.peer
 
 
-def interpret(rank: Rank, timer: Timer, stamps: Stamps) -> Iterator[Action]:
+def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
     """Run an order of a rank. Yields each action before it runs: the executor resumes when it may.
 
     An exception of an action is passed on with a note that says where it happened.

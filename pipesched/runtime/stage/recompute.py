@@ -17,10 +17,10 @@ from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.tensors.keyed_random import KeyedRandom
 from pipesched.tensors.payload import Payload
 
-__all__ = ["RecomputedLayers", "RunLayer", "is_dear"]
+__all__ = ["RecomputedLayers", "is_dear"]
 
 #: (tensors in place of a layer's own, args, kwargs) -> what it returns
-RunLayer = Callable[[Mapping[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
+_RunLayer = Callable[[Mapping[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
 
 _Call = tuple[str, int]
 
@@ -46,7 +46,7 @@ class RecomputedLayers:
         which: _Call,
         layer: nn.Module,
         own: Mapping[str, Tensor],
-        run: RunLayer,
+        run: _RunLayer,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,

@@ -24,13 +24,13 @@ from pipesched.model.module_tree import hooks_of
 from pipesched.tensors.exchange import Trade, copy_into, moved
 from pipesched.tensors.meta_tensors import put_on
 
-__all__ = ["Replica", "Replicas"]
+__all__ = ["Replicas"]
 
 _SETTINGS = (bool, int, float, str)  # as a module's mode and the p of a Dropout
 _Tensors = list[Tensor | None]
 
 
-class Replica:
+class _Replica:
     """A copy of a part's layers, and of the loss module beside them; what they share they also share as copies.
 
     Module hooks that are registered before serve both. Raises GraphError for layers that cannot be copied.
@@ -90,7 +90,7 @@ class _Pair:
     home: nn.ModuleList
     home_rank: int
     rank: int
-    replica: Replica | None
+    replica: _Replica | None
 
 
 class Replicas:
@@ -114,9 +114,9 @@ class Replicas:
         loss_fn: Callable[[Any, Any], Any] | None,
         device: torch.device,
         ranks: tuple[int, int],
-    ) -> Replica | None:
+    ) -> _Replica | None:
         """Make one. ranks: of the home and of the copy. None where the copy lies in another process."""
-        replica = Replica(layers, loss_fn, device) if self._trade.holds(ranks[1]) else None
+        replica = _Replica(layers, loss_fn, device) if self._trade.holds(ranks[1]) else None
         home_rank, rank = ranks
         home = _together(layers, loss_fn)
         self._all.append(_Pair(home=home, home_rank=home_rank, rank=rank, replica=replica))
@@ -155,7 +155,7 @@ def _state(home: nn.ModuleList) -> list[Tensor]:
     return [tensor.detach() for tensor in (*home.buffers(), *home.parameters())]
 
 
-def _taking(replica: Replica | None) -> Callable[[], _Tensors]:
+def _taking(replica: _Replica | None) -> Callable[[], _Tensors]:
     return replica.taken_grads if replica is not None else list
 
 

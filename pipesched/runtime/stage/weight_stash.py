@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from pipesched.program.weight_versions import Uses
 from pipesched.tensors.payload import used_here
 
-__all__ = ["Arrived", "Tensors", "WeightStash"]
+__all__ = ["Tensors", "WeightStash"]
 
 #: The tensors of one version by module and name.
 Tensors = dict[str, dict[str, Tensor]]
 #: Tensors of a version, each with the gradient that arrived at it.
-Arrived = list[tuple[Tensor, Tensor]]
+_Arrived = list[tuple[Tensor, Tensor]]
 
 
 class _Holder(nn.Module):
@@ -71,7 +71,7 @@ class WeightStash:
         """The Parameter of which a tensor is a version; any other tensor itself."""
         return self._live.get(tensor, tensor)
 
-    def taken(self, weights: Tensors) -> Arrived:
+    def taken(self, weights: Tensors) -> _Arrived:
         """The gradients that have arrived at a version, which then has none."""
         tensors = (tensor for named in weights.values() for tensor in named.values())
         arrived = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
@@ -79,7 +79,7 @@ class WeightStash:
             tensor.grad = None
         return arrived
 
-    def deliver(self, arrived: Arrived) -> None:
+    def deliver(self, arrived: _Arrived) -> None:
         """Hand the gradients of a version to the live Parameters."""
         if arrived:
             torch.autograd.backward([self._live[tensor] for tensor, _ in arrived], [grad for _, grad in arrived])

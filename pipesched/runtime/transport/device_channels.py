@@ -45,7 +45,7 @@ from pipesched.runtime.transport.layout_book import LayoutBook
 from pipesched.runtime.transport.message_layout import MessageLayout, Packed, describe
 from pipesched.runtime.transport.ports import ShortPort, lost
 
-__all__ = ["Channel", "Link", "Links", "Maker", "Sending", "ends_over", "links_for"]
+__all__ = ["Channel", "Link", "Links", "ends_over", "links_for"]
 
 _LENGTH = Struct("<q")  # of a header: the bytes of a form that follows it; 0: the form is the foreseen one
 _AS_FORESEEN = _LENGTH.pack(0)
@@ -63,7 +63,7 @@ class Channel(NamedTuple):
     backward: bool
 
 
-class Sending(Protocol):
+class _Sending(Protocol):
     """A send that was posted."""
 
     def is_completed(self) -> bool:
@@ -76,7 +76,7 @@ class Link(Protocol):
     def connect(self) -> None:
         """Return once the other end is there, and data has crossed."""
 
-    def send(self, memory: Tensor) -> Sending:
+    def send(self, memory: Tensor) -> _Sending:
         """Post a send of bytes that are there when the current stream comes to here."""
 
     def receive(self, nbytes: int) -> Tensor:
@@ -89,7 +89,7 @@ class Link(Protocol):
         """End it, and what waits for it on the device."""
 
 
-class Maker(Protocol):
+class _Maker(Protocol):
     """Makes the links of one rank."""
 
     device: torch.device
@@ -122,9 +122,9 @@ class NcclLink:
                 self.receive(1)
             self.drain()
 
-    def send(self, memory: Tensor) -> Sending:
+    def send(self, memory: Tensor) -> _Sending:
         self._last = work = self._group.send([memory], 1, 0)
-        sending: Sending = work
+        sending: _Sending = work
         return sending
 
     def receive(self, nbytes: int) -> Tensor:
@@ -163,7 +163,7 @@ class Nccl:
         self._arrivals.wait_stream(torch.cuda.current_stream(self.device))
 
 
-def links_for(device: torch.device, timeout_s: float) -> Maker | None:
+def links_for(device: torch.device, timeout_s: float) -> _Maker | None:
     """What makes the links of a device; None for a CPU. Raises ExecutionError where torch was built without NCCL."""
     if device.type == "cpu":
         return None
@@ -178,7 +178,7 @@ def links_for(device: torch.device, timeout_s: float) -> Maker | None:
 class Links:
     """All links of one rank. Nobody makes or closes one alone: all ranks call the same."""
 
-    def __init__(self, maker: Maker, store: Any, rank: int) -> None:
+    def __init__(self, maker: _Maker, store: Any, rank: int) -> None:
         self._maker, self._store, self._rank = maker, store, rank
         self._links: dict[Channel, Link] = {}
         self.begin = maker.begin
@@ -243,7 +243,7 @@ def _turn(channel: Channel) -> tuple[bool, int, int, int]:
 class _Sent(NamedTuple):
     """A message that the device may not have sent. spare: where its memory is used again."""
 
-    sending: Sending
+    sending: _Sending
     message: Packed
     spare: list[Packed]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from pipesched.errors import ExecutionError
 from pipesched.runtime.coordination.stores import StoreLostError
 
-__all__ = ["ConnectionLostError", "Port", "Ports", "ShortPort", "Work", "awaited", "lost"]
+__all__ = ["ConnectionLostError", "Ports", "ShortPort", "Work", "awaited", "lost"]
 
 
 class Work(Protocol):
@@ -28,7 +28,7 @@ class ShortPort(Protocol):
         """What waits for the next bytes, as many as a buffer takes, and fills it."""
 
 
-class Port(Protocol):
+class _Port(Protocol):
     """What is used of a process group: (tensors, rank in the group, tag). Raises RuntimeError."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work:
@@ -42,7 +42,7 @@ class Ports(NamedTuple):
     """Which port takes a message, by how long it is foreseen to be: both ends say the same."""
 
     short: ShortPort
-    long: Port
+    long: _Port
     limit: int = 1 << 20  # bytes; about what the buffers of a connection hold
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work | None:
