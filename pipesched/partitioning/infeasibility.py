@@ -1,5 +1,6 @@
 """Infeasibility: which rule it fails, by how much, and what would make one possible."""
 
+from bisect import bisect_left
 from functools import cached_property
 from typing import Any
 
@@ -99,15 +100,8 @@ def _enough(request: Request) -> int:
     layers = problem.blocks.layers
     most = max(slot.in_flight for slot in problem.line_up.slots)
     working = max((option.working_bytes for options in problem.options for option in options), default=0)
-    low = 0
-    high = working + int((layers.state_bytes + most * layers.activation_bytes).sum())
-    while low < high:
-        middle = (low + high) // 2
-        if _possible(request.but(memory_limit_bytes=middle)):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    largest = working + int((layers.state_bytes + most * layers.activation_bytes).sum())
+    return bisect_left(range(largest), True, key=lambda limit: _possible(request.but(memory_limit_bytes=limit)))
 
 
 def _recompute(request: Request) -> str:

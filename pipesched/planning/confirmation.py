@@ -83,7 +83,7 @@ def _needed(noise: float) -> float:
 
 
 def confirmed_plan(search: Search, run: Run, count: int, progress: Progress = lambda _: None) -> Plan:
-    """The plan that is fastest where it runs. count: so many of the best are tried, no two of one sort, and one more
+    """The plan that is fastest where it runs. count: how many of the best plans run, no two of one sort. One more runs
     where the search finds a better one with corrected costs.
 
     Of those that differ by no more than noise the one with the shortest predicted step is taken, as far as what was
@@ -92,15 +92,16 @@ def confirmed_plan(search: Search, run: Run, count: int, progress: Progress = la
     """
     progress = _forward(progress)
     tuner = Tuner(search, _part(progress, 0.0, 0.3))
-    tried = _run(_sorts(tuner.search(), tuner.best())[:count], tuner, run, _part(progress, 0.3, 0.6))
+    tried = _run(_best_of_sorts(tuner.search(), tuner.best())[:count], tuner, run, _part(progress, 0.3, 0.6))
     search = _corrected(search, tried)
-    tuner, new, tried = _again(search, tried, _part(progress, 0.6, 0.7))
+    tuner, new, tried = _search_again(search, tried, _part(progress, 0.6, 0.7))
     fastest = _fastest(tried)
     if new.step_s < fastest.found.step_s * (1 - WORTH) and not any(_alike(new, one.found) for one in tried):
         others = [one for one in tried if one is not fastest]
         rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # in turn
         rivals = [replace(one, first_s=fastest.first_s) if one.found is fastest.found else one for one in rivals]
-        tuner, _, tried = _again(_corrected(search, [*rivals, *others]), [*rivals, *others], _part(progress, 0.9, 1.0))
+        tried = [*rivals, *others]
+        tuner, _, tried = _search_again(_corrected(search, tried), tried, _part(progress, 0.9, 1.0))
         fastest = _fastest(tried[: len(rivals)])
     plan = tuner.plan(fastest.found)
     progress(1)
@@ -113,7 +114,7 @@ def _corrected(search: Search, tried: Sequence[_Tried]) -> Search:
     return replace(search, profile=corrected(search.profile, told, search.batch_size))
 
 
-def _again(
+def _search_again(
     search: Search, tried: Sequence[_Tried], progress: Progress
 ) -> tuple[Tuner, EvaluatedCandidate, list[_Tried]]:
     """Another search that goes on from those that ran, what it finds, and those as it predicts them."""
@@ -143,7 +144,7 @@ def _part(progress: Progress, begin: float, end: float) -> Progress:
 # ---- what runs ------------------------------------------------------------------------------------------------------
 
 
-def _sorts(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
+def _best_of_sorts(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
     """The chosen one, and the best of each other sort. Plans of one sort do the same work in another order, which a
     simulation knows; sorts differ in what it may be wrong about.
     """

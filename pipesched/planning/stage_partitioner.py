@@ -88,10 +88,10 @@ class StagePartitioner:
         """What these stages cost, why they are cut so, and how far they are from the best."""
         graph = self.graph()
         row = _in_a_row(graph)
-        own = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
+        found = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
         best = self._partition(row)
-        own = replace(own, lower_bound_s=best.lower_bound_s)
-        return self._explained(graph, own, f"{why}; {_against(own, best, 'others')}")
+        found = replace(found, lower_bound_s=best.lower_bound_s)
+        return self._explained(graph, found, f"{why}; {_against(found, best, 'others')}")
 
     def _given(self, firsts: Sequence[str]) -> Partition:
         """Where the stages begin with these layers."""
@@ -100,8 +100,23 @@ class StagePartitioner:
         return self._explained(graph, own, "the boundaries are given")
 
     def _solved(self) -> Partition:
+        """The best stages that keep the pins, and why there are no better ones."""
         graph = self.graph()
         row = _in_a_row(graph)
+        found = self._with_ties_together(graph, row)
+        why = found.reason
+        if self.pins.starts or self.pins.together:
+            best = self._partition(row)
+            found = replace(found, lower_bound_s=best.lower_bound_s)
+            why = f"{why}; boundaries and groups of layers are given, {_against(found, best, 'without them stages')}"
+        elif graph.number_of_edges() < row.number_of_edges() and not self._chunks:
+            best = self._partition(graph)
+            if best.proved and best.bottleneck_s < found.bottleneck_s:
+                why = f"{why}; {_against(found, best, 'another order of the layers')}"
+        return self._explained(graph, found, why)
+
+    def _with_ties_together(self, graph: "nx.DiGraph[str]", row: "nx.DiGraph[str]") -> Partition:
+        """The best stages of a row of layers, with the users of tied weights in one where a step then costs no more."""
         starts = self.pins.starts
         together = tuple(tuple(group) for group in self.pins.together)
         found = self._partition(row, starts, together)
@@ -113,16 +128,7 @@ class StagePartitioner:
             if self._cost(graph, other) <= self._cost(graph, found):
                 found = other
                 together = (*together, users)
-        why = found.reason
-        if starts or self.pins.together:
-            best = self._partition(row)
-            found = replace(found, lower_bound_s=best.lower_bound_s)
-            why = f"{why}; boundaries and groups of layers are given, {_against(found, best, 'without them stages')}"
-        elif graph.number_of_edges() < row.number_of_edges() and not self._chunks:
-            best = self._partition(graph)
-            if best.proved and best.bottleneck_s < found.bottleneck_s:
-                why = f"{why}; {_against(found, best, 'another order of the layers')}"
-        return self._explained(graph, found, why)
+        return found
 
     @cached_property
     def in_flight(self) -> list[int]:
