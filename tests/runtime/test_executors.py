@@ -2,6 +2,7 @@
 
 import _thread
 import gc
+import signal
 import threading
 import time
 import warnings
@@ -437,6 +438,15 @@ def test_normalisation_over_rows_is_warned_of() -> None:
         Pipeline(model.eval(), X[:2], devices=["cpu"], num_microbatches=4).close()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell that starts the tests in the background has interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("moment", ["the ranks are waited for", "rank 1 is given its orders"])
 def test_an_interrupt_stops_the_ranks_and_the_next_step_is_right(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupts: list[int] = []
