@@ -115,7 +115,7 @@ def best(graph, num_stages, asked):
     return min(found, default=None)
 
 
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=60)
 @given(st.data())
 def test_no_cut_with_any_choices_is_faster(data):
     graph = data.draw(chains())
@@ -145,7 +145,7 @@ CHOICES = st.builds(
 )
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=80)
 @given(st.data())
 def test_no_choices_of_a_ranks_layers_are_faster(data):
     drawn = st.tuples(st.lists(CHOICES, min_size=1, max_size=3), st.integers(0, 3))

@@ -38,7 +38,7 @@ def chain(forward, backward=None):
 # ---- balance --------------------------------------------------------------------------------------------------------
 
 
-@settings(quick, max_examples=300)
+@settings(quick, max_examples=120)
 @given(TIMES, st.data())
 def test_no_cut_is_better(times, data):
     num_stages = data.draw(st.integers(1, len(times)))
@@ -54,7 +54,7 @@ def test_no_cut_is_better_with_fractions_of_seconds(times, data):
     assert bottleneck == pytest.approx(brute_force(times, num_stages), rel=1e-12, abs=1e-11)
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=80)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.data())
 def test_every_stage_has_a_layer_and_every_layer_a_stage(times, data):
     num_stages = data.draw(st.integers(1, len(times)))

@@ -62,7 +62,7 @@ def check(graph, num_stages, **asked):
     assert all(stage_of[a] <= stage_of[b] for a, b in graph.edges)
 
 
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=60)
 @given(SEEDS, st.data())
 def test_chains_and_graphs_with_communication(seed, data):
     rng = random.Random(seed)
@@ -73,7 +73,7 @@ def test_chains_and_graphs_with_communication(seed, data):
     check(graph, num_stages, **data.draw(wishes(num_stages, plain=True)))
 
 
-@settings(quick, max_examples=250)
+@settings(quick, max_examples=100)
 @given(SEEDS, st.data())
 def test_with_speeds_and_memory_limits(seed, data):
     rng = random.Random(seed)
@@ -82,7 +82,7 @@ def test_with_speeds_and_memory_limits(seed, data):
     check(graph, num_stages, **data.draw(wishes(num_stages)))
 
 
-@settings(quick, max_examples=250)
+@settings(quick, max_examples=100)
 @given(SEEDS, st.data())
 def test_with_pins(seed, data):
     rng = random.Random(seed)

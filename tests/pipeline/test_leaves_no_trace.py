@@ -72,7 +72,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "custom function": lambda: (lambda: nn.Sequential(*(Scaled(8) for _ in range(3))), ROWS, odd_models.square, ROWS),
     "kept": lambda: (Kept, ROWS, odd_models.square, ROWS),
     "odd": lambda: (odd_models.Blocks, ROWS, odd_models.square, ROWS),
-    **{name: lambda name=name: any_model(name) for name in any_models.MODELS},
+    **{name: lambda name=name: any_model(name) for name in ("unet", "tied", "towers", "recurrent")},
 }
 
 

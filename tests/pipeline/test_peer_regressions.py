@@ -29,7 +29,7 @@ from tests.support.jobs.peer import (
     train_with_dict_target,
     train_with_own_loss,
 )
-from tests.support.models import synchronous_names
+from tests.support.models import KINDS
 from tests.support.places import Run
 
 pytestmark = pytest.mark.timeout(60)
@@ -134,9 +134,9 @@ def test_an_error_on_the_last_stage_ends_all_ranks(run: Run, name: str) -> None:
 # ---- pictures and sizes -------------------------------------------------------------------------------------------
 
 
-def test_what_ran_is_drawn_for_each_schedule(run: Run) -> None:
+def test_what_ran_is_drawn_for_each_kind_of_schedule(run: Run) -> None:
     """KeyError, RuntimeError, TypeError; and of a real run there is no picture at all."""
-    run(2, draw, synchronous_names())
+    run(2, draw, [*KINDS, "chimera"])
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "interleaved-zb"])

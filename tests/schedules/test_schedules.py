@@ -29,13 +29,12 @@ from tests.support.random_programs import quick
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", [name for name in schedules.names() if schedules.get(name).num_chains == 1])
 @pytest.mark.parametrize("p", range(1, 9))
 def test_every_schedule_is_valid_and_exact_for_any_number_of_microbatches(name, p):
+    """Two chains share their weights: they are not exact, and in test_bidirectional.py."""
     plan = schedules.get(name)
-    if plan.num_chains > 1:
-        pytest.skip("two chains share their weights: not exact, and in test_two_directions.py")
-    for m in range(1, 41):
+    for m in (*range(1, 18), 24, 31, 40):
         program = plan.program(p, m)
         validate(program, exact=True)
         validate(lower(program))

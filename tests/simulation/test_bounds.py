@@ -17,7 +17,7 @@ from pipesched.program.validation import peak_in_flight
 from pipesched.simulation.bounds import program_bound
 from tests.support.random_programs import costs_for, programs, quick
 
-thorough = settings(quick, max_examples=300)
+thorough = settings(quick, max_examples=120)
 RANKS, MICROBATCHES, SECONDS = st.integers(1, 8), st.integers(1, 24), st.integers(0, 9)
 
 

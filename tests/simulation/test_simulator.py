@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesched import Costs, Program, lower, schedules, simulate
@@ -72,7 +72,7 @@ def test_a_plain_and_a_lowered_program_take_equal_time_and_memory(data):
 
 
 @pytest.mark.parametrize("name", schedules.names())
-@quick
+@settings(quick, max_examples=15)
 @given(st.data())
 def test_every_schedule_takes_equal_time_plain_and_lowered(name, data):
     program = schedules.get(name).program(fitting(name, data.draw(st.integers(1, 6))), data.draw(st.integers(1, 10)))

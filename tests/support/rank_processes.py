@@ -22,6 +22,11 @@ class Ranks:
     """So many processes with a gloo group for each number of them."""
 
     def __init__(self, count: int) -> None:
+        self._count = count
+        self._start()
+
+    def _start(self) -> None:
+        count = self._count
         self._store = distributed.TCPStore("127.0.0.1", 0, None, True, MINUTE, wait_for_workers=False)  # a free port
         self._pipes, self.processes = [], []
         for rank in range(count):
@@ -37,7 +42,13 @@ class Ranks:
             raise AssertionError(f"{started.count(True)} of {count} processes have started within a minute")
 
     def run(self, count: int, job: Any, *args: Any, timeout_s: float = 30) -> list[Any]:
-        """Run ``job(group, *args)`` on the first ``count`` ranks; its results. Fails where a rank raises or is late."""
+        """Run ``job(group, *args)`` on the first ``count`` ranks; its results. Fails where a rank raises or is late.
+
+        Where a job before this one has ended a process, all are started anew.
+        """
+        if not all(process.is_alive() for process in self.processes):
+            self.close()
+            self._start()
         for pipe in self._pipes[:count]:
             pipe.send((count, job, args))
         end_s = time.monotonic() + timeout_s
@@ -54,6 +65,7 @@ class Ranks:
             if self._pipes[rank].poll(max(0, end_s - time.monotonic())):
                 return self._pipes[rank].recv()
         except (EOFError, ConnectionError):
+            self.processes[rank].join()
             return True, None  # the process has ended, as its job may
         return False, "no answer in time"
 
