@@ -44,11 +44,13 @@ def parse_json(text: str | bytes) -> Any:
         raise
     except ValueError as error:  # what is wrong, with line and column; or, of bytes, at which one
         raise ScheduleError(f"the file is JSON; {error}; save it again, or correct it there") from None
-    level, depth = [values], 0
+    level = [values]
+    depth = 0
     while level:
         if depth > _DEEPEST:
             raise _too_deep()
-        level, depth = _parts(level), depth + 1
+        level = _parts(level)
+        depth = depth + 1
     return values
 
 
@@ -102,11 +104,13 @@ def read_fields(
     are unknown or missing, and values of another type.
     """
     own: Any = kind
-    names, what = [field.name for field in fields(own)], has.rpartition(" ")[0]
+    names = [field.name for field in fields(own)]
+    what = has.rpartition(" ")[0]
     if not isinstance(values, Mapping):
         raise ScheduleError(f"{has} {', '.join(names)}; got {shown(values)}; save it again")
     check_known(has, values, names)
-    hints, given = get_type_hints(kind), {}
+    hints = get_type_hints(kind)
+    given = {}
     for field in fields(own):
         name = field.name
         if name in values:
@@ -129,7 +133,8 @@ def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
     """The value, a list as a tuple where that is due. Raises ScheduleError where it is of another type."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin in (Union, UnionType):
         if value is None and NoneType in args:
             return None

@@ -10,7 +10,9 @@ _BETWEEN = {"pipesched", "torch", "functools", "contextlib", "click"}  # package
 
 def warn(text: str) -> None:
     """Warn of something at the line from which pipesched was called, however deep in it this is."""
-    level, frame = 1, sys._getframe()
+    level = 1
+    frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     warnings.warn(text, stacklevel=level)

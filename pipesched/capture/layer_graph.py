@@ -18,7 +18,8 @@ __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 
 def gap(capture: Capture, position: int) -> list[int]:
     """Where a stage that begins with the position-th layer call may begin: after the layer call before it."""
-    legal, (before, own) = capture.legal_cuts, capture.layer_calls[position - 1 : position + 1]
+    legal = capture.legal_cuts
+    before, own = capture.layer_calls[position - 1 : position + 1]
     first = before.index + 1
     last = own.index
     return legal[bisect_left(legal, first) : bisect_left(legal, last + 1)]

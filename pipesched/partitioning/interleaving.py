@@ -179,7 +179,7 @@ class _Descent:
 
     def _move(self, index: int) -> bool:
         """Move a cut to its best place, of equal ones the first; whether one is better than where it is."""
-        (low, high) = self._spans[index]
+        low, high = self._spans[index]
         here = self.cuts[index]
         first = max(low, self.cuts[index - 1] + 1)
         last = min(high, self.cuts[index + 1] - 1)

@@ -128,7 +128,8 @@ class Assembly:
         self.optimizers: dict[int, Optimizer] = {}
         self._inheritance: Inheritance | None = None
         if whole.optimizer is not None:
-            tied, home = self.ties.parameters, self.owners.stage
+            tied = self.ties.parameters
+            home = self.owners.stage
             self._inheritance = optimizers_for(whole.optimizer, self.stages, tied, home, optimizers or {})
         #: Whether updates wait for the gradients of tied parameters.
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values())
@@ -156,7 +157,9 @@ class Assembly:
         return self.programs.full.plain
 
     def _bodies(self) -> Sequence[Body]:
-        whole, program, tied = self._spec, self.program, self.ties.parameters
+        whole = self._spec
+        program = self.program
+        tied = self.ties.parameters
         devices = [self._host.devices[program.placement[index]] for index in range(program.num_weights)]
         bodies = whole.layered.bodies(self.cut, devices, self.ties)
         begin = time.perf_counter()
@@ -173,9 +176,11 @@ class Assembly:
         """Raise GraphError where a layer uses a parameter of another rank that it is not given: it would be an old one,
         or on another device, and its gradient would not come back.
         """
-        site, placement = self._host, self.program.placement
+        site = self._host
+        placement = self.program.placement
         for layer, name, stage in self._spec.layered.reached(self.cut):
-            home, rank = self.owners.rank(name), placement[stage]
+            home = self.owners.rank(name)
+            rank = placement[stage]
             if home == rank:
                 continue
             what = (
@@ -195,16 +200,21 @@ class Assembly:
         return [{*names, *(f"loss_fn.{key}" for key, *_ in own)} for names in written]
 
     def _stages(self) -> dict[int, Stage]:
-        program, site, written = self.program, self._host, self._written()
+        program = self.program
+        site = self._host
+        written = self._written()
         stages: dict[int, Stage] = {}
         for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
-            rank, last = program.placement[index], not program.graph.consumers[index]
-            device, body = site.devices[rank], self.bodies[part]
+            rank = program.placement[index]
+            last = not program.graph.consumers[index]
+            device = site.devices[rank]
+            body = self.bodies[part]
             loss_fn = self._spec.loss_fn if last else None
             if index != part:  # the stage of this number runs the same layers
                 replica = self._replicas.add(body.layers, loss_fn, device, (program.placement[part], rank))
                 if replica is not None:
-                    body, loss_fn = body.over(replica.layers, device), replica.loss_fn
+                    body = body.over(replica.layers, device)
+                    loss_fn = replica.loss_fn
             modules = {**body.layers, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
             norms = self.norms.of_stage((index, part), (rank, program.placement[part]), modules)
             if not site.holds(rank):
@@ -214,7 +224,8 @@ class Assembly:
                     put_on(module, device)
             ties = self.ties.for_layers(body.layers, device)
             head = Head(loss_fn) if last else None
-            compiled, keep = self._spec.compiled(device), self.keep
+            compiled = self._spec.compiled(device)
+            keep = self.keep
             own: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "keep": keep}
             stages[index] = Stage(body, device, head, **own, written=written[part])
         return dict(sorted(stages.items()))

@@ -116,7 +116,8 @@ class _Through(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        opened, ctx.opened = ctx.opened, None
+        opened = ctx.opened
+        ctx.opened = None
         if opened is None:
             raise ExecutionError(
                 "what a forward holds is freed by its backward; this output was differentiated a second time; "

@@ -168,7 +168,8 @@ def _batches(share: _Share) -> Iterator[list[str]]:
     for name, (_, nbytes) in share.items():
         if names and nbytes > left:
             yield names
-            names, left = [], _BATCH
+            names = []
+            left = _BATCH
         names.append(name)
         left -= nbytes
     if names:

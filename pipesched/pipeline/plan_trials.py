@@ -88,7 +88,8 @@ class Trial:
     def _batch(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """A whole batch of the sample's rows: copies, which layers may write on."""
         args, kwargs = as_call(self.sample)
-        splitter, target = Splitter(1, fixed=False, split_dims=self.split_dims), self.target
+        splitter = Splitter(1, fixed=False, split_dims=self.split_dims)
+        target = self.target
         if self.loss_fn is None:
             target = torch.zeros(splitter.batch(args, kwargs).rows)
         batch = splitter.resized(args, kwargs, target, self.batch_size)
@@ -98,7 +99,8 @@ class Trial:
     @contextmanager
     def _turns(self, plans: Sequence[Plan]) -> Iterator[Callable[[int], Pipeline]]:
         """Gives the pipeline that runs a plan, by its number: one that goes from plan to plan, as far as one can."""
-        model, loss_fn = as_model(self.model), self.loss_fn or _own_loss
+        model = as_model(self.model)
+        loss_fn = self.loss_fn or _own_loss
         written = layered(model, as_call(self.sample)).written
         with ExitStack() as stack:
             stack.enter_context(set_aside(loss_fn))

@@ -102,7 +102,8 @@ class StepLog:
             return None
         trace = self._pipe.gather_trace()
         now = self._calls, time.perf_counter()
-        last, self._last = self._last, now
+        last = self._last
+        self._last = now
         if trace is None or not self._pipe._running.host.holds(0):
             return None
         predicted = self._pipe.predicted

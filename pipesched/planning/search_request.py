@@ -55,7 +55,8 @@ class Search:
 
     def __post_init__(self) -> None:
         check_offload(self.offload)
-        limited, known = self.memory_limit_bytes is not None, self.profile.machine.host_bytes_per_s is not None
+        limited = self.memory_limit_bytes is not None
+        known = self.profile.machine.host_bytes_per_s is not None
         if self.offload is True and limited and not known:
             raise PartitionError(
                 "copies to the host take time; got offload=True, and a profile whose machine has no host_bytes_per_s; "

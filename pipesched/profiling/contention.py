@@ -44,7 +44,9 @@ def crowd(
         found: list[float] = []
         begin = perf_counter()
         while len(found) < rounds and (not found or perf_counter() - begin < enough_s):
-            (one_s,), (other_s,), both_s = ran(laps[0]), ran(laps[1]), ran(*laps)
+            (one_s,) = ran(laps[0])
+            (other_s,) = ran(laps[1])
+            both_s = ran(*laps)
             found.append(sum(both_s) / (one_s + other_s))
     for lap in laps:
         lap.forget()

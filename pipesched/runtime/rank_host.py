@@ -244,7 +244,8 @@ class MeshRanks:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.devices = self.all_devices = [device] * mesh.size()
-        self._inputs, self._timeout_s = inputs, timeout_s
+        self._inputs = inputs
+        self._timeout_s = timeout_s
         self._dealing = Lock()  # what rank 0 makes may deal, too, while its heart beats
         group = mesh.get_group()
         self.group = tuple(get_process_group_ranks(group))
@@ -278,7 +279,8 @@ class MeshRanks:
         return rank == self.rank
 
     def agreed(self, make: Callable[[], T]) -> T:
-        what, given = "making a pipeline", None
+        what = "making a pipeline"
+        given = None
         if self.rank:
             while given is None:  # rank 0 is still at it
                 given = self.executor.deal(f"{what}, where rank 0 measures and decides for all")
@@ -375,7 +377,8 @@ class MeshRanks:
             loss = make()
             self.executor.share(rank, (loss,))
             return loss
-        take, here = self.executor.share(rank), self.devices[rank]
+        take = self.executor.share(rank)
+        here = self.devices[rank]
         return pending(lambda: take()[0].to(here))
 
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:

@@ -132,14 +132,17 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
     """
     if costs.overheads is None or costs.overheads.slower(np.array([float(program.num_ranks)]))[0] == 1:
         return walked
-    columns, rank_of = program.columns, program.orders.rank_of
+    columns = program.columns
+    rank_of = program.orders.rank_of
     hosts = np.array(costs.links.hosts if costs.links and costs.links.hosts else (0,) * program.num_ranks)
     alone = np.where(columns.compute & ~columns.overlapping, timing.seconds, 0).astype(float)
-    share, host = np.array(costs.shares, float)[columns.stage], hosts[rank_of]
+    share = np.array(costs.shares, float)[columns.stage]
+    host = hosts[rank_of]
     took = 0.0
     for _ in range(_ROUNDS):
         starts, ends = (np.array(times, float) for times in (walked.starts, walked.ends))
-        last, took = took, float(ends.max(initial=0))
+        last = took
+        took = float(ends.max(initial=0))
         if abs(took - last) <= _SETTLED * took:
             break
         # An overlapping pair has its time in its first action; transfers take no time of a rank.

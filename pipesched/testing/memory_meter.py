@@ -32,8 +32,10 @@ class MemoryMeter:
 
     def __init__(self, pipe: Pipeline) -> None:
         check_type(pipe, Pipeline, "pipe is a Pipeline", "pass the one whose memory is to be counted")
-        self._pipe, self._host = pipe, pipe._running.host
-        self._books, self._put_back = dict[int, Books](), list[Callable[[], None]]()
+        self._pipe = pipe
+        self._host = pipe._running.host
+        self._books = dict[int, Books]()
+        self._put_back = list[Callable[[], None]]()
         self.mark()
 
     def __enter__(self) -> "MemoryMeter":
@@ -76,7 +78,8 @@ class MemoryMeter:
             self._put_back.append(put_back)
         else:
             assert isinstance(site, MeshRanks)
-            own, lane = site.executor, site.executor._lane
+            own = site.executor
+            lane = site.executor._lane
             self._books[own.rank] = books_of(own.device)
             own._lane = _Metered(lane, self._books[own.rank], copies=False)
             self._put_back.append(lambda: setattr(own, "_lane", lane))
@@ -110,7 +113,9 @@ class _Metered:
     """A lane whose rank's allocations are written down."""
 
     def __init__(self, lane: Lane, books: Books, *, copies: bool) -> None:
-        self._lane, self._books, self._copies = lane, books, copies
+        self._lane = lane
+        self._books = books
+        self._copies = copies
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lane, name)

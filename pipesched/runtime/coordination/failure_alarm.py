@@ -33,7 +33,9 @@ _PATIENCE_S = 2.0  # for answers, and for what another rank makes of them
 _GRACE_S = 0.5  # for a rank that may get what it waits for, although another one has ended
 _LOOK_S = 0.2  # how often a rank that has heard of a fault looks whether it is stuck
 _WORD_BYTES = 32
-_WATCH, _LEFT = b"watch\n", b"left\n"  # what is said beside faults: I watch you; I have left, and am not to blame
+# What is said beside faults.
+_WATCH = b"watch\n"  # I watch you
+_LEFT = b"left\n"  # I have left, and am not to blame
 _LONGEST_TEXT = 8000  # letters; a message has LONGEST bytes
 _CALLERS = 256  # connections at a time
 _MAKING = "making a pipeline"  # a call, as far as others see it
@@ -58,11 +60,13 @@ class _Ear:
         self.inside, self.outside = socket.socketpair()  # a byte from outside: look at ``watched``, or end
         self.watched: tuple[socket.socket, str] | None = None  # a rank that this one watches, and its name
         self.addresses: list[Address] = []  # of the other ranks
-        self.bell, self.settled = Bell(), threading.Event()
+        self.bell = Bell()
+        self.settled = threading.Event()
         self.fault: Fault | None = None
         self.state: State | None = None
         self.hang_ups: list[Callable[[], None]] = []
-        self._activity, self._name = activity, name
+        self._activity = activity
+        self._name = name
         self._lock = threading.Lock()
         self._stuck: Stuck | None = None
         self._callers: dict[Any, bytearray] = {}  # connections, and what has come from them
@@ -82,7 +86,8 @@ class _Ear:
 
     def hang_up(self) -> None:
         """End all that this rank waits for."""
-        hang_ups, self.hang_ups = self.hang_ups, []
+        hang_ups = self.hang_ups
+        self.hang_ups = []
         for hang_up in hang_ups:
             hang_up()
 
@@ -249,7 +254,8 @@ class Alarm:
 
     def _sign_off(self) -> None:
         """Tell the ranks of other pipelines that nobody listens here from now on."""
-        job, key = self._job, self._key
+        job = self._job
+        key = self._key
         if job is not None and key and self._finalizer.still_active() and not self._store_is_lost:
             with suppress(RuntimeError):  # no store, or no new thread as Python ends
                 asked(lambda: job.set(f"{key}/{_SIGNED_OFF}", ""), _PATIENCE_S / (8 if self.bell.rung else 2))
@@ -312,8 +318,10 @@ class Alarm:
         doing: what failed; "raised" where the cause is this rank's own, else it is looked for. ended: the rank of this
         pipeline that ended its connection with this one. Takes some seconds where ranks do not answer.
         """
-        ear, heard = self._ear, self.bell.rung
-        text, state = text[:_LONGEST_TEXT], self.activity.state()._replace(doing=doing)
+        ear = self._ear
+        heard = self.bell.rung
+        text = text[:_LONGEST_TEXT]
+        state = self.activity.state()._replace(doing=doing)
         if doing == "raised" and not ear.settled.is_set():
             fault = Fault(self.name, text, True)
             ear.hear(fault, state._replace(what=text))
@@ -387,7 +395,8 @@ def _end(outside: socket.socket, thread: threading.Thread) -> None:
 
 def _job_of(group: Any) -> tuple[Store | None, list[int]]:
     """(the store of the whole job, None where all its ranks are in this group; the group's ranks in the job)."""
-    size, ranks = group.size(), ranks_of(group)
+    size = group.size()
+    ranks = ranks_of(group)
     if not distributed.is_initialized() or ranks is None:
         return None, list(range(size))
     world = distributed.group.WORLD

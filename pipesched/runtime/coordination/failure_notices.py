@@ -56,7 +56,8 @@ def told(
                 key.data.go_on(selector)
     answers: dict[str, State | str] = {}
     for call in calls:  # a rank that has made several pipelines is alive as long as one of them answers
-        answer, name = call.end(), call.address.name
+        answer = call.end()
+        name = call.address.name
         if answer != ENDED or name not in answers:
             answers[name] = answer
     return answers
@@ -67,7 +68,9 @@ class _Call:
 
     def __init__(self, address: Address, said: bytes) -> None:
         self.address = address
-        self._said, self._read, self._answer = said, bytearray(), SILENT
+        self._said = said
+        self._read = bytearray()
+        self._answer = SILENT
         self._socket = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
         self._socket.setblocking(False)
 

@@ -27,7 +27,8 @@ def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
         ran_ns = -1
         with suppress(ExecutionError):  # of another rank: the caller meets it, too
             while not ended.wait(pause_s):
-                before_ns, ran_ns = ran_ns, time.monotonic_ns() if clock is None else time.clock_gettime_ns(clock)
+                before_ns = ran_ns
+                ran_ns = time.monotonic_ns() if clock is None else time.clock_gettime_ns(clock)
                 if ran_ns != before_ns:
                     beat()
 

@@ -25,7 +25,8 @@ Doing = Literal["raised", "works", "waits", "collective"]
 COLLECTIVE: Doing = "collective"
 
 #: The answers of a rank that gives none: nobody listens at its address; it does not answer in time.
-ENDED, SILENT = "ended", "silent"
+ENDED = "ended"
+SILENT = "silent"
 
 _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 _OF_COLLECTIVES = os.path.dirname(distributed.__file__) + os.sep
@@ -77,15 +78,20 @@ class Activity:
 
     def begin(self, call: str) -> None:
         """A call begins, in this thread."""
-        self.call, self.since_s, self._thread = call, time.monotonic(), threading.get_ident()
+        self.call = call
+        self.since_s = time.monotonic()
+        self._thread = threading.get_ident()
 
     def end(self) -> None:
         """It has ended."""
-        self.call, self.since_s, self._stamps = "", time.monotonic(), None
+        self.call = ""
+        self.since_s = time.monotonic()
+        self._stamps = None
 
     def run(self, stamps: "Stamps", placement: Sequence[int]) -> None:
         """An order runs, as these stamps say."""
-        self._placement, self._stamps = placement, stamps
+        self._placement = placement
+        self._stamps = stamps
 
     def doing(self) -> tuple[Doing, str]:
         """What the rank's thread does at this moment, and in which line of whose code."""
@@ -111,7 +117,9 @@ class Activity:
 
     def state(self) -> State:
         """What the rank does at this moment, in words."""
-        (doing, place), stamps, seconds = self.doing(), self._stamps, time.monotonic() - self.since_s
+        doing, place = self.doing()
+        stamps = self._stamps
+        seconds = time.monotonic() - self.since_s
         if stamps is None:
             return State(doing, self.call, place, seconds, {})
         position = next((index for index, end in enumerate(stamps.ends) if end is None), None)
@@ -123,7 +131,8 @@ class Activity:
             seconds = time.perf_counter() - start
         action = stamps.order[position]
         if action.kind in _GIVEN_BY and doing == "works":
-            doing, place = "waits", ""  # or has just given up: its thread puts away what the run held
+            doing = "waits"
+            place = ""  # or has just given up: its thread puts away what the run held
         what = f"{action} (stage {action.stage}, micro-batch {action.microbatch})"
         return State(doing, what, place, seconds, last)
 

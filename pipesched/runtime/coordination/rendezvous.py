@@ -28,10 +28,14 @@ __all__ = ["AbsentError", "Rendezvous", "collective", "names_of", "ranks_of"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _LOOK_S = 0.2  # how long rank 0 waits for one rank until it looks whether others have failed
-_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between two looks into the store
+_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.05  # between two looks into the store
 _SPARE_S = 1.0  # beyond the timeout: rank 0, which knows all that have come, gives up first
 _PATIENCE_S = 2.0  # for a store that does not answer
-_WAITING, _WITHDRAWN, _TOKEN, _FAILED = "waiting", "withdrawn", "token ", "failed "
+_WAITING = "waiting"
+_WITHDRAWN = "withdrawn"
+_TOKEN = "token "
+_FAILED = "failed "
 
 
 class AbsentError(ExecutionError):
@@ -73,7 +77,9 @@ class Rendezvous:
     def __init__(self, store: Any, rank: int, names: Sequence[str]) -> None:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = distributed.PrefixStore(f"pipesched/{restarts}", store)  # type: ignore[attr-defined]
-        self._rank, self._names, self._num_ranks = rank, names, len(names)
+        self._rank = rank
+        self._names = names
+        self._num_ranks = len(names)
         self._withdrawn: set[int] = set()  # ranks that came and waited for as long as this one
 
     def meet(self, timeout_s: float) -> Any:

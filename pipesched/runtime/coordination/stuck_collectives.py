@@ -37,7 +37,8 @@ class Stuck:
         now = time.monotonic()
         place = self._activity.innermost() if self._activity.doing()[0] == COLLECTIVE else None
         if place != self._place:
-            self._place, self._seen_s = place, now
+            self._place = place
+            self._seen_s = now
         if now < self._heard_s + _GRACE_S:
             return
         if not self._aborted and (self._activity.call or place is not None):

@@ -223,7 +223,8 @@ def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
 
     An exception of an action is passed on with a note that says where it happened.
     """
-    now, (order, starts, ends) = timer.now, stamps
+    now = timer.now
+    order, starts, ends = stamps
     for position, (action, call, takes, gives) in enumerate(rank.bind(order)):
         yield action
         starts[position] = now()

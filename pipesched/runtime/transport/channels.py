@@ -75,8 +75,12 @@ class Outgoing:
         way: int = 0,
     ) -> None:
         self.book = LayoutBook()
-        self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding
-        self._counts, self._way = counts or Counts.none(), way
+        self._ports = ports
+        self._peer = peer
+        self._tag = tag
+        self._encoding = encoding
+        self._counts = counts or Counts.none()
+        self._way = way
         self._position = 0
         self._sent: deque[_Sent] = deque()
         self._aside: deque[_Sent] = deque()
@@ -199,8 +203,12 @@ class Incoming:
     ) -> None:
         self.book = LayoutBook()
         self.taken = 0
-        self._ports, self._peer, self._tag, self._encoding = ports, peer, tag, encoding
-        self._counts, self._way = counts or Counts.none(), way
+        self._ports = ports
+        self._peer = peer
+        self._tag = tag
+        self._encoding = encoding
+        self._counts = counts or Counts.none()
+        self._way = way
         self._posted: deque[_Posted] = deque()
         self._next = 0
         self._read = ports.short.reader(peer, tag)
@@ -231,7 +239,8 @@ class Incoming:
         if not self._posted:
             self.post()
         memory, header, data, work, value = self._posted.popleft()
-        form, start = self.book.form(self.taken), _HEADER
+        form = self.book.form(self.taken)
+        start = _HEADER
         self.post()
         try:
             if work is not None:
@@ -245,7 +254,8 @@ class Incoming:
             raise lost(self._peer, error) from None
         if form_bytes or form is None:
             form, memory = self._receive_unforeseen(form_bytes, data_bytes)
-            start, value = 0, None
+            start = 0
+            value = None
             self.book.note(self.taken, form)
         self.taken += 1
         self._counts.here[self._way] = self.taken
@@ -279,14 +289,20 @@ class Incoming:
 #: Makes the ends of the channels with another rank, which do what Outgoing and Incoming do: (rank, tag, backward).
 Ends = Callable[[int, int, bool], tuple[Any, Any]]
 
-_FORWARD, _BACKWARD, _OPENING, SHARE, COLLECT = 0, 2, 4, 6, 8  # tags; the odd ones after them are the side channels
+# Tags. The odd ones after them are the side channels.
+_FORWARD = 0
+_BACKWARD = 2
+_OPENING = 4
+SHARE = 6
+COLLECT = 8
 
 
 class _Neighbour:
     """A rank with which there are channels, forward and backward, out and in."""
 
     def __init__(self, ports: Ports, peer: int, ends: Ends | None, encoding: Encoding) -> None:
-        self._port, self.peer = ports.short, peer
+        self._port = ports.short
+        self.peer = peer
         counts = Counts.none()
         made: list[tuple[Any, Any]] = [
             (Outgoing(ports, peer, tag, encoding, counts, way), Incoming(ports, peer, tag, encoding, counts, way))
@@ -352,7 +368,9 @@ class Channels:
     """
 
     def __init__(self, ports: Ports, names: Sequence[str], encoding: Encoding, ends: Ends | None = None) -> None:
-        self._ports, self._names, self._ends = ports, names, ends
+        self._ports = ports
+        self._names = names
+        self._ends = ends
         self._encoding = encoding
         self._neighbours: dict[int, _Neighbour] = {}
         self._single: dict[tuple[bool, int, int], Outgoing | Incoming] = {}

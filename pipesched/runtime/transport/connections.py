@@ -32,7 +32,8 @@ class Connections:
         self.num_ranks: int = group.size()
         rendezvous = Rendezvous(group.get_group_store(), self.rank, names_of(group))
         self.store = asked(lambda: rendezvous.meet(timeout_s), timeout_s + _PATIENCE_S)
-        self._device, self._timeout_s = device, timeout_s
+        self._device = device
+        self._timeout_s = timeout_s
 
     def connect(self) -> None:
         """Make them, once all ranks are known to have come."""

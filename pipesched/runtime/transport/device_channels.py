@@ -105,7 +105,9 @@ class NcclLink:
     """A link over a NCCL communicator of two ranks. arrivals: the stream in which received memory is made."""
 
     def __init__(self, store: Any, sends: bool, device: torch.device, arrivals: Any, timeout_s: float) -> None:
-        self._sends, self._device, self._arrivals = sends, device, arrivals
+        self._sends = sends
+        self._device = device
+        self._arrivals = arrivals
         nccl: Any = distributed.ProcessGroupNCCL
         options = nccl.Options(is_high_priority_stream=True)  # its kernels start before those that wait to compute
         # a group of two ranks for one direction: torch then has one communicator and one stream for it alone
@@ -179,7 +181,9 @@ class Links:
     """All links of one rank. Nobody makes or closes one alone: all ranks call the same."""
 
     def __init__(self, maker: _Maker, store: Any, rank: int) -> None:
-        self._maker, self._store, self._rank = maker, store, rank
+        self._maker = maker
+        self._store = store
+        self._rank = rank
         self._links: dict[Channel, Link] = {}
         self.begin = maker.begin
 
@@ -252,8 +256,11 @@ class DeviceOutgoing:
     """The sending end of a channel. port: for headers."""
 
     def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
-        self.book, self._encoding = LayoutBook(), encoding
-        self._links, self._channel, self._write = links, channel, port.sender(channel.taker, tag)
+        self.book = LayoutBook()
+        self._encoding = encoding
+        self._links = links
+        self._channel = channel
+        self._write = port.sender(channel.taker, tag)
         self._position = 0
         self._sent: deque[_Sent] = deque()
 
@@ -308,9 +315,12 @@ class DeviceIncoming:
     """The receiving end of a channel. port: for headers."""
 
     def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
-        self.book, self._encoding = LayoutBook(), encoding
+        self.book = LayoutBook()
+        self._encoding = encoding
         self.taken = 0
-        self._links, self._channel, self._reader = links, channel, port.reader(channel.giver, tag)
+        self._links = links
+        self._channel = channel
+        self._reader = port.reader(channel.giver, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
         """Begin a run."""

@@ -21,7 +21,8 @@ from pipesched.tensors.payload import Opened, pytree
 __all__ = ["Encoding", "UnsentTypeError"]
 
 _HEAD = Struct("<cQ")  # a tag; how many bytes follow, or how many values
-_FLOAT, _COMPLEX = Struct("<d"), Struct("<dd")
+_FLOAT = Struct("<d")
+_COMPLEX = Struct("<dd")
 _MOST_REMEMBERED = 4096  # values that change rarely, with their bytes
 _NUMBERS_OF_NUMPY = "biufc"
 

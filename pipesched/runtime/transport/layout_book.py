@@ -39,7 +39,8 @@ class LayoutBook:
         """Foresee the messages of a run, which have these keys."""
         if keys is not self._keys or self._news:
             self._write(len(self._news))
-            self._keys, self._first = keys, 0
+            self._keys = keys
+            self._first = 0
             self.foreseen = [self._forms.get(key) for key in keys]
             self.sizes = digest(repr([-1 if form is None else form.nbytes for form in self.foreseen]).encode())
 

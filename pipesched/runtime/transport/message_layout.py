@@ -22,7 +22,8 @@ __all__ = ["MessageLayout", "Packed", "describe"]
 _ALIGNMENT = 64  # bytes; as torch's own allocator: kernels may add in another order at another alignment
 _STORAGE_ALIGNMENT = 16  # bytes; the largest element
 _LONG = 1 << 14  # bytes; shorter ones are copied sooner than looked at
-_GRADIENTS, _SINGLE = "gradients", "single"
+_GRADIENTS = "gradients"
+_SINGLE = "single"
 
 _Sizes = tuple[int, ...]
 #: What a form is compared by: (skeleton, leaves, plain values, shared memory).
@@ -336,7 +337,9 @@ def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, off
     once = tuple(1 if not step else size for size, step in zip(shape, stride, strict=True))  # expanded: sent once
     source = None if once == shape else (once, stride)
     dims = sorted((step, size) for size, step in zip(once, stride, strict=True) if size > 1)
-    extent, dense, apart = 1, True, True
+    extent = 1
+    dense = True
+    apart = True
     for step, size in dims:
         dense &= step == extent
         apart &= step >= extent

@@ -24,5 +24,6 @@ class Shared:
         """The value, waited for. Raises as ``take``."""
         with self._lock:
             if self._take is not None:
-                self._value, self._take = self._take(), None
+                self._value = self._take()
+                self._take = None
         return self._value

@@ -46,7 +46,8 @@ _CREDENTIALS = Struct("@iII")  # a process, its user, its group: struct ucred
 _PATIENCE_S = 5  # for the other end to take what is on its way as a connection is closed
 _ROOM = 4 << 20  # bytes that a connection through memory holds: several short messages
 _TIME = Struct("@ll")  # seconds, microseconds: struct timeval
-_IFREQ, _NAME_BYTES = Struct("@16s4x4s16x"), 15  # an interface's name, its IPv4 address: struct ifreq
+_IFREQ = Struct("@16s4x4s16x")  # an interface's name, its IPv4 address: struct ifreq
+_NAME_BYTES = 15
 _SIOCGIFADDR = 0x8915
 
 
@@ -210,7 +211,9 @@ class SocketPort:
     """
 
     def __init__(self, store: Store, rank: int, host: str, timeout_s: float) -> None:
-        self._store, self._rank, self._timeout_s = store, rank, timeout_s
+        self._store = store
+        self._rank = rank
+        self._timeout_s = timeout_s
         self._hung_up = threading.Event()
         self._word = secrets.token_bytes(16)  # who does not know it from the store is a stranger
         self._name = f"\0pipesched/{secrets.token_hex(16)}"
