@@ -34,7 +34,7 @@ from partition import max_min, unit_moves
 from pipesched import lower_bound, schedules, simulate
 from pipesched.partitioning.partition import balance
 from pipesched.planning.pins import Pins
-from pipesched.planning.search_request import Search
+from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.memory import rank_memory
@@ -168,7 +168,7 @@ def ours_lean(case: Case) -> float:
 def searched(case: Case, limits: tuple[int, ...] | None) -> float:
     """The simulated step of the plan that is found."""
     count = case.num_microbatches
-    search = Search(
+    search = SearchRequest(
         Profile({1: case.graph}),
         Pins(case.layers),
         case.num_ranks,

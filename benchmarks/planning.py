@@ -17,7 +17,7 @@ from measure import machine
 from pipesched import schedules
 from pipesched.planning.candidates import microbatch_counts
 from pipesched.planning.pins import Pins
-from pipesched.planning.search_request import Search
+from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.planning.tuner import find_plan
 from pipesched.simulation.overheads import Machine
@@ -93,7 +93,9 @@ def main() -> None:
         profile = Profile({rows: gpt(blocks, rows) for rows in (1, 2, 4)}, machine=host)
         counts = microbatch_counts(batch, ranks, profile.graphs)
         limits = None if limit is None else (limit,) * ranks
-        search = Search(profile, Pins(profile.layers), ranks, batch, counts, memory_limit_bytes=limits, offload=offload)
+        search = SearchRequest(
+            profile, Pins(profile.layers), ranks, batch, counts, memory_limit_bytes=limits, offload=offload
+        )
         runs = [timed(lambda search=search: find_plan(search)) for _ in range(args.repeats)]
         plan = runs[0][1]
         own, *others = plan.alternatives

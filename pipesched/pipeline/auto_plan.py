@@ -19,8 +19,7 @@ from pipesched.pipeline.options import Numerics, Search
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.program_factory import MICROBATCHES_PER_RANK
-from pipesched.planning.search_request import Offload
-from pipesched.planning.search_request import Search as SearchProblem
+from pipesched.planning.search_request import Offload, SearchRequest
 from pipesched.planning.tuner import find_plan, too_small
 from pipesched.profiling.optimizer_costs import measure_updates
 from pipesched.profiling.profile_model import profile as measure
@@ -96,7 +95,7 @@ class AutoPlan:
         profile = self._with_updates(self._profile(sample_rows, measured, several=search_counts))
         if self.search.memory_limit_bytes is not None:
             profile = on_devices(profile, self.devices, self.search.offload)
-        problem = SearchProblem.of(
+        problem = SearchRequest.of(
             profile,
             len(self.devices),
             batch_size,

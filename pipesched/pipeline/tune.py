@@ -17,7 +17,7 @@ from pipesched.planning.confirmation import Run, confirmed_plan
 from pipesched.planning.pins import Boundaries
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
-from pipesched.planning.search_request import Offload, Search
+from pipesched.planning.search_request import Offload, SearchRequest
 from pipesched.planning.tuner import find_plan, too_small
 from pipesched.profiling.profile_model import as_loss
 from pipesched.profiling.profile_model import profile as measure
@@ -123,7 +123,7 @@ def tune(
         known = _profile(model, sample, profile, places[0], loss_fn, target, split_dims, whole_layers)
         if (devices or mesh is not None) and memory_limit_bytes is not None:
             known = on_devices(known, list(map(torch.device, places)), offload)
-        search = Search.of(
+        search = SearchRequest.of(
             known,
             num_ranks,
             batch_size,

@@ -18,7 +18,7 @@ from pipesched.planning.cost_correction import Known, StageTimes
 from pipesched.planning.evaluated_candidate import WORTH, EvaluatedCandidate, simplest
 from pipesched.planning.plan import Plan
 from pipesched.planning.replan_verdict import certain, strayed
-from pipesched.planning.search_request import Search
+from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import Tuner
 from pipesched.program.actions import Kind
 from pipesched.simulation.comparison import Pair, StageComparison, compared
@@ -82,7 +82,7 @@ def _needed(noise: float) -> float:
     return max(_LEAST, _TIMES_NOISE * noise)
 
 
-def confirmed_plan(search: Search, run: Run, count: int, progress: Progress = lambda _: None) -> Plan:
+def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progress = lambda _: None) -> Plan:
     """The plan that is fastest where it runs. count: how many of the best plans run, no two of one sort. One more runs
     where the search finds a better one with corrected costs.
 
@@ -108,14 +108,14 @@ def confirmed_plan(search: Search, run: Run, count: int, progress: Progress = la
     return replace(plan, alternatives=tuple(_weighed(plan, tried, fastest)))
 
 
-def _corrected(search: Search, tried: Sequence[_Tried]) -> Search:
+def _corrected(search: SearchRequest, tried: Sequence[_Tried]) -> SearchRequest:
     """The same, where layers cost what the plans took that ran."""
     told = [(one.found, one.steps) for one in sorted(tried, key=lambda one: one.step_s)]
     return replace(search, profile=corrected(search.profile, told, search.batch_size))
 
 
 def _search_again(
-    search: Search, tried: Sequence[_Tried], progress: Progress
+    search: SearchRequest, tried: Sequence[_Tried], progress: Progress
 ) -> tuple[Tuner, EvaluatedCandidate, list[_Tried]]:
     """Another search that goes on from those that ran, what it finds, and those as it predicts them."""
     tuner = Tuner(search, progress)

@@ -13,7 +13,7 @@ from pipesched.planning.effort import Effort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.lean_candidates import LeanCandidates
 from pipesched.planning.recomputation_choice import RecomputationChooser
-from pipesched.planning.search_request import Search
+from pipesched.planning.search_request import SearchRequest
 from pipesched.program.order import Schedule
 from pipesched.simulation.memory import rank_memory
 from pipesched.units import counted, quote_bytes
@@ -26,7 +26,7 @@ _A_PASS = 3  # times the effort in need
 _LOOKED_AT = 3  # schedules, where it is asked whether any plan keeps a limit
 
 
-def no_partition(search: Search) -> PartitionError:
+def no_partition(search: SearchRequest) -> PartitionError:
     """The error for a search whose layers cannot be partitioned as asked, whatever the memory."""
     stages = search.num_stages
     ranks = search.num_ranks
@@ -44,7 +44,7 @@ def no_partition(search: Search) -> PartitionError:
     )
 
 
-def infeasible(search: Search, least: int, fitting: "FittingPlans") -> MemoryLimitError:
+def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> MemoryLimitError:
     """The error for a search without a plan. least: bytes of each rank with which there is one."""
     limit = min(search.memory_limit_bytes or ())
     text = (
@@ -63,7 +63,7 @@ def infeasible(search: Search, least: int, fitting: "FittingPlans") -> MemoryLim
     return MemoryLimitError(f"{text}, or smaller micro-batches")
 
 
-def _on_the_host(search: Search, fitting: "FittingPlans") -> str:
+def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
     """What makes the limit enough where activations may wait on the host, if they may not and that is another memory;
     however long their copies take.
     """
@@ -79,7 +79,7 @@ def _on_the_host(search: Search, fitting: "FittingPlans") -> str:
     return text if machine.host_bytes_per_s else f"{text} and a profile that knows host_bytes_per_s"
 
 
-def leanest(search: Search, fitting: "FittingPlans") -> EvaluatedCandidate:
+def leanest(search: SearchRequest, fitting: "FittingPlans") -> EvaluatedCandidate:
     """The plan that needs the least memory, whatever the limit: of the thriftiest schedules, then of whatever has room
     with less, until nothing has, or there is no time to ask.
     """
@@ -120,7 +120,7 @@ def _leaner(
     return found
 
 
-def _ranks(search: Search, fitting: "FittingPlans") -> int | None:
+def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
     """The fewest ranks, with the limit of the smallest, that have a plan; None where none is found."""
     limit = min(search.memory_limit_bytes or (1,))
     most = min(len(search.pins.layers), search.num_ranks * _MOST_TIMES)
@@ -142,7 +142,7 @@ def _ranks(search: Search, fitting: "FittingPlans") -> int | None:
     return high
 
 
-def _largest_layer(search: Search) -> tuple[str, int]:
+def _largest_layer(search: SearchRequest) -> tuple[str, int]:
     """The layer that needs the most when it is alone on a rank with one micro-batch, and how much."""
     layers = list(search.pins.layers)
     rows = -(-search.batch_size // max(search.num_microbatches))
@@ -162,7 +162,7 @@ class FittingPlans:
         self._effort = effort
         self._until = -inf
 
-    def any(self, search: Search) -> EvaluatedCandidate | None:
+    def any(self, search: SearchRequest) -> EvaluatedCandidate | None:
         """A plan that keeps the limits, of the schedules that need the least memory; None where none of these does."""
         lean = self.lean(search)
         checkpoint = repr(search.checkpoint)
@@ -170,11 +170,11 @@ class FittingPlans:
             self._thrifty[checkpoint] = lean.thrifty
         return lean.any_that_fits(self._thrifty[checkpoint][:_LOOKED_AT])
 
-    def of(self, search: Search, candidate: Candidate) -> EvaluatedCandidate | None:
+    def of(self, search: SearchRequest, candidate: Candidate) -> EvaluatedCandidate | None:
         """A plan of this candidate that keeps the limits."""
         return self.lean(search).that_fits(candidate)
 
-    def others(self, search: Search) -> list[Candidate]:
+    def others(self, search: SearchRequest) -> list[Candidate]:
         """Those that may need the least memory first, to be asked as far as there is time from now on."""
         lean = self.lean(search)
         self._until = self._effort.left - _A_PASS * lean.effort_in_need
@@ -185,6 +185,6 @@ class FittingPlans:
         """Whether there is time to ask more."""
         return self._effort.left >= self._until
 
-    def lean(self, search: Search) -> LeanCandidates:
+    def lean(self, search: SearchRequest) -> LeanCandidates:
         """The candidates of a search by what they need."""
         return LeanCandidates(search, RecomputationChooser(search, self._effort), self._effort)

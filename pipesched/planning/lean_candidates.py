@@ -7,7 +7,7 @@ from pipesched.planning.candidates import LADDER, Candidate, candidates, smaller
 from pipesched.planning.effort import FOR_MEMORY, Effort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.recomputation_choice import RecomputationChooser
-from pipesched.planning.search_request import Search
+from pipesched.planning.search_request import SearchRequest
 from pipesched.program.order import Schedule
 
 __all__ = ["LeanCandidates"]
@@ -19,7 +19,7 @@ _FEW_LAYERS = 8  # with more of them a choice of what is recomputed takes longer
 class LeanCandidates:
     """The candidates of one search by what they need in memory. effort: counts what it takes to find that."""
 
-    def __init__(self, search: Search, chooser: RecomputationChooser, effort: Effort) -> None:
+    def __init__(self, search: SearchRequest, chooser: RecomputationChooser, effort: Effort) -> None:
         self._search = search
         self._chooser = chooser
         self._effort = effort

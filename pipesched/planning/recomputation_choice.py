@@ -19,7 +19,7 @@ from pipesched.partitioning.result import StageLayers
 from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, FOR_PARTITION, IN_ORDER_SEARCH, Effort
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
-from pipesched.planning.search_request import Search
+from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.program.checkpoint_options import Keep, keep_by_layer
 from pipesched.program.program import Program
@@ -38,7 +38,7 @@ _Partitioned = tuple[StageLayers, Mapping[str, Keep], list[float]]
 class RecomputationChooser:
     """Decides for the candidates of one search. effort: counts what that takes."""
 
-    def __init__(self, search: Search, effort: Effort) -> None:
+    def __init__(self, search: SearchRequest, effort: Effort) -> None:
         self._search = search
         self._effort = effort
         self._partitions: dict[Any, _Partitioned | None] = {}

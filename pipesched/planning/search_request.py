@@ -1,4 +1,4 @@
-"""Search request: what is asked of the tuner, checked."""
+"""SearchRequest request: what is asked of the tuner, checked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from pipesched.simulation.memory import AHEAD
 from pipesched.simulation.overheads import RanksAre
 from pipesched.simulation.profile import Profile
 
-__all__ = ["Offload", "Search", "check_offload", "limits_of"]
+__all__ = ["Offload", "SearchRequest", "check_offload", "limits_of"]
 
 #: Whether what layers save may wait on the host; "auto": where that is another memory than the device's.
 Offload = Literal["auto"] | bool
@@ -28,7 +28,7 @@ _EFFORT = 3_000_000  # actions that a search may simulate: some three seconds
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchRequest:
     """What is asked, and what is given.
 
     profile: what layers cost. pins: of its layers. batch_size: rows of a step; num_microbatches: into so many it may be
@@ -88,7 +88,7 @@ class Search:
         ranks_are: RanksAre = "threads",
         num_cores: int | None = None,
         **others: Any,
-    ) -> "Search":
+    ) -> "SearchRequest":
         """What a user asks, checked. counts: into so many micro-batches the batch may be cut, unless wishes say how
         many; where neither does, those whose sizes lie between the measured ones. num_cores: of the host, where all
         ranks compute there; default: as many as ranks. Overheads that were not measured are the usual ones.

@@ -30,7 +30,7 @@ from pipesched.planning.infeasibility import FittingPlans, infeasible, leanest, 
 from pipesched.planning.lean_candidates import LeanCandidates
 from pipesched.planning.plan import Plan, Tie
 from pipesched.planning.recomputation_choice import RecomputationChooser
-from pipesched.planning.search_request import Search
+from pipesched.planning.search_request import SearchRequest
 from pipesched.program.placement import Placement
 from pipesched.simulation.bounds import lower_bound
 from pipesched.simulation.costs import Costs
@@ -50,7 +50,7 @@ _ACTIONS = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
 _WHY = "the search chose the cuts by simulated steps, not by this alone"
 
 
-def find_plan(search: Search, progress: Callable[[float], None] = lambda _: None) -> Plan:
+def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda _: None) -> Plan:
     """The best plan. progress: is told the share of the search that is done, at most.
 
     Raises PartitionError where no candidate has a cut, MemoryLimitError where none fits.
@@ -80,7 +80,7 @@ def _expected_s(one: Alternative) -> float:
 class Tuner:
     """One search: what has been found, and how much may still be simulated."""
 
-    def __init__(self, search: Search, progress: Callable[[float], None] = lambda _: None) -> None:
+    def __init__(self, search: SearchRequest, progress: Callable[[float], None] = lambda _: None) -> None:
         self._search = search
         self._effort = Effort(search.effort, progress)
         self._chooser = RecomputationChooser(search, self._effort)

@@ -11,7 +11,7 @@ from pipesched.planning.confirmation import confirmed_plan, corrected
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.report import Report
-from pipesched.planning.search_request import Search
+from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import Tuner, find_plan
 from pipesched.program.checkpoint_options import keep_by_layer
 from pipesched.simulation.layer_costs import TIMES, costs_of
@@ -20,7 +20,7 @@ from tests.support.synthetic_profiles import profile
 
 
 def search(known, ranks=2, counts=(8,), **asked):
-    return Search(known, Pins(list(known.layers)), ranks, max(counts), counts, effort=100_000, **asked)
+    return SearchRequest(known, Pins(list(known.layers)), ranks, max(counts), counts, effort=100_000, **asked)
 
 
 class Machine:

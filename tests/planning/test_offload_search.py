@@ -20,7 +20,7 @@ from pipesched.planning.candidates import Candidate
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.pins import Pins
 from pipesched.planning.report import Report
-from pipesched.planning.search_request import Search
+from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
 from pipesched.runtime.stage.offloading import host_bytes_per_s
 from pipesched.simulation.overheads import Machine
@@ -38,7 +38,7 @@ def search(times, ranks, count, schedule, limit=None, *, host=None, on_host=Fals
     known = replace(profile(times, **(layers or {})), machine=machine)
     pins = Pins(list(known.layers))
     limits = None if limit is None else (limit,) * ranks
-    return Search(
+    return SearchRequest(
         known, pins, ranks, count, (count,), schedules.get(schedule), memory_limit_bytes=limits, all_ranks=True, **asked
     )
 

@@ -12,7 +12,7 @@ from pipesched import schedules, simulate, validate
 from pipesched.errors import MemoryLimitError, PartitionError
 from pipesched.planning.candidates import microbatch_counts, synchronous
 from pipesched.planning.pins import Pins
-from pipesched.planning.search_request import Search
+from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.memory import rank_memory
@@ -25,7 +25,7 @@ TIMES = [1.0, 2.0, 1.0, 3.0, 1.0, 1.0, 2.0]
 def search(times=TIMES, ranks=2, counts=(8,), layers=None, **asked):
     known = profile(times, **(layers or {}))
     pins = Pins(list(known.layers), asked.pop("boundaries", None), asked.pop("together", ()))
-    return Search(known, pins, ranks, max(counts), counts, **asked)
+    return SearchRequest(known, pins, ranks, max(counts), counts, **asked)
 
 
 def cuts(layers, num_stages):
@@ -112,7 +112,7 @@ def test_fewer_larger_micro_batches_where_each_costs_a_fixed_time():
     def best(fixed_s):
         known = profile([1.0] * 8, (1, 2, 4, 8), fixed_s=fixed_s)
         counts = microbatch_counts(32, 4, known.graphs)
-        return find_plan(Search(known, Pins(list(known.layers)), 4, 32, counts)).program.num_microbatches
+        return find_plan(SearchRequest(known, Pins(list(known.layers)), 4, 32, counts)).program.num_microbatches
 
     assert best(0.0) == 32
     assert best(3.0) < 32
@@ -283,5 +283,5 @@ def test_without_recomputation_the_error_names_it():
 
 def test_sizes_between_measured_ones_cost_what_lies_between():
     known = Profile({1: row([1.0] * 4, rows=1), 4: row([1.0] * 4, rows=4)})
-    plan = find_plan(Search(known, Pins(list(known.layers)), 2, 12, (4, 6)))
+    plan = find_plan(SearchRequest(known, Pins(list(known.layers)), 2, 12, (4, 6)))
     assert sum(plan.costs.forward_s) == pytest.approx(4 * 12 / plan.program.num_microbatches)
