@@ -63,17 +63,14 @@ class AssemblySpec:
     optimizer: Callable[[list[Any]], Optimizer] | None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StageCut:
-    """Which layers each stage has, who cut them, and what they cost and why, once that is known.
-
-    alternatives: what was weighed against it, where it was searched for.
-    """
+    """Which layers each stage has, who cut them, and what they cost and why, once that is known."""
 
     cut: StageLayers
-    cutter: StagePartitioner
+    partitioner: StagePartitioner
     partition: Partition | None
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()  #: what a search weighed against it
 
 
 class Assembly:

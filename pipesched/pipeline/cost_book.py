@@ -169,7 +169,7 @@ class CostBook:
         """
         program = programs.full.plain
         speeds = {rank: 1 / slow for rank in program.placement if (slow := self.slowness(rank)) != 1}
-        cutter = StagePartitioner(
+        partitioner = StagePartitioner(
             pins=pins,
             program=program,
             graph=lambda: self.layered.graph(self.treated(programs)),
@@ -177,8 +177,11 @@ class CostBook:
             links=self.links,
             speeds=speeds,
         )
-        cut, found = host.agreed(cutter.partition)
+        cut, found = host.agreed(partitioner.partition)
         host.learn(self.layered, cut)
-        if plan is not None:
-            return StageCut(cut, cutter, plan.partition, plan.alternatives)
-        return StageCut(cut, cutter, found)
+        return StageCut(
+            cut=cut,
+            partitioner=partitioner,
+            partition=found if plan is None else plan.partition,
+            alternatives=() if plan is None else plan.alternatives,
+        )

@@ -195,7 +195,14 @@ class Pipeline(ModuleInterface):
             )
             limits = limits_of(search.memory_limit_bytes, len(host.all_devices))
             kept = None if checkpoint is None else as_checkpoint(checkpoint, layers.layers)
-            request = PlanRequest(schedule, num_stages, num_microbatches, boundaries, kept, together)
+            request = PlanRequest(
+                schedule=schedule,
+                num_stages=num_stages,
+                num_microbatches=num_microbatches,
+                boundaries=boundaries,
+                checkpoint=kept,
+                together=together,
+            )
             asked = Pins(list(layers.layers), boundaries, together)
             plan, request = choose_plan(auto_plan, request, plan, host, self._book)
             self._running = start(

@@ -100,7 +100,8 @@ class Replanner:
         steps = self._history.steps()
         steps = steps[1:] if len(steps) > _FEWEST else steps  # the first one under a plan warms up
         if len(steps) < _FEWEST:
-            return Replanned(self._plan(), f"{_FEWEST} steps of a plan tell what it takes; {len(steps)} were measured")
+            why = f"{_FEWEST} steps of a plan tell what it takes; {len(steps)} were measured"
+            return Replanned(plan=self._plan(), kept=why)
         if measure:
             self._book.forget()
         now = running.assembly
@@ -116,7 +117,16 @@ class Replanner:
         layers = layers_moved(_ranks(now.program, now.cut), _ranks(programs.full.plain, division.cut))
         size, cost_s = self._moving(layers)
         kept = verdict(before_s, after_s, noise=noise, cost_s=cost_s, steps_left=steps_left)
-        found = Replanned(self._plan(), kept, layers, size, before_s, after_s, noise, cost_s)
+        found = Replanned(
+            plan=self._plan(),
+            kept=kept,
+            layers=layers,
+            moved_bytes=size,
+            before_s=before_s,
+            after_s=after_s,
+            noise=noise,
+            cost_s=cost_s,
+        )
         if kept:
             return found
         moved = self._move(programs, division)
@@ -131,9 +141,9 @@ class Replanner:
         devices = self._running.host.devices
         stages = [
             StageTimes(
-                self._running.cut[part],
-                devices[program.placement[stage]],
-                *(getattr(measured, time)[stage] for time in TIMES),
+                layers=self._running.cut[part],
+                device=devices[program.placement[stage]],
+                **{time: getattr(measured, time)[stage] for time in TIMES},
             )
             for stage, part in enumerate(program.weights)
         ]
@@ -207,7 +217,7 @@ class Replanner:
         now = self._places()
         size = sum(place.nbytes for name, place in places.items() if place.device != now[name].device)
         layers = layers_moved(ranks, _ranks(self._running.program, self._running.cut))
-        return Replanned(self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
+        return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
     def _places(self) -> dict[str, _Place]:
         """Where each parameter and buffer lies, and what lies with it."""

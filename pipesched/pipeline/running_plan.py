@@ -71,7 +71,7 @@ class RunningPlan:
         programs = self.assembly.programs
         division = self.assembly.division
         if division.partition is None and book.layers is not None:
-            division.partition = division.cutter.evaluate(division.cut)
+            division.partition = division.partitioner.evaluate(division.cut)
         return Plan(
             stages=division.cut,
             schedule=self.program.name,

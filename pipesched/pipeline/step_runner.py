@@ -1,7 +1,6 @@
 """Step runner: runs steps, evaluations and forwards under the running plan."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.program.lowering import halves
 from pipesched.runtime.async_steps import Stream
+from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.microbatches import Batch
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.step_data import StepData
@@ -129,9 +129,9 @@ class StepRunner:
         feed = call.feed(self._seed, self._running.step)
         work = assembly.work(program, feed, {index: stage.fresh() for index, stage in assembly.stages.items()})
         with assembly.norms.counting():
-            host.executor.run(replace(work, orders=there, finish=_nothing), grad=True)
+            host.executor.run(RunSpec(program, work.stages, prepare=work.prepare, orders=there), grad=True)
         self._running.step += 1
-        back_work = replace(work, prepare=_nothing, orders=back)
+        back_work = RunSpec(program, work.stages, orders=back, finish=work.finish)
 
         def run_backwards() -> None:
             with assembly.delivering():
@@ -211,7 +211,3 @@ class StepRunner:
             return call.outputs(feed, own_loss=own_loss)
         last = end_of(self._running.assembly.programs.of(len(call)).plain)
         return self._running.host.from_rank(last, lambda: call.outputs(feed, own_loss=own_loss))
-
-
-def _nothing(*_: Any) -> None:
-    return

@@ -17,7 +17,7 @@ from pipesched.program.program import Program
 __all__ = ["PlanRequest"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """What the user may choose; None leaves it to us."""
 
@@ -56,11 +56,11 @@ class PlanRequest:
             raise PartitionError("a plan holds all choices; others were made beside it; pass the plan alone")
         program = plan.program
         return PlanRequest(
-            plan.maker() or plan.chained,  # a schedule makes programs for short batches, too
-            program.num_weights,
-            program.num_microbatches,
-            plan.boundaries,
-            plan.checkpoint,
+            schedule=plan.maker() or plan.chained,  # a schedule makes programs for short batches, too
+            num_stages=program.num_weights,
+            num_microbatches=program.num_microbatches,
+            boundaries=plan.boundaries,
+            checkpoint=plan.checkpoint,
             num_ranks=program.num_ranks,
         )
 
