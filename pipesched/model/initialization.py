@@ -152,7 +152,7 @@ class Initial:
         state = self._model.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
-    def fill(self, owners: Owners, site: RankDevices) -> None:
+    def fill(self, owners: Owners, ranks: RankDevices) -> None:
         """Make the contents of what belongs to the ranks of this process, and of the buffers that lie in no layer.
 
         Raises GraphError that names what nothing fills; over a mesh other ranks hear of it.
@@ -163,14 +163,14 @@ class Initial:
         for module in recurrent:
             module._flat_weight_refs.clear()  # weak references, with which no weight gets contents
         units = _units(self._model)
-        wanted = {id(buffer): site.devices[0] for unit in units for buffer in unit.loose}
+        wanted = {id(buffer): ranks.devices[0] for unit in units for buffer in unit.loose}
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            if site.holds(owners.rank(name)):
-                wanted[id(tensor)] = site.devices[owners.rank(name)]
+            if ranks.holds(owners.rank(name)):
+                wanted[id(tensor)] = ranks.devices[owners.rank(name)]
         try:
             self._fill(units, wanted)
         except Exception as error:
-            site.fail("filling the model", error)
+            ranks.fail("filling the model", error)
         for module in recurrent:
             module.to(next(module.parameters()).device)  # which makes them anew
         self._empty = False  # it is filled once, whatever plans come

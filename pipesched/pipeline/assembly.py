@@ -1,4 +1,4 @@
-"""Assembly: the parts of a model on a site, for one plan: what each of its stages runs, holds and updates."""
+"""Assembly: the parts of a model on ranks, for one plan: what each of its stages runs, holds and updates."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +74,7 @@ class StageCut:
 
 
 class Assembly:
-    """A model in stages on the ranks of a site. Layers are moved to the devices of their ranks, and filled.
+    """A model in stages on its ranks. Layers are moved to the devices of their ranks, and filled.
 
     stages: those of this process, by number. bodies: what the stages that hold weights of their own run. members: the
     modules that the model holds. keep: what becomes of what calls save. sizes: what the stages need in memory, where
@@ -85,28 +85,28 @@ class Assembly:
 
     def __init__(
         self,
-        whole: AssemblySpec,
-        site: RankHost,
+        spec: AssemblySpec,
+        host: RankHost,
         programs: ProgramFactory,
-        division: StageCut,
+        stage_cut: StageCut,
         optimizers: Mapping[int, Optimizer] | None = None,
     ) -> None:
         begin = time.perf_counter()
         self.programs = programs
-        self.division = division
+        self.stage_cut = stage_cut
         self._filling_s = 0.0
-        self._spec = whole
-        self._host = site
+        self._spec = spec
+        self._host = host
         going = offloading(programs.checkpoint, self.cut)
-        program = programs.connect(whole.layered.edges(self.cut), going)
+        program = programs.connect(spec.layered.edges(self.cut), going)
         ranks = [program.placement[index] for index in range(program.num_weights)]
-        self.ties = Ties(whole.model, whole.layered.uses(self.cut, ranks), site)
-        self._replicas = Replicas(site, self.ties.own)
-        self.norms = MiniBatchNorms(whole.batch_norm, site)
-        self.norms.check(whole.model, program, streams=programs.streams)
+        self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host)
+        self._replicas = Replicas(host, self.ties.own)
+        self.norms = MiniBatchNorms(spec.batch_norm, host)
+        self.norms.check(spec.model, program, streams=programs.streams)
         layers = keep_by_layer(programs.checkpoint).items()
         self.keep = {
-            call: word for layer, word in layers for call in whole.layered.calls_of(layer, again=word != "offload")
+            call: word for layer, word in layers for call in spec.layered.calls_of(layer, again=word != "offload")
         }
         self.sizes: Sequence[StageSizes] | None = None
         self.bodies = self._bodies()
@@ -117,17 +117,17 @@ class Assembly:
         self._copied = [one for one in (self.ties, self._replicas) if one]
         #: A context around a run that computes gradients: those of copies go to the parameters. Collective.
         self.delivering = self._delivering if self._copied else nullcontext
-        self.members = Members(whole.model, whole.layered.layers)
+        self.members = Members(spec.model, spec.layered.layers)
         #: How long it took to make, without what is done once: filling the model, making optimizers.
         self.made_s = time.perf_counter() - begin - self._filling_s
         #: Of a micro-batch, with which ranks were found to stay within their memory, beyond those that were planned.
         self.most_rows = 0
         self.optimizers: dict[int, Optimizer] = {}
         self._inheritance: Inheritance | None = None
-        if whole.optimizer is not None:
+        if spec.optimizer is not None:
             tied = self.ties.parameters
             home = self.owners.stage
-            self._inheritance = optimizers_for(whole.optimizer, self.stages, tied, home, optimizers or {})
+            self._inheritance = optimizers_for(spec.optimizer, self.stages, tied, home, optimizers or {})
         #: Whether updates wait for the gradients of tied parameters.
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values())
 
@@ -146,7 +146,7 @@ class Assembly:
     @property
     def cut(self) -> StageLayers:
         """The layers of each stage."""
-        return self.division.cut
+        return self.stage_cut.cut
 
     @property
     def program(self) -> Program:
@@ -154,16 +154,16 @@ class Assembly:
         return self.programs.full.plain
 
     def _bodies(self) -> Sequence[Body]:
-        whole = self._spec
+        spec = self._spec
         program = self.program
         tied = self.ties.parameters
         devices = [self._host.devices[program.placement[index]] for index in range(program.num_weights)]
-        bodies = whole.layered.bodies(self.cut, devices, self.ties)
+        bodies = spec.layered.bodies(self.cut, devices, self.ties)
         begin = time.perf_counter()
-        whole.initial.fill(self._owners(bodies), self._host)
+        spec.initial.fill(self._owners(bodies), self._host)
         self._filling_s = time.perf_counter() - begin
         holds = self._host.holds
-        return wrapped_bodies(whole.wrap, whole.model, whole.layers, bodies, program, devices, holds, tied)
+        return wrapped_bodies(spec.wrap, spec.model, spec.layers, bodies, program, devices, holds, tied)
 
     def _owners(self, bodies: Sequence[Body]) -> Owners:
         homes = [(self.program.placement[part], body.layers) for part, body in enumerate(bodies)]
@@ -173,7 +173,7 @@ class Assembly:
         """Raise GraphError where a layer uses a parameter of another rank that it is not given: it would be an old one,
         or on another device, and its gradient would not come back.
         """
-        site = self._host
+        host = self._host
         placement = self.program.placement
         for layer, name, stage in self._spec.layered.reached(self.cut):
             home = self.owners.rank(name)
@@ -185,26 +185,26 @@ class Assembly:
                 f"rank {rank} reaches {name!r} of rank {home} through a module or a reference; pass the weight itself "
                 f"to the layer, or keep both layers in one stage with together="
             )
-            if not isinstance(site, ThreadRanks) or site.devices[home] != site.devices[rank]:
+            if not isinstance(host, ThreadRanks) or host.devices[home] != host.devices[rank]:
                 raise GraphError(what)
             warn(f"{what}; its gradient agrees with an unpipelined loop's within rounding")
 
     def _written(self) -> list[set[str]]:
         """The names of buffers that forwards of each part write to; of a loss module all: it has not been seen."""
-        whole = self._spec
-        written = whole.layered.written_by(self.cut) if any(own_buffers(whole.model)) else [()] * len(self.cut)
-        own = list(own_buffers(whole.loss_fn)) if isinstance(whole.loss_fn, nn.Module) else []
+        spec = self._spec
+        written = spec.layered.written_by(self.cut) if any(own_buffers(spec.model)) else [()] * len(self.cut)
+        own = list(own_buffers(spec.loss_fn)) if isinstance(spec.loss_fn, nn.Module) else []
         return [{*names, *(f"loss_fn.{key}" for key, *_ in own)} for names in written]
 
     def _stages(self) -> dict[int, Stage]:
         program = self.program
-        site = self._host
+        host = self._host
         written = self._written()
         stages: dict[int, Stage] = {}
         for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
             rank = program.placement[index]
             last = not program.graph.consumers[index]
-            device = site.devices[rank]
+            device = host.devices[rank]
             body = self.bodies[part]
             loss_fn = self._spec.loss_fn if last else None
             if index != part:  # the stage of this number runs the same layers
@@ -214,7 +214,7 @@ class Assembly:
                     loss_fn = replica.loss_fn
             modules = {**body.layers, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
             norms = self.norms.of_stage((index, part), (rank, program.placement[part]), modules)
-            if not site.holds(rank):
+            if not host.holds(rank):
                 continue
             if index == part:
                 for module in modules.values():

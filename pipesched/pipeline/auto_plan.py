@@ -95,7 +95,7 @@ class AutoPlan:
         profile = self._with_updates(self._profile(sample_rows, measured, several=search_counts))
         if self.search.memory_limit_bytes is not None:
             profile = on_devices(profile, self.devices, self.search.offload)
-        problem = SearchRequest.of(
+        search_request = SearchRequest.of(
             profile,
             len(self.devices),
             batch_size,
@@ -107,7 +107,7 @@ class AutoPlan:
             offload=self.search.offload,
             effort=self.search.effort,
         )
-        plan = find_plan(problem)
+        plan = find_plan(search_request)
         if why := too_small(plan, len(self.devices)):
             warn(why)
         rows = -(-batch_size // plan.program.num_microbatches)

@@ -105,11 +105,11 @@ def start(
     pins = Pins(list(spec.layers), request.boundaries, request.together)
     if request.boundaries is None and (starts := stages_of(model, pins.layers, program.num_weights)):
         pins = Pins(pins.layers, starts, request.together)
-    division = book.cut_stages(host, pins, programs, plan)
-    host.check(program, (division.cut, repr(pins), repr(programs.checkpoint), *agreed))
+    stage_cut = book.cut_stages(host, pins, programs, plan)
+    host.check(program, (stage_cut.cut, repr(pins), repr(programs.checkpoint), *agreed))
     if spec.wrap is not None:
         book.layers = host.agreed(book.measured)  # layers may be sharded from here on
-    assembly = Assembly(spec, host, programs, division)
+    assembly = Assembly(spec, host, programs, stage_cut)
     assembly.take_over()
     splitter = replace(splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
     return RunningPlan(host=host, assembly=assembly, splitter=splitter)

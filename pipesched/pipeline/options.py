@@ -6,7 +6,8 @@ from os import PathLike
 from typing import Any, TypeVar
 
 from pipesched.capture.loss_reduction import LossReduction
-from pipesched.checks import check_type
+from pipesched.checks import check_type, is_count, shown
+from pipesched.errors import InputError
 from pipesched.planning.search_request import Offload, check_offload
 from pipesched.runtime.microbatches import SplitDims
 from pipesched.runtime.rank_host import Inputs
@@ -52,6 +53,11 @@ class Search:
 
     def __post_init__(self) -> None:
         check_offload(self.offload)
+        if not is_count(self.effort):
+            raise InputError(
+                f"effort is how many actions a search simulates, a whole number; got {shown(self.effort)}; pass "
+                f"such as 200_000"
+            )
 
     @property
     def is_asked_for(self) -> bool:

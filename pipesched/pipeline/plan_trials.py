@@ -16,6 +16,7 @@ from pipesched.capture.layered_model import as_model, layered
 from pipesched.capture.loss import loss_entry
 from pipesched.model.stale_weights import release_model
 from pipesched.model.state_guard import set_aside
+from pipesched.pipeline.options import Numerics
 from pipesched.pipeline.pipeline import Pipeline
 from pipesched.planning.plan import Plan
 from pipesched.runtime.microbatches import SplitDims, Splitter
@@ -37,7 +38,7 @@ _ENOUGH_S = 5.0  # no further round after that
 class Trial:
     """Where and with what plans run. sample, target: a micro-batch, whose rows fill a batch of ``batch_size``, over and
     over; without loss_fn the model's own loss counts, or, where it has none, a sum of what it returns. where: devices
-    or mesh, and whole_layers, as for ``Pipeline``; over a mesh ``run`` is collective. site: the same place, to agree on
+    or mesh, and whole_layers, as for ``Pipeline``; over a mesh ``run`` is collective. host: the same place, to agree on
     what all do.
     """
 
@@ -47,7 +48,7 @@ class Trial:
     target: Any
     split_dims: SplitDims
     where: Mapping[str, Any]
-    site: RankHost
+    host: RankHost
     batch_size: int
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
@@ -68,12 +69,12 @@ class Trial:
                     try:
                         steps[number] += self._steps(turn_of(number), args, kwargs, target)
                     except torch.OutOfMemoryError:
-                        if len(fit) == 1 or not isinstance(self.site, ThreadRanks):
+                        if len(fit) == 1 or not isinstance(self.host, ThreadRanks):
                             raise
                         fit.remove(number)
                         steps[number].clear()
                     told((turn + (number + 1) / len(plans)) / _ROUNDS)
-                if self.site.agreed(lambda: time.perf_counter() - begin > _ENOUGH_S):
+                if self.host.agreed(lambda: time.perf_counter() - begin > _ENOUGH_S):
                     break
         return steps
 
@@ -107,8 +108,8 @@ class Trial:
             stack.enter_context(_on_stand_ins(model, written))
             if isinstance(loss_fn, nn.Module):
                 stack.enter_context(_on_stand_ins(loss_fn))
-            own: dict[str, Any] = {"loss_fn": loss_fn, "split_dims": self.split_dims, **self.where}
-            kept = plans[:1] if isinstance(self.site, ThreadRanks) else plans
+            own: dict[str, Any] = {"loss_fn": loss_fn, "numerics": Numerics(split_dims=self.split_dims), **self.where}
+            kept = plans[:1] if isinstance(self.host, ThreadRanks) else plans
             pipes = [stack.enter_context(Pipeline(model, self.sample, plan=plan, **own)) for plan in kept]
 
             def turn_of(number: int) -> Pipeline:

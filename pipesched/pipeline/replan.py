@@ -109,12 +109,12 @@ class Replanner:
         measured = measured_costs(steps, now.program.num_stages, self._book.stage_costs(now.programs, now.cut))
         self._learn(measured, certain(noise))
         programs = self._programs(now.programs.request)
-        division = self._book.cut_stages(running.host, self._asked, programs, None)
+        stage_cut = self._book.cut_stages(running.host, self._asked, programs, None)
         update_s = sum(measured.update_s) / (sum(measured.weight_bytes) or 1)
         before_s = self._step_s(now.programs, now.cut, update_s)
-        self._refine(programs, division, update_s)
-        after_s = self._step_s(programs, division.cut, update_s)
-        layers = layers_moved(_ranks(now.program, now.cut), _ranks(programs.full.plain, division.cut))
+        self._refine(programs, stage_cut, update_s)
+        after_s = self._step_s(programs, stage_cut.cut, update_s)
+        layers = layers_moved(_ranks(now.program, now.cut), _ranks(programs.full.plain, stage_cut.cut))
         size, cost_s = self._moving(layers)
         kept = verdict(before_s, after_s, noise=noise, cost_s=cost_s, steps_left=steps_left)
         found = Replanned(
@@ -129,7 +129,7 @@ class Replanner:
         )
         if kept:
             return found
-        moved = self._move(programs, division)
+        moved = self._move(programs, stage_cut)
         return replace(found, plan=moved.plan, moved_bytes=moved.moved_bytes, cost_s=moved.cost_s)
 
     def _plan(self) -> Plan:
@@ -149,8 +149,8 @@ class Replanner:
         ]
         self._book.learn(stages, tolerance)
 
-    def _refine(self, programs: ProgramFactory, division: StageCut, update_s: float) -> None:
-        """Move the division's cuts, or those of now where they are better, wherever that shortens the step."""
+    def _refine(self, programs: ProgramFactory, stage_cut: StageCut, update_s: float) -> None:
+        """Move the stage cut's cuts, or those of now where they are better, wherever that shortens the step."""
         pins = self._asked
         left = _EFFORT
 
@@ -162,11 +162,11 @@ class Replanner:
         now = self._running.cut
         starts = [now] if pins.allows([pins.places[names[0]] for names in now]) else []
         seconds = [costs.forward_s + costs.backward_s for costs in self._book.treated(programs).values()]
-        best = min([*starts, division.cut], key=step_s)
+        best = min([*starts, stage_cut.cut], key=step_s)
         found = refined(best, pins, seconds, step_s, goes_on=lambda: left > 0)
-        if found != division.cut:
-            division.cut = found
-            division.partition = None
+        if found != stage_cut.cut:
+            stage_cut.cut = found
+            stage_cut.partition = None
 
     def _step_s(
         self, programs: ProgramFactory, cut: StageLayers, update_s: float, limits: tuple[int, ...] | None = None
@@ -208,11 +208,11 @@ class Replanner:
         self._spec.layered.check(programs.full.plain)
         return programs
 
-    def _move(self, programs: ProgramFactory, division: StageCut) -> Replanned:
+    def _move(self, programs: ProgramFactory, stage_cut: StageCut) -> Replanned:
         begin = time.perf_counter()
         ranks = _ranks(self._running.program, self._running.cut)
         places = self._places()
-        self._replace_plan(programs, division)
+        self._replace_plan(programs, stage_cut)
         cost_s = time.perf_counter() - begin
         now = self._places()
         size = sum(place.nbytes for name, place in places.items() if place.device != now[name].device)
@@ -233,7 +233,7 @@ class Replanner:
             places[name] = _Place(tensor.device, sum(leaf.nbytes for leaf in held))
         return places
 
-    def _replace_plan(self, programs: ProgramFactory, division: StageCut) -> None:
+    def _replace_plan(self, programs: ProgramFactory, stage_cut: StageCut) -> None:
         """Raises what making a pipeline raises; the old plan then runs on."""
         running = self._running
         old = self._host()
@@ -241,7 +241,7 @@ class Replanner:
         host = old.use(programs.num_ranks)
         try:
             host.start()
-            assembly = Assembly(self._spec, host, programs, division, running.assembly.optimizers)
+            assembly = Assembly(self._spec, host, programs, stage_cut, running.assembly.optimizers)
         except BaseException:
             host.close()
             running.assembly.put_back()

@@ -18,7 +18,7 @@ from pipesched.runtime.executors.threads import Timeline
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.simulation.costs import Costs
-from pipesched.simulation.tied_weight_costs import tied_bytes
+from pipesched.simulation.tied_weight_costs import tied_traffic_bytes
 from pipesched.units import counted
 
 __all__ = ["RunningPlan"]
@@ -69,19 +69,19 @@ class RunningPlan:
 
         """
         programs = self.assembly.programs
-        division = self.assembly.division
-        if division.partition is None and book.layers is not None:
-            division.partition = division.partitioner.evaluate(division.cut)
+        stage_cut = self.assembly.stage_cut
+        if stage_cut.partition is None and book.layers is not None:
+            stage_cut.partition = stage_cut.partitioner.evaluate(stage_cut.cut)
         return Plan(
-            stages=division.cut,
+            stages=stage_cut.cut,
             schedule=self.program.name,
             program=self.program,
             checkpoint=programs.checkpoint,
             costs=costs,
             options=programs.options,
-            partition=division.partition,
+            partition=stage_cut.partition,
             ties=self._ties(book.layered, model),
-            alternatives=division.alternatives,
+            alternatives=stage_cut.alternatives,
         )
 
     def _ties(self, layered: LayeredModel, model: nn.Module) -> tuple[Tie, ...]:
@@ -100,7 +100,9 @@ class RunningPlan:
             Tie(
                 tuple(names),
                 stages,
-                tied_bytes(sum(sizes.get(name, 0) for name in names), [self._memory_of(stage) for stage in stages]),
+                tied_traffic_bytes(
+                    sum(sizes.get(name, 0) for name in names), [self._memory_of(stage) for stage in stages]
+                ),
             )
             for stages, names in tied.items()
         )

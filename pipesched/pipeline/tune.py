@@ -114,8 +114,8 @@ def tune(
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
     if count and isinstance(num_ranks, int):
         devices = _there(num_ranks)
-    site = _host(devices if count and devices else ["cpu"], mesh)
-    places = list(devices or site.devices)
+    host = _host_for(devices if count and devices else ["cpu"], mesh)
+    places = list(devices or host.devices)
     if num_ranks is None:
         num_ranks = len(places)
 
@@ -150,22 +150,22 @@ def tune(
 
     where: dict[str, Any] = {"devices": devices} if mesh is None else {"mesh": mesh}
     where["whole_layers"] = whole_layers
-    with closing(site):
-        trial = Trial(model, sample, loss_fn, target, split_dims, where, site, batch_size)
-        return _together(site, decide, trial.run) if isinstance(site, MeshRanks) else decide(trial.run)
+    with closing(host):
+        trial = Trial(model, sample, loss_fn, target, split_dims, where, host, batch_size)
+        return _together(host, decide, trial.run) if isinstance(host, MeshRanks) else decide(trial.run)
 
 
-def _host(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
+def _host_for(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
     return host_for(devices, None, 1, None, "all") if mesh is None else host_for(None, mesh, 1, _PATIENCE_S, "all")
 
 
-def _together(site: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
+def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
     """What rank 0 decides, while all ranks run the plans that it asks for."""
 
     def ask(plans: Sequence[Plan], told: Callable[[float], None]) -> Sequence[Sequence[Trace]]:
-        return run(site.agreed(lambda: list(plans)), told)
+        return run(host.agreed(lambda: list(plans)), told)
 
-    while isinstance(asked := site.agreed(lambda: decide(ask)), list):
+    while isinstance(asked := host.agreed(lambda: decide(ask)), list):
         run(asked, lambda _: None)
     return asked
 

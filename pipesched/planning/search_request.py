@@ -1,4 +1,4 @@
-"""SearchRequest request: what is asked of the tuner, checked."""
+"""Search request: what is asked of the tuner, checked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +81,7 @@ class SearchRequest:
         profile: Profile,
         num_ranks: int,
         batch_size: int,
-        wishes: PlanRequest,
+        request: PlanRequest,
         *,
         memory_limit_bytes: int | Sequence[int] | None = None,
         counts: Sequence[int] | None = None,
@@ -89,8 +89,8 @@ class SearchRequest:
         num_cores: int | None = None,
         **others: Any,
     ) -> "SearchRequest":
-        """What a user asks, checked. counts: into so many micro-batches the batch may be cut, unless wishes say how
-        many; where neither does, those whose sizes lie between the measured ones. num_cores: of the host, where all
+        """What a user asks, checked. counts: into so many micro-batches the batch may be cut, unless the request says
+        how many; where neither does, those whose sizes lie between the measured ones. num_cores: of the host, where all
         ranks compute there; default: as many as ranks. Overheads that were not measured are the usual ones.
 
         Raises PartitionError for what makes no sense.
@@ -100,8 +100,8 @@ class SearchRequest:
                 raise PartitionError(
                     f"a plan is for a whole number of {what}, at least 1; got {shown(number)}; pass 1 or more"
                 )
-        if wishes.num_microbatches is not None:
-            counts = [wishes.num_microbatches]
+        if request.num_microbatches is not None:
+            counts = [request.num_microbatches]
         if counts is None:
             counts = microbatch_counts(batch_size, num_ranks, profile.graphs)
         if not counts or max(counts) > batch_size or min(counts) < 1:
@@ -112,13 +112,13 @@ class SearchRequest:
             )
         return cls(
             replace(profile, machine=profile.machine.assuming(ranks_are, num_ranks, num_cores)),
-            Pins(profile.layers, wishes.boundaries, wishes.together),
+            Pins(profile.layers, request.boundaries, request.together),
             num_ranks,
             batch_size,
             counts,
-            _wished(wishes.schedule),
-            wishes.num_stages if wishes.num_stages or not _is_list(wishes) else len(wishes.boundaries or ()) + 1,
-            None if wishes.checkpoint is None else as_checkpoint(wishes.checkpoint, profile.layers),
+            _synchronous(request.schedule),
+            request.num_stages if request.num_stages or not _is_list(request) else len(request.boundaries or ()) + 1,
+            None if request.checkpoint is None else as_checkpoint(request.checkpoint, profile.layers),
             memory_limit_bytes=limits_of(memory_limit_bytes, num_ranks),
             ranks_are=ranks_are,
             **others,
@@ -127,18 +127,18 @@ class SearchRequest:
 
 def check_offload(offload: Any) -> None:
     """Raise PartitionError for what is no policy."""
-    if offload not in ("auto", True, False):
+    if not isinstance(offload, bool) and not (isinstance(offload, str) and offload == "auto"):
         raise PartitionError(
             f"offload says whether what layers save may wait on the host: 'auto', True or False; got {offload!r}; "
             f"choose one of them"
         )
 
 
-def _is_list(wishes: PlanRequest) -> bool:
-    return wishes.boundaries is not None and not isinstance(wishes.boundaries, Mapping)
+def _is_list(request: PlanRequest) -> bool:
+    return request.boundaries is not None and not isinstance(request.boundaries, Mapping)
 
 
-def _wished(schedule: Any) -> Schedule | None:
+def _synchronous(schedule: Any) -> Schedule | None:
     if isinstance(schedule, Program):
         raise ScheduleError(
             "a program is all that a search would look for; got one as schedule; leave it out, or pass a name"

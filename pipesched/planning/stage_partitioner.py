@@ -18,7 +18,7 @@ from pipesched.program.checkpoint_options import Checkpoint, Keep
 from pipesched.program.liveness import peaks_of_stages
 from pipesched.program.program import Program
 from pipesched.simulation.links import Links
-from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters, tied_bytes, tied_groups
+from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters, tied_groups, tied_traffic_bytes
 from pipesched.units import quote_time
 
 __all__ = ["StagePartitioner"]
@@ -194,7 +194,7 @@ class StagePartitioner:
         """(Seconds of a step as far as the cut decides them, bytes of tied weights)."""
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         moved = sum(
-            tied_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])
+            tied_traffic_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])
             for users, names in tied_groups(graph).items()
         )
         link = self._link()

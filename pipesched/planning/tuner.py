@@ -36,7 +36,7 @@ from pipesched.simulation.bounds import lower_bound
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import costs_of
 from pipesched.simulation.links import Links
-from pipesched.simulation.tied_weight_costs import parameter_bytes, tied_bytes, tied_groups
+from pipesched.simulation.tied_weight_costs import parameter_bytes, tied_groups, tied_traffic_bytes
 from pipesched.units import quote_time
 
 __all__ = ["Tuner", "find_plan", "too_small"]
@@ -249,7 +249,9 @@ class Tuner:
         ties = []
         for users, names in tied_groups(graph).items():
             own = tuple(home[user] for user in users)
-            moved = tied_bytes(parameter_bytes(graph, names), [chosen.candidate.placement[stage] for stage in own])
+            moved = tied_traffic_bytes(
+                parameter_bytes(graph, names), [chosen.candidate.placement[stage] for stage in own]
+            )
             ties.append(Tie(tuple(names), own, moved))
         return tuple(ties)
 

@@ -50,11 +50,11 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
     once, so pairs that share a cable show what they have of it then. timeout: how long a rank waits for another one,
     in seconds. Raises DeviceCountError for a mesh of several dimensions, ExecutionError where a rank does not come.
     """
-    site = MeshRanks(mesh, 1, timeout)
+    host = MeshRanks(mesh, 1, timeout)
     try:
-        return measure_links(site.executor)
+        return measure_links(host.executor)
     finally:
-        site.close()
+        host.close()
 
 
 def measure_links(executor: ProcessExecutor) -> Links:

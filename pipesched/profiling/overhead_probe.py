@@ -147,28 +147,28 @@ def probe_overheads(
     """
     if not is_count(rounds):
         raise InputError(f"the medians of at least one round count; got rounds={shown(rounds)}; pass 1 or more")
-    site = host_for(devices, mesh, 1, timeout, "all")
+    host = host_for(devices, mesh, 1, timeout, "all")
     try:
-        if not site.devices:
+        if not host.devices:
             raise DeviceCountError("overheads are of at least one rank; got no devices; pass such as ['cpu', 'cpu']")
-        others = sorted({str(device) for device in site.devices if device.type != "cpu"})
+        others = sorted({str(device) for device in host.devices if device.type != "cpu"})
         if others:
             raise InputError(
                 f"overheads are measured of ranks that compute on processors; got {', '.join(others)}; "
                 f"use probe_links for what lies between devices"
             )
-        site.start()
-        num_cores = site.agreed(lambda: os.cpu_count() or 1)
-        return find_overheads(len(site.devices), num_cores, _runner(site), rounds)
+        host.start()
+        num_cores = host.agreed(lambda: os.cpu_count() or 1)
+        return find_overheads(len(host.devices), num_cores, _runner(host), rounds)
     finally:
-        site.close()
+        host.close()
 
 
-def _runner(site: RankHost) -> Run:
+def _runner(host: RankHost) -> Run:
     def run(program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
-        device = site.devices[0]
+        device = host.devices[0]
         lowered = lower(program)
-        own = {stage for stage, rank in enumerate(program.placement) if site.holds(rank)}
+        own = {stage for stage, rank in enumerate(program.placement) if host.holds(rank)}
         layers = {stage: _Layer(parts[stage], waits, device) for stage in sorted(own)}
         stages = {stage: Stage({"work": layer}, device) for stage, layer in layers.items()}
         x = torch.zeros(rows, _ROW_BYTES // 4, device=device)
@@ -184,16 +184,16 @@ def _runner(site: RankHost) -> Run:
 
         def once() -> tuple[Ran, bool]:
             before_s = waited_s()
-            timeline = site.run(RunSpec(lowered, stages, prepare=prepare), batch, grad=True)
+            timeline = host.run(RunSpec(lowered, stages, prepare=prepare), batch, grad=True)
             lost_s = waited_s() - before_s
             seconds = {
                 action: took_s
                 for stage, layer in layers.items()
                 for action, took_s in zip(_of_stage(program, stage), layer.seconds, strict=True)
             }
-            if isinstance(site, MeshRanks):
-                spans = site.gather([timeline])
-                others = site.executor.exchange((seconds, lost_s))
+            if isinstance(host, MeshRanks):
+                spans = host.gather([timeline])
+                others = host.executor.exchange((seconds, lost_s))
                 seconds = {action: took_s for own, _ in others for action, took_s in own.items()}
                 lost_s = sum(lost for _, lost in others)
             else:

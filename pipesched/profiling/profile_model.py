@@ -58,7 +58,7 @@ def profile(
     whole_layers: Collection[str] = (),
     cache: str | PathLike[str] | None = None,
 ) -> Profile:
-    """Measure what the layers of a model cost, for `pipesched.tune` and ``Pipeline(profile=)``.
+    """Measure what the layers of a model cost, for `pipesched.tune` and ``Search(profile=)``.
 
     sample: one micro-batch, as for ``Pipeline``. loss_fn: as there, with the sample's target; what it takes belongs to
     the last layer. optimizer: as there; layers then have ``update_s`` and ``optimizer_bytes``. rows: the sizes of

@@ -46,7 +46,7 @@ def _add_communication(program: Program) -> Program:
     columns = program.columns
     messages = _Messages.of(program)
     sends = Columns.numbered(messages.giver, messages.send, messages.microbatch, messages.taker)
-    receives = Columns.numbered(messages.taker, messages.send + _TO_RECEIVE, messages.microbatch, messages.giver)
+    receives = Columns.numbered(messages.taker, _RECEIVE_OF[messages.send], messages.microbatch, messages.giver)
     behind = messages.sender + columns.joined[messages.sender]
     before = _places(program, messages)
     before -= columns.overlapping[before]
@@ -54,7 +54,8 @@ def _add_communication(program: Program) -> Program:
     return replace(program, orders=_inserted(program.orders, parts))
 
 
-_TO_RECEIVE = CODES[Kind.RECV_F] - CODES[Kind.SEND_F]  # from the code of a send to that of its receive
+#: By the code of a send, the code of its receive; of other kinds their own.
+_RECEIVE_OF = np.array([CODES[OTHER_END.get(kind, kind)] for kind in CODES])
 
 
 class _Messages(NamedTuple):

@@ -40,7 +40,7 @@ class Stream:
 
     def __init__(
         self,
-        site: RankHost,
+        host: RankHost,
         segments: Segments,
         stages: Mapping[int, Stage],
         feed: StepData,
@@ -51,7 +51,7 @@ class Stream:
         self.segments = segments
         self.timelines: deque[Timeline] = deque(maxlen=_REMEMBERED)
         self.num_parts = 0
-        self._host = site
+        self._host = host
         self._stages = stages
         self._feed = feed
         #: By micro-batch: inputs, targets and factors.
@@ -64,7 +64,7 @@ class Stream:
         self._busy = threading.Lock()
         feed.inputs, feed.targets, feed.factors = self._given
         feed.key = partial(_key, feed.seed, feed.step, segments.num_microbatches)
-        self._run = site.executor.begin(_work(segments, stages, feed), caller)
+        self._run = host.executor.begin(_work(segments, stages, feed), caller)
         self.open = True
 
     def step(self, batch: Batch, weighting: Weighting) -> Tensor:

@@ -120,7 +120,7 @@ class RankHost(Protocol):
         """What runs the ranks of this process, once started."""
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
-        """The same site, of which so many ranks hold stages. all_ranks: none of a mesh may be left over. Raises
+        """The same host, of which so many ranks hold stages. all_ranks: none of a mesh may be left over. Raises
         DeviceCountError.
         """
 
@@ -420,7 +420,7 @@ class MeshRanks:
 def host_for(
     devices: Sequence[Any] | None, mesh: DeviceMesh | None, threads: int, timeout: float | None, inputs: Inputs
 ) -> RankHost:
-    """The site of a Pipeline with these arguments. Raises InputError, DeviceCountError, ExecutionError."""
+    """The host of a Pipeline with these arguments. Raises InputError, DeviceCountError, ExecutionError."""
     if inputs not in get_args(Inputs):
         raise InputError(
             f"inputs is one of {', '.join(get_args(Inputs))}; got {inputs!r}; say which ranks of a mesh pass a batch"

@@ -3,7 +3,8 @@
 In memory it counts once wherever its users run together: once a stage (`stage_parameters`), and once a rank if the
 ranks of stages are known (`weight_bytes`). Costs of layers without their graph (`pipesched.simulation.layer_costs`)
 count it once a use. Its gradient counts once a use. Its update counts with the first layer that uses it
-(`pipesched.profiling.profile_model.put_updates`). Between ranks it costs messages (`tied_bytes`).
+(`pipesched.profiling.profile_model.put_updates`). Between ranks it costs messages (`tied_traffic_bytes`): plans show
+them, and the search compares them where it may keep the users together; the simulated step does not contain them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from pipesched.program.program import Program
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["parameter_bytes", "stage_parameters", "tied_bytes", "tied_groups", "weight_bytes"]
+__all__ = ["parameter_bytes", "stage_parameters", "tied_traffic_bytes", "tied_groups", "weight_bytes"]
 
 
 def tied_groups(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
@@ -55,7 +56,7 @@ def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> l
     return found
 
 
-def tied_bytes(size: int, ranks: Sequence[Any]) -> int:
+def tied_traffic_bytes(size: int, ranks: Sequence[Any]) -> int:
     """What a tied weight of so many bytes costs a step: it goes to the other ranks, and a gradient a use comes back.
 
     ranks: of its uses, in order; or their devices.

@@ -62,12 +62,12 @@ class MemoryMeter:
     def _attach(self) -> None:
         """New books, for the ranks that there are now."""
         self._books.clear()
-        self._host = site = self._pipe._running.host
-        if isinstance(site, ThreadRanks):
-            executor = site.executor
+        self._host = host = self._pipe._running.host
+        if isinstance(host, ThreadRanks):
+            executor = host.executor
             lanes = list(executor.lanes)
             for rank, lane in enumerate(lanes):
-                self._books[rank] = books_of(site.devices[rank])
+                self._books[rank] = books_of(host.devices[rank])
                 executor.lanes[rank] = _Metered(lane, self._books[rank], copies=True)
 
             def put_back() -> None:
@@ -77,9 +77,9 @@ class MemoryMeter:
             executor._kept.clear()
             self._put_back.append(put_back)
         else:
-            assert isinstance(site, MeshRanks)
-            own = site.executor
-            lane = site.executor._lane
+            assert isinstance(host, MeshRanks)
+            own = host.executor
+            lane = host.executor._lane
             self._books[own.rank] = books_of(own.device)
             own._lane = _Metered(lane, self._books[own.rank], copies=False)
             self._put_back.append(lambda: setattr(own, "_lane", lane))

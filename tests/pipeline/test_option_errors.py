@@ -51,6 +51,8 @@ SEARCH = {
     "profile": but("None"),
     "batch_size": but("None", "a number"),
     "memory_limit_bytes": but("None", "a number", "a fraction"),
+    "offload": but("a bool"),
+    "effort": but("a number"),
 }
 NUMERICS = {
     "loss_weight": but("None", "a function", "a module", "a class"),
