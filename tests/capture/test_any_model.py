@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipesched import Distributed, Pipeline
+from pipesched import Pipeline
 from pipesched.errors import GraphError, InputError, ModelTypeError, ScheduleError
 from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.step_call import StepCall, dealt
@@ -55,7 +55,7 @@ def test_any_model_trains_as_the_loop_bit_by_bit(name: str, schedule: str) -> No
 def train(group: places.Group, name: str, schedule: str, inputs: str) -> None:
     own, plain = made(name)[0], made(name)[0]
     told = inputs == "all" or group.rank() == 0
-    with pipeline(name, own, schedule=schedule, distributed=Distributed(inputs=inputs), **places.place(group)) as pipe:
+    with pipeline(name, own, schedule=schedule, **places.place(group, inputs)) as pipe:
         for step, rows in enumerate((ROWS, 7)):
             args, kwargs, target = inputs_of(name, rows)
             due = reference_step(

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import pipesched
-from pipesched import Pipeline, schedules
+from pipesched import Pipeline, Search, schedules
 from pipesched.errors import ExecutionError
 from pipesched.profiling.optimizer_memory import upkeep_of
 from pipesched.tensors.memory_tracker import Ledger
@@ -121,7 +121,7 @@ def test_a_loss_that_was_profiled_needs_what_it_was_seen_to_need(loss_fn):
     targets = torch.arange(ROWS) % CLASSES
     profile = pipesched.profile(model, sample, loss_fn=loss_fn, target=targets, rows=[ROWS])
     for schedule in ("gpipe", "1f1b", "zb-h1"):
-        check(compare(wide, schedule, loss_fn=loss_fn, profile=profile))
+        check(compare(wide, schedule, loss_fn=loss_fn, search=Search(profile=profile)))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipesched import Distributed, Pipeline, schedules
+from pipesched.runtime.rank_host import Inputs
 from pipesched.runtime.stage import split_backward as backward
 
 
@@ -48,13 +49,11 @@ def has_last_rank(group: Any) -> bool:
     return is_one_process(group) or group.rank() == group.size() - 1
 
 
-def place(group: Any) -> dict[str, Any]:
+def place(group: Any, inputs: Inputs = "all") -> dict[str, Any]:
     if is_one_process(group):
         return {"devices": ["cpu"] * group.size()}
-    return {
-        "mesh": DeviceMesh.from_group(group, "cpu"),
-        "distributed": Distributed(timeout=600),
-    }  # a test's own limit comes first
+    distributed = Distributed(inputs=inputs, timeout=600)  # a test's own limit comes first
+    return {"mesh": DeviceMesh.from_group(group, "cpu"), "distributed": distributed}
 
 
 def even_boundaries(num_layers: int, num_stages: int) -> list[int]:

@@ -85,7 +85,7 @@ def absent(group: Any, who: list[int]) -> list[str]:
         store.wait([f"begin/{who}/{attempt}/{rank}" for rank in range(group.size())], timedelta(seconds=30))
         found.append("absent")
         if group.rank() not in who:
-            found[-1] = said(lambda: made(group, timeout=2))
+            found[-1] = said(lambda: made(group, distributed=Distributed(timeout=2)))
         store.set(f"attempt/{who}/{attempt}/{group.rank()}", "")
         store.wait([f"attempt/{who}/{attempt}/{rank}" for rank in range(group.size())], timedelta(seconds=30))
     runs(group)
@@ -119,7 +119,9 @@ def measures_for_long(group: Any, how: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layered_costs, "measure_layers", measured)
         patch.setattr(distributed_executor.ProcessExecutor, "deal", distributed_executor.ProcessExecutor.deal)
-        return said(lambda: trained(made(group, model, boundaries=None, schedule="1f1b", timeout=3)))
+        return said(
+            lambda: trained(made(group, model, boundaries=None, schedule="1f1b", distributed=Distributed(timeout=3)))
+        )
 
 
 def trained(pipe: Pipeline) -> None:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipesched import Distributed, Pipeline
 from pipesched.errors import PipeschedError
+from pipesched.runtime.rank_host import Inputs
 from pipesched.testing import reference_step
 
 X, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(3)), torch.arange(9) % 3
@@ -96,7 +97,7 @@ def model(name: str) -> nn.Sequential:
 GIVEN = {"loss_fn": nn.functional.cross_entropy, "num_microbatches": 3, "seed": 5}
 
 
-def pipeline(group: Any, of: nn.Module, boundary: int = 2, **options: Any) -> Pipeline:
+def pipeline(group: Any, of: nn.Module, boundary: int = 2, inputs: Inputs = "all", **options: Any) -> Pipeline:
     mesh = DeviceMesh.from_group(group, "cpu")
     return Pipeline(
         of,
@@ -104,7 +105,7 @@ def pipeline(group: Any, of: nn.Module, boundary: int = 2, **options: Any) -> Pi
         mesh=mesh,
         schedule="1f1b",
         boundaries=[boundary],
-        distributed=Distributed(timeout=20),
+        distributed=Distributed(inputs=inputs, timeout=20),
         **GIVEN,
         **options,
     )
@@ -174,7 +175,7 @@ def outputs_for_all(group: Any, with_opaque: bool) -> Any:
 
 def targets_of_a_type(group: Any) -> list[Any]:
     """inputs="first": rank 0 sends targets of a type that no sample has shown."""
-    with pipeline(group, model("tuple"), distributed=Distributed(inputs="first")) as pipe:
+    with pipeline(group, model("tuple"), inputs="first") as pipe:
         first = group.rank() == 0
         loss = float(pipe.step(X, target=Y) if first else pipe.step())
         try:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from pipesched import Pipeline, Profile, Search, graph_of
+from pipesched import Distributed, Pipeline, Profile, Search, graph_of
 from pipesched.simulation.overheads import Machine
 from pipesched.testing import reference_step
 
@@ -42,7 +42,7 @@ def trains(group: Any, options: dict[str, Any]) -> dict[str, Any]:
             model(), X[:5], loss_fn=functional.cross_entropy, devices=["cpu"] * 2, boundaries=[2], num_microbatches=4
         ) as pipe:
             options = {"plan": pipe.plan}
-    told = group.rank() == 0 or options.get("inputs") != "first"
+    told = group.rank() == 0 or options.get("distributed", Distributed()).inputs != "first"
     with small(group, own, **options) as pipe:
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (pipe, whole)]
         for step in range(3):
