@@ -246,7 +246,7 @@ def damaged(values):
 def use_plan(plan):
     plan.explain()
     plan.memory()
-    pipesched.Report(plan).html()
+    str(pipesched.Report(plan))
 
 
 def use_trace(trace):
