@@ -122,5 +122,5 @@ def as_options(given: _Options | None, kind: type[_Options]) -> _Options:
     if given is None:
         return kind()
     name = kind.__name__
-    check_type(given, kind, f"{name.lower()} is a {name} of options", f"pass pipesched.{name}(...), or leave it out")
+    check_type(given, kind, f"{name.lower()}= takes a pipesched.{name}", "pass one, or leave it out")
     return given
