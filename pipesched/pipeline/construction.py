@@ -21,7 +21,7 @@ from pipesched.runtime.microbatches import Splitter
 from pipesched.runtime.rank_host import RankHost
 from pipesched.torch_checks import as_function, as_optimizer
 
-__all__ = ["check_functions", "choose_plan", "ending_on_error", "start"]
+__all__ = ["check_functions", "checked_programs", "choose_plan", "ending_on_error", "start"]
 
 
 def check_functions(
@@ -72,6 +72,15 @@ def choose_plan(
     return plan, request
 
 
+def checked_programs(request: PlanRequest, host: RankHost, spec: AssemblySpec) -> ProgramFactory:
+    """The programs for a request. Raises ScheduleError and GraphError where they do not fit the model."""
+    programs = ProgramFactory(request, len(host.all_devices), updates=spec.optimizer is not None)
+    programs.check_updates()
+    _ = programs.full.training  # raises what cannot be lowered
+    spec.layered.check(programs.full.plain)
+    return programs
+
+
 def start(
     *,
     model: Any,
@@ -96,12 +105,9 @@ def start(
         agreed: what else all processes must have been given alike.
 
     """
-    programs = ProgramFactory(request, len(host.all_devices), updates=spec.optimizer is not None)
-    programs.check_updates()
+    programs = checked_programs(request, host, spec)
     host = host.use(programs.num_ranks, all_ranks=plan is None)
     program = programs.full.plain
-    _ = programs.full.training  # raises what cannot be lowered
-    spec.layered.check(program)
     pins = Pins(list(spec.layers), request.boundaries, request.together)
     if request.boundaries is None and (starts := stages_of(model, pins.layers, program.num_weights)):
         pins = Pins(pins.layers, starts, request.together)

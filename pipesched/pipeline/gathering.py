@@ -15,7 +15,7 @@ from pipesched.runtime.rank_host import MeshRanks, RankHost
 from pipesched.tensors.exchange import copy_into
 from pipesched.tensors.meta_tensors import give_contents
 
-__all__ = ["gather_model", "merged_state", "place_weights"]
+__all__ = ["gather_model", "merged_state", "named_tensors", "place_weights"]
 
 #: The shape and the bytes of each tensor that a rank gives, by name.
 _Share = Mapping[str, tuple[tuple[int, ...], int]]
@@ -27,7 +27,7 @@ _EXTRA = "_extra_state"
 def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankHost, assembly: Assembly) -> None:
     """Tell a model's guard which of its tensors other ranks train. roots: modules by the prefix of their names."""
     if isinstance(host, MeshRanks):
-        names = (name for name, _ in _tensors(roots, duplicates=True))
+        names = (name for name, _ in named_tensors(roots, duplicates=True))
         homes = {name: assembly.owners.rank(name) for name in names}
         layers = [layer for stage in assembly.stages.values() for layer in stage.modules.values()]
         run_here = [module for layer in layers for module in layer.modules()]
@@ -74,7 +74,7 @@ def gather_model(
         _check_target(rank, [rank], 1)
         return
     with host.connected() as executor, guard.lifted():
-        tensors = dict(_tensors(roots))
+        tensors = dict(named_tensors(roots))
         own = {
             name: (tuple(tensor.shape), tensor.nbytes)
             for name, tensor in tensors.items()
@@ -99,7 +99,7 @@ def _holder(roots: Mapping[str, nn.Module], name: str) -> nn.Module:
     return roots[prefix].get_submodule(name.removeprefix(prefix).removesuffix(_EXTRA).removesuffix("."))
 
 
-def _tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers under all their names, or a shared one once."""
     for prefix, root in roots.items():
         for named in (root.named_parameters, root.named_buffers):

@@ -232,6 +232,7 @@ class Pipeline(ModuleInterface):
             running=self._running,
             book=self._book,
             history=self._history,
+            roots=self._roots,
             spec=self._spec,
             asked=Pins(asked.layers, None, together) if asked.complete else asked,
             limits=limits,

@@ -3,7 +3,7 @@ start.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from pipesched.errors import InputError
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import Assembly, AssemblySpec, StageCut
+from pipesched.pipeline.construction import checked_programs
 from pipesched.pipeline.cost_book import CostBook
+from pipesched.pipeline.gathering import named_tensors
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.pipeline.step_history import StepHistory
 from pipesched.planning.boundary_refinement import refined
@@ -56,6 +58,7 @@ class Replanner:
         running: the plan that runs, which is replaced.
         book: what layers cost.
         history: the last steps.
+        roots: the model and its loss module, by the prefix of their names.
         spec: the model and what is asked of it whatever the plan.
         asked: the boundaries that the user has fixed.
         limits: bytes of each rank; None without a limit.
@@ -68,6 +71,7 @@ class Replanner:
         running: RunningPlan,
         book: CostBook,
         history: StepHistory,
+        roots: Mapping[str, nn.Module],
         spec: AssemblySpec,
         asked: Pins,
         limits: tuple[int, ...] | None,
@@ -75,6 +79,7 @@ class Replanner:
         self._running = running
         self._book = book
         self._history = history
+        self._roots = roots
         self._spec = spec
         self._asked = asked
         self._limits = limits
@@ -90,7 +95,7 @@ class Replanner:
         """Go on with a plan."""
         names = list(self._spec.layers)
         request = PlanRequest().pinned(plan, names)
-        programs = self._programs(request)
+        programs = checked_programs(request, self._running.host, self._spec)
         pins = Pins(names, request.boundaries)
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
@@ -108,7 +113,7 @@ class Replanner:
         noise = strayed(steps)
         measured = measured_costs(steps, now.program.num_stages, self._book.stage_costs(now.programs, now.cut))
         self._learn(measured, certain(noise))
-        programs = self._programs(now.programs.request)
+        programs = checked_programs(now.programs.request, running.host, self._spec)
         stage_cut = self._book.cut_stages(running.host, self._asked, programs, None)
         update_s = sum(measured.update_s) / (sum(measured.weight_bytes) or 1)
         before_s = self._step_s(now.programs, now.cut, update_s)
@@ -200,14 +205,6 @@ class Replanner:
 
     # ---- applying a plan --------------------------------------------------------------------------------------------
 
-    def _programs(self, request: PlanRequest) -> ProgramFactory:
-        host = self._running.host
-        programs = ProgramFactory(request, len(host.all_devices), updates=self._spec.optimizer is not None)
-        programs.check_updates()
-        _ = programs.full.training  # raises what cannot be lowered
-        self._spec.layered.check(programs.full.plain)
-        return programs
-
     def _move(self, programs: ProgramFactory, stage_cut: StageCut) -> Replanned:
         begin = time.perf_counter()
         ranks = _ranks(self._running.program, self._running.cut)
@@ -224,7 +221,7 @@ class Replanner:
         optimizers = self._running.assembly.optimizers.values()
         states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
         places: dict[str, _Place] = {}
-        for name, tensor in _named_tensors(self._spec):
+        for name, tensor in named_tensors(self._roots):
             held = [tensor]
             if isinstance(tensor, nn.Parameter):
                 state = pytree.tree_leaves(states.get(tensor))
@@ -273,14 +270,6 @@ class Replanner:
 def _ranks(program: Program, cut: StageLayers) -> dict[str, int]:
     """Where each layer runs; of several chains the first."""
     return {name: program.placement[stage] for stage, names in enumerate(cut) for name in names}
-
-
-def _named_tensors(spec: AssemblySpec) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of the model, and of a loss module as ``loss_fn.…``."""
-    roots = {"": spec.model, **({"loss_fn.": spec.loss_fn} if isinstance(spec.loss_fn, nn.Module) else {})}
-    for prefix, root in roots.items():
-        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            yield prefix + name, tensor
 
 
 def _copy_s(size: int, one: torch.device, other: torch.device) -> float:
