@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipesched.capture.loss import loss_entry
+from pipesched.capture.stage_body import loss_entry
 from pipesched.model.containers import Shells, find_layers
 from pipesched.model.state_guard import unchanged, untouched
 from pipesched.tensors.meta_tensors import call_beside, lacks_contents, stand_in

@@ -1,15 +1,20 @@
-"""Stage body: what a stage computes from what arrives: a chain of layers, or its part of a model's own forward."""
+"""Stage body: what a stage computes from what arrives: a chain of layers, or its part of a model's own forward.
+
+The last stage also has a head, which computes the loss.
+"""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from pipesched.errors import InputError
 from pipesched.tensors.keyed_random import KeyedRandom, outside_state
 from pipesched.user_warning import warn
 
-__all__ = ["Body", "CallLayer", "Chain", "call_with"]
+__all__ = ["Body", "CallLayer", "Chain", "Head", "call_with", "loss_entry"]
 
 #: (name, how many calls of it came before, the layer, args, kwargs) -> what it returns
 CallLayer = Callable[[str, int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -103,3 +108,35 @@ def call_with(
     if own and isinstance(module, nn.Module):
         return torch.func.functional_call(module, own if isinstance(own, dict) else dict(own), args, kwargs)
     return module(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Head:
+    """How the loss comes about on the last stage: the user's loss function, or none for the model's own loss."""
+
+    loss_fn: Callable[[Any, Any], Any] | None
+
+    def loss(self, output: Any, target: Any, own: Mapping[str, Tensor]) -> Tensor:
+        """The scalar loss of one micro-batch. own: in place of a loss module's tensors. Raises InputError for none."""
+        if self.loss_fn is not None:
+            loss = call_with(own, self.loss_fn, (output, target), {}) if own else self.loss_fn(output, target)
+        else:
+            loss = loss_entry(output)
+        if isinstance(loss, Tensor) and loss.dim() == 0:
+            return loss
+        what = (
+            "what loss_fn(output, target) returns"
+            if self.loss_fn
+            else "without loss_fn the model's output, or its 'loss',"
+        )
+        shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(
+            f"{what} is a scalar loss; got {shape}; pass loss_fn= and reduce it with mean() or sum(), or call forward"
+        )
+
+
+def loss_entry(output: Any) -> Any:
+    """A model's own loss: its output, or the ``loss`` there."""
+    if isinstance(output, Tensor):
+        return output
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipesched.capture.layered_model import LayeredModel
-from pipesched.capture.loss import Head
-from pipesched.capture.stage_body import Body
+from pipesched.capture.stage_body import Body, Head
 from pipesched.capture.stage_module import Wrap, wrapped_bodies
 from pipesched.errors import GraphError
 from pipesched.model.initialization import Initial
@@ -27,18 +26,14 @@ from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.stage_memory_probe import StageSizes
 from pipesched.program.checkpoint_options import keep_by_layer, offloading
 from pipesched.program.program import Program
-from pipesched.program.weight_versions import Uses
-from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
 from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.stage.weight_copies import Replicas
-from pipesched.runtime.step_call import end_of
-from pipesched.tensors.caller_context import Caller, intra_op
+from pipesched.tensors.caller_context import intra_op
 from pipesched.tensors.meta_tensors import put_on
 from pipesched.user_warning import warn
 
@@ -114,9 +109,10 @@ class Assembly:
         self._check_reached()
         self.stages = self._stages()
         #: What runs on copies of weights: made equal before a run, whose gradients are brought back after it.
-        self._copied = [one for one in (self.ties, self._replicas) if one]
+        #: What holds copies of weights, which a step refreshes before it starts.
+        self.copies = [one for one in (self.ties, self._replicas) if one]
         #: A context around a run that computes gradients: those of copies go to the parameters. Collective.
-        self.delivering = self._delivering if self._copied else nullcontext
+        self.delivering = self._delivering if self.copies else nullcontext
         self.members = Members(spec.model, spec.layered.layers)
         #: How long it took to make, without what is done once: filling the model, making optimizers.
         self.made_s = time.perf_counter() - begin - self._filling_s
@@ -167,7 +163,7 @@ class Assembly:
 
     def _owners(self, bodies: Sequence[Body]) -> Owners:
         homes = [(self.program.placement[part], body.layers) for part, body in enumerate(bodies)]
-        return Owners(self._spec.model, homes, end_of(self.program), self.ties.parameters)
+        return Owners(self._spec.model, homes, self.program.output_rank, self.ties.parameters)
 
     def _check_reached(self) -> None:
         """Raise GraphError where a layer uses a parameter of another rank that it is not given: it would be an old one,
@@ -234,36 +230,10 @@ class Assembly:
                 for module in stage.modules.values():
                     put_on(module, stage.device)
 
-    # ---- a run ------------------------------------------------------------------------------------------------------
-
-    def work(
-        self,
-        program: Program,
-        feed: StepData,
-        stages: dict[int, Stage] | None = None,
-        uses: Mapping[int, Uses] | None = None,
-    ) -> RunSpec:
-        """A run of a lowered program. stages: its own unless given. uses: the versions of weights that they use."""
-        own = self.stages if stages is None else stages
-
-        def begin(caller: Caller) -> None:
-            if caller.autocasts:
-                feed.autocast = caller.autocast
-            for one in self._copied:
-                one.refresh()
-            for index, stage in own.items():
-                stage.begin(feed, (uses or {}).get(index))
-
-        def end(failed: bool) -> None:
-            for stage in own.values():
-                stage.end(failed)
-
-        return RunSpec(program, own, prepare=begin, finish=end)
-
     @contextmanager
     def _delivering(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for one in self._copied:
+            for one in self.copies:
                 stack.enter_context(one.delivering())
             yield
 

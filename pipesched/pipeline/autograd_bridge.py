@@ -29,14 +29,14 @@ class OpenPass:
 
     def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Gradients of the whole outputs -> gradients of the wanted inputs, micro-batch by micro-batch."""
-        outputs = [self.feed.outputs[microbatch].wanted for microbatch in range(len(self.batch))]
+        outputs = [self.feed.outputs[microbatch].wanted for microbatch in range(len(self.batch.rows))]
         columns = [
             self._cut(grad, pieces, loss=number == self._loss)
             for number, (grad, pieces) in enumerate(zip(grads, zip(*outputs, strict=True), strict=True))
         ]
         self.feed.output_grads = [
             tuple(_beside(column[m], piece) for column, piece in zip(columns, outputs[m], strict=True))
-            for m in range(len(self.batch))
+            for m in range(len(self.batch.rows))
         ]
         self.run_backwards()
         return [
@@ -73,7 +73,7 @@ def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
 
 def attach(opened: OpenPass) -> Any:
     """The whole output, its differentiable tensors tied to the open pass."""
-    outputs = [opened.feed.outputs[microbatch] for microbatch in range(len(opened.batch))]
+    outputs = [opened.feed.outputs[microbatch] for microbatch in range(len(opened.batch.rows))]
     whole = Payload.of(opened.batch.gathered([output.value for output in outputs], opened.weighting))
     whole = replace(
         whole, places=outputs[0].places, needs_grad=outputs[0].needs_grad, leaves=_firsts(whole, outputs[0])
@@ -95,7 +95,7 @@ def deliver_input_grads(batch: Batch, feed: StepData) -> None:
     """Hand the gradients of inputs that require one to the user's own graph, micro-batch by micro-batch."""
     parts = [
         [(tensor, grad.to(tensor.device)) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
-        for tensors, grads in zip(batch.wanted_inputs(), map(feed.input_grads.get, range(len(batch))), strict=True)
+        for tensors, grads in zip(batch.wanted_inputs(), map(feed.input_grads.get, range(len(batch.rows))), strict=True)
         if grads
     ]
     parts = [part for part in parts if part]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.capture.layered_model import as_model, layered
-from pipesched.capture.loss import loss_entry
+from pipesched.capture.stage_body import loss_entry
 from pipesched.model.stale_weights import release_model
 from pipesched.model.state_guard import set_aside
 from pipesched.pipeline.options import Numerics

@@ -12,14 +12,20 @@ from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_g
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.running_plan import RunningPlan
 from pipesched.program.lowering import halves
+from pipesched.program.program import Program
+from pipesched.program.weight_versions import Uses
 from pipesched.runtime.async_steps import Stream
 from pipesched.runtime.executors.threads import RunSpec
 from pipesched.runtime.microbatches import Batch
 from pipesched.runtime.rank_host import ThreadRanks
+from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
-from pipesched.runtime.step_call import StepCall, bring_ends, dealt, end_of
+from pipesched.runtime.step_call import StepCall, bring_ends, dealt
+from pipesched.tensors.caller_context import Caller
 
 __all__ = ["StepRunner"]
+
+_NO_UPDATES: Mapping[int, Uses] = {}
 
 
 class StepRunner:
@@ -65,7 +71,7 @@ class StepRunner:
                     "step computes gradients; it was called under no_grad; leave no_grad, or call evaluate"
                 )
             batch = self._batch(args, kwargs, target)
-            groups = running.assembly.programs.of(len(batch)).groups
+            groups = running.assembly.programs.of(len(batch.rows)).groups
             return StepCall("step", batch, running.splitter.weighting(batch, groups), **wanted)
 
         call = self._called("step", (args, kwargs, target), make)
@@ -74,9 +80,9 @@ class StepRunner:
         assembly = running.assembly
         if assembly.programs.streams:
             return self._enqueue(call)
-        programs = assembly.programs.of(len(call))
+        programs = assembly.programs.of(len(call.batch.rows))
         feed = call.feed(self._seed, running.step)
-        work = assembly.work(programs.training, feed, uses=programs.uses)
+        work = self._work(programs.training, feed, assembly.stages, programs.uses)
         with assembly.delivering(), assembly.norms.counting():
             running.runs.append(running.host.run(work, call.batch, grad=True))
         if assembly.updates_late:
@@ -124,10 +130,10 @@ class StepRunner:
     def _differentiable(self, call: StepCall, host: ThreadRanks) -> Any:
         """Run the forwards; the backwards run when the output is differentiated."""
         assembly = self._running.assembly
-        program = assembly.programs.of(len(call)).open_pass
+        program = assembly.programs.of(len(call.batch.rows)).open_pass
         there, back = halves(program)
         feed = call.feed(self._seed, self._running.step)
-        work = assembly.work(program, feed, {index: stage.fresh() for index, stage in assembly.stages.items()})
+        work = self._work(program, feed, {index: stage.fresh() for index, stage in assembly.stages.items()})
         with assembly.norms.counting():
             host.executor.run(RunSpec(program, work.stages, prepare=work.prepare, orders=there), grad=True)
         self._running.step += 1
@@ -155,7 +161,7 @@ class StepRunner:
         self._guard.check(changes=method == "step" or self._model.training)
 
         def deal(call: StepCall) -> tuple[StepCall, list[Any]]:
-            return dealt(call, assembly.programs.of(len(call)).plain, assembly.bodies, len(host.all_devices))
+            return dealt(call, assembly.programs.of(len(call.batch.rows)).plain, assembly.bodies, len(host.all_devices))
 
         return host.call(method, bool(args or kwargs) or target is not None, make, deal)
 
@@ -179,7 +185,7 @@ class StepRunner:
         executor = running.host.executor
         executor.check_outside("step")
         caller = executor.caller(grad=True)
-        segments = running.assembly.programs.of(len(call)).segments
+        segments = running.assembly.programs.of(len(call.batch.rows)).segments
         stream = running.stream
         if stream is not None and (stream.caller, stream.segments) != (caller, segments):
             running.flush()
@@ -191,17 +197,38 @@ class StepRunner:
         running.step += 1
         return stream.step(call.batch, call.counting)
 
+    def _work(
+        self, program: Program, feed: StepData, stages: dict[int, Stage], uses: Mapping[int, Uses] = _NO_UPDATES
+    ) -> RunSpec:
+        """A run of a lowered program over these stages. uses: the versions of weights that each uses."""
+        copies = self._running.assembly.copies
+
+        def begin(caller: Caller) -> None:
+            if caller.autocasts:
+                feed.autocast = caller.autocast
+            for one in copies:
+                one.refresh()
+            for index, stage in stages.items():
+                stage.begin(feed, uses.get(index))
+
+        def end(failed: bool) -> None:
+            for stage in stages.values():
+                stage.end(failed)
+
+        return RunSpec(program, stages, prepare=begin, finish=end)
+
     def _infer(self, call: StepCall) -> StepData:
         running = self._running
-        programs = running.assembly.programs.of(len(call))
+        programs = running.assembly.programs.of(len(call.batch.rows))
         feed = call.feed(self._seed, running.step)
         with running.assembly.norms.counting():
-            running.host.run(running.assembly.work(programs.inference, feed), call.batch, grad=False)
+            work = self._work(programs.inference, feed, running.assembly.stages)
+            running.host.run(work, call.batch, grad=False)
         bring_ends(programs.plain, feed, running.host)
         return feed
 
     def _result(self, call: StepCall, feed: StepData) -> Any:
-        last = end_of(self._running.assembly.programs.of(len(call)).plain)
+        last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
         loss = self._running.host.loss(last, lambda: call.loss(feed))
         return (loss, self._outputs(call, feed)) if call.return_outputs else loss
 
@@ -209,5 +236,5 @@ class StepRunner:
         own_loss = not self._has_loss_fn
         if not call.gather:
             return call.outputs(feed, own_loss=own_loss)
-        last = end_of(self._running.assembly.programs.of(len(call)).plain)
+        last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
         return self._running.host.from_rank(last, lambda: call.outputs(feed, own_loss=own_loss))

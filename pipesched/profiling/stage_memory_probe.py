@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.capture.captured_model import CapturedModel
-from pipesched.capture.loss import Head
+from pipesched.capture.stage_body import Head
 from pipesched.model.state_guard import unchanged, untouched
 from pipesched.model.tied_weights import Ties
 from pipesched.partitioning.result import StageLayers

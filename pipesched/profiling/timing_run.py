@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from pipesched.model.state_guard import unchanged
-from pipesched.runtime.stage.split_backward import Deferral, edge_of, enter
+from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.runtime.stage.weight_products import Product, weight_grad
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.function_mode import Intercept
+from pipesched.tensors.graph_edges import edge_of, enter
 from pipesched.tensors.keyed_random import InBackward, Key, KeyedRandom
 from pipesched.tensors.meta_tensors import lacks_contents, stand_in
 from pipesched.tensors.payload import Payload, trainable_leaves

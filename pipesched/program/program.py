@@ -122,6 +122,11 @@ class Program:
         return num_chains == 1 or {len(route) for route in self.routes} == {self.num_weights}
 
     @cached_property
+    def output_rank(self) -> int:
+        """The rank where the first micro-batch leaves the program."""
+        return self.placement[self.routes[0][-1] if self.routes else -1]
+
+    @cached_property
     def has_updates(self) -> bool:
         """Whether it updates the weights itself, as asynchronous schedules do."""
         return bool(self.columns.are(Kind.UPDATE).any())

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipesched.capture.loss import loss_entry
 from pipesched.capture.loss_reduction import LossReduction
+from pipesched.capture.stage_body import loss_entry
 from pipesched.checks import shown
 from pipesched.errors import InputError
 from pipesched.program.near_equal_parts import near_equal_parts
@@ -35,9 +35,6 @@ class Batch:
     _: KW_ONLY
     output_dim: int = 0
     looks: list[Hashable] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
 
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
         """What each micro-batch looks like; those of as many rows look alike, as ``Splitter`` cuts them."""
@@ -219,7 +216,7 @@ class Splitter:
         """
         if self.loss_reduction == "sum":
             return Weighting([None] * len(batch.rows), [None] * len(batch.rows))
-        weights = self._weights(batch)
+        weights = batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
         total = sum(weights)
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
@@ -240,22 +237,17 @@ class Splitter:
         if self.loss_reduction == "sum":
             return self.weighting(batch)
         try:
-            weights = self._weights(batch)
+            weights = batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
         except Exception:  # whatever loss_weight raises of inputs without labels: the outputs have no loss then
             return None
         total = sum(weights) or nan  # as plain PyTorch does
         return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
 
-    def _weights(self, batch: Batch) -> Sequence[float]:
-        """What each micro-batch counts."""
-        if self.loss_weight is None:
-            return batch.rows
-        given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
-        return _numbers([self.loss_weight(*args, **kwargs) for args, kwargs in given])
 
-
-def _numbers(weights: list[Any]) -> list[float]:
-    """What loss_weight returned for each micro-batch; a device is waited for once. Raises InputError."""
+def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
+    """What loss_weight returns for each micro-batch; a device is waited for once. Raises InputError."""
+    given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
+    weights = [loss_weight(*args, **kwargs) for args, kwargs in given]
     try:
         if all(isinstance(weight, Tensor) and not weight.dim() for weight in weights):
             weights = torch.stack(weights).tolist()

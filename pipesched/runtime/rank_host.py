@@ -5,6 +5,7 @@ own.
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import cached_property
 from threading import Lock
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
 
@@ -174,17 +175,14 @@ class ThreadRanks:
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
         self.devices = self.all_devices = list(devices)
         self._threads = intra_op_threads
-        self._executor: ThreadExecutor | None = None
 
-    @property
+    @cached_property
     def executor(self) -> ThreadExecutor:
-        """The ranks' threads, once started."""
-        if self._executor is None:
-            raise ExecutionError("ranks run once they have been started; these were not; call start")
-        return self._executor
+        """The ranks' threads, which start with the first use."""
+        return ThreadExecutor(self.devices, self._threads)
 
     def start(self) -> None:
-        self._executor = ThreadExecutor(self.devices, self._threads)
+        _ = self.executor
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "ThreadRanks":
         other = ThreadRanks(self.all_devices, self._threads)
@@ -225,8 +223,8 @@ class ThreadRanks:
         self.close()
 
     def close(self) -> None:
-        if self._executor is not None:
-            self._executor.close()
+        if "executor" in vars(self):  # it has started
+            self.executor.close()
 
 
 class MeshRanks:

@@ -20,7 +20,7 @@ from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.exchange import Trade
 from pipesched.tensors.payload import Payload, pytree, trainable_leaves
 
-__all__ = ["SENT_TYPES", "StepCall", "bring_ends", "dealt", "end_of", "received"]
+__all__ = ["SENT_TYPES", "StepCall", "bring_ends", "dealt", "received"]
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,6 @@ class StepCall:
     _: KW_ONLY
     return_outputs: bool = False
     gather: bool = False
-
-    def __len__(self) -> int:
-        """How many micro-batches."""
-        return len(self.batch.rows)
 
     def feed(self, seed: int, step: int) -> StepData:
         """What the stages get, and where they put what they make."""
@@ -177,14 +173,9 @@ def _read(written: Tensor | None, size: int) -> list[float | None]:
 _WHAT = "losses and outputs"
 
 
-def end_of(program: Program) -> int:
-    """The rank where the first micro-batch leaves the program: the first chain's end."""
-    return program.placement[program.routes[0][-1] if program.routes else -1]
-
-
 def bring_ends(program: Program, feed: StepData, trade: Trade) -> None:
-    """Bring losses and outputs of all micro-batches to ``end_of`` the program. Collective over processes."""
-    end = end_of(program)
+    """Bring losses and outputs of all micro-batches to the program's output rank. Collective over processes."""
+    end = program.output_rank
     ends = {program.placement[route[-1]] for route in program.routes}
     if len(ends) < 2:
         return

@@ -262,8 +262,8 @@ def rows_of(value: Any, dim: int | None, what: str) -> int | None:
     if dim is None:
         return None
     rows: int | None = None
-    for leaf in pytree.tree_leaves(value, is_leaf=has_a_row_each):
-        if has_a_row_each(leaf):
+    for leaf in [value] if isinstance(value, Tensor) else pytree.tree_leaves(value, is_leaf=has_a_row_each):
+        if isinstance(leaf, list) and has_a_row_each(leaf):
             if rows is not None and len(leaf) != rows:
                 raise InputError(
                     f"a list of dicts has a dict for each row of a batch; {what} has one of {len(leaf)} dicts beside "

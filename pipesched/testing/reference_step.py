@@ -21,8 +21,8 @@ from pipesched.model.tied_weights import deliver
 from pipesched.runtime.microbatches import SplitDims, Splitter
 from pipesched.runtime.rank_host import ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms, Norms
-from pipesched.runtime.stage.split_backward import edge_of
 from pipesched.tensors.caller_context import Caller
+from pipesched.tensors.graph_edges import edge_of
 from pipesched.tensors.keyed_random import Key
 from pipesched.testing.unsplit_model import Unsplit
 from pipesched.torch_checks import as_function, as_seed, as_threads

@@ -100,7 +100,7 @@ def test_the_callers_device_waits_for_what_it_is_given(name: str, monkeypatch: p
             assert len(told) == 3 * max(1, step)
             ends = [span.end_s for span in pipe.trace.spans if span.action.kind is Kind.F and span.rank == 2]
             assert len(ends) == 3 * max(1, step)
-            assert pipe._running.host.executor.lanes[2].reader()(told[-1]) >= max(ends)
+            assert pipe._running.host.executor.lanes[2].reader(pipe._running.stream._run.start_s)(told[-1]) >= max(ends)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

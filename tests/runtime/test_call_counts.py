@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import pipesched
-from pipesched.capture.loss import Head
+from pipesched.capture.stage_body import Head
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.function_mode import COMPOSITES, Intercept

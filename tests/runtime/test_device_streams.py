@@ -35,7 +35,7 @@ def test_a_rank_follows_its_caller_and_the_caller_the_rank(cuda):
     lane, side = CudaLane("cuda:0"), Stream("cuda:0")
     with cuda.stream(side):
         side.launch("batch")
-        lane.begin(0.0)
+        lane.begin()
         lane.follow()
         compute = computing(lane, cuda)
         assert "batch" in compute.before
@@ -54,10 +54,10 @@ def test_a_rank_follows_its_caller_and_the_caller_the_rank(cuda):
 def test_a_steps_clock_waits_for_nothing_that_was_launched_before(cuda):
     lane = CudaLane("cuda:0")
     cuda.default_stream("cuda:0").launch("long work")
-    lane.begin(0.0)
+    lane.begin()
     assert not lane._base.before
     assert not cuda.synchronized
-    assert lane.reader()(lane.now()) == pytest.approx(lane._base_s, abs=0.1)
+    assert lane.reader(0.0)(lane.now()) == pytest.approx(lane._base_s, abs=0.1)
     assert cuda.synchronized, "only who reads times waits"
 
 
@@ -243,7 +243,7 @@ WAITS = {"item", "cpu", "tolist", "synchronize", "numpy", "nonzero", "block_curr
 MAY_WAIT = {
     ("runtime/executors/device_streams.py", "seconds"),  # who reads times
     ("runtime/executors/device_streams.py", "unpack"),  # a CPU rank that takes a value from a GPU
-    ("runtime/microbatches.py", "_numbers"),  # counting targets on a device: once a step, as docs/design.md says
+    ("runtime/microbatches.py", "_weights"),  # counting targets on a device: once a step, as docs/design.md says
     ("runtime/step_call.py", "_read"),  # numbers that rank 0 dealt, which lie on the host
     ("runtime/transport/host_copies.py", "_carry"),  # a thread of its own
     ("runtime/transport/device_channels.py", "drain"),  # when links are made and closed

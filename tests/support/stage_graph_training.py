@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipesched import Program
-from pipesched.capture.loss import Head
-from pipesched.capture.stage_body import Chain
+from pipesched.capture.stage_body import Chain, Head
 from pipesched.program.lowering import lower
 from pipesched.program.validation import validate
 from pipesched.runtime.executors.channel_plan import look

@@ -24,11 +24,11 @@ class Message(NamedTuple):
 class Lane(Protocol):
     """One rank's device, for the length of the executor's life."""
 
-    #: Whether work is launched in streams, which ``follow``, ``catch_up`` and ``end`` put in order.
+    #: Whether work is launched in streams, which ``begin``, ``follow``, ``catch_up`` and ``end`` put in order.
     has_streams: bool
 
-    def begin(self, start_s: float) -> None:
-        """In the caller's thread: a step begins at this host time."""
+    def begin(self) -> None:
+        """In the caller's thread: a step begins."""
 
     def follow(self) -> None:
         """In the caller's thread: what the rank computes from now on comes after what the caller has launched."""
@@ -45,8 +45,8 @@ class Lane(Protocol):
     def now(self) -> Any:
         """A stamp."""
 
-    def reader(self) -> Callable[[Any], float]:
-        """A function that reads a stamp of the present step as seconds since its begin."""
+    def reader(self, start_s: float) -> Callable[[Any], float]:
+        """A function that reads a stamp of the present step as seconds since this host time."""
 
     def pack(self, value: Any) -> Message:
         """A value of this device, to be sent."""
@@ -76,10 +76,9 @@ class CpuLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start_s = 0.0
 
-    def begin(self, start_s: float) -> None:
-        self._start_s = start_s
+    def begin(self) -> None:
+        return
 
     def follow(self) -> None:
         return
@@ -90,8 +89,7 @@ class CpuLane:
     def end(self) -> None:
         return
 
-    def reader(self) -> Callable[[float], float]:
-        start_s = self._start_s
+    def reader(self, start_s: float) -> Callable[[float], float]:
         return lambda stamp: stamp - start_s
 
     def unpack(self, message: Message) -> Any:
@@ -119,11 +117,11 @@ class CudaLane:
         self._base = torch.cuda.Event(enable_timing=True)
         self._base_s = 0.0
 
-    def begin(self, start_s: float) -> None:
+    def begin(self) -> None:
         self._caller = torch.cuda.current_stream(self._device)
         self._base = torch.cuda.Event(enable_timing=True)
         self._base.record(self._idle)  # in any other one it would wait for what was launched before
-        self._base_s = time.perf_counter() - start_s
+        self._base_s = time.perf_counter()
 
     def follow(self) -> None:
         self._caller = caller = torch.cuda.current_stream(self._device)
@@ -149,9 +147,9 @@ class CudaLane:
         stamp.record(self._compute)
         return stamp
 
-    def reader(self) -> Callable[[torch.cuda.Event], float]:
+    def reader(self, start_s: float) -> Callable[[torch.cuda.Event], float]:
         base = self._base
-        base_s = self._base_s
+        base_s = self._base_s - start_s
 
         def seconds(stamp: torch.cuda.Event) -> float:
             base.synchronize()

@@ -149,7 +149,7 @@ class ProcessExecutor:
         self._steps += 1
         work.prepare(caller)
         start_s = time.perf_counter()
-        self._lane.begin(start_s)
+        self._lane.begin()
         try:
             return self._went_through(self._rank_of(work, messages), order, caller, start_s, program)
         finally:
@@ -178,7 +178,7 @@ class ProcessExecutor:
                 raise
             rank = Rank(self.rank, program, work.stages, ChannelEnds(program, wire), work.pair)
             run = RankRun(work, caller, rank, self.continue_run, self.leave)
-            self._lane.begin(run.began_s)
+            self._lane.begin()
             return run
 
     def continue_run(self, run: RankRun, order: tuple[Action, ...]) -> RankTimeline:
@@ -215,7 +215,7 @@ class ProcessExecutor:
                 self._links.begin()
             self._go_through(rank, stamps)
         all_stamps = [stamps if index == self.rank else Stamps.room_for(()) for index in range(self.num_ranks)]
-        return RankTimeline(all_stamps, [self._lane.reader()] * self.num_ranks, start_s + self._clock_s)
+        return RankTimeline(all_stamps, [self._lane.reader(start_s)] * self.num_ranks, start_s + self._clock_s)
 
     def _rank_of(self, work: RunSpec, messages: OrderMessages) -> Rank:
         """The rank of this work. It is kept, unless it runs a part of its order: then its stages are of one pass."""

@@ -88,6 +88,7 @@ class ThreadRun:
         self.deserted = False  # its ranks are in another process
         #: The part that was handed on last; it holds this run.
         self.last: RunSegment | None = None
+        self.start_s = time.perf_counter()
         self._jobs = jobs
         self._lock = threading.Lock()
 
@@ -182,7 +183,7 @@ class RunSegment:
         for lane, stamps in zip(lanes, self._stamps, strict=True):
             if lane.has_streams and stamps.ends:
                 lane.catch_up(stamps.ends[-1])
-        return Timeline(self._stamps, [lane.reader() for lane in lanes])
+        return Timeline(self._stamps, [lane.reader(self._run.start_s) for lane in lanes])
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ class ThreadExecutor:
         bound = self._kept.pop(id(work.program), None)  # of the run before, where that did not fail
         if bound is None or bound.program is not work.program or bound.stages is not work.stages or work.orders:
             bound = BoundProgram(work, self.lanes)
-        run = self.begin(work, self.caller(grad=grad), bound)
+        run = self.begin(work, Caller.here(self._device_types, grad=grad), bound)
         try:
             timeline = run.finish(run.hand(bound.orders))
         except BaseException:
@@ -313,9 +314,9 @@ class ThreadExecutor:
             work.prepare(caller)
             run = self._last = ThreadRun(work, bound or BoundProgram(work, self.lanes), self._jobs, caller)
             self._under_way[:] = [ref(run)]
-            start_s = time.perf_counter()
             for lane in self.lanes:
-                lane.begin(start_s)
+                if lane.has_streams:
+                    lane.begin()
         except BaseException:
             try:
                 work.finish(True)

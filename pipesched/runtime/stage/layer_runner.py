@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipesched.capture.loss import Head
-from pipesched.capture.stage_body import Body, call_with
+from pipesched.capture.stage_body import Body, Head, call_with
 from pipesched.errors import ExecutionError, InputError
 from pipesched.program.checkpoint_options import Keep
 from pipesched.runtime.stage.batch_norm import Norms
@@ -24,11 +23,12 @@ from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.microbatch_state import MicrobatchState
 from pipesched.runtime.stage.offloading import Offloads, addresses
 from pipesched.runtime.stage.recompute import RecomputedLayers
-from pipesched.runtime.stage.split_backward import Deferral, edge_of, enter
+from pipesched.runtime.stage.split_backward import Deferral
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.stage.weight_products import Product, weight_grad
 from pipesched.runtime.stage.weight_stash import WeightStash
 from pipesched.tensors.function_mode import Intercept
+from pipesched.tensors.graph_edges import edge_of, enter
 from pipesched.tensors.keyed_random import InBackward, KeyedRandom
 from pipesched.tensors.payload import Gradients, Payload, PerConsumer, trainable_leaves
 from pipesched.tensors.tree_structure import tensors_in
@@ -74,7 +74,7 @@ class LayerRunner:
         self._copies = BufferCopies(self.modules, written, statistics_apart=norms is not None)
         self._moves_buffers = bool(self._copies)
         self._modifies_input: bool | None = None
-        self._splits = True
+        self._splits: bool | None = None  # what the step's first split forward has found; None before
         self.deferral = Deferral()
         self._random = KeyedRandom(device)
         forward = (self._random,) if norms is None else (self._random, norms)
@@ -99,9 +99,9 @@ class LayerRunner:
             self.offloads.clear()
         if self._compiled is not None:
             self._compiled.begin()
-        parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
-        self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)  # none is sharded
-        self.deferral.begin(None if weights is None else weights.live)
+        if self._splits is not None:
+            self._splits = None
+            self.deferral.begin()
 
     def run(self, saved: MicrobatchState, arrived: Payload, split: bool = False) -> Any:
         """Call the layers, and on the last stage the head. What is returned is the root of the backward."""
@@ -131,7 +131,7 @@ class LayerRunner:
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
         """Run, and keep what the backward needs. split: the backward's I leaves weight gradients to its W."""
-        split = split and self._splits
+        split = split and self._may_split()
         saved.deferred = split and self.deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self.deferral.learning)
         first = self._moves_buffers and saved.buffers is None  # of two where it runs again, on copies that it has
@@ -148,6 +148,14 @@ class LayerRunner:
         if noted:
             saved.products = self.deferral.finish(saved.edges)
         return value
+
+    def _may_split(self) -> bool:
+        """Whether weight gradients can be left to W: no Parameter is sharded."""
+        if self._splits is None:
+            parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
+            self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)
+            self.deferral.begin(None if self._weights is None else self._weights.live)
+        return self._splits
 
     def run_dropping(self, saved: MicrobatchState, arrived: Payload) -> Any:
         """Run in grad mode, so that the layers see what they see without checkpointing, and keep the input alone."""

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesched.capture.loss import Head
-from pipesched.capture.stage_body import Body, Chain
+from pipesched.capture.stage_body import Body, Chain, Head
 from pipesched.errors import ExecutionError, InputError
 from pipesched.program.checkpoint_options import Keep
 from pipesched.program.weight_versions import Uses

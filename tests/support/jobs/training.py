@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipesched import Program, schedules
-from pipesched.capture.loss import Head
+from pipesched.capture.stage_body import Head
 from pipesched.program.lowering import add_recompute, halves, lower
 from pipesched.runtime.executors.channel_plan import look
 from pipesched.runtime.executors.processes import ProcessExecutor
@@ -59,7 +59,7 @@ class Trainer:
             self.executor.run(RunSpec(self.program, self.stages, prepare=prepare, orders=part), grad=True, looks=looks)
         total = None
         if self.group.rank() == self.last_rank:
-            for microbatch in range(len(batch)):
+            for microbatch in range(len(batch.rows)):
                 loss = feed.losses[microbatch]
                 total = loss if total is None else total + loss
         return self.executor.share(self.last_rank, total)()
