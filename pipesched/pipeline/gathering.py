@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pipesched.checks import is_count, shown
 from pipesched.errors import InputError
@@ -178,11 +177,15 @@ def _batches(share: _Share) -> Iterator[list[str]]:
 
 def _whole(tensor: Tensor) -> Tensor:
     """The whole tensor. A sharded one is gathered over its own mesh, as the other replicas of it do."""
+    from torch.distributed.tensor import DTensor  # a second to import
+
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _take(mine: Tensor, value: Tensor) -> None:
     """Write a whole tensor into one of this rank's model."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if mine.is_meta:
         give_contents(mine, value.clone())
     elif isinstance(mine, DTensor):

@@ -12,12 +12,12 @@ from pipesched import Pipeline, graph_of, profile
 from pipesched.errors import GraphError, InputError, ModelTypeError
 from pipesched.tensors.payload import gather, split
 from pipesched.testing import reference_step
-from tests.support.models import every_product_deferred, one_thread
+from tests.support.models import every_product_deferred
 from tests.support.odd_models import FLOATS, Block, Blocks, check, square
 
-__all__ = ["every_product_deferred", "one_thread"]  # fixtures
+__all__ = ["every_product_deferred"]  # a fixture
 
-pytestmark = [pytest.mark.usefixtures("every_product_deferred", "one_thread"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("every_product_deferred"), pytest.mark.timeout(120)]
 
 
 class Recomputing(nn.Module):

@@ -13,12 +13,12 @@ from pipesched import Pipeline
 from pipesched.errors import GraphError, ModelTypeError, PartitionError
 from pipesched.program.checkpoint_options import CheckpointMode
 from pipesched.testing import reference_step
-from tests.support.models import every_product_deferred, one_thread
+from tests.support.models import every_product_deferred
 from tests.support.odd_models import FLOATS, Block, Blocks, check, made, square
 
-__all__ = ["every_product_deferred", "one_thread"]  # fixtures
+__all__ = ["every_product_deferred"]  # a fixture
 
-pytestmark = pytest.mark.usefixtures("every_product_deferred", "one_thread")
+pytestmark = pytest.mark.usefixtures("every_product_deferred")
 
 
 class MaskedLate(nn.Module):

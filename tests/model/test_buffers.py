@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from pipesched import Pipeline
 from pipesched.errors import ExecutionError
 from pipesched.testing import reference_step
-from tests.support.models import every_product_deferred, one_thread
+from tests.support.models import every_product_deferred
 from tests.support.odd_models import FLOATS, Blocks, InBlocks, check, made, square
 
-__all__ = ["every_product_deferred", "one_thread"]  # fixtures
+__all__ = ["every_product_deferred"]  # a fixture
 
-pytestmark = [pytest.mark.usefixtures("every_product_deferred", "one_thread"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("every_product_deferred"), pytest.mark.timeout(120)]
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from pipesched import Pipeline
 from pipesched.errors import GraphError
-from tests.support.models import every_product_deferred, one_thread
+from tests.support.models import every_product_deferred
 from tests.support.odd_models import FLOATS, Block, Blocks, check, square
 
-__all__ = ["every_product_deferred", "one_thread"]  # fixtures
+__all__ = ["every_product_deferred"]  # a fixture
 
-pytestmark = pytest.mark.usefixtures("every_product_deferred", "one_thread")
+pytestmark = pytest.mark.usefixtures("every_product_deferred")
 
 
 class Counts(Blocks):

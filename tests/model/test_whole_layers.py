@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from pipesched import Pipeline, graph_of, profile, tune
 from pipesched.errors import ExecutionError, GraphError, InputError
 from pipesched.testing import reference_step
-from tests.support.models import every_product_deferred, one_thread
+from tests.support.models import every_product_deferred
 from tests.support.odd_models import FLOATS, Block, check, square
 
-__all__ = ["every_product_deferred", "one_thread"]  # fixtures
+__all__ = ["every_product_deferred"]  # a fixture
 
-pytestmark = [pytest.mark.usefixtures("every_product_deferred", "one_thread"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("every_product_deferred"), pytest.mark.timeout(120)]
 
 
 class Recomputed(torch.autograd.Function):

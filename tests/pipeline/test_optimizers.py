@@ -25,8 +25,6 @@ from tests.support.async_replay import (
 )
 from tests.support.models import assert_equal_bits
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"])

@@ -20,7 +20,7 @@ from tests.support.async_replay import SEED, adam, batch, pipeline, sgd, transfo
 from tests.support.models import ScaledLoss, assert_equal_bits, gradients, mixed_model
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread", "every_product_deferred"),
+    pytest.mark.usefixtures("every_product_deferred"),
     pytest.mark.filterwarnings("ignore:BatchNorm sees"),
 ]
 

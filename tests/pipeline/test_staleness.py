@@ -24,8 +24,6 @@ from tests.support.async_replay import (
 )
 from tests.support.models import assert_equal_bits
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("vertical", [False, True])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])

@@ -34,8 +34,6 @@ from tests.support.async_replay import (
 )
 from tests.support.models import assert_equal_bits
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @schedule("split-pipedream")
 def split_pipedream(rank: int, shape: Shape) -> Order:

@@ -103,11 +103,6 @@ def check_demo(folder, printed, num_ranks, alone):
     assert all(torch.equal(weights[name], value) for name, value in alone.items())
 
 
-def test_the_demo_gives_the_same_weights_in_several_processes(alone, tmp_path):
-    command = [*TORCHRUN, "--standalone", "--nproc_per_node=4", str(DEMO), "--steps", "2", "--save", "weights.pt"]
-    check_demo(tmp_path, finish([command], tmp_path), 4, alone)
-
-
 def test_readmes_command_for_several_machines(alone, tmp_path):
     """Two torchruns, as on two machines, of one process each."""
     (line,) = re.findall(r"^    torchrun (--nnodes 2.*) examples/train_gpt.py$", (ROOT / "README.md").read_text(), re.M)

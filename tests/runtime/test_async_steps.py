@@ -24,8 +24,6 @@ from tests.support.async_replay import (
 )
 from tests.support.models import assert_equal_bits
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Gate(nn.Module):
     """Calls a function with the number of its forward."""

@@ -13,7 +13,7 @@ from pipesched.runtime.executors.threads import ThreadExecutor
 from tests.support import stage_graph_training as graphs
 from tests.support.rank_processes import Ranks
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("every_product_deferred", "one_thread")]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("every_product_deferred")]
 
 SEEDS = range(128)
 PARTS = [SEEDS[:64], SEEDS[64:]]

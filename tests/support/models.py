@@ -166,12 +166,3 @@ def shapes(max_stages: int = 4) -> Iterator[tuple[str, int]]:
 def every_product_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defer products however small they are, so that small models show what large ones do."""
     monkeypatch.setattr(backward, "PAYS_FLOPS", 0)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Sums are made as in the ranks: by one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

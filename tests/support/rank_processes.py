@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import distributed
 
+from tests.support.quick_measurements import measure_quickly
+
 MINUTE = datetime.timedelta(seconds=60)
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.support.places"])
+FORKED.set_forkserver_preload(["tests.support.places", "tests.support.quick_measurements"])
 
 
 class Ranks:
@@ -77,6 +79,7 @@ class Ranks:
 
 
 def _serve(pipe: Any, rank: int, count: int, port: int) -> None:
+    measure_quickly()
     torch.set_num_threads(1)
     store = distributed.TCPStore("127.0.0.1", port, None, False, MINUTE)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=MINUTE)
