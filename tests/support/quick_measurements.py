@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from pipesched.pipeline import plan_trials
-from pipesched.planning import search_request
 from pipesched.profiling import layer_profiler, optimizer_costs, overhead_probe, profile_model
 from pipesched.runtime.stage import offloading
 
@@ -21,4 +20,3 @@ def measure_quickly() -> None:
     overhead_probe._AGAIN_ASLEEP = 1
     offloading._MEASURED_BYTES = 1 << 23
     plan_trials._ROUNDS = 3
-    search_request._EFFORT = 300_000
