@@ -21,8 +21,8 @@ help: ## Show this list.
 demo: $(VENV)/demo ## Train a small GPT through a pipeline and draw what happened.
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: $(VENV)/develop ## Run the tests, two at a time; ARGS="-k name" chooses some.
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+test: $(VENV)/develop ## Run the tests, three at a time; ARGS="-k name" chooses some.
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 test-fast: $(VENV)/develop ## Run what most changes need, in about a minute: schedules, simulation, partitioning, pictures.
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix tests/,$(FAST)) $(ARGS)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from tests.support import places
 from tests.support.fake_cuda import cuda  # noqa: F401
 from tests.support.models import every_product_deferred  # noqa: F401
-from tests.support.quick_measurements import measure_quickly
+from tests.support.quick_measurements import measure_quickly, thorough  # noqa: F401
 from tests.support.rank_processes import Ranks
 
 settings.register_profile("same", derandomize=True, deadline=None)  # a run of the tests is as the one before

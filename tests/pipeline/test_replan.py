@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from pipesched import Numerics, Pipeline
 from pipesched.errors import DeviceCountError, ExecutionError, InputError, PartitionError
 from pipesched.pipeline import assembly
 from pipesched.planning.plan import Plan
+from pipesched.program.near_equal_parts import near_equal_parts
 from pipesched.testing import reference_step
 from tests.support import branching_models as zoo
 from tests.support.async_replay import SEED, adam, batch, pipeline, sgd, transformer
@@ -153,7 +155,12 @@ def rates_of(*optimizers: torch.optim.Optimizer) -> dict[nn.Parameter, float]:
 
 def test_settings_and_schedulers_of_optimizers_are_kept() -> None:
     model = mixed_model()
-    two, four = plans(lambda **kinds: row(mixed_model(), **kinds), [PLANS[0], PLANS[4]])
+
+    def cut_evenly(num_stages: int, **kinds: Any) -> Pipeline:
+        ends = list(accumulate(near_equal_parts(len(model), num_stages)))
+        return row(mixed_model(), num_stages=num_stages, boundaries=ends[:-1], **kinds)
+
+    two, four = plans(cut_evenly, [PLANS[0], PLANS[4]])
     with row(model, devices=["cpu"] * 4, plan=two, num_microbatches=None, optimizer=sgd) as pipe:
         first, second = pipe.optimizers.values()
         scheduler = torch.optim.lr_scheduler.StepLR(second, 1, gamma=0.5)

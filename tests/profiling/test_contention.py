@@ -14,6 +14,8 @@ from pipesched.profiling.timing_run import Subject
 from pipesched.tensors.caller_context import Caller
 from pipesched.tensors.payload import Payload
 
+pytestmark = pytest.mark.usefixtures("thorough")
+
 CPU = torch.device("cpu")
 
 

@@ -14,6 +14,8 @@ from pipesched.profiling.layer_profiler import _Kind, measure_layers
 from pipesched.simulation.layer_costs import LayerCosts, costs_of, stage_costs
 from pipesched.simulation.layer_memory import LayerMemory
 
+pytestmark = pytest.mark.usefixtures("thorough")
+
 CPU = torch.device("cpu")
 FLOAT_BYTES = 4
 

@@ -11,6 +11,8 @@ from pipesched.profiling.plausibility import Measured, doubt, doubt_of_sum
 from pipesched.simulation.layer_costs import LayerCosts
 from pipesched.simulation.layer_memory import LayerMemory
 
+pytestmark = pytest.mark.usefixtures("thorough")
+
 LARGE_GRADIENT = LayerMemory(gradient_bytes=5 * 10**9)
 
 
