@@ -32,7 +32,7 @@ _REMEMBERED = 6  # parts whose times are kept
 
 
 class Stream:
-    """One stream, from its first step to its flush. feed: empty, with the number of the first step.
+    """One stream, from its first step to its flush. step_data: empty, with the number of the first step.
 
     finished: called with the times of each part that every rank of this process has run. Raises ExecutionError where
     another run is under way.
@@ -43,7 +43,7 @@ class Stream:
         host: RankHost,
         segments: Segments,
         stages: Mapping[int, Stage],
-        feed: StepData,
+        step_data: StepData,
         caller: Caller,
         finished: Callable[[Timeline], None],
     ) -> None:
@@ -53,7 +53,7 @@ class Stream:
         self.num_parts = 0
         self._host = host
         self._stages = stages
-        self._feed = feed
+        self._step_data = step_data
         #: By micro-batch: inputs, targets and factors.
         self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {})
         self._weightings: deque[Weighting] = deque()
@@ -62,9 +62,9 @@ class Stream:
         self._steps = 0
         self._losses: dict[int, Tensor] = {}
         self._busy = threading.Lock()
-        feed.inputs, feed.targets, feed.factors = self._given
-        feed.key = partial(_key, feed.seed, feed.step, segments.num_microbatches)
-        self._run = host.executor.begin(_work(segments, stages, feed), caller)
+        step_data.inputs, step_data.targets, step_data.factors = self._given
+        step_data.key = partial(_key, step_data.seed, step_data.step, segments.num_microbatches)
+        self._run = host.executor.begin(_run_spec(segments, stages, step_data), caller)
         self.open = True
 
     def step(self, batch: Batch, weighting: Weighting) -> Tensor:
@@ -142,7 +142,7 @@ class Stream:
         self._finish_part()
         size = self.segments.num_microbatches
         own = range(step * size, (step + 1) * size)
-        losses = self._feed.losses
+        losses = self._step_data.losses
         last = self.segments.program.placement[-1]
         self._losses[step] = self._host.loss(
             last, lambda: weighting.total([used_here(losses.pop(number)) for number in own])
@@ -163,12 +163,12 @@ def _key(seed: int, first_step: int, step_size: int, number: int) -> Key:
     return Key(seed, first_step + steps, microbatch)
 
 
-def _work(segments: Segments, stages: Mapping[int, Stage], feed: StepData) -> RunSpec:
+def _run_spec(segments: Segments, stages: Mapping[int, Stage], step_data: StepData) -> RunSpec:
     def begin(caller: Caller) -> None:
         if caller.autocasts:
-            feed.autocast = caller.autocast
+            step_data.autocast = caller.autocast
         for index, stage in stages.items():
-            stage.begin(feed, segments.uses(index))
+            stage.begin(step_data, segments.uses(index))
 
     def end(failed: bool) -> None:
         for stage in stages.values():

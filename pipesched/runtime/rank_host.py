@@ -97,7 +97,7 @@ class Executor(Protocol):
     def caller(self, *, grad: bool) -> Caller:
         """The settings of this thread, with grad mode as given."""
 
-    def begin(self, work: RunSpec, caller: Caller) -> SegmentedRun:
+    def begin(self, run_spec: RunSpec, caller: Caller) -> SegmentedRun:
         """Begin a run that is then given its orders in parts. Nothing else runs before ``end``."""
 
     def end(self, run: Any) -> None:
@@ -150,7 +150,7 @@ class RankHost(Protocol):
         other processes ExecutionError that says so.
         """
 
-    def run(self, work: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
+    def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
         """Run a program on all ranks, each its part."""
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
@@ -207,8 +207,8 @@ class ThreadRanks:
     def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         return make()
 
-    def run(self, work: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
-        return self.executor.run(work, grad=grad)
+    def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
+        return self.executor.run(run_spec, grad=grad)
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         return make()
@@ -367,8 +367,8 @@ class MeshRanks:
             self.executor.fail(method, error)
         return call
 
-    def run(self, work: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
-        return self.executor.run(work, grad=grad, looks=batch.looks or batch.looking(look))
+    def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
+        return self.executor.run(run_spec, grad=grad, looks=batch.looks or batch.looking(look))
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         if self.rank == rank:

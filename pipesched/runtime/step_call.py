@@ -38,7 +38,7 @@ class StepCall:
     return_outputs: bool = False
     gather: bool = False
 
-    def feed(self, seed: int, step: int) -> StepData:
+    def step_data(self, seed: int, step: int) -> StepData:
         """What the stages get, and where they put what they make."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
         return StepData(
@@ -57,17 +57,17 @@ class StepCall:
             raise ValueError(f"a call has a loss where it was asked for one; {self.method} was not")
         return self.weighting
 
-    def loss(self, feed: StepData) -> Tensor:
+    def loss(self, step_data: StepData) -> Tensor:
         """The mini-batch's loss, where the last stage runs."""
-        return self.counting.total([feed.losses[microbatch] for microbatch in range(len(self.batch.rows))])
+        return self.counting.total([step_data.losses[microbatch] for microbatch in range(len(self.batch.rows))])
 
-    def outputs(self, feed: StepData, *, own_loss: bool) -> Any:
+    def outputs(self, step_data: StepData, *, own_loss: bool) -> Any:
         """In the mini-batch's order; None where the last stage runs in another process. own_loss: the loss that counts
         is in the outputs.
         """
-        if not feed.outputs:
+        if not step_data.outputs:
             return None
-        outputs = [feed.outputs[microbatch].value for microbatch in range(len(self.batch.rows))]
+        outputs = [step_data.outputs[microbatch].value for microbatch in range(len(self.batch.rows))]
         return self.batch.gathered(outputs, self.weighting if own_loss else None)
 
 
@@ -173,7 +173,7 @@ def _read(written: Tensor | None, size: int) -> list[float | None]:
 _WHAT = "losses and outputs"
 
 
-def bring_ends(program: Program, feed: StepData, trade: Trade) -> None:
+def bring_ends(program: Program, step_data: StepData, trade: Trade) -> None:
     """Bring losses and outputs of all micro-batches to the program's output rank. Collective over processes."""
     end = program.output_rank
     ends = {program.placement[route[-1]] for route in program.routes}
@@ -182,9 +182,9 @@ def bring_ends(program: Program, feed: StepData, trade: Trade) -> None:
     if trade.holds(end):
         others = {rank for rank in ends if not trade.holds(rank)}
         for losses, outputs in trade.trade(_WHAT, {}, others).values():
-            feed.losses.update(losses)
-            feed.outputs.update({microbatch: Payload.of(value) for microbatch, value in outputs.items()})
+            step_data.losses.update(losses)
+            step_data.outputs.update({microbatch: Payload.of(value) for microbatch, value in outputs.items()})
     elif any(map(trade.holds, ends)):
-        outputs = {microbatch: payload.value for microbatch, payload in feed.outputs.items()}
-        trade.trade(_WHAT, {end: (feed.losses, outputs)}, ())
-        feed.outputs = {}
+        outputs = {microbatch: payload.value for microbatch, payload in step_data.outputs.items()}
+        trade.trade(_WHAT, {end: (step_data.losses, outputs)}, ())
+        step_data.outputs = {}

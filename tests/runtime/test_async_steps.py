@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from pipesched import Kind, Numerics, Pipeline
 from pipesched.errors import ExecutionError, InputError, ModelTypeError, ScheduleError
-from pipesched.runtime.executors.device_streams import CpuLane
+from pipesched.runtime.executors.device_streams import CpuStreams
 from tests.support.async_replay import (
     ASYNCHRONOUS,
     batch,
@@ -92,15 +92,16 @@ def test_step_returns_before_its_step_has_run_and_after_the_one_before_has() -> 
 def test_the_callers_device_waits_for_what_it_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told to, for each rank: after the last forward of the step whose loss is returned."""
     told: list[float] = []
-    monkeypatch.setattr(CpuLane, "has_streams", True)
-    monkeypatch.setattr(CpuLane, "catch_up", lambda lane, stamp: told.append(stamp))
+    monkeypatch.setattr(CpuStreams, "has_streams", True)
+    monkeypatch.setattr(CpuStreams, "catch_up", lambda streams, stamp: told.append(stamp))
     with pipeline(transformer(), name, 3) as pipe:
         for step in range(3):
             pipe.step(batch(step)[0], target=batch(step)[1])
             assert len(told) == 3 * max(1, step)
             ends = [span.end_s for span in pipe.trace.spans if span.action.kind is Kind.F and span.rank == 2]
             assert len(ends) == 3 * max(1, step)
-            assert pipe._running.host.executor.lanes[2].reader(pipe._running.stream._run.start_s)(told[-1]) >= max(ends)
+            seconds = pipe._running.host.executor.streams_of_rank[2].reader(pipe._running.stream._run.start_s)
+            assert seconds(told[-1]) >= max(ends)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

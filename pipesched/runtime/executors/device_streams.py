@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipesched.tensors.payload import Payload
 
-__all__ = ["CpuLane", "CudaLane", "Lane", "Message", "lane_for"]
+__all__ = ["CpuStreams", "CudaStreams", "DeviceStreams", "Message", "streams_for"]
 
 
 class Message(NamedTuple):
@@ -21,7 +21,7 @@ class Message(NamedTuple):
     stream: torch.cuda.Stream | None = None
 
 
-class Lane(Protocol):
+class DeviceStreams(Protocol):
     """One rank's device, for the length of the executor's life."""
 
     #: Whether work is launched in streams, which ``begin``, ``follow``, ``catch_up`` and ``end`` put in order.
@@ -55,9 +55,9 @@ class Lane(Protocol):
         """A received value, on this device, safe to be used by what is launched from now on."""
 
 
-def lane_for(device: torch.device) -> Lane:
+def streams_for(device: torch.device) -> DeviceStreams:
     """The lane for a device."""
-    return CudaLane(device) if device.type == "cuda" else CpuLane(device)
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams(device)
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -66,7 +66,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tuple(entry if entry is None else change(entry) for entry in value)
 
 
-class CpuLane:
+class CpuStreams:
     """A CPU rank: the host's clock, and nothing to wait for."""
 
     has_streams = False
@@ -99,7 +99,7 @@ class CpuLane:
         return _map(message.value, lambda tensor: tensor.to(self._device))
 
 
-class CudaLane:
+class CudaStreams:
     """A CUDA rank: a stream to compute on, one for copies to other devices and one for copies from them, and events.
 
     A stream of its own for each direction: what goes out waits to be computed, and nothing that comes in waits behind.

@@ -33,7 +33,7 @@ from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children, forget
 from pipesched.runtime.coordination.rank_activity import COLLECTIVE, doing_at, said
 from pipesched.runtime.executors.channel_plan import ChannelEnds, OrderMessages, channels_of, digest_of
-from pipesched.runtime.executors.device_streams import lane_for
+from pipesched.runtime.executors.device_streams import streams_for
 from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
 from pipesched.runtime.executors.rank_run import RankRun, RankTimeline
 from pipesched.runtime.executors.threads import RunSpec, Stopped
@@ -73,7 +73,7 @@ class ProcessExecutor:
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
         self.device = device or torch.device("cpu")
-        self._lane = lane_for(self.device)
+        self._streams = streams_for(self.device)
         self._threads = intra_op_threads
         self._busy = threading.Lock()
         self._known: dict[int, tuple[Program, bytes]] = {}
@@ -122,7 +122,7 @@ class ProcessExecutor:
 
     # ---- running --------------------------------------------------------------------------------------------------
 
-    def run(self, work: RunSpec, *, grad: bool, looks: Sequence[Hashable] = ()) -> RankTimeline:
+    def run(self, run_spec: RunSpec, *, grad: bool, looks: Sequence[Hashable] = ()) -> RankTimeline:
         """Run this rank's part of a lowered program in this thread, with grad mode as given.
 
         work: of its stages, only those of this rank are used. looks: what each micro-batch looks like; from it follow
@@ -133,27 +133,27 @@ class ProcessExecutor:
         with self._one_at_a_time("a step"):
             failed = True
             try:
-                timeline = self._run(work, self.caller(grad=grad), looks)
+                timeline = self._run(run_spec, self.caller(grad=grad), looks)
                 failed = False
                 return timeline
             finally:
-                work.finish(failed)
+                run_spec.finish(failed)
 
-    def _run(self, work: RunSpec, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
-        program = work.program
+    def _run(self, run_spec: RunSpec, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
+        program = run_spec.program
         wire = self._open_wire()
-        order = self._own(program.orders if work.orders is None else work.orders)
+        order = self._own(program.orders if run_spec.orders is None else run_spec.orders)
         messages = self._messages_of(program, order)
         keys, batch = messages.keys(looks, caller.grad)
         wire.open(keys, self._agreed(program) + batch + digest(b"%d" % self._steps))
         self._steps += 1
-        work.prepare(caller)
+        run_spec.prepare(caller)
         start_s = time.perf_counter()
-        self._lane.begin()
+        self._streams.begin()
         try:
-            return self._went_through(self._rank_of(work, messages), order, caller, start_s, program)
+            return self._went_through(self._rank_of(run_spec, messages), order, caller, start_s, program)
         finally:
-            self._lane.end()
+            self._streams.end()
 
     def _own(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
         """The order of this rank: an empty one where it holds no stages."""
@@ -163,37 +163,37 @@ class ProcessExecutor:
         """The settings of this thread, with grad mode as given."""
         return Caller.here({self.device.type}, grad=grad)
 
-    def begin(self, work: RunSpec, caller: Caller) -> RankRun:
+    def begin(self, run_spec: RunSpec, caller: Caller) -> RankRun:
         """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``."""
         with self._one_at_a_time("a stream"):
-            program = work.program
+            program = run_spec.program
             wire = self._open_wire()
             channels = OrderMessages(program, self._own(program.orders)).none
             try:
                 wire.open(channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps))
                 self._steps += 1
-                work.prepare(caller)
+                run_spec.prepare(caller)
             except BaseException:
-                work.finish(True)
+                run_spec.finish(True)
                 raise
-            rank = Rank(self.rank, program, work.stages, ChannelEnds(program, wire), work.pair)
-            run = RankRun(work, caller, rank, self.continue_run, self.leave)
-            self._lane.begin()
+            rank = Rank(self.rank, program, run_spec.stages, ChannelEnds(program, wire), run_spec.pair)
+            run = RankRun(run_spec, caller, rank, self.continue_run, self.leave)
+            self._streams.begin()
             return run
 
     def continue_run(self, run: RankRun, order: tuple[Action, ...]) -> RankTimeline:
         """Run the next part of a stream."""
         with self._one_at_a_time("a step"):
             run.failed = True
-            self._open_wire().extend(OrderMessages(run.work.program, order).repeated(run.work.period))
-            timeline = self._went_through(run.rank, order, run.caller, run.began_s, run.work.program)
+            self._open_wire().extend(OrderMessages(run.run_spec.program, order).repeated(run.run_spec.period))
+            timeline = self._went_through(run.rank, order, run.caller, run.began_s, run.run_spec.program)
             run.failed = False
             return timeline
 
     def end(self, run: RankRun) -> None:
         """End a run that was given its orders in parts."""
-        self._lane.end()
-        run.work.finish(run.failed)
+        self._streams.end()
+        run.run_spec.finish(run.failed)
 
     def check_outside(self, what: str) -> None:
         """Raise ExecutionError in a layer or a hook that the rank runs."""
@@ -207,29 +207,29 @@ class ProcessExecutor:
     def _went_through(
         self, rank: Rank, order: tuple[Action, ...], caller: Caller, start_s: float, program: Program
     ) -> RankTimeline:
-        self._lane.follow()
+        self._streams.follow()
         stamps = Stamps.room_for(order)
         self._activity.run(stamps, program.placement)
-        with intra_op(self._threads), caller.held(), self._lane.entered():
+        with intra_op(self._threads), caller.held(), self._streams.entered():
             if self._links is not None:
                 self._links.begin()
             self._go_through(rank, stamps)
         all_stamps = [stamps if index == self.rank else Stamps.room_for(()) for index in range(self.num_ranks)]
-        return RankTimeline(all_stamps, [self._lane.reader(start_s)] * self.num_ranks, start_s + self._clock_s)
+        return RankTimeline(all_stamps, [self._streams.reader(start_s)] * self.num_ranks, start_s + self._clock_s)
 
-    def _rank_of(self, work: RunSpec, messages: OrderMessages) -> Rank:
+    def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
         """The rank of this work. It is kept, unless it runs a part of its order: then its stages are of one pass."""
         rank = messages.rank
-        if rank is None or rank.stages is not work.stages:
-            ends = ChannelEnds(work.program, self._open_wire())
-            rank = Rank(self.rank, work.program, work.stages, ends, work.pair)
-            messages.rank = rank if work.orders is None else None
+        if rank is None or rank.stages is not run_spec.stages:
+            ends = ChannelEnds(run_spec.program, self._open_wire())
+            rank = Rank(self.rank, run_spec.program, run_spec.stages, ends, run_spec.pair)
+            messages.rank = rank if run_spec.orders is None else None
         return rank
 
     def _go_through(self, rank: Rank, stamps: Stamps) -> None:
         bell = self._alarm.bell
         try:
-            for _ in interpret(rank, self._lane, stamps):
+            for _ in interpret(rank, self._streams, stamps):
                 if bell.rung:
                     raise Stopped
         except RuntimeError as error:

@@ -26,13 +26,13 @@ class RankRun:
 
     def __init__(
         self,
-        work: RunSpec,
+        run_spec: RunSpec,
         caller: Caller,
         rank: Rank,
         run_part: "Callable[[RankRun, tuple[Action, ...]], RankTimeline]",
         leave: Callable[[str], None],
     ) -> None:
-        self.work = work
+        self.run_spec = run_spec
         self.caller = caller
         self.rank = rank
         self.began_s = time.perf_counter()

@@ -23,7 +23,7 @@ from pipesched.errors import ExecutionError
 from pipesched.program.actions import OTHER_END, Action, Kind
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children
-from pipesched.runtime.executors.device_streams import Lane, Message, lane_for
+from pipesched.runtime.executors.device_streams import DeviceStreams, Message, streams_for
 from pipesched.runtime.executors.interpreter import Rank, StageLike, Stamps, interpret
 from pipesched.simulation.trace import Span
 from pipesched.tensors.caller_context import Caller
@@ -62,15 +62,15 @@ class RunSpec:
 class BoundProgram:
     """The ranks of a program over its stages, and the channels between them. It can serve one run after the other."""
 
-    def __init__(self, work: RunSpec, lanes: Sequence[Lane]) -> None:
-        self.lanes = lanes
-        self.program = work.program
-        self.stages = work.stages
-        self.orders = tuple(work.orders or work.program.orders)
-        self.channels = _channels(work.program)
+    def __init__(self, run_spec: RunSpec, streams_of_rank: Sequence[DeviceStreams]) -> None:
+        self.streams_of_rank = streams_of_rank
+        self.program = run_spec.program
+        self.stages = run_spec.stages
+        self.orders = tuple(run_spec.orders or run_spec.program.orders)
+        self.channels = _channels(self.program)
         self.ranks = [
-            Rank(index, work.program, work.stages, _Wires(work.program, self.channels, lane), work.pair)
-            for index, lane in enumerate(lanes)
+            Rank(index, self.program, self.stages, _Wires(self.program, self.channels, streams), run_spec.pair)
+            for index, streams in enumerate(streams_of_rank)
         ]
 
 
@@ -79,8 +79,8 @@ class ThreadRun:
 
     ahead = 1  # parts that are handed on while others run
 
-    def __init__(self, work: RunSpec, bound: BoundProgram, jobs: _Jobs, caller: Caller) -> None:
-        self.work = work
+    def __init__(self, run_spec: RunSpec, bound: BoundProgram, jobs: _Jobs, caller: Caller) -> None:
+        self.run_spec = run_spec
         self.bound = bound
         self.caller = caller
         self.error: BaseException | None = None
@@ -94,9 +94,9 @@ class ThreadRun:
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> "RunSegment":
         """Give every rank the next part of its order; it begins when it has ended the one before."""
-        for lane in self.bound.lanes:
-            if lane.has_streams:
-                lane.follow()
+        for streams in self.bound.streams_of_rank:
+            if streams.has_streams:
+                streams.follow()
         self.last = segment = RunSegment(self, orders)
         handed = 0
         try:
@@ -160,10 +160,10 @@ class RunSegment:
         """In the rank's thread: run its part to the end, or until another rank fails."""
         run = self._run
         rank = run.bound.ranks[index]
-        lane = run.bound.lanes[index]
+        streams = run.bound.streams_of_rank[index]
         try:
-            with run.caller.held(), lane.entered():
-                for _ in interpret(rank, lane, self._stamps[index]):
+            with run.caller.held(), streams.entered():
+                for _ in interpret(rank, streams, self._stamps[index]):
                     if run.stopping.is_set():
                         return
         except Stopped:
@@ -179,11 +179,11 @@ class RunSegment:
 
     def timeline(self) -> "Timeline":
         """In the caller's thread, which launches behind the part from now on: what ran when, and nothing else of it."""
-        lanes = self._run.bound.lanes
-        for lane, stamps in zip(lanes, self._stamps, strict=True):
-            if lane.has_streams and stamps.ends:
-                lane.catch_up(stamps.ends[-1])
-        return Timeline(self._stamps, [lane.reader(self._run.start_s) for lane in lanes])
+        streams_of_rank = self._run.bound.streams_of_rank
+        for streams, stamps in zip(streams_of_rank, self._stamps, strict=True):
+            if streams.has_streams and stamps.ends:
+                streams.catch_up(stamps.ends[-1])
+        return Timeline(self._stamps, [streams.reader(self._run.start_s) for streams in streams_of_rank])
 
 
 @dataclass(frozen=True)
@@ -215,21 +215,21 @@ def _channels(program: Program) -> _Channels:
 class _Wires:
     """One rank's ends of the channels."""
 
-    def __init__(self, program: Program, channels: _Channels, lane: Lane) -> None:
+    def __init__(self, program: Program, channels: _Channels, streams: DeviceStreams) -> None:
         self._placement = program.placement
         self._channels = channels
-        self._lane = lane
+        self._streams = streams
 
     def sender(self, action: Action) -> Callable[[Any], None]:
         here, there = self._ends(action)
         put = self._channels[here, there, action.kind].put
-        pack = self._lane.pack
+        pack = self._streams.pack
         return lambda value: put(pack(value))
 
     def receiver(self, action: Action) -> Callable[[], Any]:
         here, there = self._ends(action)
         get = self._channels[there, here, OTHER_END[action.kind]].get
-        unpack = self._lane.unpack
+        unpack = self._streams.unpack
 
         def receive() -> Any:
             message = get()
@@ -247,7 +247,7 @@ class ThreadExecutor:
     """Threads that wait for runs. ``close`` ends them; so does dropping the executor."""
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
-        self.lanes = [lane_for(device) for device in devices]
+        self.streams_of_rank = [streams_for(device) for device in devices]
         self._device_types = {device.type for device in devices}
         self._busy = threading.Lock()
         self._jobs: _Jobs = [SimpleQueue() for _ in devices]
@@ -271,7 +271,7 @@ class ThreadExecutor:
         """Whether the threads have been ended."""
         return not self._finalizer.alive
 
-    def run(self, work: RunSpec, *, grad: bool) -> Timeline:
+    def run(self, run_spec: RunSpec, *, grad: bool) -> Timeline:
         """Run a lowered program, with grad mode as given, until every rank has ended. An interrupt stops them first.
 
         Raises what a stage raised, with a note that says where; ExecutionError where a run is under way or after
@@ -279,10 +279,11 @@ class ThreadExecutor:
         """
         if len(self._kept) >= _REMEMBERED:
             self._kept.clear()
-        bound = self._kept.pop(id(work.program), None)  # of the run before, where that did not fail
-        if bound is None or bound.program is not work.program or bound.stages is not work.stages or work.orders:
-            bound = BoundProgram(work, self.lanes)
-        run = self.begin(work, Caller.here(self._device_types, grad=grad), bound)
+        program = run_spec.program
+        bound = self._kept.pop(id(program), None)  # of the run before, where that did not fail
+        if bound is None or bound.program is not program or bound.stages is not run_spec.stages or run_spec.orders:
+            bound = BoundProgram(run_spec, self.streams_of_rank)
+        run = self.begin(run_spec, Caller.here(self._device_types, grad=grad), bound)
         try:
             timeline = run.finish(run.hand(bound.orders))
         except BaseException:
@@ -290,15 +291,15 @@ class ThreadExecutor:
             raise
         finally:
             self.end(run)
-        if work.orders is None:
-            self._kept[id(work.program)] = bound
+        if run_spec.orders is None:
+            self._kept[id(program)] = bound
         return timeline
 
     def caller(self, *, grad: bool) -> Caller:
         """The settings of this thread, with grad mode as given."""
         return Caller.here(self._device_types, grad=grad)
 
-    def begin(self, work: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
+    def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
         """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``.
 
         bound: the program of this work, bound to its stages before; default: it is bound now.
@@ -311,15 +312,16 @@ class ThreadExecutor:
         try:
             if self._last is not None:
                 self._last.wait()  # an impatient interrupt may have left ranks behind
-            work.prepare(caller)
-            run = self._last = ThreadRun(work, bound or BoundProgram(work, self.lanes), self._jobs, caller)
+            run_spec.prepare(caller)
+            bound = bound or BoundProgram(run_spec, self.streams_of_rank)
+            run = self._last = ThreadRun(run_spec, bound, self._jobs, caller)
             self._under_way[:] = [ref(run)]
-            for lane in self.lanes:
-                if lane.has_streams:
-                    lane.begin()
+            for streams in self.streams_of_rank:
+                if streams.has_streams:
+                    streams.begin()
         except BaseException:
             try:
-                work.finish(True)
+                run_spec.finish(True)
             finally:
                 self._busy.release()
             raise
@@ -327,13 +329,13 @@ class ThreadExecutor:
 
     def end(self, run: ThreadRun) -> None:
         """End a run whose ranks have ended what they were given."""
-        for lane in self.lanes:
-            if lane.has_streams:
-                lane.end()
+        for streams in self.streams_of_rank:
+            if streams.has_streams:
+                streams.end()
         if run.finished:
             self._last = None
             run.last = None  # else its batch would live until garbage is collected
-        run.work.finish(run.stopping.is_set())
+        run.run_spec.finish(run.stopping.is_set())
         self._busy.release()
 
     def check_open(self, what: str) -> None:

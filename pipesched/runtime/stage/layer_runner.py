@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipesched.capture.stage_body import Body, Head, call_with
 from pipesched.errors import ExecutionError, InputError
-from pipesched.program.checkpoint_options import Keep
+from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.buffer_copies import BufferCopies, buffers_of
 from pipesched.runtime.stage.compiled_layers import Compiled
@@ -47,8 +47,8 @@ class LayerRunner:
     """Runs the layers of a body forward, and in backwards those that run again. One thread at a time uses it.
 
     ties: what calls take in the place of tied weights. norms: keeps the statistics of BatchNorm by micro-batch.
-    compiled: runs layers through torch.compile. keep: the calls that recompute or offload what they would save.
-    written: the names of the buffers that forwards write to.
+    compiled: runs layers through torch.compile. checkpoint_of_call: the calls that recompute or offload what they
+    would save. written: the names of the buffers that forwards write to.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LayerRunner:
         ties: StandIns,
         norms: Norms | None,
         compiled: Compiled | None,
-        keep: Mapping[tuple[str, int], Keep],
+        checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint],
         written: Collection[str],
     ) -> None:
         self._body = body
@@ -86,13 +86,13 @@ class LayerRunner:
         self._split_backward_mode = Intercept(*backward, self.deferral)
         self._mode = self._forward_mode
         self._again = RecomputedLayers(self._random, self.deferral)
-        self._keep = {call: word for call, word in keep.items() if call[0] in body.layers}
-        self.offloads = Offloads(device) if "offload" in self._keep.values() else None
-        self._is_plain = not (ties or self._keep or compiled or self._moves_buffers)
+        self._checkpoint_of_call = {call: word for call, word in checkpoint_of_call.items() if call[0] in body.layers}
+        self.offloads = Offloads(device) if "offload" in self._checkpoint_of_call.values() else None
+        self._is_plain = not (ties or self._checkpoint_of_call or compiled or self._moves_buffers)
 
-    def begin(self, feed: StepData, weights: WeightStash | None) -> None:
+    def begin(self, step_data: StepData, weights: WeightStash | None) -> None:
         """Start a step. weights: the versions of the Parameters, where the program updates them on its way."""
-        self._feed = feed
+        self._step_data = step_data
         self._weights = weights
         self._body.begin()
         if self.offloads is not None:
@@ -122,9 +122,9 @@ class LayerRunner:
         self._random.enter(saved.key, "")
         call = self._call
         if not self._is_plain or saved.weights or saved.buffers:
-            call = partial(self._call_treated, saved, self._keep if torch.is_grad_enabled() else {})
+            call = partial(self._call_treated, saved, self._checkpoint_of_call if torch.is_grad_enabled() else {})
         self._mode = self._split_forward_mode if split else self._forward_mode
-        with self._feed.autocast():
+        with self._step_data.autocast():
             with self._mode:
                 output = self._body.run(inputs, tuple(values), call, self._random)
             return output if self._head is None else self._loss(self._head, saved, output)
@@ -179,8 +179,8 @@ class LayerRunner:
         if self.offloads is not None:
             self.offloads.arrived(saved.microbatch)
         grads: Gradients = (None,) * len(edges)  # right for the loss: a scalar's gradient is one
-        if arrived or self._feed.factors is None:
-            given = tuple(chain.from_iterable(arrived)) if arrived else self._feed.output_grads[saved.microbatch]
+        if arrived or self._step_data.factors is None:
+            given = tuple(chain.from_iterable(arrived)) if arrived else self._step_data.output_grads[saved.microbatch]
             reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
             edges = [edge for edge, _ in reached]
             grads = tuple([grad for _, grad in reached])
@@ -222,7 +222,7 @@ class LayerRunner:
     def _call_treated(
         self,
         saved: MicrobatchState,
-        keep: Mapping[tuple[str, int], Keep],
+        checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint],
         name: str,
         number: int,
         layer: nn.Module,
@@ -232,7 +232,7 @@ class LayerRunner:
         """Call a layer on what stands in for its tensors; what it saves is kept, recomputed or offloaded."""
         self._random.enter(saved.key, name, number)
         own = self._stand_ins(saved, name, number)
-        word = keep.get((name, number))
+        word = checkpoint_of_call.get((name, number))
         if word in ("recompute", "recompute-cheap"):
             run = partial(self._call_module, layer)
             cheap = word == "recompute-cheap"
@@ -253,8 +253,8 @@ class LayerRunner:
 
     def _loss(self, head: Head, saved: MicrobatchState, output: Any) -> Any:
         """The loss of what the last stage's layers have given; what they have given where no loss is asked for."""
-        if self._feed.keep_outputs:
-            self._feed.outputs.setdefault(saved.microbatch, Payload.of(output))
+        if self._step_data.keep_outputs:
+            self._step_data.outputs.setdefault(saved.microbatch, Payload.of(output))
         if saved.loss_inputs is None:
             return output
         target, factor = saved.loss_inputs
@@ -282,9 +282,9 @@ class LayerRunner:
         """Run, and note what must stay on the device: what lies in the batch, or in what the stage gives out."""
         with offloads.saving(saved.microbatch), self.deferral.saving():
             value = self.run(saved, arrived, noted)
-        inputs = self._feed.inputs[saved.microbatch] if saved.takes_inputs or not saved.num_grads else None
+        inputs = self._step_data.inputs[saved.microbatch] if saved.takes_inputs or not saved.num_grads else None
         output = list(value) if isinstance(value, PerConsumer) else value
-        outputs = self._feed.outputs.get(saved.microbatch)
+        outputs = self._step_data.outputs.get(saved.microbatch)
         saved.staying = addresses((*tensors_in((inputs, output)), *(outputs.tensors if outputs else ())))
         return value
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipesched.capture.stage_body import Body, Chain, Head
 from pipesched.errors import ExecutionError, InputError
-from pipesched.program.checkpoint_options import Keep
+from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.compiled_layers import Compiled
@@ -46,7 +46,7 @@ class Stage:
         ties: StandIns | None = None,
         norms: Norms | None = None,
         compiled: Compiled | None = None,
-        keep: Mapping[tuple[str, int], Keep] | None = None,
+        checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint] | None = None,
         written: Collection[str] = (),
     ) -> None:
         self.body = Chain(body) if isinstance(body, Mapping) else body
@@ -55,23 +55,24 @@ class Stage:
         self.head = head
         self.weights: WeightStash | None = None
         self._saved: dict[int, MicrobatchState] = {}
-        self._feed = StepData(0, 0, [])
-        how: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "keep": keep or {}, "written": written}
+        self._step_data = StepData(0, 0, [])
+        how: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "written": written}
+        how["checkpoint_of_call"] = checkpoint_of_call or {}
         self._runner = LayerRunner(self.body, device, head, **how)
         self.modules = self._runner.modules
         self.optimizer = StageOptimizer(self.modules, self.layers)
         #: Makes a stage over the same layers that holds nothing: for a pass that stays open beside others.
         self.fresh = partial(Stage, self.body, device, head, **how)
 
-    def begin(self, feed: StepData, uses: Uses | None = None) -> None:
+    def begin(self, step_data: StepData, uses: Uses | None = None) -> None:
         """Start a step; what a broken one left behind is dropped.
 
         uses: for a program that updates the weights on its way: which version each micro-batch uses.
         """
         self._saved.clear()
-        self._feed = feed
+        self._step_data = step_data
         self.weights = None if uses is None else WeightStash(self.modules, uses)
-        self._runner.begin(feed, self.weights)
+        self._runner.begin(step_data, self.weights)
 
     def end(self, failed: bool) -> None:
         """End a step: nothing of it stays behind, nor of one that failed gradients that the next update would take."""
@@ -87,11 +88,11 @@ class Stage:
         """F: the stage's output, a Payload, or PerConsumer one for each consumer; on the last stage the loss, where
         the feed asks for one.
         """
-        feed = self._feed
+        step_data = self._step_data
         payload, takes_inputs = self._body_inputs(microbatch, arrived)
         saved = MicrobatchState(
             microbatch=microbatch,
-            key=Key(feed.seed, feed.step, microbatch) if feed.key is None else feed.key(microbatch),
+            key=Key(step_data.seed, step_data.step, microbatch) if step_data.key is None else step_data.key(microbatch),
             num_grads=tuple([sum(one.needs_grad) for one in arrived]) if arrived else (),
             takes_inputs=takes_inputs,
             weights={} if self.weights is None else self.weights.used_by(microbatch),
@@ -116,7 +117,7 @@ class Stage:
         if not all(output.needs_grad):
             output = self._buffers_copied(output)
         if saved.loss_inputs is not None:
-            feed.losses[microbatch] = output.leaves[0]
+            step_data.losses[microbatch] = output.leaves[0]
         return output
 
     def recompute(self, microbatch: int, *, split: bool = False) -> None:
@@ -179,22 +180,22 @@ class Stage:
 
     def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
         """The loss's target and factor. F reads them, once: R may come when a stream has dropped them."""
-        feed = self._feed
-        if feed.factors is None:
+        step_data = self._step_data
+        if step_data.factors is None:
             return None
-        target: Any = feed.targets[microbatch] if feed.targets else None
+        target: Any = step_data.targets[microbatch] if step_data.targets else None
         here = (
             self._on_device(target)
             if isinstance(target, Tensor)
             else pytree.tree_map_only(Tensor, self._on_device, target)
         )
-        return here, feed.factors[microbatch]
+        return here, step_data.factors[microbatch]
 
     def _body_inputs(self, microbatch: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
         """All that the body gets, and whether the model's inputs are the first of it."""
         if arrived and not self.body.late_inputs:
             return arrived[0] if len(arrived) == 1 else Payload.joined(arrived), False
-        given = Payload.of(self.body.inputs(self._feed.inputs[microbatch]), self._on_device)
+        given = Payload.of(self.body.inputs(self._step_data.inputs[microbatch]), self._on_device)
         if arrived and any(given.needs_grad):
             raise InputError(
                 "gradients of inputs come from the first stage; an input that requires one is used in a later stage, "
@@ -221,7 +222,7 @@ class Stage:
         saved.input_grads.clear()  # the graph holds the list, and somebody may hold the graph for longer
         if not saved.num_grads:
             if grads:
-                self._feed.input_grads[microbatch] = grads
+                self._step_data.input_grads[microbatch] = grads
             return _NONE_BACK
         if len(saved.num_grads) == 1:
             return PerConsumer((grads,))

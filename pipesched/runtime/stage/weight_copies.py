@@ -24,13 +24,13 @@ from pipesched.model.module_tree import hooks_of
 from pipesched.tensors.exchange import Trade, copy_into, moved
 from pipesched.tensors.meta_tensors import put_on
 
-__all__ = ["Replicas"]
+__all__ = ["WeightCopies"]
 
 _SETTINGS = (bool, int, float, str)  # as a module's mode and the p of a Dropout
 _Tensors = list[Tensor | None]
 
 
-class _Replica:
+class _WeightCopy:
     """A copy of a part's layers, and of the loss module beside them; what they share they also share as copies.
 
     Module hooks that are registered before serve both. Raises GraphError for layers that cannot be copied.
@@ -90,10 +90,10 @@ class _Pair:
     home: nn.ModuleList
     home_rank: int
     rank: int
-    replica: _Replica | None
+    weight_copy: _WeightCopy | None
 
 
-class Replicas:
+class WeightCopies:
     """All replicas of a pipeline, in the order of their stages.
 
     target(parameter, rank): what takes the gradients of a home's parameter.
@@ -114,20 +114,20 @@ class Replicas:
         loss_fn: Callable[[Any, Any], Any] | None,
         device: torch.device,
         ranks: tuple[int, int],
-    ) -> _Replica | None:
+    ) -> _WeightCopy | None:
         """Make one. ranks: of the home and of the copy. None where the copy lies in another process."""
-        replica = _Replica(layers, loss_fn, device) if self._trade.holds(ranks[1]) else None
+        weight_copy = _WeightCopy(layers, loss_fn, device) if self._trade.holds(ranks[1]) else None
         home_rank, rank = ranks
         home = _together(layers, loss_fn)
-        self._all.append(_Pair(home=home, home_rank=home_rank, rank=rank, replica=replica))
-        return replica
+        self._all.append(_Pair(home=home, home_rank=home_rank, rank=rank, weight_copy=weight_copy))
+        return weight_copy
 
     def refresh(self) -> None:
         """Make all equal to their homes. Collective over processes."""
         moves = [(pair.home_rank, pair.rank, partial(_state, pair.home)) for pair in self._all]
         for pair, state in zip(self._all, moved(self._trade, "weights", moves), strict=True):
-            if pair.replica is not None:
-                pair.replica.refresh(state)
+            if pair.weight_copy is not None:
+                pair.weight_copy.refresh(state)
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
@@ -137,14 +137,14 @@ class Replicas:
         """
         try:
             yield
-            moves = [(pair.rank, pair.home_rank, _taking(pair.replica)) for pair in self._all]
+            moves = [(pair.rank, pair.home_rank, _taking(pair.weight_copy)) for pair in self._all]
             for pair, grads in zip(self._all, moved(self._trade, "gradients", moves), strict=True):
                 if self._trade.holds(pair.home_rank):
                     _deliver([self._target(p, pair.home_rank) for p in pair.home.parameters()], grads)
         finally:
             for pair in self._all:
-                if pair.replica is not None:
-                    pair.replica.taken_grads()
+                if pair.weight_copy is not None:
+                    pair.weight_copy.taken_grads()
 
 
 def _together(layers: Mapping[str, nn.Module], loss_fn: Callable[[Any, Any], Any] | None) -> nn.ModuleList:
@@ -155,8 +155,8 @@ def _state(home: nn.ModuleList) -> list[Tensor]:
     return [tensor.detach() for tensor in (*home.buffers(), *home.parameters())]
 
 
-def _taking(replica: _Replica | None) -> Callable[[], _Tensors]:
-    return replica.taken_grads if replica is not None else list
+def _taking(weight_copy: _WeightCopy | None) -> Callable[[], _Tensors]:
+    return weight_copy.taken_grads if weight_copy is not None else list
 
 
 def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
