@@ -37,7 +37,7 @@ def test_a_loss_that_never_comes_says_why(ranks: Ranks) -> None:
     *others, _ = ranks.run(3, jobs.losses_of_one_that_fails)
     for sent, unsent in others:
         for said in (*sent, *unsent):
-            assert said.startswith("what another rank sends is received before the pipeline ends; this was not: ")
+            assert said.startswith("a loss must be received before the pipeline ends; this one was not: ")
         assert all("rank 2 failed: ZeroDivisionError: a layer's own error, in 2F0 (stage 2" in said for said in sent)
         assert all("its rank left without sending it" in said for said in unsent)
 
@@ -92,7 +92,9 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
     ):
         assert said[at][name].startswith(text)
         for rank in {0, 1, 2} - {at}:
-            assert said[rank][name].startswith(f"ExecutionError: a rank that fails stops all; rank {at} failed: {text}")
+            assert said[rank][name].startswith(
+                f"ExecutionError: a failed rank stops all ranks; rank {at} failed: {text}"
+            )
     for name, text in (
         ("unequal rows", "InputError: all tensors of a batch have as many rows; argument 0 has 19, the target has 7"),
         ("no target", "InputError: loss_fn(output, target) needs a target"),

@@ -239,7 +239,7 @@ def test_a_layer_that_calls_its_own_pipeline_is_an_error(call: Callable) -> None
         pipes.append(pipe)
         pipe.step(torch.ones(2, 2), target=torch.zeros(2, 2))
         pipe.step(torch.ones(2, 2), target=torch.zeros(2, 2))
-        with pytest.raises(ExecutionError, match="used from outside its steps"):
+        with pytest.raises(ExecutionError, match=r"flush\(\) was called from inside a running step"):
             pipe.flush()
         pipe.step(torch.ones(2, 2), target=torch.zeros(2, 2))
 
@@ -252,7 +252,7 @@ def test_what_an_asynchronous_step_cannot_give_is_refused(name: str) -> None:
         with pytest.raises(ModelTypeError, match="Optimizer"):
             pipeline(transformer(), name, 2, optimizer=wrong)
     model = transformer()
-    with pytest.raises(ModelTypeError, match="a stage with 14 parameters has 16 others; make it of params"):
+    with pytest.raises(ModelTypeError, match="a stage with 14 parameters has 16 others; pass only params to it"):
         pipeline(model, name, 2, optimizer=lambda _: sgd(list(model.parameters())))
     x, y = batch(0)
     with pipeline(transformer(), name, 2) as pipe:

@@ -82,7 +82,7 @@ def test_an_error_in_one_rank_stops_all(ranks: Ranks, failing: str) -> None:
             assert (error, text) == ("ZeroDivisionError", "a layer's own error")
         else:
             assert error == "ExecutionError"
-            assert text.startswith(f"a rank that fails stops all; rank {action.stage} failed: ZeroDivisionError")
+            assert text.startswith(f"a failed rank stops all ranks; rank {action.stage} failed: ZeroDivisionError")
         assert after.startswith("a closed pipeline does not run")
 
 

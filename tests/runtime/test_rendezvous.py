@@ -33,14 +33,14 @@ def test_a_mistake_of_one_rank_ends_one_attempt_in_all(ranks: Ranks, wrong: int)
             if rank == wrong:
                 assert text.startswith(own[name]), name
             else:
-                assert text.startswith(f"ExecutionError: a rank that fails stops all; rank {wrong} failed: "), name
+                assert text.startswith(f"ExecutionError: a failed rank stops all ranks; rank {wrong} failed: "), name
                 assert own[name] in text, name
 
 
 def test_a_mistake_of_all_ends_no_later_pipeline(ranks: Ranks) -> None:
     for found in ranks.run(3, jobs.all_alike):
         for text in found:
-            assert text.startswith(("InputError: a seed is", "ExecutionError: a rank that fails stops all; rank "))
+            assert text.startswith(("InputError: a seed is", "ExecutionError: a failed rank stops all ranks; rank "))
 
 
 @pytest.mark.parametrize("who", [[1], [0, 2]])
@@ -70,7 +70,7 @@ def test_a_rank_0_that_hangs_while_it_measures_is_named(ranks: Ranks) -> None:
 def test_a_rank_0_that_fails_or_stops_while_it_measures_is_named(ranks: Ranks) -> None:
     own, other = ranks.run(2, jobs.measures_for_long, "fails")
     assert own == "OSError: no layer today"
-    assert "a rank that fails stops all; rank 0 failed: OSError: no layer today, in making a pipeline" in other
+    assert "a failed rank stops all ranks; rank 0 failed: OSError: no layer today, in making a pipeline" in other
     _, other = ranks.run(2, jobs.measures_for_long, "stops")
     said = (
         "nothing came from rank 0 within the timeout, in making a pipeline, where rank 0 measures and decides for all"

@@ -219,8 +219,8 @@ class Rendezvous:
         if not text.startswith("rank "):
             return ExecutionError(text)  # of rank 0, about a missing one
         return ExecutionError(
-            f"a rank that fails stops all; {text}, in making a pipeline; {self._names[self._rank]} of "
-            f"{self._num_ranks} stopped; mend the cause and make a new pipeline"
+            f"a failed rank stops all ranks; {text}, in making a pipeline; {self._names[self._rank]} of "
+            f"{self._num_ranks} stopped; fix the cause and make a new pipeline"
         )
 
 

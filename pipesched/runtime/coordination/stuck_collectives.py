@@ -63,7 +63,7 @@ def _abort_nccl_groups() -> bool:
 def _end_process(stack: str, name: str, fault: str) -> NoReturn:
     sys.stdout.flush()
     print(
-        f"{stack}\npipesched: a rank that fails stops all; {fault}; {name} is stuck in a collective of "
+        f"{stack}\npipesched: a failed rank stops all ranks; {fault}; {name} is stuck in a collective of "
         f"torch.distributed, which nothing can end but the end of the process; it exits with code {EXIT_CODE}; mend "
         f"the cause, or set {_SETTING}=0 to leave such ranks where they are",
         file=sys.stderr,
