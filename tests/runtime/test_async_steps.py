@@ -239,7 +239,7 @@ def test_a_layer_that_calls_its_own_pipeline_is_an_error(call: Callable) -> None
         pipes.append(pipe)
         pipe.step(torch.ones(2, 2), target=torch.zeros(2, 2))
         pipe.step(torch.ones(2, 2), target=torch.zeros(2, 2))
-        with pytest.raises(ExecutionError, match=r"flush\(\) was called from inside a running step"):
+        with pytest.raises(ExecutionError, match=r"(step|flush)\(\) was called from inside a running step"):
             pipe.flush()
         pipe.step(torch.ones(2, 2), target=torch.zeros(2, 2))
 

@@ -25,7 +25,7 @@ def test_a_mistake_of_one_rank_ends_one_attempt_in_all(ranks: Ranks, wrong: int)
             "model": "ModelTypeError: the model is an nn.Module",
             "timeout": "InputError: ",
             "boundaries": "PartitionError: ",
-            "devices": "InputError: a pipeline runs on devices= of this process or over a mesh=",
+            "devices": "InputError: a pipeline runs either on devices= of this process or over a mesh=",
             "init": "InputError: ",
             "links": "InputError: ",
         }

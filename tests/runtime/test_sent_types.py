@@ -18,7 +18,7 @@ def test_values_of_types_that_the_capture_shows_are_passed_on(ranks: Ranks, name
 
 def test_another_value_is_refused_when_the_pipeline_is_made(ranks: Ranks) -> None:
     for said in ranks.run(2, jobs.opaque, 2):
-        assert said.startswith("GraphError: what layer '1' gives goes from stage to stage; between ranks travel ")
+        assert said.startswith("GraphError: the output of layer '1' must be sent between stages; between ranks travel ")
         assert "got tests.support.jobs.strangers.Opaque; pass its parts in a tuple or a dict" in said
 
 
