@@ -50,8 +50,8 @@ def test_ranks_that_do_not_come_are_named_and_may_come_later(ranks: Ranks, who: 
         for text in found:
             assert (text == "absent") == (rank in who)
             if text != "absent":
-                assert text.startswith("ExecutionError: all 3 ranks make their pipeline together; rank ")
-                assert re.search(rf"; {names} not come; rank \d waited 2 s; make it on every rank, or raise", text)
+                assert text.startswith("ExecutionError: all 3 ranks must make their pipeline together; rank ")
+                assert re.search(rf"; {names} not joined; rank \d waited 2 s; make it on every rank, or raise", text)
 
 
 def test_ranks_wait_for_one_that_is_late(ranks: Ranks) -> None:
@@ -84,7 +84,7 @@ def test_a_rank_0_that_fails_or_stops_while_it_measures_is_named(ranks: Ranks) -
 def test_nothing_is_left_of_an_earlier_start_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of torchelastic keep one store for all starts."""
     store = distributed.HashStore()
-    with pytest.raises(ExecutionError, match=r"rank 0 has not come; rank 1 waited 0\.1 s"):
+    with pytest.raises(ExecutionError, match=r"rank 0 has not joined; rank 1 waited 0\.1 s"):
         Rendezvous(store, 1, NAMES[:2]).meet(0.1)
     Rendezvous(store, 0, NAMES[:2]).fail("InputError: wrong")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -105,9 +105,9 @@ def test_each_pipeline_has_keys_of_its_own() -> None:
 def test_a_rank_that_withdrew_is_passed_over() -> None:
     store = distributed.HashStore()
     for _ in range(3):
-        with pytest.raises(ExecutionError, match=r"rank 0 and rank 2 have not come; rank 1 waited 0\.05 s"):
+        with pytest.raises(ExecutionError, match=r"rank 0 and rank 2 have not joined; rank 1 waited 0\.05 s"):
             Rendezvous(store, 1, NAMES).meet(0.05)
-    with pytest.raises(ExecutionError, match=r"rank 1 and rank 2 have not come; rank 0 waited 0\.05 s"):
+    with pytest.raises(ExecutionError, match=r"rank 1 and rank 2 have not joined; rank 0 waited 0\.05 s"):
         Rendezvous(store, 0, NAMES).meet(0.05)
     assert meet(store, [2, 1, 0]) == ["met"] * 3
 
