@@ -116,9 +116,7 @@ class Stream:
 
     @property
     def versions(self) -> tuple[tuple[int, ...], ...]:
-        """The weight versions of the remembered parts, as in a program; empty if the stream's first parts are not
-        remembered.
-        """
+        """The weight versions of the remembered parts, as in a program; empty if the first parts were forgotten."""
         whole = self.num_parts == len(self.timelines)
         count = self._steps * self.segments.num_microbatches
         return self.segments.versions(count) if whole else ()

@@ -40,9 +40,7 @@ class Batch:
     looks: list[Hashable] = field(default_factory=list)
 
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
-        """The form of each micro-batch. ``look`` runs once for each number of rows, as ``Splitter`` cuts equal
-        forms.
-        """
+        """The form of each micro-batch. ``look`` runs once per number of rows; equal numbers have equal forms."""
         looks = {rows: look(value) for rows, value in dict(zip(self.rows, self.inputs, strict=True)).items()}
         return [looks[rows] for rows in self.rows]
 
@@ -51,9 +49,7 @@ class Batch:
         return [trainable_leaves(value) for value in self.inputs]
 
     def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
-        """Concatenate the outputs of all micro-batches. weighting: of the loss in the outputs; None if they have no
-        loss.
-        """
+        """Concatenate the micro-batches' outputs. weighting: of the loss in the outputs; None if they have no loss."""
         whole = gather(outputs, self.rows, self.output_dim)
         places = [] if weighting is None else loss_places(outputs[0])
         if weighting is None or not places:
@@ -192,8 +188,9 @@ class Splitter:
             )
 
     def _target_dim(self, target: Any, given: "_Given") -> int | None:
-        """The target's dim: as named; for one dim for all, that dim if the target has the batch's rows there,
-        else 0.
+        """The target's dim.
+
+        With one dim for all arguments, that dim if the target has the batch's rows there; otherwise 0.
         """
         dim = self._dim("target")
         if not isinstance(self.split_dims, int) or not self.split_dims:

@@ -49,9 +49,7 @@ class Bell:
 
 
 class _Ear:
-    """The state that the listening thread shares with the alarm. It does not reference the alarm, so an alarm can be
-    dropped.
-    """
+    """The state shared by the listening thread and the alarm. It does not keep the alarm alive."""
 
     def __init__(self, host: str, activity: Activity, name: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -182,10 +180,10 @@ class _Ear:
 
 
 class Alarm:
-    """One rank's failure alarm. Ranks of other pipelines can reach it from construction on, its own ranks after
-    ``meet``.
+    """One rank's failure alarm.
 
-    Dropping the alarm ends its thread, as ``end`` does.
+    Ranks of other pipelines can reach it from construction on, ranks of its own pipeline after ``meet``. Dropping the
+    alarm ends its thread, as ``end`` does.
 
     Args:
         group: the process group of the pipeline's ranks.

@@ -39,9 +39,7 @@ class Forked:
 
 
 def forget(end: Any) -> None:
-    """Disable a finalizer in this process and keep its object alive: gloo would wait for missing threads when
-    destroyed.
-    """
+    """Disable a finalizer in this process, and keep its object alive: destroying gloo waits for missing threads."""
     if (held := end.detach()) is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 

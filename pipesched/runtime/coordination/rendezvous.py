@@ -236,9 +236,7 @@ class Rendezvous:
 
 
 def collective(function: _Function) -> _Function:
-    """Decorate a function that all ranks of a ``mesh=`` call: an error before the rendezvous is sent to the other
-    ranks.
-    """
+    """Decorate a function that all ranks of a ``mesh=`` call: they are told of an error before the rendezvous."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

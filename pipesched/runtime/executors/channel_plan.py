@@ -1,6 +1,4 @@
-"""Channel plan: the messages of a rank's order by channel, the keys that predict their layouts, and the channels'
-ends.
-"""
+"""Channel plan: the messages of a rank's order by channel, and the keys that predict their layouts."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -22,8 +20,8 @@ _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 
 
 def look(value: Any) -> Hashable:
-    """The form of a micro-batch, from which message layouts are predicted: dtypes and shapes of tensors, other leaves'
-    types.
+    """The form of a micro-batch, which predicts message layouts: dtypes and shapes of tensors, types of other
+    leaves.
     """
     leaves = flatten(value)[0]
     return tuple(
@@ -48,8 +46,9 @@ class OrderMessages:
                 edge.append((*ends, microbatch))
 
     def repeated(self, period: int) -> Messages:
-        """Layout keys for a stream: a message's layout is predicted from the step before. period: micro-batches a
-        step.
+        """Layout keys for a stream, where the layouts of a step predict those of the next.
+
+        period: the number of micro-batches in a step.
         """
         return {
             peer: {

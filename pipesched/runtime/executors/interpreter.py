@@ -108,9 +108,7 @@ def _taken(edge: _Edge) -> Any:
 
 
 class _Step(NamedTuple):
-    """An action as a call: its arguments come from the edges in ``takes``, and its result goes to those in
-    ``gives``.
-    """
+    """An action as a call. Its arguments come from the edges in ``takes``; its result goes to those in ``gives``."""
 
     action: Action
     call: Callable[..., Any]

@@ -1,5 +1,4 @@
-"""Processes: runs one rank in a process of its own, over torch.distributed, with the interpreter of the other
-executors.
+"""Processes: runs one rank in a process of its own, over torch.distributed, with the same interpreter as threads.
 
 Why a step cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a
 channel to its k-th receive have no cycle. A send copies its message and returns, so it never blocks its rank. A receive
@@ -233,7 +232,7 @@ class ProcessExecutor:
         return RankTimeline(all_stamps, [self._streams.reader(start_s)] * self.num_ranks, start_s + self._clock_s)
 
     def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
-        """The bound rank for a run. It is cached, except for a run of partial orders, whose stages serve one pass
+        """The bound rank for a run. It is cached, unless the run has partial orders, whose stages serve one pass
         only.
         """
         rank = messages.rank
@@ -302,9 +301,7 @@ class ProcessExecutor:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """A context for code that calls torch.distributed collectives: an error in it stops all ranks and names the
-        cause.
-        """
+        """A context for torch.distributed collectives: an error in it stops all ranks and names the cause."""
         with self._one_at_a_time(what):
             yield
 

@@ -394,9 +394,7 @@ def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]
 
 
 def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int, started: threading.Barrier) -> None:
-    """The main loop of a rank's thread. It has no reference to the executor, so dropping the executor ends the
-    thread.
-    """
+    """The main loop of a rank's thread. It does not reference the executor, so dropping that ends the thread."""
     torch.get_num_threads()  # the first use sets the process's default, so read it before setting
     torch.set_num_threads(intra_op_threads)
     started.wait()

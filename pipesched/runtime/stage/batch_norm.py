@@ -49,8 +49,7 @@ SENT_TYPES = (_Part,)
 
 
 class Norms:
-    """Intercepts the BatchNorm calls of one stage and collects each micro-batch's statistics instead of updating
-    running ones.
+    """Collects statistics of one stage's BatchNorm calls by micro-batch, in place of updating running statistics.
 
     modules: searched for BatchNorm layers at the start of every run.
     """

@@ -107,7 +107,5 @@ class BufferCopies:
 
 
 def _names(layer: str, key: str) -> set[str]:
-    """The possible names of a layer's buffer in the model, including a layer that is the whole model or code between
-    layers.
-    """
+    """The possible names of a layer's buffer in the model; a layer may be the whole model, or code between layers."""
     return {f"{layer}.{key}", key.replace("/", ".")}

@@ -139,9 +139,7 @@ class LayerRunner:
             return output if self._head is None else self._loss(self._head, saved, output)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
-        """Run forward and save the activations. split: whether the backward is split, so that I defers weight gradients
-        to W.
-        """
+        """Run forward and save the activations. split: whether a later I defers weight gradients to W."""
         split = split and self._may_split()
         saved.deferred = split and self.deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self.deferral.learning)
@@ -184,9 +182,7 @@ class LayerRunner:
         return value
 
     def backward(self, saved: MicrobatchState, arrived: Sequence[Gradients]) -> None:
-        """Differentiate a forward. Layers that are recomputed use the same random numbers, weights and buffers as
-        before.
-        """
+        """Differentiate a forward. Recomputed layers use the same random numbers, weights and buffers as before."""
         edges = saved.edges
         saved.edges = ()
         if self.offloads is not None:
@@ -212,9 +208,7 @@ class LayerRunner:
             weight_grad(products)
 
     def deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
-        """End a micro-batch: deliver all gradients together, so that no update between its I and W applies part of
-        them.
-        """
+        """End a micro-batch: deliver all gradients together, so that no update between I and W applies only a part."""
         with self._backward_mode:
             weights.deliver([*saved.version_grads, *weights.taken(saved.weights)])
         saved.version_grads = ()

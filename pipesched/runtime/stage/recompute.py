@@ -98,9 +98,7 @@ class RecomputedLayers:
         return _Seen(copies, {name: (buffer, buffer._version) for name, buffer in buffers.items()})
 
     def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
-        """Record from the first run in these modes which buffers a call changes: some operators do not bump the
-        version.
-        """
+        """Record from the first run in these modes which buffers a call changes; some operators bump no version."""
         if not seen.still:
             return
         key = which, _modes(layer)

@@ -87,9 +87,7 @@ class Stage:
         self._runner.begin(step_data, self.weights)
 
     def end(self, failed: bool) -> None:
-        """End a step and release its state. After a failed step, also clear the gradients of the optimizer's
-        parameters.
-        """
+        """End a step and release its state. After a failed step, also clear the optimizer's gradients."""
         self.begin(StepData(0, 0, []))
         if failed:
             self.optimizer.drop_gradients()
@@ -150,9 +148,7 @@ class Stage:
         self._runner.run_keeping(saved, arrived, split)
 
     def backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """B: accumulate the gradients of all parameters; return the gradients of the received values, for each
-        producer.
-        """
+        """B: accumulate all parameters' gradients; return the received values' gradients, for each producer."""
         saved = self._saved.pop(microbatch)
         self._runner.backward(saved, grads)
         if self.weights is not None:
@@ -160,9 +156,7 @@ class Stage:
         return self._input_grads(microbatch, saved)
 
     def input_grad(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """I: return the gradients of the received values, for each producer. Expensive weight gradients are deferred to
-        W.
-        """
+        """I: return the received values' gradients, for each producer. Expensive weight gradients are deferred to W."""
         saved = self._saved[microbatch]
         if saved.deferred:
             with self._runner.deferral.unnoted():
@@ -182,9 +176,7 @@ class Stage:
             self._runner.deliver(saved, self.weights)
 
     def offload(self, microbatch: int) -> None:
-        """OFFLOAD: start copying the activations of offloaded layers to the host, except memory that is in use
-        elsewhere.
-        """
+        """OFFLOAD: start copying the activations of offloaded layers to the host, except memory used elsewhere."""
         if self._runner.offloads is not None:
             self._runner.offloads.offload(microbatch, self._runner.held_by_others(self._saved[microbatch]))
 

@@ -354,9 +354,7 @@ class _Neighbour:
         return identity + digest(b"".join(end.book.sizes for end in ends))
 
     def check(self, names: Sequence[str]) -> None:
-        """Compare the other end's identity before the first receive. Raises ExecutionError that names the
-        difference.
-        """
+        """Compare the other end's identity before the first receive. Raises ExecutionError naming the difference."""
         words, self.due, due = bytearray(len(self.due)), b"", self.due
         try:
             self._port.reader(self.peer, _OPENING)(memoryview(words))

@@ -208,9 +208,7 @@ class MessageLayout:
         return (skeleton, looks[0]) if stride == torch.empty(shape, device="meta").stride() else None
 
     def in_place(self, leaves: tuple[Any, ...]) -> Tensor | None:
-        """The bytes of a value's only tensor without a copy, if it is long, contiguous and on the CPU; otherwise
-        None.
-        """
+        """The bytes of a value's only tensor without a copy, if long, contiguous and on the CPU; otherwise None."""
         piece = self._only
         if piece is None:
             return None
@@ -232,9 +230,7 @@ class MessageLayout:
         return not any(one is not None and one.gapped for one in self._layout[1])
 
     def restore(self, message: Tensor, start: int) -> Any:
-        """Rebuild the value from a message's bytes, beginning at ``start``. Its tensors keep the message's memory
-        alive.
-        """
+        """Rebuild the value from a message's bytes from ``start`` on. Its tensors keep the message's memory alive."""
         pieces, restored, _ = self._layout
         storage = message.untyped_storage()
         memory = [storage[start + piece.offset : start + piece.offset + piece.nbytes] for piece in pieces]
