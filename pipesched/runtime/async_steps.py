@@ -122,9 +122,9 @@ class Stream:
         return self.segments.versions(count) if whole else ()
 
     @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
+    def _alone(self, method: str) -> Iterator[None]:
         """A context that allows one call at a time, and none from a rank. An exception ends the stream."""
-        self._host.executor.check_outside(what)
+        self._host.executor.check_outside(method)
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
                 "one step at a time; this one was called while another is running; call it after that one has returned"

@@ -104,8 +104,8 @@ class Executor(Protocol):
     def end(self, run: Any) -> None:
         """End a run."""
 
-    def check_outside(self, what: str) -> None:
-        """Raise ExecutionError if called within a step. what: the method's name for the message."""
+    def check_outside(self, method: str) -> None:
+        """Raise ExecutionError if called within a step. method: its name for the message."""
 
 
 class RankHost(Protocol):

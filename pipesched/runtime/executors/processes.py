@@ -209,12 +209,12 @@ class ProcessExecutor:
         self._streams.end()
         run.run_spec.finish(run.failed)
 
-    def check_outside(self, what: str) -> None:
-        """Raise ExecutionError inside a running step. what: the name of the method."""
+    def check_outside(self, method: str) -> None:
+        """Raise ExecutionError inside a running step. method: its name for the message."""
         self._forked.check()
         if self._busy.locked():
             raise ExecutionError(
-                f"{what}() was called from inside a running step (by a layer or a hook); "
+                f"{method}() was called from inside a running step (by a layer or a hook); "
                 f"call it after the step has returned"
             )
 
@@ -284,25 +284,25 @@ class ProcessExecutor:
 
     # ---- communication outside the program ------------------------------------------------------------------------
 
-    def agree(self, what: str, own: bytes) -> None:
-        """Raise ExecutionError in every rank unless ``own`` is equal in all ranks. what: its name in the message."""
+    def agree(self, name: str, own: bytes) -> None:
+        """Raise ExecutionError in every rank unless ``own`` is equal in all ranks. name: for the message."""
         with self._one_at_a_time("a comparison"):
-            self._compare(what, digest(own))
+            self._compare(name, digest(own))
 
-    def _compare(self, what: str, own: bytes) -> None:
+    def _compare(self, name: str, own: bytes) -> None:
         digests = self._exchanged(own)
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
             raise _DifferentError(
-                f"all ranks must have the same {what}; rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of "
-                f"{self.num_ranks} {'has' if len(others) == 1 else 'have'} another {what} than rank 0; pass the same "
+                f"all ranks must have the same {name}; rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of "
+                f"{self.num_ranks} {'has' if len(others) == 1 else 'have'} another {name} than rank 0; pass the same "
                 f"arguments on every rank"
             )
 
     @contextmanager
-    def collective(self, what: str) -> Iterator[None]:
+    def collective(self, call: str) -> Iterator[None]:
         """A context for torch.distributed collectives: an error in it stops all ranks and names the cause."""
-        with self._one_at_a_time(what):
+        with self._one_at_a_time(call):
             yield
 
     def exchange(self, value: Any) -> list[Any]:
@@ -387,22 +387,22 @@ class ProcessExecutor:
     # ---- failure and closing ----------------------------------------------------------------------------------
 
     @contextmanager
-    def _one_at_a_time(self, what: str) -> Iterator[None]:
+    def _one_at_a_time(self, call: str) -> Iterator[None]:
         self._open_wire()
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
                 "one step at a time; this one was called while another is running; call it after that one has returned"
             )
-        self._activity.begin(what)
+        self._activity.begin(call)
         try:
-            with self._stopping_all(what):
+            with self._stopping_all(call):
                 yield
         finally:
             self._activity.end()
             self._busy.release()
 
     @contextmanager
-    def _stopping_all(self, what: str) -> Iterator[None]:
+    def _stopping_all(self, call: str) -> Iterator[None]:
         """A context in which an exception stops all ranks.
 
         An exception of this rank is raised as it is; a failure of another rank is raised as an ExecutionError that
@@ -416,7 +416,7 @@ class ProcessExecutor:
             others = isinstance(error, Stopped | ConnectionLostError)
             doing = "waits" if others else doing_at(error)
             place = "".join(f", {note}" for note in getattr(error, "__notes__", []))
-            text = f"{error if others else said(error)}{place or f', in {what}'}"
+            text = f"{error if others else said(error)}{place or f', in {call}'}"
             first = self._alarm.ring(text, doing, getattr(error, "ended", None))
             self._fault = str(first)
             self._drop()

@@ -344,18 +344,18 @@ class ThreadExecutor:
         run.run_spec.finish(run.stopping.is_set())
         self._busy.release()
 
-    def check_open(self, what: str) -> None:
-        """Raise ExecutionError after ``close``. what: the call that needs an open pipeline, for the message."""
+    def check_open(self, call: str) -> None:
+        """Raise ExecutionError after ``close``. call: the call that needs an open pipeline, for the message."""
         if not self._finalizer.alive:
             self._forked.check()
-            raise ExecutionError(f"a closed pipeline does not run; it was closed before {what}; make a new one")
+            raise ExecutionError(f"a closed pipeline does not run; it was closed before {call}; make a new one")
 
-    def check_outside(self, what: str) -> None:
-        """Raise ExecutionError in a rank's own thread, which would wait for itself. what: the name of the method."""
+    def check_outside(self, method: str) -> None:
+        """Raise ExecutionError in a rank's thread, which would wait for itself. method: its name for the message."""
         self._forked.check()
         if threading.current_thread() in self._threads:
             raise ExecutionError(
-                f"{what}() was called from inside a running step (by a layer or a hook); "
+                f"{method}() was called from inside a running step (by a layer or a hook); "
                 f"call it after the step has returned"
             )
 

@@ -110,49 +110,49 @@ class Outgoing:
 
     def send(self, value: Any) -> None:
         """Send the next value without waiting."""
-        form = self.book.form(self._position)
-        data = None if form is None or form.nbytes >= self._ports.limit else form.plain_bytes(value)
-        if form is None or data is None:
-            self._send_described(form, value)
+        layout = self.book.form(self._position)
+        data = None if layout is None or layout.nbytes >= self._ports.limit else layout.plain_bytes(value)
+        if layout is None or data is None:
+            self._send_described(layout, value)
         else:
             _FIELDS.pack_into(self._header, 0, 0, 0, *self._counts.here)
-            self._send_short((self._header, data), _HEADER + form.nbytes)
+            self._send_short((self._header, data), _HEADER + layout.nbytes)
         self._position += 1
         if self._sent or self._aside:
             self._retire(self._counts.there[self._way])
 
-    def _send_described(self, form: MessageLayout | None, value: Any) -> None:
+    def _send_described(self, layout: MessageLayout | None, value: Any) -> None:
         description, leaves = describe(value, self._encoding)
-        if form is None or form.description != description:
-            self._send_unforeseen(MessageLayout(description, self._encoding), leaves, form.nbytes if form else 0)
-        elif form.nbytes < self._ports.limit and (data := form.in_place(leaves)) is not None:
+        if layout is None or layout.description != description:
+            self._send_unforeseen(MessageLayout(description, self._encoding), leaves, layout.nbytes if layout else 0)
+        elif layout.nbytes < self._ports.limit and (data := layout.in_place(leaves)) is not None:
             _FIELDS.pack_into(self._header, 0, 0, 0, *self._counts.here)
-            self._send_short((self._header, data.numpy()), _HEADER + form.nbytes)
+            self._send_short((self._header, data.numpy()), _HEADER + layout.nbytes)
         else:
-            packed = form.spare.pop() if form.spare else Packed(form, _HEADER)
+            packed = layout.spare.pop() if layout.spare else Packed(layout, _HEADER)
             packed.fill(leaves)
             _FIELDS.pack_into(packed.data, 0, 0, 0, *self._counts.here)
-            if form.nbytes < self._ports.limit:
+            if layout.nbytes < self._ports.limit:
                 self._send_short((packed.data,), len(packed.data))
-                form.spare.append(packed)
+                layout.spare.append(packed)
             else:
-                self._send_long(packed, form.spare)
+                self._send_long(packed, layout.spare)
 
-    def _send_unforeseen(self, form: MessageLayout, leaves: tuple[Any, ...], foreseen: int) -> None:
+    def _send_unforeseen(self, layout: MessageLayout, leaves: tuple[Any, ...], foreseen: int) -> None:
         """Send a header on the channel, then the layout and the data on the side channel."""
-        written = form.written()
+        written = layout.written()
         announced = Packed(None, _HEADER)
-        _FIELDS.pack_into(announced.data, 0, len(written), form.nbytes, *self._counts.here)
+        _FIELDS.pack_into(announced.data, 0, len(written), layout.nbytes, *self._counts.here)
         if foreseen < self._ports.limit:
             self._send_short((announced.data,), _HEADER)
         else:
             self._send_long(announced, [])
-        data = Packed(form, 0)
+        data = Packed(layout, 0)
         data.fill(leaves)
         for tensor in (torch.frombuffer(bytearray(written), dtype=torch.uint8), data.tensor):
             if len(tensor) and (work := self._ports.send(tensor, self._peer, self._tag + 1)) is not None:
                 self._aside.append(_Sent(self._position, work, tensor))
-        self.book.note(self._position, form)
+        self.book.note(self._position, layout)
 
     def _send_short(self, parts: Sequence[Any], nbytes: int) -> None:
         try:
@@ -234,10 +234,10 @@ class Incoming:
     def post(self, ahead: int = AHEAD) -> None:
         """Post the receives of the next messages, up to ``ahead`` at a time."""
         while self._next < self.book.end and len(self._posted) < ahead:
-            form = self.book.form(self._next)
-            nbytes = form.nbytes if form else 0
+            layout = self.book.form(self._next)
+            nbytes = layout.nbytes if layout else 0
             memory = torch.empty(_HEADER + nbytes, dtype=torch.uint8)
-            value = form.restore(memory, _HEADER) if form and form.lies_as_sent else None
+            value = layout.restore(memory, _HEADER) if layout and layout.lies_as_sent else None
             work = None if nbytes < self._ports.limit else self._started(memory)
             view: memoryview = memory.numpy().data
             self._posted.append(_Posted(memory, view[:_HEADER], view[_HEADER:], work, value))
@@ -248,7 +248,7 @@ class Incoming:
         if not self._posted:
             self.post()
         memory, header, data, work, value = self._posted.popleft()
-        form = self.book.form(self.taken)
+        layout = self.book.form(self.taken)
         start = _HEADER
         self.post()
         try:
@@ -256,26 +256,26 @@ class Incoming:
                 work.wait()
             else:
                 self._read(header)
-            form_bytes, data_bytes, *there = _FIELDS.unpack_from(header)
-            if not form_bytes and work is None and data:
+            layout_bytes, data_bytes, *there = _FIELDS.unpack_from(header)
+            if not layout_bytes and work is None and data:
                 self._read(data)
         except RuntimeError as error:
             raise lost(self._peer, error) from None
-        if form_bytes or form is None:
-            form, memory = self._receive_unforeseen(form_bytes, data_bytes)
+        if layout_bytes or layout is None:
+            layout, memory = self._receive_unforeseen(layout_bytes, data_bytes)
             start = 0
             value = None
-            self.book.note(self.taken, form)
+            self.book.note(self.taken, layout)
         self.taken += 1
         self._counts.here[self._way] = self.taken
         self._counts.there[:] = there
-        return form.restore(memory, start) if value is None else value
+        return layout.restore(memory, start) if value is None else value
 
-    def _receive_unforeseen(self, form_bytes: int, data_bytes: int) -> tuple[MessageLayout, Tensor]:
-        form = MessageLayout.read(self._receive_aside(form_bytes).numpy().tobytes(), self._encoding)
-        if form.nbytes != data_bytes:
-            raise lost(self._peer, RuntimeError(f"{data_bytes} bytes were announced for a layout of {form.nbytes}"))
-        return form, self._receive_aside(data_bytes)
+    def _receive_unforeseen(self, layout_bytes: int, data_bytes: int) -> tuple[MessageLayout, Tensor]:
+        layout = MessageLayout.read(self._receive_aside(layout_bytes).numpy().tobytes(), self._encoding)
+        if layout.nbytes != data_bytes:
+            raise lost(self._peer, RuntimeError(f"{data_bytes} bytes were announced for a layout of {layout.nbytes}"))
+        return layout, self._receive_aside(data_bytes)
 
     def _receive_aside(self, nbytes: int) -> Tensor:
         if not 0 <= nbytes <= _MOST_BYTES:

@@ -274,22 +274,22 @@ class DeviceOutgoing:
     def send(self, value: Any) -> None:
         """Send the next value without waiting."""
         description, leaves = describe(value, self._encoding)
-        form = self.book.form(self._position)
+        layout = self.book.form(self._position)
         written = b""
-        if form is None or form.description != description:
-            form = MessageLayout(description, self._encoding)
-            written = form.written()
-            self.book.note(self._position, form)
-        if form.nbytes:
-            self._send_data(form, leaves)
+        if layout is None or layout.description != description:
+            layout = MessageLayout(description, self._encoding)
+            written = layout.written()
+            self.book.note(self._position, layout)
+        if layout.nbytes:
+            self._send_data(layout, leaves)
         self._send_header(written)
         self._position += 1
 
-    def _send_data(self, form: MessageLayout, leaves: tuple[Any, ...]) -> None:
+    def _send_data(self, layout: MessageLayout, leaves: tuple[Any, ...]) -> None:
         self._reclaim()
-        packed = form.spare.pop() if form.spare else Packed(form, 0, self._links.device)
+        packed = layout.spare.pop() if layout.spare else Packed(layout, 0, self._links.device)
         packed.fill(leaves)
-        self._sent.append(_Sent(self._links[self._channel].send(packed.tensor), packed, form.spare))
+        self._sent.append(_Sent(self._links[self._channel].send(packed.tensor), packed, layout.spare))
 
     def _reclaim(self) -> None:
         while self._sent and self._sent[0].sending.is_completed():
@@ -334,17 +334,17 @@ class DeviceIncoming:
 
     def receive(self) -> Any:
         """Wait for the next value's header; later work on the current stream waits for its tensors."""
-        (form_bytes,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        form = self.book.form(self.taken)
-        if form_bytes or form is None:
-            form = MessageLayout.read(bytes(self._read(form_bytes)), self._encoding)
-            self.book.note(self.taken, form)
+        (layout_bytes,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        layout = self.book.form(self.taken)
+        if layout_bytes or layout is None:
+            layout = MessageLayout.read(bytes(self._read(layout_bytes)), self._encoding)
+            self.book.note(self.taken, layout)
         self.taken += 1
-        if form.nbytes:
-            memory = self._links[self._channel].receive(form.nbytes)
+        if layout.nbytes:
+            memory = self._links[self._channel].receive(layout.nbytes)
         else:
             memory = torch.empty(0, dtype=torch.uint8, device=self._links.device)
-        return form.restore(memory, 0)
+        return layout.restore(memory, 0)
 
     def _read(self, size: int) -> bytearray:
         memory = bytearray(size)

@@ -23,7 +23,7 @@ class LayoutBook:
     """The layouts that one end of a channel predicts, equal to those of the other end."""
 
     def __init__(self) -> None:
-        self._forms: dict[Hashable, MessageLayout] = {}
+        self._layouts: dict[Hashable, MessageLayout] = {}
         #: (number of the message in the run, its key, its layout)
         self._news: deque[tuple[int, Hashable, MessageLayout]] = deque()
         self._keys: Sequence[Hashable] = ()
@@ -42,8 +42,8 @@ class LayoutBook:
             self._write(len(self._news))
             self._keys = keys
             self._first = 0
-            self.foreseen = [self._forms.get(key) for key in keys]
-            self.sizes = digest(repr([-1 if form is None else form.nbytes for form in self.foreseen]).encode())
+            self.foreseen = [self._layouts.get(key) for key in keys]
+            self.sizes = digest(repr([-1 if layout is None else layout.nbytes for layout in self.foreseen]).encode())
 
     def extend(self, keys: Sequence[Hashable], behind: int) -> None:
         """Add messages to the run. behind: the number of messages that are done."""
@@ -56,20 +56,20 @@ class LayoutBook:
         at = number - self._first
         if at == len(self.foreseen):
             self._write(sum(noted <= number - _SETTLED for noted, *_ in self._news))
-            self.foreseen.append(self._forms.get(self._keys[at]))
+            self.foreseen.append(self._layouts.get(self._keys[at]))
         return self.foreseen[at]
 
-    def note(self, number: int, form: MessageLayout) -> None:
+    def note(self, number: int, layout: MessageLayout) -> None:
         """Record that a message had another layout than predicted.
 
         The layout is used from the next run on or, in a run of several parts, a fixed number of messages later, when
         both ends are certain to know it.
         """
-        self._news.append((number, self._keys[number - self._first], form))
+        self._news.append((number, self._keys[number - self._first], layout))
 
     def _write(self, count: int) -> None:
         for _ in range(count):
-            _, key, form = self._news.popleft()
-            if len(self._forms) >= _REMEMBERED:
-                self._forms.clear()
-            self._forms[key] = form
+            _, key, layout = self._news.popleft()
+            if len(self._layouts) >= _REMEMBERED:
+                self._layouts.clear()
+            self._layouts[key] = layout

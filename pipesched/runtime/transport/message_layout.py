@@ -149,18 +149,18 @@ class MessageLayout:
     @classmethod
     def read(cls, written: bytes, encoding: Encoding) -> "MessageLayout":
         """The inverse of ``written``. Raises ExecutionError for bytes that are no layout."""
-        form = cls(encoding.read(written), encoding)
+        layout = cls(encoding.read(written), encoding)
         try:
-            skeleton, looks, _, _ = form.description
-            counts = form._layout[2] >= 0 and (isinstance(skeleton, str) or len(skeleton[2]) == len(looks))
+            skeleton, looks, _, _ = layout.description
+            is_valid = layout._layout[2] >= 0 and (isinstance(skeleton, str) or len(skeleton[2]) == len(looks))
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError):
-            counts = False
-        if not counts:
+            is_valid = False
+        if not is_valid:
             raise ExecutionError(
                 f"a message must be announced by its layout; these {len(written)} bytes are no layout; run the same "
                 f"versions and the same model on every rank"
             )
-        return form
+        return layout
 
     @cached_property
     def nbytes(self) -> int:
@@ -272,9 +272,9 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 class Packed:
     """The memory of a message: a header (on a CPU only), then the bytes of a layout's tensors. data: all bytes."""
 
-    def __init__(self, form: MessageLayout | None, header: int, device: torch.device | None = None) -> None:
-        pieces = form.pieces if form else []
-        nbytes = header + (form.nbytes if form else 0)
+    def __init__(self, layout: MessageLayout | None, header: int, device: torch.device | None = None) -> None:
+        pieces = layout.pieces if layout else []
+        nbytes = header + (layout.nbytes if layout else 0)
         with torch.inference_mode(False):  # used by steps with and without inference mode
             self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
             storage = self.tensor.untyped_storage()
