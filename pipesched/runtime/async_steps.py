@@ -80,7 +80,7 @@ class Stream:
         """Queue a step, and wait until all ranks of this process have run the step before.
 
         Returns the loss of the step before; in the first step, its own loss. With one process per rank, this call runs
-        the rank's part of the step without waiting for the other ranks' ends, and the loss may still be in transit.
+        the rank's part of the step without waiting for the other ranks to finish, and the loss may still be in transit.
         Raises a layer's exception, after which the stream has ended.
         """
         with self._alone("step"):

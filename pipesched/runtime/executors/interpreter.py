@@ -142,7 +142,7 @@ class Rank:
         self._graph = program.graph
         self._pair = pair
         self._transport = transport
-        whole = program.orders[index] if index < program.num_ranks else ()  # `bind` may get a part
+        whole = program.orders[index] if index < program.num_ranks else ()  # bind() may receive only a part
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
         self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])

@@ -308,7 +308,7 @@ class LayerRunner:
             self._modifies_input = modified
         elif modified and not self._modifies_input:
             raise ExecutionError(
-                f"a checkpointed stage must treat its input alike in every forward; the layers "
+                f"a checkpointed stage must modify its input in place either always or never; the layers "
                 f"{', '.join(self._body.layers)} modified it in place now, but not in their first forward; "
                 f"use checkpoint='never', or do not modify it in place"
             )

@@ -134,7 +134,7 @@ class Deferral:
 
     @contextmanager
     def saving(self, *, again: bool = False) -> Iterator[None]:
-        """A context for a layer whose saved tensors are recomputed: products save their inputs through autograd.
+        """A context for layers whose saved tensors are recomputed or offloaded: products save inputs through autograd.
 
         again: whether the layer is being recomputed, which rebuilds the graph of its forward.
         """

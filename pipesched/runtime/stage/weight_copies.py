@@ -129,8 +129,7 @@ class WeightCopies:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """A context around a run with gradients: adds the copies' to the homes' in stage order, or drops them on
-        failure.
+        """A context around a run: adds the copies' gradients to the homes' in stage order, or drops them on failure.
 
         Collective over processes.
         """

@@ -100,7 +100,7 @@ class _Maker(Protocol):
 
 
 class NcclLink:
-    """A link over a NCCL communicator of two ranks. arrivals: the stream on which received memory is allocated."""
+    """A link over an NCCL communicator of two ranks. arrivals: the stream on which received memory is allocated."""
 
     def __init__(self, store: Any, sends: bool, device: torch.device, arrivals: Any, timeout_s: float) -> None:
         self._sends = sends
