@@ -115,8 +115,9 @@ class RecomputedLayers:
     def _check_input(self, which: _Call, modified: bool) -> None:
         if self._modifies_input.setdefault(which, modified) is False and modified:
             raise ExecutionError(
-                f"a recomputed layer must modify its input in place either always or never; layer {which[0]!r} modified "
-                f"it in place now, but not in its first forward; take it out of checkpoint=, or do not modify it in place"
+                f"a recomputed layer must modify its input in place either always or never; layer {which[0]!r} "
+                f"modified it in place now, but not in its first forward; take it out of checkpoint=, "
+                f"or do not modify it in place"
             )
 
 
