@@ -446,7 +446,7 @@ class ProcessExecutor:
             self._courier.end()
 
     def close(self) -> None:
-        """Close, after the other ranks have received all messages. Raises ExecutionError from within a step."""
+        """Close, after all sends are complete. Raises ExecutionError from within a step."""
         if not self._busy.acquire(blocking=False):
             raise ExecutionError("close() was called from inside a running step; call it after the step has returned")
         try:

@@ -22,7 +22,7 @@ class RankTimeline(Timeline):
 class RankRun:
     """A stream in progress in one rank. Each part of its order runs when it is handed over. Created by ``begin``."""
 
-    ahead = 0  # each part runs at once, so none is ever queued
+    ahead = 0  # hand() runs each part, so none is ever queued
 
     def __init__(
         self,

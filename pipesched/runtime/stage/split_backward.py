@@ -50,7 +50,7 @@ class _Lesson:
             self._nodes.setdefault(weight, []).append(output.grad_fn)
 
     def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
-        """The weights that are used in products only, all of them reached by the backward, and large enough to pay.
+        """The weights that are used only in products that the backward reaches, and are large enough to pay.
 
         The gradient of a weight that is also used in other ways is a sum over all uses, which W could not rebuild bit
         by bit. A product that the backward does not reach was made for the layer's own differentiation, or without

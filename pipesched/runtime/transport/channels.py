@@ -98,7 +98,7 @@ class Outgoing:
         self._write = ports.short.sender(peer, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run, after the other end has received all messages of the run before. keys: of the run's messages."""
+        """Begin a run, after all sends of the run before are complete. keys: of the run's messages."""
         self.drain()
         self._position = 0
         self._counts.there[self._way] = 0
@@ -179,7 +179,7 @@ class Outgoing:
                     sent.spare.append(sent.message)
 
     def drain(self) -> None:
-        """Wait until the other end has received everything."""
+        """Wait until all sends are complete."""
         self._retire(self._position)
 
 
@@ -444,7 +444,7 @@ class Channels:
         return channel.receive
 
     def drain(self) -> None:
-        """Wait until the other ranks have received everything."""
+        """Wait until all sends are complete."""
         for neighbour in self._neighbours.values():
             for channel in neighbour.outgoing:
                 channel.drain()
