@@ -48,13 +48,13 @@ class Bell:
     rung = False
 
 
-class _Ear:
+class _Listener:
     """The state shared by the listening thread and the alarm. It does not keep the alarm alive."""
 
     def __init__(self, host: str, activity: Activity, name: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.listener = socket.create_server((host, 0), family=family, backlog=_CALLERS)
-        self.listener.setblocking(False)
+        self.server = socket.create_server((host, 0), family=family, backlog=_CALLERS)
+        self.server.setblocking(False)
         self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
         self.inside, self.outside = socket.socketpair()  # a byte sent to outside: start watching ``watched``, or end
         self.watched: tuple[socket.socket, str] | None = None  # the rank that this one watches, and its name
@@ -92,9 +92,9 @@ class _Ear:
 
     def listen(self) -> None:
         """The main loop of the thread."""
-        with selectors.DefaultSelector() as selector, self.listener, self.inside:
+        with selectors.DefaultSelector() as selector, self.server, self.inside:
             selector.register(self.inside, selectors.EVENT_READ)
-            selector.register(self.listener, selectors.EVENT_READ)
+            selector.register(self.server, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select(_LOOK_S if self.bell.rung or self._gone else None):
                     if key.fileobj is self.inside:
@@ -102,7 +102,7 @@ class _Ear:
                             return self._leave()
                         assert self.watched is not None
                         selector.register(self.watched[0], selectors.EVENT_READ)
-                    elif key.fileobj is self.listener:
+                    elif key.fileobj is self.server:
                         self._admit(selector)
                     elif self.watched is not None and key.fileobj is self.watched[0]:
                         self._watch(selector, *self.watched)
@@ -141,7 +141,7 @@ class _Ear:
 
     def _admit(self, selector: selectors.BaseSelector) -> None:
         with suppress(OSError):
-            caller, _ = self.listener.accept()
+            caller, _ = self.server.accept()
             caller.setblocking(False)
             if len(self._callers) == _CALLERS:  # close the oldest that is no watcher
                 self._dismiss(selector, next(one for one in self._callers if one not in self._watchers))
@@ -202,12 +202,13 @@ class Alarm:
         self._names = names_of(group)
         self._own_ranks = set(ranks)
         self.activity = Activity(self._names)
-        self._ear = _Ear(host, self.activity, self.name)
-        self._thread = threading.Thread(target=self._ear.listen, name=f"pipesched alarm {self.rank}", daemon=True)
+        self._listener = _Listener(host, self.activity, self.name)
+        self._thread = threading.Thread(target=self._listener.listen, name=f"pipesched alarm {self.rank}", daemon=True)
         self._thread.start()
-        self._finalizer = Finalize(self, _end, (self._ear.outside, self._thread), exitpriority=0)  # also in a Process
-        port = self._ear.listener.getsockname()[1]
-        self._own = Address(self.name, ranks[self.rank], host, port, self._ear.word.decode())
+        # multiprocessing's Finalize also runs at the end of a multiprocessing.Process.
+        self._finalizer = Finalize(self, _end, (self._listener.outside, self._thread), exitpriority=0)
+        port = self._listener.server.getsockname()[1]
+        self._own = Address(self.name, ranks[self.rank], host, port, self._listener.word.decode())
         self._addresses: list[Address] = []
         self._elsewhere: dict[int, Address] = {}
         self._key = ""  # the key of this rank's address in the job's store
@@ -223,7 +224,7 @@ class Alarm:
         """
         self._addresses = self._awaited(store)
         self.activity.end()
-        self._ear.addresses = self._others()
+        self._listener.addresses = self._others()
         self.look_around()
         if len(self._addresses) > 1:
             self._watch(self._addresses[(self.rank + 1) % len(self._addresses)])
@@ -236,21 +237,21 @@ class Alarm:
     @property
     def bell(self) -> Bell:
         """The flag that is set when a rank has failed."""
-        return self._ear.bell
+        return self._listener.bell
 
     def on_fault(self, hang_up: Callable[[], None]) -> None:
         """Register a function that ends waits of this rank. It is called after a failure, from any thread."""
-        self._ear.hang_ups.append(hang_up)
+        self._listener.hang_ups.append(hang_up)
         if self.bell.rung:
-            self._ear.hang_up()
+            self._listener.hang_up()
 
     def _watch(self, address: Address) -> None:
         """Watch a rank, to notice if its process ends without a message. Each rank watches the next one."""
         with suppress(OSError):  # a rank that waits for it will detect a failure
             watched = socket.create_connection((address.host, address.port), self._timeout_s)
             watched.sendall(address.word.encode() + _WATCH)
-            self._ear.watched = watched, address.name
-            self._ear.outside.send(_WATCH[:1])
+            self._listener.watched = watched, address.name
+            self._listener.outside.send(_WATCH[:1])
 
     # ---- addresses --------------------------------------------------------------------------------------------
 
@@ -286,7 +287,7 @@ class Alarm:
             self._store_is_lost = True  # wait for it only once
         except RuntimeError:
             return
-        self._ear.addresses = [*self._others(), *self._elsewhere.values()]
+        self._listener.addresses = [*self._others(), *self._elsewhere.values()]
 
     def _read_elsewhere(self) -> dict[int, Address]:
         assert self._job is not None
@@ -332,40 +333,40 @@ class Alarm:
             The fault as all ranks report it.
 
         """
-        ear = self._ear
+        listener = self._listener
         heard = self.bell.rung
         text = text[:_LONGEST_TEXT]
         state = self.activity.state()._replace(doing=doing)
-        if doing == "raised" and not ear.settled.is_set():
+        if doing == "raised" and not listener.settled.is_set():
             fault = Fault(self.name, text, True)
-            ear.hear(fault, state._replace(what=text))
+            listener.hear(fault, state._replace(what=text))
             told(fault, [*self._others(), *self._elsewhere_now()], _PATIENCE_S / 2)
         elif heard:
-            ear.hang_up()
-            ear.settled.wait(2 * _PATIENCE_S)
-            assert ear.fault is not None
-            told(ear.fault, self._elsewhere_now(), _PATIENCE_S / 4)
+            listener.hang_up()
+            listener.settled.wait(2 * _PATIENCE_S)
+            assert listener.fault is not None
+            told(listener.fault, self._elsewhere_now(), _PATIENCE_S / 4)
         else:
             self._look_for_the_cause(Fault(self.name, text, False), state, ended)
-        ear.hang_up()
-        assert ear.fault is not None
-        return ear.fault
+        listener.hang_up()
+        assert listener.fault is not None
+        return listener.fault
 
     def _look_for_the_cause(self, guess: Fault, state: State, ended: int | None) -> None:
-        ear = self._ear
-        ear.hear(guess, state)
-        ours = told(guess, self._others(), _PATIENCE_S, until=ear.settled.is_set)
-        if ear.settled.is_set():
+        listener = self._listener
+        listener.hear(guess, state)
+        ours = told(guess, self._others(), _PATIENCE_S, until=listener.settled.is_set)
+        if listener.settled.is_set():
             return
         found = blamed({self.name: state, **ours}, self._timeout_s)
         elsewhere = self._elsewhere_now()
-        theirs = self._without_signed_off(told(guess, elsewhere, _PATIENCE_S / 2, until=ear.settled.is_set))
+        theirs = self._without_signed_off(told(guess, elsewhere, _PATIENCE_S / 2, until=listener.settled.is_set))
         left = None if ended is None else ([self._names[ended]], "it has left the pipeline")
         found = found or blamed(theirs, self._timeout_s) or left or self._suspect({self.name: state, **theirs})
         who, why = found or ([self.name], "")
         noticed = f"{why}; {self.name} noticed: " if why else ""
         fault = Fault(", ".join(who), noticed + guess.text, True)
-        ear.hear(fault)
+        listener.hear(fault)
         answers = {**theirs, **ours}
         listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers.get(one.name), State)]
         told(fault, listeners, _PATIENCE_S / 4)

@@ -156,7 +156,7 @@ class ProcessExecutor:
     def _run(self, run_spec: RunSpec, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
         program = run_spec.program
         wire = self._open_wire()
-        order = self._own(program.orders if run_spec.orders is None else run_spec.orders)
+        order = self._own_order(program.orders if run_spec.orders is None else run_spec.orders)
         messages = self._messages_of(program, order)
         keys, batch = messages.keys(looks, caller.grad)
         wire.open(keys, self._agreed(program) + batch + digest(b"%d" % self._steps))
@@ -165,11 +165,11 @@ class ProcessExecutor:
         start_s = time.perf_counter()
         self._streams.begin()
         try:
-            return self._went_through(self._rank_of(run_spec, messages), order, caller, start_s, program)
+            return self._run_order(self._rank_of(run_spec, messages), order, caller, start_s, program)
         finally:
             self._streams.end()
 
-    def _own(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
+    def _own_order(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
         """The order of this rank; empty if it holds no stages."""
         return orders[self.rank] if self.rank < len(orders) else ()
 
@@ -182,7 +182,7 @@ class ProcessExecutor:
         with self._one_at_a_time("a stream"):
             program = run_spec.program
             wire = self._open_wire()
-            channels = OrderMessages(program, self._own(program.orders)).none
+            channels = OrderMessages(program, self._own_order(program.orders)).none
             try:
                 wire.open(channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps))
                 self._steps += 1
@@ -200,7 +200,7 @@ class ProcessExecutor:
         with self._one_at_a_time("a step"):
             run.failed = True
             self._open_wire().extend(OrderMessages(run.run_spec.program, order).repeated(run.run_spec.period))
-            timeline = self._went_through(run.rank, order, run.caller, run.began_s, run.run_spec.program)
+            timeline = self._run_order(run.rank, order, run.caller, run.began_s, run.run_spec.program)
             run.failed = False
             return timeline
 
@@ -218,7 +218,7 @@ class ProcessExecutor:
                 f"call it after the step has returned"
             )
 
-    def _went_through(
+    def _run_order(
         self, rank: Rank, order: tuple[Action, ...], caller: Caller, start_s: float, program: Program
     ) -> RankTimeline:
         self._streams.follow()
@@ -227,7 +227,7 @@ class ProcessExecutor:
         with intra_op(self._threads), caller.held(), self._streams.entered():
             if self._links is not None:
                 self._links.begin()
-            self._go_through(rank, stamps)
+            self._interpret(rank, stamps)
         all_stamps = [stamps if index == self.rank else Stamps.room_for(()) for index in range(self.num_ranks)]
         return RankTimeline(all_stamps, [self._streams.reader(start_s)] * self.num_ranks, start_s + self._clock_s)
 
@@ -242,7 +242,7 @@ class ProcessExecutor:
             messages.rank = rank if run_spec.orders is None else None
         return rank
 
-    def _go_through(self, rank: Rank, stamps: Stamps) -> None:
+    def _interpret(self, rank: Rank, stamps: Stamps) -> None:
         bell = self._alarm.bell
         try:
             for _ in interpret(rank, self._streams, stamps):

@@ -69,7 +69,7 @@ class BoundProgram:
         self.orders = tuple(run_spec.orders or run_spec.program.orders)
         self.channels = _channels(self.program)
         self.ranks = [
-            Rank(index, self.program, self.stages, _Wires(self.program, self.channels, streams), run_spec.pair)
+            Rank(index, self.program, self.stages, _QueueTransport(self.program, self.channels, streams), run_spec.pair)
             for index, streams in enumerate(streams_of_rank)
         ]
 
@@ -212,7 +212,7 @@ def _channels(program: Program) -> _Channels:
     return channels
 
 
-class _Wires:
+class _QueueTransport:
     """One rank's ends of the channels."""
 
     def __init__(self, program: Program, channels: _Channels, streams: DeviceStreams) -> None:

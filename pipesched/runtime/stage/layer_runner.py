@@ -94,7 +94,7 @@ class LayerRunner:
         self._backward_mode = Intercept(*backward)
         self._split_backward_mode = Intercept(*backward, self.deferral)
         self._mode = self._forward_mode
-        self._again = RecomputedLayers(self._random, self.deferral)
+        self._recomputed_layers = RecomputedLayers(self._random, self.deferral)
         self._checkpoint_of_call = {call: word for call, word in checkpoint_of_call.items() if call[0] in body.layers}
         self.offloads = Offloads(device) if "offload" in self._checkpoint_of_call.values() else None
         self._is_plain = not (ties or self._checkpoint_of_call or compiled or self._moves_buffers)
@@ -245,7 +245,7 @@ class LayerRunner:
         if word in ("recompute", "recompute-cheap"):
             run = partial(self._call_module, layer)
             cheap = word == "recompute-cheap"
-            value = self._again.call((name, number), layer, own, run, args, kwargs, cheap=cheap)
+            value = self._recomputed_layers.call((name, number), layer, own, run, args, kwargs, cheap=cheap)
         else:
             with self.offloads.going() if word == "offload" and self.offloads is not None else _NO_CONTEXT:
                 value = self._call_module(layer, own, args, kwargs)

@@ -33,7 +33,7 @@ from pipesched.tensors.graph_edges import enter
 __all__ = ["PAYS_FLOPS", "Deferral"]
 
 
-class _Lesson:
+class _WeightUses:
     """The uses of each weight in one forward: the number of products, their operations and their autograd nodes."""
 
     def __init__(self, live: Callable[[Tensor], Tensor]) -> None:
@@ -82,9 +82,9 @@ class Deferral:
     def __init__(self) -> None:
         self._live: Callable[[Tensor], Tensor] = _itself
         self._products: list[Product] = []
-        self._learnt: dict[Hashable, frozenset[Tensor]] = {}
+        self._learned: dict[Hashable, frozenset[Tensor]] = {}
         self._deferrable: frozenset[Tensor] = frozenset()
-        self._lesson: _Lesson | None = None
+        self._weight_uses: _WeightUses | None = None
         self._decided = False
         self._whole_up_to = -1
         self._kind: Hashable = None
@@ -95,7 +95,7 @@ class Deferral:
         """Start a step. live: maps a weight version's tensor to its Parameter, and any other tensor to itself."""
         self._live = live or _itself
         self._decided = False
-        self._lesson = None
+        self._weight_uses = None
         self._products.clear()
 
     def decide(self, microbatch: int, kind: Callable[[], Hashable]) -> bool:
@@ -107,16 +107,16 @@ class Deferral:
         if not self._decided:
             self._decided = True
             self._kind = kind()
-            known = self._kind in self._learnt
-            self._lesson = None if known else _Lesson(self._live)
+            known = self._kind in self._learned
+            self._weight_uses = None if known else _WeightUses(self._live)
             self._whole_up_to = -1 if known else microbatch
-            self._deferrable = self._learnt.get(self._kind, frozenset())
+            self._deferrable = self._learned.get(self._kind, frozenset())
         return bool(self._deferrable) and microbatch > self._whole_up_to
 
     @property
     def learning(self) -> bool:
         """Whether the current forward is one to learn from."""
-        return self._lesson is not None
+        return self._weight_uses is not None
 
     @property
     def num_noted(self) -> int:
@@ -125,9 +125,9 @@ class Deferral:
 
     def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
         """End a forward and return its products; a forward that was learned from has none."""
-        if self._lesson is not None:
-            self._deferrable = self._learnt[self._kind] = self._lesson.deferrable(outputs)
-            self._lesson = None
+        if self._weight_uses is not None:
+            self._deferrable = self._learned[self._kind] = self._weight_uses.deferrable(outputs)
+            self._weight_uses = None
         products = self._products
         self._products = []
         return products
@@ -215,8 +215,8 @@ class Deferral:
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
         """Record a product that was called unchanged. channels: the dimension of x that the product sums over."""
-        if self._lesson is not None and self._noting:
-            self._lesson.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
+        if self._weight_uses is not None and self._noting:
+            self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output
 
     def _note(

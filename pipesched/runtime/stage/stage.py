@@ -67,13 +67,13 @@ class Stage:
         self.weights: WeightStash | None = None
         self._saved: dict[int, MicrobatchState] = {}
         self._step_data = StepData(0, 0, [])
-        how: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "written": written}
-        how["checkpoint_of_call"] = checkpoint_of_call or {}
-        self._runner = LayerRunner(self.body, device, head, **how)
+        options: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "written": written}
+        options["checkpoint_of_call"] = checkpoint_of_call or {}
+        self._runner = LayerRunner(self.body, device, head, **options)
         self.modules = self._runner.modules
         self.optimizer = StageOptimizer(self.modules, self.layers)
         #: Creates an empty stage over the same layers, for a pass that stays open while other passes run.
-        self.fresh = partial(Stage, self.body, device, head, **how)
+        self.fresh = partial(Stage, self.body, device, head, **options)
 
     def begin(self, step_data: StepData, uses: Uses | None = None) -> None:
         """Start a step. State left by a failed step is discarded.

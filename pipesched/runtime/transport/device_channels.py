@@ -164,7 +164,7 @@ class Nccl:
 
 
 def links_for(device: torch.device, timeout_s: float) -> _Maker | None:
-    """Creates the links of a device; None for a CPU. Raises ExecutionError if torch was built without NCCL."""
+    """The factory of a device's links; None for a CPU. Raises ExecutionError if torch was built without NCCL."""
     if device.type == "cpu":
         return None
     if not distributed.is_nccl_available():
@@ -210,7 +210,7 @@ class Links:
                 peer = channel.giver + channel.taker - self._rank
                 raise ExecutionError(
                     f"devices of neighbouring ranks must be connected before a program runs; ranks {self._rank} and "
-                    f"{peer} could not be ({error}); give every process a device of its own"
+                    f"{peer} were not ({error}); give every process a device of its own"
                 ) from error
 
     def __getitem__(self, channel: Channel) -> Link:

@@ -125,9 +125,9 @@ class _Sender:
             return None
         except OSError as error:
             raise RuntimeError(str(error)) from None
-        return None if sent == nbytes else self._leave(memoryview(b"".join(parts))[sent:])
+        return None if sent == nbytes else self._queue_rest(memoryview(b"".join(parts))[sent:])
 
-    def _leave(self, rest: memoryview) -> _Pending:
+    def _queue_rest(self, rest: memoryview) -> _Pending:
         """Queue the rest of a message for the thread, as a copy, because the buffers may change."""
         with self._lock:
             self._behind += 1
@@ -229,7 +229,7 @@ class SocketPort:
         self._lock = threading.Lock()  # one thread may wait for a shared value while another runs a step
         for listener in self._listeners:
             listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ, partial(self._let_in, listener))
+            self._selector.register(listener, selectors.EVENT_READ, partial(self._accept_next, listener))
         self._senders: dict[tuple[int, int], _Sender] = {}
         self._accepted: dict[tuple[int, int], socket.socket] = {}
         address = host, self._listeners[0].getsockname()[1], self._name, self._word.hex()
@@ -273,7 +273,7 @@ class SocketPort:
                         raise RuntimeError(str(error)) from None
         return self._accepted[from_, tag]
 
-    def _let_in(self, listener: socket.socket) -> None:
+    def _accept_next(self, listener: socket.socket) -> None:
         """Accept the next connection, and read the available bytes of all greetings."""
         try:
             connection, _ = listener.accept()
@@ -282,20 +282,20 @@ class SocketPort:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._greeting:
                 raise
-            self._turn_away(next(iter(self._greeting)))  # frees a file descriptor for the next connection
+            self._refuse(next(iter(self._greeting)))  # frees a file descriptor for the next connection
             return
         if _is_in_memory(connection) and not _is_own_user(connection):
             connection.close()
             return
         if len(self._greeting) >= _MOST_GREETING:
-            self._turn_away(next(iter(self._greeting)))
+            self._refuse(next(iter(self._greeting)))
         connection.setblocking(False)
         self._greeting[connection] = bytearray()
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, connection))
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._read_greeting, connection))
         for one in list(self._greeting):
-            self._hear(one)
+            self._read_greeting(one)
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _read_greeting(self, connection: socket.socket) -> None:
         """Read the available bytes of a greeting, and accept the connection if it is complete and valid."""
         said = self._greeting.get(connection)
         if said is None:  # another thread has handled it
@@ -319,9 +319,9 @@ class SocketPort:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
             self._accepted[rank, tag] = connection
         else:
-            self._turn_away(connection)
+            self._refuse(connection)
 
-    def _turn_away(self, connection: socket.socket) -> None:
+    def _refuse(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         del self._greeting[connection]
         connection.close()
