@@ -158,9 +158,7 @@ def test_a_loss_weight_that_is_no_number(weight):
     ],
 )
 def test_options_that_torch_compile_does_not_take(options, says):
-    refused(
-        InputError, ValueError, rf"arguments of torch\.compile by name; got .*{says}.*correct them", compile=options
-    )
+    refused(InputError, ValueError, rf"valid arguments of torch\.compile; got .*{says}.*correct them", compile=options)
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
