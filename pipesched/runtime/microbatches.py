@@ -135,7 +135,7 @@ class Splitter:
         if self.fixed and count < self.num_microbatches:
             raise InputError(
                 f"this program is written for {self.num_microbatches} micro-batches; the batch has {rows} rows; "
-                f"pass as many rows at least (drop_last=True in the data loader), or a schedule that allows any number"
+                f"pass at least as many rows (drop_last=True in the data loader), or a schedule that allows any number"
             )
         with torch.enable_grad():  # splitting an input that requires a gradient is part of the user's graph
             columns = [split(value, dim, count) for value, dim in zip(args, dims, strict=True)]
