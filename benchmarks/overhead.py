@@ -69,9 +69,9 @@ class Case:
         x = torch.zeros(4, requires_grad=True)
         inputs = [((x,), {}) for _ in range(self.num_microbatches)]
         grads = [(torch.ones(4),)] * self.num_microbatches
-        feed = StepData(0, 0, inputs, output_grads=grads)
+        step_data = StepData(0, 0, inputs, output_grads=grads)
         for stage in self.stages.values():
-            stage.begin(feed)
+            stage.begin(step_data)
 
     def whole_step(self) -> float:
         """A step through the executor. The last stage has no consumer: its gradients come from the feed."""

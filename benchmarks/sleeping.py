@@ -203,11 +203,11 @@ class BareStages:
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = schedules.get(name).program(num_ranks, 2 * num_ranks)
         stages = {index: Bare(index) for index in range(self.program.num_stages)}
-        self.work = RunSpec(lower(self.program), stages)
+        self.run_spec = RunSpec(lower(self.program), stages)
         self.executor = ProcessExecutor(distributed.group.WORLD)
 
     def step(self) -> None:
-        self.timeline = self.executor.run(self.work, grad=True)
+        self.timeline = self.executor.run(self.run_spec, grad=True)
 
     def trace(self) -> Trace:
         """The last step's."""

@@ -18,7 +18,7 @@ from measure import machine
 from torch import nn
 
 import pipesched
-from pipesched.runtime.executors.device_streams import lane_for
+from pipesched.runtime.executors.device_streams import streams_for
 from pipesched.runtime.executors.interpreter import Stamps
 
 _LOOPS = 100_000
@@ -27,10 +27,10 @@ _ALLOWED = 0.01
 
 def span_s(device: torch.device) -> float:
     """Seconds for the stamps of one span, the median of nine loops."""
-    lane = lane_for(device)
+    streams = streams_for(device)
     loops = _LOOPS if device.type == "cpu" else _LOOPS // 100
     order = list(range(loops))
-    return max(0.0, median(_stamped(order, lane.now) - _empty(order) for _ in range(9)) / loops)
+    return max(0.0, median(_stamped(order, streams.now) - _empty(order) for _ in range(9)) / loops)
 
 
 def _stamped(order: list[int], now: Any) -> float:

@@ -83,9 +83,9 @@ def empty_steps(executor: ProcessExecutor, name: str) -> Callable[[], float]:
 
     def begin(*_: Any) -> None:
         x = torch.zeros(4, requires_grad=True)
-        feed = StepData(0, 0, [((x,), {})] * NUM_MICROBATCHES, output_grads=[(torch.ones(4),)] * NUM_MICROBATCHES)
+        step_data = StepData(0, 0, [((x,), {})] * NUM_MICROBATCHES, output_grads=[(torch.ones(4),)] * NUM_MICROBATCHES)
         for stage in stages.values():
-            stage.begin(feed)
+            stage.begin(step_data)
 
     def run() -> float:
         start_s = time.perf_counter()

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipesched.errors import PartitionError
 from pipesched.partitioning.layer_arrays import Layers, numbers
-from pipesched.program.checkpoint_options import Keep
+from pipesched.program.checkpoint_options import LayerCheckpoint
 
 __all__ = ["ActivationOption", "activation_options", "with_copies"]
 
@@ -25,7 +25,7 @@ class ActivationOption:
     """One thing that may be done with a layer's activations, and what it costs."""
 
     #: None: they are held.
-    keep: Keep | None
+    keep: LayerCheckpoint | None
     #: Forward and backward, with a second forward where that is done.
     ticks: int
     #: Held throughout a step.
@@ -56,7 +56,7 @@ def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
 
 
 def activation_options(
-    graph: "nx.DiGraph[Any]", layers: Layers, allowed: Collection[Keep], offload_bytes_per_s: float | None
+    graph: "nx.DiGraph[Any]", layers: Layers, allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | None
 ) -> list[tuple[ActivationOption, ...]]:
     """The options of each layer, the one that holds everything first. Raises PartitionError for missing costs."""
     _check(allowed, offload_bytes_per_s)
@@ -92,7 +92,7 @@ def activation_options(
     return made
 
 
-def _check(allowed: Collection[Keep], offload_bytes_per_s: float | None) -> None:
+def _check(allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | None) -> None:
     known = "recompute", "offload"  # what the others spare and cost is not measured
     if isinstance(allowed, str) or not isinstance(allowed, Collection) or not all(word in known for word in allowed):
         raise PartitionError(

@@ -26,7 +26,7 @@ from pipesched.partitioning.request import InFlight, Request
 from pipesched.partitioning.result import Partition
 from pipesched.partitioning.search import fill_up, filled_up
 from pipesched.partitioning.slots import Rank, Toll, fixed_order
-from pipesched.program.checkpoint_options import Keep
+from pipesched.program.checkpoint_options import LayerCheckpoint
 
 __all__ = ["Partition", "balance", "partition"]
 
@@ -47,7 +47,7 @@ def partition(
     together: Iterable[Collection[Any]] = (),
     exactly: bool = False,
     placement: Sequence[int] | None = None,
-    checkpoint: Collection[Keep] = (),
+    checkpoint: Collection[LayerCheckpoint] = (),
     offload_bytes_per_s: float | None = None,
     max_ideals: int = 300_000,
 ) -> Partition:

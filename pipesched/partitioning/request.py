@@ -15,7 +15,7 @@ from pipesched.partitioning.blocks import contract
 from pipesched.partitioning.layer_arrays import Layers, read
 from pipesched.partitioning.problem import Communication, Pin, Problem
 from pipesched.partitioning.slots import LineUp, Rank, fixed_order, free_order, placed
-from pipesched.program.checkpoint_options import Keep
+from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.simulation.links import Link
 
 __all__ = ["InFlight", "Request"]
@@ -43,7 +43,7 @@ class Request:
     together: tuple[Collection[Any], ...] = ()
     exactly: bool = False
     placement: Sequence[int] | None = None
-    checkpoint: Collection[Keep] = ()
+    checkpoint: Collection[LayerCheckpoint] = ()
     offload_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:

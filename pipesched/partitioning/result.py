@@ -7,7 +7,7 @@ from typing import Any
 
 from pipesched.errors import ScheduleError
 from pipesched.json_files import read_fields
-from pipesched.program.checkpoint_options import Keep
+from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.units import quote_bytes, quote_count, quote_time
 
 __all__ = ["Partition", "StageLayers", "StageSummary", "span"]
@@ -60,7 +60,7 @@ class Partition:
     reason: str = ""
     ideals: int = 0
     probes: int = 0
-    checkpoint: dict[Any, Keep] = field(default_factory=dict)
+    checkpoint: dict[Any, LayerCheckpoint] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:

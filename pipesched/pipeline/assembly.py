@@ -24,7 +24,7 @@ from pipesched.planning.alternatives import Alternative
 from pipesched.planning.program_factory import ProgramFactory
 from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.profiling.stage_memory_probe import StageSizes
-from pipesched.program.checkpoint_options import keep_by_layer, offloading
+from pipesched.program.checkpoint_options import checkpoint_by_layer, offloading
 from pipesched.program.program import Program
 from pipesched.runtime.rank_host import RankHost, ThreadRanks
 from pipesched.runtime.stage.batch_norm import BatchNormMode, MiniBatchNorms
@@ -32,7 +32,7 @@ from pipesched.runtime.stage.buffer_copies import own_buffers
 from pipesched.runtime.stage.compiled_layers import Compiled
 from pipesched.runtime.stage.optimizers import Inheritance, optimizers_for
 from pipesched.runtime.stage.stage import Stage
-from pipesched.runtime.stage.weight_copies import Replicas
+from pipesched.runtime.stage.weight_copies import WeightCopies
 from pipesched.tensors.caller_context import intra_op
 from pipesched.tensors.meta_tensors import put_on
 from pipesched.user_warning import warn
@@ -72,8 +72,8 @@ class Assembly:
     """A model in stages on its ranks. Layers are moved to the devices of their ranks, and filled.
 
     stages: those of this process, by number. bodies: what the stages that hold weights of their own run. members: the
-    modules that the model holds. keep: what becomes of what calls save. sizes: what the stages need in memory, where
-    they were run for it. optimizers: given those of the assembly before; its own once it has taken over.
+    modules that the model holds. checkpoint_of_call: what becomes of what calls save. sizes: what the stages need in
+    memory, where they were run for it. optimizers: given those of the assembly before; its own once it has taken over.
 
     Raises GraphError, ModelTypeError, InputError and ScheduleError for what does not go together.
     """
@@ -96,11 +96,11 @@ class Assembly:
         program = programs.connect(spec.layered.edges(self.cut), going)
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host)
-        self._replicas = Replicas(host, self.ties.own)
+        self._weight_copies = WeightCopies(host, self.ties.own)
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)
-        layers = keep_by_layer(programs.checkpoint).items()
-        self.keep = {
+        layers = checkpoint_by_layer(programs.checkpoint).items()
+        self.checkpoint_of_call = {
             call: word for layer, word in layers for call in spec.layered.calls_of(layer, again=word != "offload")
         }
         self.sizes: Sequence[StageSizes] | None = None
@@ -110,7 +110,7 @@ class Assembly:
         self.stages = self._stages()
         #: What runs on copies of weights: made equal before a run, whose gradients are brought back after it.
         #: What holds copies of weights, which a step refreshes before it starts.
-        self.copies = [one for one in (self.ties, self._replicas) if one]
+        self.copies = [one for one in (self.ties, self._weight_copies) if one]
         #: A context around a run that computes gradients: those of copies go to the parameters. Collective.
         self.delivering = self._delivering if self.copies else nullcontext
         self.members = Members(spec.model, spec.layered.layers)
@@ -204,10 +204,10 @@ class Assembly:
             body = self.bodies[part]
             loss_fn = self._spec.loss_fn if last else None
             if index != part:  # the stage of this number runs the same layers
-                replica = self._replicas.add(body.layers, loss_fn, device, (program.placement[part], rank))
-                if replica is not None:
-                    body = body.over(replica.layers, device)
-                    loss_fn = replica.loss_fn
+                weight_copy = self._weight_copies.add(body.layers, loss_fn, device, (program.placement[part], rank))
+                if weight_copy is not None:
+                    body = body.over(weight_copy.layers, device)
+                    loss_fn = weight_copy.loss_fn
             modules = {**body.layers, **({"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
             norms = self.norms.of_stage((index, part), (rank, program.placement[part]), modules)
             if not host.holds(rank):
@@ -218,9 +218,8 @@ class Assembly:
             ties = self.ties.for_layers(body.layers, device)
             head = Head(loss_fn) if last else None
             compiled = self._spec.compiled(device)
-            keep = self.keep
-            own: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "keep": keep}
-            stages[index] = Stage(body, device, head, **own, written=written[part])
+            own: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
+            stages[index] = Stage(body, device, head, **own, checkpoint_of_call=self.checkpoint_of_call)
         return dict(sorted(stages.items()))
 
     def put_back(self) -> None:

@@ -23,18 +23,18 @@ class OpenPass:
     """The forwards that ran, and how to run their backwards. weighting: of the loss in their outputs, if any."""
 
     batch: Batch
-    feed: StepData
+    step_data: StepData
     run_backwards: Callable[[], Any]
     weighting: Weighting | None = None
 
     def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Gradients of the whole outputs -> gradients of the wanted inputs, micro-batch by micro-batch."""
-        outputs = [self.feed.outputs[microbatch].wanted for microbatch in range(len(self.batch.rows))]
+        outputs = [self.step_data.outputs[microbatch].wanted for microbatch in range(len(self.batch.rows))]
         columns = [
             self._cut(grad, pieces, loss=number == self._loss)
             for number, (grad, pieces) in enumerate(zip(grads, zip(*outputs, strict=True), strict=True))
         ]
-        self.feed.output_grads = [
+        self.step_data.output_grads = [
             tuple(_beside(column[m], piece) for column, piece in zip(columns, outputs[m], strict=True))
             for m in range(len(self.batch.rows))
         ]
@@ -42,13 +42,13 @@ class OpenPass:
         return [
             _beside(grad, tensor)
             for microbatch, tensors in enumerate(self.batch.wanted_inputs())
-            for grad, tensor in zip(self.feed.input_grads.get(microbatch, ()), tensors, strict=False)
+            for grad, tensor in zip(self.step_data.input_grads.get(microbatch, ()), tensors, strict=False)
         ]
 
     @property
     def _loss(self) -> int | None:
         """Which of the wanted outputs is the weighted loss."""
-        first = self.feed.outputs[0]
+        first = self.step_data.outputs[0]
         places = [] if self.weighting is None else loss_places(first.value)
         return sum(first.needs_grad[: first.places[places[0]]]) if places else None
 
@@ -73,7 +73,7 @@ def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
 
 def attach(opened: OpenPass) -> Any:
     """The whole output, its differentiable tensors tied to the open pass."""
-    outputs = [opened.feed.outputs[microbatch] for microbatch in range(len(opened.batch.rows))]
+    outputs = [opened.step_data.outputs[microbatch] for microbatch in range(len(opened.batch.rows))]
     whole = Payload.of(opened.batch.gathered([output.value for output in outputs], opened.weighting))
     whole = replace(
         whole, places=outputs[0].places, needs_grad=outputs[0].needs_grad, leaves=_firsts(whole, outputs[0])
@@ -91,11 +91,12 @@ def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 
-def deliver_input_grads(batch: Batch, feed: StepData) -> None:
+def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
     """Hand the gradients of inputs that require one to the user's own graph, micro-batch by micro-batch."""
+    grads_of = map(step_data.input_grads.get, range(len(batch.rows)))
     parts = [
         [(tensor, grad.to(tensor.device)) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
-        for tensors, grads in zip(batch.wanted_inputs(), map(feed.input_grads.get, range(len(batch.rows))), strict=True)
+        for tensors, grads in zip(batch.wanted_inputs(), grads_of, strict=True)
         if grads
     ]
     parts = [part for part in parts if part]

@@ -121,7 +121,7 @@ class MemoryForecast:
             devices = [running.host.devices[now.program.placement[part]] for part in range(now.program.num_weights)]
             with self._guard.lifted(), set_aside(spec.model):
                 now.sizes = stage_sizes(
-                    layered, now.cut, devices, running.host, now.keep, own_loss=spec.loss_fn is None
+                    layered, now.cut, devices, running.host, now.checkpoint_of_call, own_loss=spec.loss_fn is None
                 )
         return now.sizes
 

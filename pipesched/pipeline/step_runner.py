@@ -81,18 +81,18 @@ class StepRunner:
         if assembly.programs.streams:
             return self._enqueue(call)
         programs = assembly.programs.of(len(call.batch.rows))
-        feed = call.feed(self._seed, running.step)
-        work = self._work(programs.training, feed, assembly.stages, programs.uses)
+        step_data = call.step_data(self._seed, running.step)
+        run_spec = self._run_spec(programs.training, step_data, assembly.stages, programs.uses)
         with assembly.delivering(), assembly.norms.counting():
-            running.runs.append(running.host.run(work, call.batch, grad=True))
+            running.runs.append(running.host.run(run_spec, call.batch, grad=True))
         if assembly.updates_late:
             assembly.update_late(self._intra_op_threads)
         running.step += 1
         if not isinstance(running.host, ThreadRanks):
-            bring_ends(programs.plain, feed, running.host)
-        if feed.input_grads:
-            deliver_input_grads(call.batch, feed)
-        return self._result(call, feed)
+            bring_ends(programs.plain, step_data, running.host)
+        if step_data.input_grads:
+            deliver_input_grads(call.batch, step_data)
+        return self._result(call, step_data)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
         """Forwards of all micro-batches, and their loss."""
@@ -132,18 +132,19 @@ class StepRunner:
         assembly = self._running.assembly
         program = assembly.programs.of(len(call.batch.rows)).open_pass
         there, back = halves(program)
-        feed = call.feed(self._seed, self._running.step)
-        work = self._work(program, feed, {index: stage.fresh() for index, stage in assembly.stages.items()})
+        step_data = call.step_data(self._seed, self._running.step)
+        stages = {index: stage.fresh() for index, stage in assembly.stages.items()}
+        run_spec = self._run_spec(program, step_data, stages)
         with assembly.norms.counting():
-            host.executor.run(RunSpec(program, work.stages, prepare=work.prepare, orders=there), grad=True)
+            host.executor.run(RunSpec(program, run_spec.stages, prepare=run_spec.prepare, orders=there), grad=True)
         self._running.step += 1
-        back_work = RunSpec(program, work.stages, orders=back, finish=work.finish)
+        backward_spec = RunSpec(program, run_spec.stages, orders=back, finish=run_spec.finish)
 
         def run_backwards() -> None:
             with assembly.delivering():
-                host.executor.run(back_work, grad=True)
+                host.executor.run(backward_spec, grad=True)
 
-        return attach(OpenPass(call.batch, feed, run_backwards, call.weighting))
+        return attach(OpenPass(call.batch, step_data, run_backwards, call.weighting))
 
     def abandon(self) -> None:
         """Drop the steps of an asynchronous schedule that are under way."""
@@ -190,26 +191,26 @@ class StepRunner:
         if stream is not None and (stream.caller, stream.segments) != (caller, segments):
             running.flush()
         if stream is None or not stream.open:
-            feed = StepData(self._seed, running.step, [])
+            step_data = StepData(self._seed, running.step, [])
             stages = running.assembly.stages
-            stream = Stream(running.host, segments, stages, feed, caller, running.runs.append)
+            stream = Stream(running.host, segments, stages, step_data, caller, running.runs.append)
             running.stream = stream
         running.step += 1
         return stream.step(call.batch, call.counting)
 
-    def _work(
-        self, program: Program, feed: StepData, stages: dict[int, Stage], uses: Mapping[int, Uses] = _NO_UPDATES
+    def _run_spec(
+        self, program: Program, step_data: StepData, stages: dict[int, Stage], uses: Mapping[int, Uses] = _NO_UPDATES
     ) -> RunSpec:
         """A run of a lowered program over these stages. uses: the versions of weights that each uses."""
         copies = self._running.assembly.copies
 
         def begin(caller: Caller) -> None:
             if caller.autocasts:
-                feed.autocast = caller.autocast
+                step_data.autocast = caller.autocast
             for one in copies:
                 one.refresh()
             for index, stage in stages.items():
-                stage.begin(feed, uses.get(index))
+                stage.begin(step_data, uses.get(index))
 
         def end(failed: bool) -> None:
             for stage in stages.values():
@@ -220,21 +221,21 @@ class StepRunner:
     def _infer(self, call: StepCall) -> StepData:
         running = self._running
         programs = running.assembly.programs.of(len(call.batch.rows))
-        feed = call.feed(self._seed, running.step)
+        step_data = call.step_data(self._seed, running.step)
         with running.assembly.norms.counting():
-            work = self._work(programs.inference, feed, running.assembly.stages)
-            running.host.run(work, call.batch, grad=False)
-        bring_ends(programs.plain, feed, running.host)
-        return feed
+            run_spec = self._run_spec(programs.inference, step_data, running.assembly.stages)
+            running.host.run(run_spec, call.batch, grad=False)
+        bring_ends(programs.plain, step_data, running.host)
+        return step_data
 
-    def _result(self, call: StepCall, feed: StepData) -> Any:
+    def _result(self, call: StepCall, step_data: StepData) -> Any:
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
-        loss = self._running.host.loss(last, lambda: call.loss(feed))
-        return (loss, self._outputs(call, feed)) if call.return_outputs else loss
+        loss = self._running.host.loss(last, lambda: call.loss(step_data))
+        return (loss, self._outputs(call, step_data)) if call.return_outputs else loss
 
-    def _outputs(self, call: StepCall, feed: StepData) -> Any:
+    def _outputs(self, call: StepCall, step_data: StepData) -> Any:
         own_loss = not self._has_loss_fn
         if not call.gather:
-            return call.outputs(feed, own_loss=own_loss)
+            return call.outputs(step_data, own_loss=own_loss)
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
-        return self._running.host.from_rank(last, lambda: call.outputs(feed, own_loss=own_loss))
+        return self._running.host.from_rank(last, lambda: call.outputs(step_data, own_loss=own_loss))

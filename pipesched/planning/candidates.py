@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from pipesched import schedules
 from pipesched.errors import ScheduleError
 from pipesched.program.actions import Kind
-from pipesched.program.checkpoint_options import Checkpoint, CheckpointMode, keep_by_layer
+from pipesched.program.checkpoint_options import Checkpoint, CheckpointMode, checkpoint_by_layer
 from pipesched.program.lowering import add_recompute
 from pipesched.program.order import Schedule
 from pipesched.program.placement import Placement
@@ -74,7 +74,7 @@ class Candidate:
     @property
     def offloads(self) -> bool:
         """Whether what some layer keeps waits on the host."""
-        return "offload" in keep_by_layer(self.checkpoint).values()
+        return "offload" in checkpoint_by_layer(self.checkpoint).values()
 
     @property
     def outline(self) -> Program:

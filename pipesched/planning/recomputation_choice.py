@@ -21,18 +21,18 @@ from pipesched.planning.effort import AT_LEAST, FOR_MEMORY, FOR_PARTITION, IN_OR
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.stage_partitioner import StagePartitioner
-from pipesched.program.checkpoint_options import Keep, keep_by_layer
+from pipesched.program.checkpoint_options import LayerCheckpoint, checkpoint_by_layer
 from pipesched.program.program import Program
 
 __all__ = ["RecomputationChooser"]
 
 _TRIES = 6  # at partitions under a memory limit
-_RECOMPUTE: tuple[Keep, ...] = ("recompute",)
-_RECOMPUTE_OR_OFFLOAD: tuple[Keep, ...] = ("recompute", "offload")
+_RECOMPUTE: tuple[LayerCheckpoint, ...] = ("recompute",)
+_RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
 
 #: The layers of the stages, what is done with layers whose activations are not held, and the bytes that the partitioner
 #: has counted on each rank, where it has.
-_Partitioned = tuple[StageLayers, Mapping[str, Keep], list[float]]
+_Partitioned = tuple[StageLayers, Mapping[str, LayerCheckpoint], list[float]]
 
 
 class RecomputationChooser:
@@ -72,7 +72,9 @@ class RecomputationChooser:
         found = self._partitioned(candidate, None)
         return None if found is None else self.evaluated(candidate, found[0])
 
-    def within_limits(self, candidate: Candidate, allowed: Collection[Keep] = ()) -> EvaluatedCandidate | None:
+    def within_limits(
+        self, candidate: Candidate, allowed: Collection[LayerCheckpoint] = ()
+    ) -> EvaluatedCandidate | None:
         """With the smallest bottleneck that keeps the limits; None where none is found.
 
         The partitioner counts less memory than ranks need. Where a rank needs more than its limit, it is asked again
@@ -115,7 +117,7 @@ class RecomputationChooser:
         costs = search.profile.costs(
             stages,
             self._rows(candidate.num_microbatches),
-            keep=keep_by_layer(candidate.checkpoint),
+            keep=checkpoint_by_layer(candidate.checkpoint),
             ranks_are=search.ranks_are,
         )
         return EvaluatedCandidate(
@@ -144,7 +146,7 @@ class RecomputationChooser:
         return -(-self._search.batch_size // num_microbatches)
 
     def _partitioned(
-        self, candidate: Candidate, limits: tuple[float, ...] | None, allowed: Collection[Keep] = ()
+        self, candidate: Candidate, limits: tuple[float, ...] | None, allowed: Collection[LayerCheckpoint] = ()
     ) -> _Partitioned | None:
         """What the partitioner answers; None where there is no partition."""
         key: tuple[Any, ...] = (candidate.placement, self._rows(candidate.num_microbatches))

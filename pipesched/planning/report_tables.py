@@ -9,7 +9,7 @@ from pipesched.partitioning.result import span
 from pipesched.planning.alternatives import Alternative, fastest, taken
 from pipesched.planning.plan import Plan
 from pipesched.program.actions import Kind
-from pipesched.program.checkpoint_options import Keep, keep_by_layer
+from pipesched.program.checkpoint_options import LayerCheckpoint, checkpoint_by_layer
 from pipesched.simulation.comparison import Comparison, Pair, quote_off
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_bytes, quote_count, quote_time, time_unit
@@ -18,7 +18,7 @@ from pipesched.viz.tables import Cell, Table
 __all__ = ["tables"]
 
 _NOTABLE = 0.05  # a prediction that is farther off is marked
-_TREATED: dict[Keep, str] = {"recompute": "recomputed", "offload": "offloaded"}
+_TREATED: dict[LayerCheckpoint, str] = {"recompute": "recomputed", "offload": "offloaded"}
 _TIMED = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OFFLOAD, Kind.FETCH)
 _SHAPE = ("ranks", "chunks", "m", "checkpoint")  # columns that are left out where all rows have the same
 _WEIGHED = {
@@ -120,7 +120,7 @@ def _pair(name: str, pair: Pair, tone: Any = "") -> _Row:
 
 def _stages(plan: Plan) -> Table:
     costs = plan.costs
-    treated = keep_by_layer(plan.checkpoint)
+    treated = checkpoint_by_layer(plan.checkpoint)
     runs = plan.treated.index
     kinds = [kind for kind in _TIMED if runs.has(kind)]
     summaries = plan.partition.summaries if plan.partition is not None else ()

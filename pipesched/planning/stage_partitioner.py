@@ -14,7 +14,7 @@ from pipesched.errors import PartitionError
 from pipesched.partitioning.partition import Partition, partition
 from pipesched.partitioning.result import StageLayers
 from pipesched.planning.pins import Pins
-from pipesched.program.checkpoint_options import Checkpoint, Keep
+from pipesched.program.checkpoint_options import Checkpoint, LayerCheckpoint
 from pipesched.program.liveness import peaks_of_stages
 from pipesched.program.program import Program
 from pipesched.simulation.links import Links
@@ -44,7 +44,7 @@ class StagePartitioner:
     #: Of some ranks' devices, as shares of the others'.
     speeds: Mapping[int, float] = field(default_factory=dict)
     #: What may be done with the activations of single layers to keep the limit; the partition says what was chosen.
-    allowed: Collection[Keep] = ()
+    allowed: Collection[LayerCheckpoint] = ()
     #: The bandwidth between a rank and its host, for activations that may go there.
     host_bytes_per_s: float | None = None
 

@@ -332,7 +332,7 @@ class _Alone:
         self._layer = lap.modules_of[subject]
         self.stage = Stage({subject.name: _Held(self._layer)}, device)
         self._caller = caller
-        self._feed = StepData(0, 0, [])
+        self._step_data = StepData(0, 0, [])
         output = self.forward(subject.given.map_tensors(lambda tensor: tensor.to(device, copy=True)), split=True)
         self.stage.input_grad(0, tuple(torch.ones_like(tensor) for tensor in output.wanted))
         self.stage.weight_grad(0)
@@ -341,15 +341,15 @@ class _Alone:
         """Run it, in a step of its own."""
         self._lap.forget_graphs(self._layer)
         wanted = [tensor.detach().requires_grad_() for tensor in given.wanted]
-        self._feed = StepData(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
-        self.stage.begin(self._feed)
+        self._step_data = StepData(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
+        self.stage.begin(self._step_data)
         output: Payload = self.stage.forward(0, split=split)
         return output
 
     def release(self) -> None:
         """Drop what the step has kept of its input, and of its gradients."""
-        self._feed.inputs = [None]
-        self._feed.input_grads.clear()
+        self._step_data.inputs = [None]
+        self._step_data.input_grads.clear()
 
 
 def _kind(layer: nn.Module, given: Payload) -> Any:

@@ -65,10 +65,10 @@ def measure_links(executor: ProcessExecutor) -> Links:
             index: _Gives(sizes[index], executor.device)  # type: ignore[abstract]  # nothing but F runs
             for index in program.chunks(executor.rank)
         }
-        work = RunSpec(program, stages)
+        run_spec = RunSpec(program, stages)
         looks = [tuple(sizes)] * program.num_microbatches
-        executor.run(work, grad=False, looks=looks)  # from now on the messages' forms are foreseen
-        return executor.gather(executor.run(work, grad=False, looks=looks))
+        executor.run(run_spec, grad=False, looks=looks)  # from now on the messages' forms are foreseen
+        return executor.gather(executor.run(run_spec, grad=False, looks=looks))
 
     return find_links(executor.num_ranks, run)
 

@@ -173,12 +173,12 @@ def _runner(host: RankHost) -> Run:
         stages = {stage: Stage({"work": layer}, device) for stage, layer in layers.items()}
         x = torch.zeros(rows, _ROW_BYTES // 4, device=device)
         count = program.num_microbatches
-        feed = StepData(0, 0, [((x,), {})] * count, output_grads=[(x,)] * count)
+        step_data = StepData(0, 0, [((x,), {})] * count, output_grads=[(x,)] * count)
 
         def prepare(caller: Caller) -> None:
             for layer, stage in zip(layers.values(), stages.values(), strict=True):
                 layer.seconds.clear()
-                stage.begin(feed)
+                stage.begin(step_data)
 
         batch = Batch([((x,), {})] * count, [], [rows] * count)
 

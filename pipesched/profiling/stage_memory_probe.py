@@ -17,7 +17,7 @@ from pipesched.model.state_guard import unchanged, untouched
 from pipesched.model.tied_weights import Ties
 from pipesched.partitioning.result import StageLayers
 from pipesched.profiling.layer_memory_probe import Layer, Sizes, sizes_of
-from pipesched.program.checkpoint_options import Keep
+from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.program.program import Program
 from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
@@ -52,7 +52,7 @@ def stage_sizes(
     cut: StageLayers,
     devices: Sequence[torch.device],
     trade: Trade,
-    keep: Mapping[tuple[str, int], Keep],
+    checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint],
     *,
     own_loss: bool,
 ) -> list[StageSizes]:
@@ -79,7 +79,7 @@ def stage_sizes(
             head = Head(None) if own_loss and index == len(cut) - 1 else None
             own_ties = ties.for_layers(body.layers, device)
             written = captured.written_by(cut)[index]
-            stage = Stage(body, device, head, ties=own_ties, keep=keep, written=written)
+            stage = Stage(body, device, head, ties=own_ties, checkpoint_of_call=checkpoint_of_call, written=written)
             alone = _Alone(stage, captured.sample, caller, [sent.pop((giver, index)) for giver in givers])
             leaves = [*ties.leaves(index), *(own for own in stage.optimizer.parameters if own not in ties.parameters)]
             sizes = alone.sizes([leaf for leaf in leaves if leaf.requires_grad])
@@ -153,7 +153,7 @@ class _Alone:
         self._arrived = arrived
         self._sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(stage.device), sample)
         self._given = Payload.joined(arrived)
-        self._feed = StepData(0, 0, [])
+        self._step_data = StepData(0, 0, [])
         grads = [tuple(torch.ones_like(leaf) for leaf in one.wanted) for one in self._outputs(split=True)]
         stage.input_grad(0, *grads)  # so it learns to split
         stage.weight_grad(0)
@@ -190,7 +190,7 @@ class _Alone:
 
     def _release(self) -> None:
         """Drop what a pass has kept of the model's inputs."""
-        self._feed.inputs = [None]
+        self._step_data.inputs = [None]
 
     def _end(self) -> None:
         self._stage.begin(StepData(0, 0, []))
@@ -204,8 +204,8 @@ class _Alone:
 
     def _forward(self, given: Payload, **how: bool) -> Payload | PerConsumer:
         factors: list[float | None] | None = None if self._stage.head is None else [1.0]
-        self._feed = StepData(0, 0, [unchanged(self._sample)], factors=factors, autocast=self._caller.autocast)
-        self._stage.begin(self._feed)
+        self._step_data = StepData(0, 0, [unchanged(self._sample)], factors=factors, autocast=self._caller.autocast)
+        self._stage.begin(self._step_data)
         leaves = iter(given.leaves)
         parts = [
             Payload(tuple(next(leaves) for _ in one.leaves), one.places, one.spec, one.needs_grad)

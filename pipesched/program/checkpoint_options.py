@@ -12,10 +12,10 @@ from pipesched.units import counted
 __all__ = [
     "Checkpoint",
     "CheckpointMode",
-    "Keep",
+    "LayerCheckpoint",
     "as_checkpoint",
     "checkpoint_in_words",
-    "keep_by_layer",
+    "checkpoint_by_layer",
     "offloading",
 ]
 
@@ -23,9 +23,9 @@ __all__ = [
 CheckpointMode = Literal["never", "always", "except_last"]
 #: One layer: it runs again inside its own backward, all of it, or but for products and attention, whose results are
 #: kept; or what it saved waits on the host.
-Keep = Literal["recompute", "recompute-cheap", "offload"]
+LayerCheckpoint = Literal["recompute", "recompute-cheap", "offload"]
 #: One word for all stages, or layers by name; those that are not named keep what they save.
-Checkpoint = CheckpointMode | Mapping[str, Keep]
+Checkpoint = CheckpointMode | Mapping[str, LayerCheckpoint]
 
 
 def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
@@ -49,22 +49,22 @@ def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
                 f"checkpoint names layers as a plan does; it names {layer!r}, the model's {len(order)} layers are "
                 f"{shown}; name some of them"
             )
-        if word not in get_args(Keep):
+        if word not in get_args(LayerCheckpoint):
             raise ScheduleError(
-                f"what a layer saves is kept unless it is one of {', '.join(get_args(Keep))}; layer {layer!r} has got "
-                f"{word!r}; choose one of them, or leave the layer out"
+                f"what a layer saves is kept unless it is one of {', '.join(get_args(LayerCheckpoint))}; "
+                f"layer {layer!r} has got {word!r}; choose one of them, or leave the layer out"
             )
     return {layer: checkpoint[layer] for layer in order if layer in checkpoint}
 
 
-def keep_by_layer(checkpoint: Checkpoint) -> Mapping[str, Keep]:
+def checkpoint_by_layer(checkpoint: Checkpoint) -> Mapping[str, LayerCheckpoint]:
     """What is done layer by layer; nothing where whole stages run again."""
     return checkpoint if isinstance(checkpoint, Mapping) else {}
 
 
 def offloading(checkpoint: Checkpoint, stages: Iterable[Iterable[str]]) -> frozenset[int]:
     """The stages, each given by its layers, that have layers whose activations wait on the host."""
-    keep = keep_by_layer(checkpoint)
+    keep = checkpoint_by_layer(checkpoint)
     return frozenset(
         stage for stage, layers in enumerate(stages) if any(keep.get(layer) == "offload" for layer in layers)
     )
@@ -75,4 +75,5 @@ def checkpoint_in_words(checkpoint: Checkpoint) -> str:
     if not isinstance(checkpoint, Mapping):
         return checkpoint
     counts = Counter(checkpoint.values())
-    return ", ".join(f"{word} {counted(counts[word], 'layer')}" for word in get_args(Keep) if counts[word]) or "never"
+    words = [word for word in get_args(LayerCheckpoint) if counts[word]]
+    return ", ".join(f"{word} {counted(counts[word], 'layer')}" for word in words) or "never"

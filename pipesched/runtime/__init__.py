@@ -1,1 +1,1 @@
-"""Runs programs: stages, executors, transport, and the ranks' host."""
+"""Runtime: runs programs, with stages, executors, transport and coordination of ranks."""

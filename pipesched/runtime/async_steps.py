@@ -1,9 +1,9 @@
-"""Async steps: steps of an asynchronous schedule, which run on into each other until a flush.
+"""Async steps: steps of an asynchronous schedule, which overlap until a flush.
 
-Every rank has the orders of the steps asked for so far and goes through them without waiting for the others: in one
-process threads, which their caller is a step ahead of; in processes of their own the callers themselves. Weights are
-updated on the way; older versions live on as long as micro-batches in flight use them (PipeDream, Narayanan et al.
-2019; PipeDream-2BW, 2021).
+Every rank receives the orders of the requested steps and runs them without waiting for the other ranks. In one process,
+the ranks are threads and the caller is one step ahead of them; with one process per rank, the caller itself runs the
+rank. Weights are updated while micro-batches are in flight, and older versions are kept until those micro-batches no
+longer need them (PipeDream, Narayanan et al. 2019; PipeDream-2BW, 2021).
 """
 
 import threading
@@ -28,14 +28,23 @@ from pipesched.tensors.payload import used_here
 
 __all__ = ["Stream"]
 
-_REMEMBERED = 6  # parts whose times are kept
+_REMEMBERED = 6  # timelines to keep, one for each part
 
 
 class Stream:
-    """One stream, from its first step to its flush. feed: empty, with the number of the first step.
+    """A stream of overlapping steps, from its first step to its flush.
 
-    finished: called with the times of each part that every rank of this process has run. Raises ExecutionError where
-    another run is under way.
+    Args:
+        host: the host of the ranks.
+        segments: the parts of the program's orders, one for each step.
+        stages: the stages of this process.
+        step_data: an empty StepData with the number of the first step.
+        caller: the settings of the calling thread.
+        finished: called with the timeline of each part that all ranks of this process have run.
+
+    Raises:
+        ExecutionError: if another run is in progress.
+
     """
 
     def __init__(
@@ -43,7 +52,7 @@ class Stream:
         host: RankHost,
         segments: Segments,
         stages: Mapping[int, Stage],
-        feed: StepData,
+        step_data: StepData,
         caller: Caller,
         finished: Callable[[Timeline], None],
     ) -> None:
@@ -53,8 +62,8 @@ class Stream:
         self.num_parts = 0
         self._host = host
         self._stages = stages
-        self._feed = feed
-        #: By micro-batch: inputs, targets and factors.
+        self._step_data = step_data
+        #: Inputs, targets and factors by micro-batch.
         self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {})
         self._weightings: deque[Weighting] = deque()
         self._parts: deque[Any] = deque()
@@ -62,16 +71,17 @@ class Stream:
         self._steps = 0
         self._losses: dict[int, Tensor] = {}
         self._busy = threading.Lock()
-        feed.inputs, feed.targets, feed.factors = self._given
-        feed.key = partial(_key, feed.seed, feed.step, segments.num_microbatches)
-        self._run = host.executor.begin(_work(segments, stages, feed), caller)
+        step_data.inputs, step_data.targets, step_data.factors = self._given
+        step_data.key = partial(_key, step_data.seed, step_data.step, segments.num_microbatches)
+        self._run = host.executor.begin(_run_spec(segments, stages, step_data), caller)
         self.open = True
 
     def step(self, batch: Batch, weighting: Weighting) -> Tensor:
-        """Enqueue a step; wait until the one before has run up to it on all ranks of this process.
+        """Queue a step, and wait until all ranks of this process have run the step before.
 
-        Returns that step's loss; of the first step its own. Where each rank is a process, it runs its part of the step
-        here, waits for no other's end, and the loss is on its way. Raises what a layer raised; the stream is then over.
+        Returns the loss of the step before; in the first step, its own loss. With one process per rank, this call runs
+        the rank's part of the step without waiting for the other ranks to finish, and the loss may still be in transit.
+        Raises a layer's exception, after which the stream has ended.
         """
         with self._alone("step"):
             first = self._steps * self.segments.num_microbatches
@@ -86,7 +96,7 @@ class Stream:
             return self._losses[max(0, self._steps - 2)]
 
     def flush(self) -> Tensor:
-        """Run what is left of the steps asked for, and end the stream. Returns the last step's loss. Raises as step."""
+        """Finish all queued steps and end the stream. Returns the last step's loss. Raises as ``step``."""
         with self._alone("flush"):
             while self._parts:
                 self._finish_step()
@@ -99,25 +109,25 @@ class Stream:
             return self._losses[self._steps - 1]
 
     def abandon(self) -> None:
-        """Stop all ranks where they are, and end the stream."""
+        """Stop all ranks and end the stream."""
         if self.open:
             self._run.abandon()
             self._end()
 
     @property
     def versions(self) -> tuple[tuple[int, ...], ...]:
-        """As a program's, for the parts remembered; () where the stream's beginning is not among them."""
+        """The weight versions of the remembered parts, as in a program; empty if the first parts were forgotten."""
         whole = self.num_parts == len(self.timelines)
         count = self._steps * self.segments.num_microbatches
         return self.segments.versions(count) if whole else ()
 
     @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        """One call at a time, and none by a rank. What is raised within ends the stream."""
-        self._host.executor.check_outside(what)
+    def _alone(self, method: str) -> Iterator[None]:
+        """A context that allows one call at a time, and none from a rank. An exception ends the stream."""
+        self._host.executor.check_outside(method)
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
-                "one step at a time; this one was called while another is under way; call it after that one returns"
+                "one step at a time; this one was called while another is running; call it after that one has returned"
             )
         try:
             yield
@@ -136,13 +146,13 @@ class Stream:
         self._finished(self.timelines[-1])
 
     def _finish_step(self) -> None:
-        """The oldest step under way has run up to the next one: its forwards are done, and its loss is known."""
+        """Finish the part of the oldest step in progress: its forwards have run, so its loss is available."""
         step = self.num_parts
         weighting = self._weightings.popleft()
         self._finish_part()
         size = self.segments.num_microbatches
         own = range(step * size, (step + 1) * size)
-        losses = self._feed.losses
+        losses = self._step_data.losses
         last = self.segments.program.placement[-1]
         self._losses[step] = self._host.loss(
             last, lambda: weighting.total([used_here(losses.pop(number)) for number in own])
@@ -158,17 +168,17 @@ class Stream:
 
 
 def _key(seed: int, first_step: int, step_size: int, number: int) -> Key:
-    """The key of a micro-batch, whose number counts on over the steps of the stream."""
+    """The random key of a micro-batch in a stream, whose micro-batch numbers continue across steps."""
     steps, microbatch = divmod(number, step_size)
     return Key(seed, first_step + steps, microbatch)
 
 
-def _work(segments: Segments, stages: Mapping[int, Stage], feed: StepData) -> RunSpec:
+def _run_spec(segments: Segments, stages: Mapping[int, Stage], step_data: StepData) -> RunSpec:
     def begin(caller: Caller) -> None:
         if caller.autocasts:
-            feed.autocast = caller.autocast
+            step_data.autocast = caller.autocast
         for index, stage in stages.items():
-            stage.begin(feed, segments.uses(index))
+            stage.begin(step_data, segments.uses(index))
 
     def end(failed: bool) -> None:
         for stage in stages.values():

@@ -1,4 +1,4 @@
-"""Microbatches: a mini-batch cut into micro-batches, and how much each counts for the loss."""
+"""Microbatches: splits a mini-batch into micro-batches, and weights their losses."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -17,27 +17,30 @@ from pipesched.tensors.payload import choose_rows, gather, opened, pytree, rows_
 
 __all__ = ["Batch", "SplitDims", "Splitter", "Weighting", "loss_places"]
 
-#: One dim for all; or one for each argument by position; or by name: positions, keywords, "target" and "output".
-#: What is not named is split along dim 0, and so are target and outputs without the batch's rows along the dim.
+#: The dim to split along: one for all arguments, one for each positional argument, or a mapping from positions,
+#: keywords, "target" and "output". Names left out are split along dim 0. With one dim for all, a target or output that
+#: does not have the batch's rows in that dim is split along dim 0.
 SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Micro-batches: (args, kwargs) of the model, targets (empty without), and the rows of each.
+    """The micro-batches of a mini-batch."""
 
-    looks: what each looks like, where this process does not hold all of it.
-    """
-
+    #: The model's (args, kwargs) for each micro-batch.
     inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    #: The target of each micro-batch; empty without targets.
     targets: list[Any]
+    #: The number of rows of each micro-batch.
     rows: list[int]
     _: KW_ONLY
+    #: The dim along which outputs are concatenated.
     output_dim: int = 0
+    #: The form of each micro-batch, if this process does not have the whole batch.
     looks: list[Hashable] = field(default_factory=list)
 
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
-        """What each micro-batch looks like; those of as many rows look alike, as ``Splitter`` cuts them."""
+        """The form of each micro-batch. ``look`` runs once per number of rows; equal numbers have equal forms."""
         looks = {rows: look(value) for rows, value in dict(zip(self.rows, self.inputs, strict=True)).items()}
         return [looks[rows] for rows in self.rows]
 
@@ -46,7 +49,7 @@ class Batch:
         return [trainable_leaves(value) for value in self.inputs]
 
     def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
-        """The outputs of all micro-batches as one. weighting: of the loss that is in them, None where there is none."""
+        """Concatenate the micro-batches' outputs. weighting: of the loss in the outputs; None if they have no loss."""
         whole = gather(outputs, self.rows, self.output_dim)
         places = [] if weighting is None else loss_places(outputs[0])
         if weighting is None or not places:
@@ -58,7 +61,7 @@ class Batch:
 
 
 def loss_places(output: Any) -> list[int]:
-    """At which leaves of an output its own loss, a scalar, stands."""
+    """The positions of the model's own scalar loss among the leaves of an output."""
     loss = loss_entry(output)
     if not isinstance(loss, Tensor) or loss.dim():
         return []
@@ -66,40 +69,41 @@ def loss_places(output: Any) -> list[int]:
 
 
 class Weighting(NamedTuple):
-    """What the loss of each micro-batch is multiplied by before its backward, and once more in the batch's loss.
+    """The weights of the micro-batches' losses: before the backward, and in the mini-batch's loss.
 
-    None leaves a loss as it is; 0 leaves out one that counts nothing, whatever it is.
+    None leaves a loss unscaled; 0 replaces it by zero, even if it is NaN.
     """
 
+    #: The factor of each loss before its backward.
     factors: list[float | None]
+    #: A further factor of each loss in the mini-batch's loss.
     shares: list[float | None]
 
     def weighted(self, losses: Sequence[Tensor]) -> list[Tensor]:
-        """The losses of micro-batches, multiplied by their factors."""
+        """The micro-batches' losses, multiplied by their factors."""
         return [
             loss if factor is None else loss * factor if factor else torch.zeros_like(loss)
             for loss, factor in zip(losses, self.factors, strict=True)
         ]
 
     def total(self, losses: Sequence[Tensor]) -> Tensor:
-        """The batch's loss. losses: of the micro-batches, multiplied by their factors."""
+        """The mini-batch's loss. losses: of the micro-batches, already multiplied by their factors."""
         parts = [loss if share is None else loss * share for loss, share in zip(losses, self.shares, strict=True)]
         total = parts[0]
-        for part in parts[1:]:  # one order of sums, whatever the schedule
+        for part in parts[1:]:  # the same order of sums for every schedule
             total = total + part.to(total.device)
         return total
 
 
 @dataclass(frozen=True)
 class Splitter:
-    """How batches are cut, and how losses are weighted.
-
-    loss_weight: (target, or the model's inputs without one) -> what a micro-batch counts; its rows unless given.
-    """
+    """Splits mini-batches into micro-batches and weights the losses."""
 
     num_microbatches: int
+    #: Whether the program requires exactly this number of micro-batches.
     fixed: bool
     split_dims: SplitDims = 0
+    #: Maps a micro-batch's target (its inputs if there is no target) to its weight. Default: its number of rows.
     loss_weight: Callable[..., Any] | None = None
     loss_reduction: LossReduction = "mean"
 
@@ -107,15 +111,17 @@ class Splitter:
         for dim in self._given_dims():
             if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
                 raise InputError(
-                    f"split_dims is a dim, one for all arguments or one for each; got {self.split_dims!r}; "
-                    f"pass whole numbers, None for an argument that is not split"
+                    f"split_dims must be a dim for all arguments or one for each; got {self.split_dims!r}; "
+                    f"pass integers, or None for an argument that is not split"
                 )
 
     def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
-        """Cut a mini-batch. Fewer rows than micro-batches make fewer micro-batches.
+        """Split a mini-batch. With fewer rows than micro-batches, there are as many micro-batches as rows.
 
-        Raises InputError for no rows, unequal rows, a target that does not match, or too few rows for a program
-        whose number of micro-batches is fixed.
+        Raises:
+            InputError: for no rows, different numbers of rows, a target that does not match, or too few rows for a
+                program with a fixed number of micro-batches.
+
         """
         if not isinstance(self.split_dims, int):
             self._check_names(len(args), kwargs)
@@ -129,9 +135,9 @@ class Splitter:
         if self.fixed and count < self.num_microbatches:
             raise InputError(
                 f"this program is written for {self.num_microbatches} micro-batches; the batch has {rows} rows; "
-                f"give it at least as many (drop_last=True in the data loader), or a schedule that makes programs"
+                f"pass at least as many rows (drop_last=True in the data loader), or a schedule that allows any number"
             )
-        with torch.enable_grad():  # the cut of an input that requires a gradient is part of the user's graph
+        with torch.enable_grad():  # splitting an input that requires a gradient is part of the user's graph
             columns = [split(value, dim, count) for value, dim in zip(args, dims, strict=True)]
             named = {name: split(value, names[name], count) for name, value in kwargs.items()}
         inputs = [
@@ -143,7 +149,7 @@ class Splitter:
         return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
-        """A micro-batch of so many rows, of a sample's: fewer of them, or some again. Raises as ``batch``."""
+        """One micro-batch with ``rows`` rows of a sample, dropping or repeating rows. Raises as ``batch``."""
         whole = replace(self, num_microbatches=1).batch(args, kwargs, target)
         has = whole.rows[0]
 
@@ -172,17 +178,20 @@ class Splitter:
             strange = [name for name in dims if name not in known]
             if strange:
                 raise InputError(
-                    f"split_dims names arguments by position or keyword, 'target' and 'output'; {strange[0]!r} is none "
-                    f"of this call's; correct it"
+                    f"split_dims must name arguments of the call, 'target' or 'output'; {strange[0]!r} is none; "
+                    f"correct the name"
                 )
         elif isinstance(dims, Sequence) and len(dims) < num_args:
             raise InputError(
-                f"split_dims has one dim for each argument; it has {len(dims)}, but {num_args} arguments were given; "
-                f"give as many"
+                f"split_dims must have one dim for each argument; it has {len(dims)}, but {num_args} arguments were "
+                f"passed; add the missing dims"
             )
 
     def _target_dim(self, target: Any, given: "_Given") -> int | None:
-        """As named; with one dim for all, that dim where the target has the batch's rows there, else 0."""
+        """The target's dim.
+
+        With one dim for all arguments, that dim if the target has the batch's rows there; otherwise 0.
+        """
         dim = self._dim("target")
         if not isinstance(self.split_dims, int) or not self.split_dims:
             return dim
@@ -207,12 +216,14 @@ class Splitter:
         return dims[argument] if isinstance(argument, int) and argument < len(dims) else 0
 
     def factors(self, batch: Batch) -> list[float | None]:
-        """What the loss of each micro-batch is multiplied by, so that gradients are those of the whole batch."""
+        """The factor of each micro-batch's loss that makes gradients those of the whole mini-batch."""
         return self.weighting(batch).factors
 
     def weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> "Weighting":
-        """How losses count, where the gradients of each group of micro-batches are applied by themselves: a group's
-        gradient is that of its rows; all are one group unless given.
+        """The weights of the losses.
+
+        groups: micro-batches whose gradients are applied together; each group's gradient is that of its rows. Default:
+        all are one group.
         """
         if self.loss_reduction == "sum":
             return Weighting([None] * len(batch.rows), [None] * len(batch.rows))
@@ -220,7 +231,7 @@ class Splitter:
         total = sum(weights)
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
-            raise InputError(f"loss weights add up to a finite number above 0; got {total}; {remedy}")
+            raise InputError(f"loss weights must add up to a finite number above 0; got {total}; {remedy}")
         if len(groups) < 2:
             return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
         factors = [0.0] * len(batch.rows)
@@ -233,19 +244,19 @@ class Splitter:
         return Weighting(list(factors), list(shares))
 
     def weighting_of_outputs(self, batch: Batch) -> Weighting | None:
-        """How the losses in a model's outputs count, which nobody asked for; None where that cannot be told."""
+        """The weights of losses in a model's outputs, in a call without a loss; None if they cannot be computed."""
         if self.loss_reduction == "sum":
             return self.weighting(batch)
         try:
             weights = batch.rows if self.loss_weight is None else _weights(batch, self.loss_weight)
-        except Exception:  # whatever loss_weight raises of inputs without labels: the outputs have no loss then
+        except Exception:  # loss_weight may fail on inputs without labels, whose outputs have no loss
             return None
-        total = sum(weights) or nan  # as plain PyTorch does
+        total = sum(weights) or nan  # like the mean over no labels in plain PyTorch
         return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
 
 
 def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
-    """What loss_weight returns for each micro-batch; a device is waited for once. Raises InputError."""
+    """The weight of each micro-batch by ``loss_weight``, with one device synchronisation. Raises InputError."""
     given: list[Any] = [((target,), {}) for target in batch.targets] or batch.inputs
     weights = [loss_weight(*args, **kwargs) for args, kwargs in given]
     try:
@@ -254,28 +265,28 @@ def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
         return [float(weight) for weight in weights]
     except (TypeError, ValueError):
         raise InputError(
-            f"loss_weight returns one number for a micro-batch; got {shown(weights[0])}; return such as "
+            f"loss_weight must return one number for each micro-batch; got {shown(weights[0])}; return for example "
             f"(target != -100).sum()"
         ) from None
 
 
-#: What was given, by the name that errors call it: (value, the dim along which it is split).
+#: Arguments by their name in error messages: (value, the dim along which it is split).
 _Given = dict[str, tuple[Any, int | None]]
 
 
 def _common_rows(given: _Given) -> int:
-    """How many rows a batch has. Raises InputError where its tensors differ, or have none."""
+    """The number of rows of a batch. Raises InputError if tensors have different numbers of rows, or none."""
     counts = {what: rows_of(value, dim, what) for what, (value, dim) in given.items()}
     known = {what: rows for what, rows in counts.items() if rows is not None}
     if not known:
-        raise InputError("a batch has a tensor whose rows are split into micro-batches; found none; pass a tensor")
+        raise InputError("a batch must contain a tensor to split into micro-batches; it contains none; pass a tensor")
     first, rows = next(iter(known.items()))
     for what, other in known.items():
         if other != rows:
             raise InputError(
-                f"all tensors of a batch have as many rows; {first} has {rows}, {what} has {other}; "
+                f"all tensors of a batch must have the same number of rows; {first} has {rows}, {what} has {other}; "
                 f"make them match, or set split_dims=None for an argument that is not split"
             )
     if rows == 0:
-        raise InputError(f"a batch has at least one row; {first} has none; leave the empty batch out")
+        raise InputError(f"a batch must have at least one row; {first} has none; leave the empty batch out")
     return rows

@@ -1,5 +1,6 @@
-"""Rank host: where a pipeline's ranks run: all in this process, or one here and the others in processes of their
-own.
+"""Rank host: the processes and executors in which a pipeline's ranks run, behind one interface.
+
+Either all ranks run in this process, or one rank runs here and the others in processes of their own.
 """
 
 import copy
@@ -48,7 +49,7 @@ __all__ = ["Executor", "Inputs", "MeshRanks", "RankHost", "SegmentedRun", "Threa
 
 T = TypeVar("T")
 
-#: What ranks decide together is made of these, and of built-in types.
+#: Types of the values that ranks agree on, in addition to built-in types.
 _DECIDED = (
     Plan,
     Tie,
@@ -67,110 +68,118 @@ _DECIDED = (
     Links,
 )
 
-#: Rank 0's own call, and each rank's part of it as a message.
+#: Splits rank 0's call into its own part and a message for each rank.
 Deal = Callable[[StepCall], tuple[StepCall, list[Any]]]
 
-#: Who passes a batch under a mesh: all ranks the same one, or the first rank alone.
+#: Which ranks of a mesh pass a batch: all of them the same batch, or only the first.
 Inputs = Literal["all", "first"]
 
 
 class SegmentedRun(Protocol):
-    """A run that is given its orders in parts."""
+    """A run whose orders are handed over in parts."""
 
     @property
     def ahead(self) -> int:
-        """How many parts may be under way while the caller goes on."""
+        """The number of parts that may be queued while the caller continues."""
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> Any:
-        """Give every rank of this process the next part of its order."""
+        """Hand the next part of its order to every rank of this process."""
 
     def finish(self, part: Any) -> Timeline:
-        """Wait until they have run it: what ran when. Raises what a stage raised."""
+        """Wait until a part has run; return its timeline. Raises a stage's exception."""
 
     def abandon(self) -> None:
         """Stop all ranks."""
 
 
 class Executor(Protocol):
-    """What runs the ranks of this process, as far as a stream asks."""
+    """The interface of an executor that a stream uses."""
 
     def caller(self, *, grad: bool) -> Caller:
-        """The settings of this thread, with grad mode as given."""
+        """The settings of this thread, with ``grad`` as grad mode."""
 
-    def begin(self, work: RunSpec, caller: Caller) -> SegmentedRun:
-        """Begin a run that is then given its orders in parts. Nothing else runs before ``end``."""
+    def begin(self, run_spec: RunSpec, caller: Caller) -> SegmentedRun:
+        """Begin a run whose orders are handed over in parts. No other run starts before ``end``."""
 
     def end(self, run: Any) -> None:
-        """End it."""
+        """End a run."""
 
-    def check_outside(self, what: str) -> None:
-        """Raise ExecutionError within a step."""
+    def check_outside(self, method: str) -> None:
+        """Raise ExecutionError if called within a step. method: its name for the message."""
 
 
 class RankHost(Protocol):
-    """What a pipeline asks of the place where its ranks run. Collective where that is several processes.
+    """The interface to a pipeline's ranks. With several processes, all methods are collective."""
 
-    devices: of the ranks. all_devices: also those that no rank uses.
-    """
-
+    #: The devices of the ranks that hold stages.
     devices: list[torch.device]
+    #: Also the devices that no rank uses.
     all_devices: list[torch.device]
 
     @property
     def executor(self) -> Executor:
-        """What runs the ranks of this process, once started."""
+        """The executor of this process's ranks."""
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
-        """The same host, of which so many ranks hold stages. all_ranks: none of a mesh may be left over. Raises
-        DeviceCountError.
+        """The same host with ``num_ranks`` ranks that hold stages.
+
+        all_ranks: whether every rank of a mesh must hold stages. Raises DeviceCountError.
         """
 
     def holds(self, rank: int) -> bool:
-        """Whether the rank runs in this process."""
+        """Whether a rank runs in this process."""
 
     def agreed(self, make: Callable[[], T]) -> T:
-        """What is made once, for all ranks."""
+        """Call ``make`` once, and return its result in all processes."""
 
     def check(self, program: Program, decided: Any) -> None:
-        """Raise ExecutionError where ranks decided differently."""
+        """Raise ExecutionError if ranks have decided differently."""
 
     def learn(self, model: LayeredModel, cut: StageLayers) -> None:
-        """Know the types of what other ranks will send. Raises GraphError for what cannot be sent, naming its layer."""
+        """Register the types of values sent between ranks. Raises GraphError for a type that cannot be sent."""
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise an error of this process here, and in the other processes as one of this one."""
+        """Raise an error here, and report it to the other processes as a failure of this one."""
 
     def start(self) -> None:
-        """Start the ranks, once all that can be wrong before has been checked."""
+        """Start the ranks, after all checks that need no running rank."""
 
     def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
-        """A call, as this process is to run it. given: whether a batch was passed here; deal: each rank's part of one.
+        """The call that this process is to run.
 
-        Raises InputError where a batch was passed or missing against ``inputs=``, what ``make`` raises, and in the
-        other processes ExecutionError that says so.
+        Args:
+            method: the name of the pipeline's method.
+            given: whether a batch was passed in this process.
+            make: makes the call from the batch.
+            deal: splits rank 0's call between the ranks.
+
+        Raises:
+            InputError: if a batch was passed or is missing against ``inputs=``. An error of ``make`` is raised here,
+                and as an ExecutionError that contains it in the other processes.
+
         """
 
-    def run(self, work: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
-        """Run a program on all ranks, each its part."""
+    def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
+        """Run a program on all ranks."""
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
-        """A loss that one rank can make, for all: elsewhere a tensor that waits for it once it is looked at."""
+        """A loss that one rank can compute, in all processes; elsewhere a tensor whose first use waits for it."""
 
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
-        """What one rank can make, for all, at once."""
+        """The value that one rank can compute, in all processes."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Give values to ranks in other processes, and take what those in ``sources`` give to this one."""
+        """Send values to ranks in other processes, and return the values that ranks in ``sources`` send to this one."""
 
     def abandon(self, what: str, error: BaseException) -> None:
-        """End it, and in the other processes as a failure of this one."""
+        """Close the host; other processes see a failure of this one."""
 
     def close(self) -> None:
-        """End it."""
+        """End the ranks."""
 
 
 class ThreadRanks:
-    """Every rank in this process, on a device each; a device may repeat."""
+    """All ranks in this process, each with a device; a device may repeat."""
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
         self.devices = self.all_devices = list(devices)
@@ -178,7 +187,7 @@ class ThreadRanks:
 
     @cached_property
     def executor(self) -> ThreadExecutor:
-        """The ranks' threads, which start with the first use."""
+        """The executor with a thread for each rank; starts at the first use."""
         return ThreadExecutor(self.devices, self._threads)
 
     def start(self) -> None:
@@ -186,7 +195,7 @@ class ThreadRanks:
 
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "ThreadRanks":
         other = ThreadRanks(self.all_devices, self._threads)
-        other.devices = self.all_devices[:num_ranks]  # devices that no rank needs are left alone
+        other.devices = self.all_devices[:num_ranks]  # no threads for the other devices
         return other
 
     def holds(self, rank: int) -> bool:
@@ -207,8 +216,8 @@ class ThreadRanks:
     def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         return make()
 
-    def run(self, work: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
-        return self.executor.run(work, grad=grad)
+    def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
+        return self.executor.run(run_spec, grad=grad)
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         return make()
@@ -223,20 +232,20 @@ class ThreadRanks:
         self.close()
 
     def close(self) -> None:
-        if "executor" in vars(self):  # it has started
+        if "executor" in vars(self):  # if started
             self.executor.close()
 
 
 class MeshRanks:
-    """One rank of a one-dimensional DeviceMesh in this process, the others in theirs. All calls are collective."""
+    """One rank of a one-dimensional DeviceMesh in this process, the others in theirs. All methods are collective."""
 
     def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float, inputs: Inputs = "all") -> None:
-        check_type(mesh, DeviceMesh, "mesh is a DeviceMesh", "pass one dimension of it, such as mesh['pp']")
+        check_type(mesh, DeviceMesh, "mesh must be a DeviceMesh", "pass one dimension of it, such as mesh['pp']")
         timeout_s = as_timeout(timeout_s)
         if mesh.ndim != 1:
             raise DeviceCountError(
-                f"a pipeline runs along one dimension of a mesh; got one of {mesh.ndim} dimensions "
-                f"({mesh.mesh_dim_names}); pass one, such as mesh['pp']"
+                f"a pipeline needs a mesh of one dimension; got one of {mesh.ndim} dimensions "
+                f"({mesh.mesh_dim_names}); pass one of them, such as mesh['pp']"
             )
         device = torch.device(mesh.device_type)
         if device.type == "cuda":
@@ -244,7 +253,7 @@ class MeshRanks:
         self.devices = self.all_devices = [device] * mesh.size()
         self._inputs = inputs
         self._timeout_s = timeout_s
-        self._dealing = Lock()  # what rank 0 makes may deal, too, while its heart beats
+        self._dealing = Lock()  # the heartbeat thread and rank 0's main thread may both deal
         group = mesh.get_group()
         self.group = tuple(get_process_group_ranks(group))
 
@@ -266,11 +275,11 @@ class MeshRanks:
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "MeshRanks":
         if all_ranks and num_ranks != len(self.all_devices):
             raise DeviceCountError(
-                f"every rank of the mesh holds stages, unless a plan leaves some out; it has {len(self.all_devices)} "
-                f"ranks, the program {num_ranks}; use a mesh of {num_ranks}, or a model and a schedule of more stages"
+                f"without a plan, every rank of the mesh must hold stages; it has {len(self.all_devices)} ranks, the "
+                f"program {num_ranks}; use a mesh of {num_ranks} ranks, or a model and a schedule with more stages"
             )
         other = copy.copy(self)
-        other.devices = self.all_devices[:num_ranks]  # the other ranks hold no stages, and take part in each call
+        other.devices = self.all_devices[:num_ranks]  # the other ranks still take part in collective calls
         return other
 
     def holds(self, rank: int) -> bool:
@@ -280,14 +289,14 @@ class MeshRanks:
         what = "making a pipeline"
         given = None
         if self.rank:
-            while given is None:  # rank 0 is still at it
+            while given is None:  # a heartbeat: rank 0 is still working
                 given = self.executor.deal(f"{what}, where rank 0 measures and decides for all")
             result: T = given[0]
             return result
         with beating(lambda: self._deal_all(what, None), self._timeout_s):
             try:
                 made = make()
-            except Exception as error:  # the others wait for what is made
+            except Exception as error:  # the other ranks are waiting for the result
                 if self.executor.closed:
                     raise
                 with self._dealing:
@@ -306,11 +315,11 @@ class MeshRanks:
         ends = {names[-1] for names in cut[:-1]}
         with closing(model.passed()) as passed, suppress(LayerError):
             for name, value in passed:
-                with self._refusing(name in ends, f"what layer {name!r} gives goes from stage to stage"):
+                with self._refusing(name in ends, f"the output of layer {name!r} must be sent between stages"):
                     self.executor.learn(value)
-        with self._refusing(self._inputs == "first", "with inputs='first' rank 0 sends what the sample shows"):
+        with self._refusing(self._inputs == "first", "with inputs='first' rank 0 must send inputs like the sample"):
             self.executor.learn(model.sample)
-        with self._refusing(False, ""):  # an output goes to other ranks only where that is asked for
+        with self._refusing(False, ""):  # outputs are sent only on request, so a failure is no error here
             self.executor.learn(model.output_form)
 
     @staticmethod
@@ -332,9 +341,9 @@ class MeshRanks:
         first = self._inputs == "first"
         if given != (self.rank == 0 or not first):
             error = InputError(
-                f"with inputs={self._inputs!r} {'rank 0 alone passes' if first else 'every rank passes'} a batch to "
+                f"with inputs={self._inputs!r} {'only rank 0 passes' if first else 'every rank passes'} a batch to "
                 f"{method}; rank {self.rank} of {len(self.all_devices)} passed {'one' if given else 'none'}; "
-                f"{'call it with nothing there' if given else 'pass it there'}, or change inputs="
+                f"{'call it without a batch there' if given else 'pass it there'}, or change inputs="
             )
             self.executor.fail(method, error)
         if not first:
@@ -342,7 +351,7 @@ class MeshRanks:
         return self._receive(method) if self.rank else self._deal(method, make, deal)
 
     def _deal(self, method: str, make: Callable[[], StepCall], deal: Deal) -> StepCall:
-        """Rank 0's own call, once the others' parts are on their way, or why there are none."""
+        """Send the other ranks their parts of a call, or the error of ``make``; return rank 0's own part."""
         try:
             call, messages = deal(make())
         except BaseException as error:
@@ -355,20 +364,20 @@ class MeshRanks:
         message = self.executor.deal(method)
         if isinstance(message, str):
             raise ExecutionError(
-                f"rank 0 passes the batch for all ranks; its own {method} failed before it ran, with {message}; "
-                f"correct it there; the pipeline is usable"
+                f"rank 0 passes the batch for all ranks; its {method} failed before it ran, with {message}; "
+                f"fix the error on rank 0; the pipeline remains usable"
             )
         call = received(message)
         if call.method != method:
             error = InputError(
-                f"all ranks call one method at a time; rank 0 called {call.method}, rank {self.rank} {method}; "
+                f"all ranks must call the same method; rank 0 called {call.method}, rank {self.rank} {method}; "
                 f"call the same methods on every rank, in the same order"
             )
             self.executor.fail(method, error)
         return call
 
-    def run(self, work: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
-        return self.executor.run(work, grad=grad, looks=batch.looks or batch.looking(look))
+    def run(self, run_spec: RunSpec, batch: Batch, *, grad: bool) -> Timeline:
+        return self.executor.run(run_spec, grad=grad, looks=batch.looks or batch.looking(look))
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
         if self.rank == rank:
@@ -393,7 +402,7 @@ class MeshRanks:
 
     @contextmanager
     def connected(self) -> Iterator[ProcessExecutor]:
-        """The executor; once it has ended, another one for as long as this is entered. Collective."""
+        """A context with the executor; if it is closed, a temporary new one. Collective."""
         self.executor.check_outside("gather_model")
         if not self.executor.closed:
             yield self.executor
@@ -421,18 +430,16 @@ def host_for(
     """The host of a Pipeline with these arguments. Raises InputError, DeviceCountError, ExecutionError."""
     if inputs not in get_args(Inputs):
         raise InputError(
-            f"inputs is one of {', '.join(get_args(Inputs))}; got {inputs!r}; say which ranks of a mesh pass a batch"
+            f"inputs must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; choose which ranks pass a batch"
         )
     if devices is not None and mesh is not None:
-        raise InputError("a pipeline runs on devices= of this process or over a mesh=; got both; pass one of them")
+        raise InputError(
+            "a pipeline runs either on devices= of this process or over a mesh=; got both; pass one of them"
+        )
     if mesh is None:
         if timeout is not None:
-            raise InputError(
-                f"timeout= is of ranks in processes of their own; got {timeout!r} with devices=; leave it out"
-            )
+            raise InputError(f"timeout= applies only to a mesh=; got {timeout!r} with devices=; leave it out")
         if inputs != "all":
-            raise InputError(
-                f"inputs= says which ranks of a mesh pass a batch; got {inputs!r} with devices=; leave it out"
-            )
+            raise InputError(f"inputs= applies only to a mesh=; got {inputs!r} with devices=; leave it out")
         return ThreadRanks(as_devices(devices), threads)
     return MeshRanks(mesh, threads, 60.0 if timeout is None else timeout, inputs)

@@ -1,7 +1,7 @@
-"""Step call: one call of step, evaluate or forward: what goes in, how losses count, and what comes out.
+"""Step call: the data of one call of step, evaluate or forward: its batch, its loss weights and its options.
 
-And how it travels, where rank 0 alone passes a batch: every rank gets what all need and of the batch what its own
-stages take.
+With ``inputs='first'`` only rank 0 passes a batch; the call is then sent to the other ranks, each with the part of the
+batch that its stages need.
 """
 
 from collections.abc import Hashable, Sequence
@@ -25,21 +25,19 @@ __all__ = ["SENT_TYPES", "StepCall", "bring_ends", "dealt", "received"]
 
 @dataclass(frozen=True)
 class StepCall:
-    """A mini-batch and what is asked of it.
-
-    weighting: how losses count; None where there are none. A forward has those in its outputs alone. gather: whether
-    every rank gets the outputs.
-    """
+    """One call of step, evaluate or forward, with its mini-batch."""
 
     method: str
     batch: Batch
+    #: How losses are weighted; None without losses. In a forward it applies to losses in the outputs.
     weighting: Weighting | None = None
     _: KW_ONLY
     return_outputs: bool = False
+    #: Whether every rank receives the outputs.
     gather: bool = False
 
-    def feed(self, seed: int, step: int) -> StepData:
-        """What the stages get, and where they put what they make."""
+    def step_data(self, seed: int, step: int) -> StepData:
+        """The StepData of this call for the stages."""
         factors = None if self.weighting is None or self.method == "forward" else self.weighting.factors
         return StepData(
             seed,
@@ -52,28 +50,29 @@ class StepCall:
 
     @property
     def counting(self) -> Weighting:
-        """How its losses count. Raises ValueError where no loss is asked for."""
+        """How losses are weighted. Raises ValueError if the call computes no loss."""
         if self.weighting is None:
-            raise ValueError(f"a call has a loss where it was asked for one; {self.method} was not")
+            raise ValueError(f"only a call with a loss has weights; {self.method} computes none")
         return self.weighting
 
-    def loss(self, feed: StepData) -> Tensor:
-        """The mini-batch's loss, where the last stage runs."""
-        return self.counting.total([feed.losses[microbatch] for microbatch in range(len(self.batch.rows))])
+    def loss(self, step_data: StepData) -> Tensor:
+        """The mini-batch's loss, in the process of the last stage."""
+        return self.counting.total([step_data.losses[microbatch] for microbatch in range(len(self.batch.rows))])
 
-    def outputs(self, feed: StepData, *, own_loss: bool) -> Any:
-        """In the mini-batch's order; None where the last stage runs in another process. own_loss: the loss that counts
-        is in the outputs.
+    def outputs(self, step_data: StepData, *, own_loss: bool) -> Any:
+        """The outputs in mini-batch order; None if the last stage is in another process.
+
+        own_loss: whether the outputs contain the model's own loss.
         """
-        if not feed.outputs:
+        if not step_data.outputs:
             return None
-        outputs = [feed.outputs[microbatch].value for microbatch in range(len(self.batch.rows))]
+        outputs = [step_data.outputs[microbatch].value for microbatch in range(len(self.batch.rows))]
         return self.batch.gathered(outputs, self.weighting if own_loss else None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Opening:
-    """What every rank needs to know of a call, apart from numbers that change from step to step."""
+    """The part of a call that every rank needs and that seldom changes from step to step."""
 
     method: str
     rows: list[int]
@@ -86,21 +85,33 @@ class _Opening:
 
 @dataclass(frozen=True)
 class _Unsent:
-    """A tensor that a rank does not need: it has none of its contents."""
+    """The dtype and shape of a tensor that a rank does not need, sent in place of the tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-#: What a message of a call holds, beside the batch.
+#: Types in a message of a call, in addition to those of the batch.
 SENT_TYPES = _Opening, _Unsent
 
 
 def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: int) -> tuple[StepCall, list[Any]]:
-    """(rank 0's own call, each rank's part of it as a message). program: what the call runs, as far as placement goes.
+    """Split rank 0's call into one message for each rank.
 
-    num_ranks: of the mesh; the program may use fewer. bodies: what its stages run. An input goes where one uses it,
-    targets to the stages without consumers. Raises InputError for inputs whose gradients would stay on another rank.
+    An input is sent to the ranks whose stages use it, targets to the stages without consumers.
+
+    Args:
+        call: rank 0's call with the whole batch.
+        program: the program that the call runs.
+        bodies: the bodies of its stages, by weight copy.
+        num_ranks: the size of the mesh; the program may use fewer ranks.
+
+    Returns:
+        Rank 0's own call, and the message for each rank.
+
+    Raises:
+        InputError: if an input on another rank requires a gradient, which could not be returned to rank 0.
+
     """
     batch = call.batch
     looks = [look(value) for value in call.batch.inputs]
@@ -114,8 +125,8 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
     others = [rank for rank, own in enumerate(inputs) if rank and any(map(trainable_leaves, own or ()))]
     if others:
         raise InputError(
-            f"gradients of inputs stay where the inputs are used, here on ranks {others}, and rank 0 alone "
-            f"has the inputs; detach them, or pass the batch on every rank with inputs='all'"
+            f"with inputs='first' only inputs that rank 0 uses may require a gradient; ranks {others} use such inputs; "
+            f"detach them, or pass the batch on every rank with inputs='all'"
         )
     factors, shares = call.weighting or ((), ())
     opening = _Opening(
@@ -133,7 +144,7 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
 
 
 def received(message: tuple[Any, ...]) -> StepCall:
-    """Rank 0's call, as far as this rank has a part in it."""
+    """Rebuild rank 0's call from its message, with this rank's part of the batch."""
     opening, factors, shares, inputs, targets = message
     size = len(opening.rows)
     inputs = pytree.tree_map_only(_Unsent, _without_contents, inputs)
@@ -145,7 +156,7 @@ def received(message: tuple[Any, ...]) -> StepCall:
 
 
 def _needed(value: Any, takers: Sequence[Body]) -> Any:
-    """What any of the bodies takes of a micro-batch's inputs."""
+    """A micro-batch's inputs, with tensors that none of the bodies uses replaced by `_Unsent`."""
     leaves, spec = pytree.tree_flatten(value)
     columns = zip(leaves, *(pytree.tree_leaves(body.inputs(value)) for body in takers), strict=True)
     return pytree.tree_unflatten(
@@ -162,7 +173,7 @@ def _without_contents(one: _Unsent) -> Tensor:
 
 
 def _written(numbers: Any) -> Tensor | None:
-    """Numbers as a tensor: they change, and the form of the message does not."""
+    """Numbers as a tensor, so that the layout of the message does not depend on their values; None if they are None."""
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
@@ -173,8 +184,8 @@ def _read(written: Tensor | None, size: int) -> list[float | None]:
 _WHAT = "losses and outputs"
 
 
-def bring_ends(program: Program, feed: StepData, trade: Trade) -> None:
-    """Bring losses and outputs of all micro-batches to the program's output rank. Collective over processes."""
+def bring_ends(program: Program, step_data: StepData, trade: Trade) -> None:
+    """Move the losses and outputs of all micro-batches to the program's output rank. Collective over processes."""
     end = program.output_rank
     ends = {program.placement[route[-1]] for route in program.routes}
     if len(ends) < 2:
@@ -182,9 +193,9 @@ def bring_ends(program: Program, feed: StepData, trade: Trade) -> None:
     if trade.holds(end):
         others = {rank for rank in ends if not trade.holds(rank)}
         for losses, outputs in trade.trade(_WHAT, {}, others).values():
-            feed.losses.update(losses)
-            feed.outputs.update({microbatch: Payload.of(value) for microbatch, value in outputs.items()})
+            step_data.losses.update(losses)
+            step_data.outputs.update({microbatch: Payload.of(value) for microbatch, value in outputs.items()})
     elif any(map(trade.holds, ends)):
-        outputs = {microbatch: payload.value for microbatch, payload in feed.outputs.items()}
-        trade.trade(_WHAT, {end: (feed.losses, outputs)}, ())
-        feed.outputs = {}
+        outputs = {microbatch: payload.value for microbatch, payload in step_data.outputs.items()}
+        trade.trade(_WHAT, {end: (step_data.losses, outputs)}, ())
+        step_data.outputs = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import networkx as nx
 
-from pipesched.program.checkpoint_options import Checkpoint, Keep, keep_by_layer
+from pipesched.program.checkpoint_options import Checkpoint, LayerCheckpoint, checkpoint_by_layer
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_memory import LayerMemory, LossMemory, dropping_bytes, offloaded_bytes, stage_memory
 
@@ -102,7 +102,7 @@ class LayerCosts:
             memory=self.memory.recomputed(keeps_dear=keeps_dear),
         )
 
-    def treated(self, keep: Keep | None) -> "LayerCosts":
+    def treated(self, keep: LayerCheckpoint | None) -> "LayerCosts":
         """The same where this becomes of what it saves."""
         if keep == "offload":
             return replace(self, memory=replace(self.memory, offloads=1))
@@ -195,5 +195,5 @@ def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], 
 
 def treated(profile: Mapping[str, LayerCosts], checkpoint: Checkpoint) -> dict[str, LayerCosts]:
     """What layers cost by name, where ``checkpoint`` says layer by layer what becomes of what they save."""
-    keep = keep_by_layer(checkpoint)
+    keep = checkpoint_by_layer(checkpoint)
     return {name: costs.treated(keep.get(name)) for name, costs in profile.items()}

@@ -13,7 +13,7 @@ import networkx as nx
 from pipesched.checks import as_list, as_path, check_known, check_type, is_count, shown
 from pipesched.errors import PipeschedError, ScheduleError
 from pipesched.json_files import load_json
-from pipesched.program.checkpoint_options import Keep
+from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.layer_costs import LayerCosts, Stages, costs_of, costs_of_stage, joined_costs, messages
 from pipesched.simulation.overheads import Machine, RanksAre
@@ -70,7 +70,12 @@ class Profile:
         return self._known[rows]
 
     def costs(
-        self, stages: Stages, rows: int, *, keep: Mapping[str, Keep] | None = None, ranks_are: RanksAre = "threads"
+        self,
+        stages: Stages,
+        rows: int,
+        *,
+        keep: Mapping[str, LayerCheckpoint] | None = None,
+        ranks_are: RanksAre = "threads",
     ) -> Costs:
         """What stages of these layers cost for a micro-batch of so many rows, with what the machine adds.
 
@@ -93,7 +98,9 @@ class Profile:
             own[stage - 1]["output_bytes"] = sum(size for (giver, _), size in sent.items() if giver == stage - 1)
         return joined_costs(own, **self.machine.between(ranks_are, self._crowding(rows)))
 
-    def _stage(self, rows: int, names: tuple[str, ...], keep: Mapping[str, Keep], ends: bool) -> Mapping[str, Any]:
+    def _stage(
+        self, rows: int, names: tuple[str, ...], keep: Mapping[str, LayerCheckpoint], ends: bool
+    ) -> Mapping[str, Any]:
         """What one stage costs, by the names of `Costs`, found once: searches ask for the same over and over."""
         key = rows, names, tuple((name, keep[name]) for name in names if name in keep), ends
         known = self._stages.get(key)
@@ -167,10 +174,10 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
             f"list each once, or measure the model that is cut"
         )
     for name, how in keep.items():
-        if name not in layers or how not in get_args(Keep):
+        if name not in layers or how not in get_args(LayerCheckpoint):
             raise ScheduleError(
-                f"keep says what becomes of what layers of the profile save, {' or '.join(get_args(Keep))}; got "
-                f"{name!r}: {how!r}; use names of layers, and one of these words"
+                f"keep says what becomes of what layers of the profile save, {' or '.join(get_args(LayerCheckpoint))}; "
+                f"got {name!r}: {how!r}; use names of layers, and one of these words"
             )
 
 

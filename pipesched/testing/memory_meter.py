@@ -11,7 +11,7 @@ from torch import Tensor
 from pipesched.checks import check_type
 from pipesched.errors import ExecutionError
 from pipesched.pipeline.pipeline import Pipeline
-from pipesched.runtime.executors.device_streams import Lane, Message
+from pipesched.runtime.executors.device_streams import DeviceStreams, Message
 from pipesched.runtime.rank_host import MeshRanks, ThreadRanks
 from pipesched.runtime.stage.stage import Stage
 from pipesched.tensors.memory_tracker import Books, Ledger, books_of
@@ -65,13 +65,13 @@ class MemoryMeter:
         self._host = host = self._pipe._running.host
         if isinstance(host, ThreadRanks):
             executor = host.executor
-            lanes = list(executor.lanes)
-            for rank, lane in enumerate(lanes):
+            streams_of_rank = list(executor.streams_of_rank)
+            for rank, streams in enumerate(streams_of_rank):
                 self._books[rank] = books_of(host.devices[rank])
-                executor.lanes[rank] = _Metered(lane, self._books[rank], copies=True)
+                executor.streams_of_rank[rank] = _Metered(streams, self._books[rank], copies=True)
 
             def put_back() -> None:
-                executor.lanes[:] = lanes
+                executor.streams_of_rank[:] = streams_of_rank
                 executor._kept.clear()
 
             executor._kept.clear()
@@ -79,10 +79,10 @@ class MemoryMeter:
         else:
             assert isinstance(host, MeshRanks)
             own = host.executor
-            lane = host.executor._lane
+            streams = host.executor._streams
             self._books[own.rank] = books_of(own.device)
-            own._lane = _Metered(lane, self._books[own.rank], copies=False)
-            self._put_back.append(lambda: setattr(own, "_lane", lane))
+            own._streams = _Metered(streams, self._books[own.rank], copies=False)
+            self._put_back.append(lambda: setattr(own, "_streams", streams))
 
     @property
     def peak_bytes(self) -> dict[int, int]:
@@ -112,21 +112,21 @@ def _own(stage: Stage) -> Iterable[Tensor]:
 class _Metered:
     """A lane whose rank's allocations are written down."""
 
-    def __init__(self, lane: Lane, books: Books, *, copies: bool) -> None:
-        self._lane = lane
+    def __init__(self, streams: DeviceStreams, books: Books, *, copies: bool) -> None:
+        self._streams = streams
         self._books = books
         self._copies = copies
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._lane, name)
+        return getattr(self._streams, name)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        with self._lane.entered(), self._books.watching():
+        with self._streams.entered(), self._books.watching():
             yield
 
     def unpack(self, message: Message) -> Any:
-        value = self._lane.unpack(message)
+        value = self._streams.unpack(message)
         return _copied(value) if self._copies and isinstance(self._books, Ledger) else value
 
 

@@ -111,13 +111,15 @@ class Block(nn.Module):
 
 
 @contextmanager
-def stage_of_blocks(keep: Mapping[tuple[str, int], Any], rows: Tensor, split: bool = False) -> Iterator[Stage]:
+def stage_of_blocks(
+    checkpoint_of_call: Mapping[tuple[str, int], Any], rows: Tensor, split: bool = False
+) -> Iterator[Stage]:
     """A stage of three blocks that one micro-batch has passed."""
     torch.manual_seed(0)
-    stage = Stage({str(at): Block() for at in range(3)}, torch.device("cpu"), keep=keep)
-    feed = StepData(0, 0, [((rows,), {}), ((rows,), {}), ((rows,), {})])
-    feed.output_grads = [(torch.ones_like(rows),)] * 3
-    stage.begin(feed)
+    stage = Stage({str(at): Block() for at in range(3)}, torch.device("cpu"), checkpoint_of_call=checkpoint_of_call)
+    step_data = StepData(0, 0, [((rows,), {}), ((rows,), {}), ((rows,), {})])
+    step_data.output_grads = [(torch.ones_like(rows),)] * 3
+    stage.begin(step_data)
     stage.forward(0, split=split)  # which is learnt from
     stage.backward(0)
     yield stage

@@ -308,7 +308,7 @@ def test_behind_its_context_a_meter_counts_no_more():
     with Pipeline(model, sample, devices=["cpu"] * 2, num_microbatches=1, schedule="1f1b") as pipe:
         with MemoryMeter(pipe) as meter:
             pipe(sample)
-        before, lanes = meter.peak_bytes, pipe._running.host.executor.lanes
+        before, streams_of_rank = meter.peak_bytes, pipe._running.host.executor.streams_of_rank
         pipe(torch.cat([sample] * 8))
         assert meter.peak_bytes == before
-        assert not any(isinstance(lane, _Metered) for lane in lanes)
+        assert not any(isinstance(streams, _Metered) for streams in streams_of_rank)

@@ -37,7 +37,7 @@ def test_a_loss_that_never_comes_says_why(ranks: Ranks) -> None:
     *others, _ = ranks.run(3, jobs.losses_of_one_that_fails)
     for sent, unsent in others:
         for said in (*sent, *unsent):
-            assert said.startswith("what another rank sends is received before the pipeline ends; this was not: ")
+            assert said.startswith("a loss must be received before the pipeline ends; this one was not: ")
         assert all("rank 2 failed: ZeroDivisionError: a layer's own error, in 2F0 (stage 2" in said for said in sent)
         assert all("its rank left without sending it" in said for said in unsent)
 
@@ -80,9 +80,9 @@ def test_rank_0_waits_for_nobody(ranks: Ranks) -> None:
 
 def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
     said = ranks.run(3, jobs.wrong_uses, ENDS_SWAPPED)
-    first = "InputError: with inputs='first' rank 0 alone passes a batch to step"
+    first = "InputError: with inputs='first' only rank 0 passes a batch to step"
     for name, at, text in (
-        ("a batch on rank 1", 1, f"{first}; rank 1 of 3 passed one; call it with nothing there, or change inputs="),
+        ("a batch on rank 1", 1, f"{first}; rank 1 of 3 passed one; call it without a batch there, or change inputs="),
         ("none on rank 0", 0, f"{first}; rank 0 of 3 passed none; pass it there, or change inputs="),
         (
             "none on rank 1",
@@ -92,15 +92,23 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
     ):
         assert said[at][name].startswith(text)
         for rank in {0, 1, 2} - {at}:
-            assert said[rank][name].startswith(f"ExecutionError: a rank that fails stops all; rank {at} failed: {text}")
+            assert said[rank][name].startswith(
+                f"ExecutionError: a failed rank stops all ranks; rank {at} failed: {text}"
+            )
     for name, text in (
-        ("unequal rows", "InputError: all tensors of a batch have as many rows; argument 0 has 19, the target has 7"),
+        (
+            "unequal rows",
+            "InputError: all tensors of a batch must have the same number of rows; argument 0 has 19, the target has 7",
+        ),
         ("no target", "InputError: loss_fn(output, target) needs a target"),
-        ("gradients", "InputError: gradients of inputs stay where the inputs are used, here on ranks [1], and rank 0"),
+        (
+            "gradients",
+            "InputError: with inputs='first' only inputs that rank 0 uses may require a gradient; ranks [1] use such",
+        ),
     ):
         assert said[0][name].startswith(text)
         for rank in (1, 2):
-            wrong = f"rank 0 passes the batch for all ranks; its own step failed before it ran, with {text}"
+            wrong = f"rank 0 passes the batch for all ranks; its step failed before it ran, with {text}"
             assert said[rank][name].startswith(f"ExecutionError: {wrong}")
         (after,) = {said[rank][name].split(" then: ")[1] for rank in range(3)}
         assert float(after) > 0, "the next step runs"
@@ -111,11 +119,11 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
     [
         (
             {"distributed": Distributed(inputs="last")},
-            "inputs is one of all, first; got 'last'; say which ranks of a mesh pass a batch",
+            "inputs must be one of all, first; got 'last'; choose which ranks pass a batch",
         ),
         (
             {"distributed": Distributed(inputs="first")},
-            "inputs= says which ranks of a mesh pass a batch; got 'first' with devices=",
+            "inputs= applies only to a mesh=; got 'first' with devices=",
         ),
     ],
 )

@@ -254,7 +254,7 @@ def test_split_dims_that_are_no_dims(dims):
     refused(
         InputError,
         ValueError,
-        r"one for all arguments or one for each; got .*; pass whole numbers",
+        r"a dim for all arguments or one for each; got .*; pass integers",
         numerics=Numerics(split_dims=dims),
     )
 
@@ -335,14 +335,14 @@ def step_refused(model, calls, error, match, *args, choices=None, **kwargs):
 @pytest.mark.parametrize(
     ("args", "kwargs", "match"),
     [
-        ((ONES,), {"target": ONES[:3]}, r"as many rows; argument 0 has 4, the target has 3; make them match"),
+        ((ONES,), {"target": ONES[:3]}, r"same number of rows; argument 0 has 4, the target has 3; make them match"),
         ((ONES, ONES[:2]), {"target": ONES}, r"argument 0 has 4, argument 1 has 2; .* split_dims=None"),
         ((), {"x": ONES, "mask": ONES[:2], "target": ONES}, r"x= has 4, mask= has 2"),
         (((ONES, ONES[:2]),), {"target": ONES}, r"argument 0 has one of 2 rows beside one of 4"),
         ((ONES,), {}, r"needs a target; got none; pass target=, or call forward"),
         ((ONES[:0],), {"target": ONES[:0]}, r"at least one row; argument 0 has none; leave the empty batch out"),
-        (("text",), {"target": "text"}, r"a tensor whose rows are split .*; found none; pass a tensor"),
-        ((torch.ones(()),), {"target": torch.ones(())}, r"found none; pass a tensor"),
+        (("text",), {"target": "text"}, r"a tensor to split into micro-batches; it contains none; pass a tensor"),
+        ((torch.ones(()),), {"target": torch.ones(())}, r"it contains none; pass a tensor"),
     ],
 )
 def test_a_batch_that_cannot_be_split(counted_model, calls, args, kwargs, match):
@@ -359,9 +359,9 @@ def test_a_target_without_a_loss_function(counted_model, calls):
     [
         (5, r"argument 0 is split along dim 5; a tensor of shape \[4, 3\] has no such dim; .* None to pass it whole"),
         (-3, r"split along dim -3; a tensor of shape \[4, 3\] has no such dim"),
-        ({"maskk": 1}, r"by position or keyword, 'target' and 'output'; 'maskk' is none"),
+        ({"maskk": 1}, r"arguments of the call, 'target' or 'output'; 'maskk' is none; correct the name"),
         ({0: 1, "target": 0}, r"argument 0 has 3, the target has 4"),
-        ([], r"one dim for each argument; it has 0, but 1 arguments were given; give as many"),
+        ([], r"one dim for each argument; it has 0, but 1 arguments were passed; add the missing dims"),
     ],
 )
 def test_split_dims_that_do_not_fit_the_batch(counted_model, calls, dims, match):

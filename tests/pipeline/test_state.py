@@ -281,10 +281,10 @@ def test_a_step_that_fails_moves_no_statistics() -> None:
 
 def test_wrong_ways_to_ask_for_statistics_say_so() -> None:
     options = {"devices": ["cpu"] * 2, "loss_fn": square}
-    with pytest.raises(InputError, match="batch_norm is one of micro-batch, mini-batch; got 'batch'"):
+    with pytest.raises(InputError, match="batch_norm must be one of micro-batch, mini-batch; got 'batch'"):
         Pipeline(normed(), images(2), numerics=Numerics(batch_norm="batch"), **options)
     make = functools.partial(torch.optim.SGD, lr=0.1)
-    with pytest.raises(ScheduleError, match="pipedream's steps run on into each other"):
+    with pytest.raises(ScheduleError, match="the steps of pipedream overlap"):
         Pipeline(
             normed(),
             images(2),

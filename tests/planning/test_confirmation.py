@@ -13,7 +13,7 @@ from pipesched.planning.plan import Plan
 from pipesched.planning.report import Report
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import Tuner, find_plan
-from pipesched.program.checkpoint_options import keep_by_layer
+from pipesched.program.checkpoint_options import checkpoint_by_layer
 from pipesched.simulation.layer_costs import TIMES, costs_of
 from pipesched.simulation.trace import Spans
 from tests.support.synthetic_profiles import profile
@@ -37,7 +37,7 @@ class Machine:
 
     def step(self, plan, factor=1.0):
         rows = self.batch_size // plan.program.num_microbatches
-        costs = self.truth.costs(plan.stages, rows, keep=keep_by_layer(plan.checkpoint))
+        costs = self.truth.costs(plan.stages, rows, keep=checkpoint_by_layer(plan.checkpoint))
         times = {time: tuple(factor * own for own in getattr(costs, time)) for time in TIMES}
         return simulate(plan.treated, replace(costs, **times))
 

@@ -93,7 +93,7 @@ def test_a_loss_that_draws_is_keyed_in_every_step():
     given = X.clone().requires_grad_()
     losses = []
     for _ in range(3):
-        made.begin(feed := StepData(0, 0, [((given,), {})], targets=[Y], factors=[None]))
+        made.begin(step_data := StepData(0, 0, [((given,), {})], targets=[Y], factors=[None]))
         made.forward(0)
-        losses.append(feed.losses[0])
+        losses.append(step_data.losses[0])
     assert losses[0] == losses[1] == losses[2]

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pipesched import Pipeline
 from pipesched.runtime.executors import threads as local
-from pipesched.runtime.executors.device_streams import CudaLane, lane_for
+from pipesched.runtime.executors.device_streams import CudaStreams, streams_for
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.runtime.transport import connections
 from pipesched.runtime.transport import device_channels as device_wire
@@ -26,43 +26,43 @@ CPU = torch.device("cpu")
 X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 4
 
 
-def computing(lane: CudaLane, cuda: CUDA) -> Stream:
-    with lane.entered():
-        return cuda.current_stream(lane._device)
+def computing(streams: CudaStreams, cuda: CUDA) -> Stream:
+    with streams.entered():
+        return cuda.current_stream(streams._device)
 
 
 def test_a_rank_follows_its_caller_and_the_caller_the_rank(cuda):
-    lane, side = CudaLane("cuda:0"), Stream("cuda:0")
+    streams, side = CudaStreams("cuda:0"), Stream("cuda:0")
     with cuda.stream(side):
         side.launch("batch")
-        lane.begin()
-        lane.follow()
-        compute = computing(lane, cuda)
+        streams.begin()
+        streams.follow()
+        compute = computing(streams, cuda)
         assert "batch" in compute.before
         assert "batch" in cuda.default_stream("cuda:0").before, "where ranks of other devices read the batch"
         compute.launch("forward")
-        stamp = lane.now()
+        stamp = streams.now()
         assert "forward" not in side.before
-        lane.catch_up(stamp)
+        streams.catch_up(stamp)
         assert "forward" in side.before
         compute.launch("backward")
-        lane.end()
+        streams.end()
         assert "backward" in side.before
     assert not cuda.synchronized
 
 
 def test_a_steps_clock_waits_for_nothing_that_was_launched_before(cuda):
-    lane = CudaLane("cuda:0")
+    streams = CudaStreams("cuda:0")
     cuda.default_stream("cuda:0").launch("long work")
-    lane.begin()
-    assert not lane._base.before
+    streams.begin()
+    assert not streams._base.before
     assert not cuda.synchronized
-    assert lane.reader(0.0)(lane.now()) == pytest.approx(lane._base_s, abs=0.1)
+    assert streams.reader(0.0)(streams.now()) == pytest.approx(streams._base_s, abs=0.1)
     assert cuda.synchronized, "only who reads times waits"
 
 
 def test_values_between_devices_are_copied_once_they_are_there_and_both_ways_at_once(cuda):
-    first, second = CudaLane("cuda:0"), CudaLane("cuda:1")
+    first, second = CudaStreams("cuda:0"), CudaStreams("cuda:1")
     computing(first, cuda).launch("forward")
     there = first.pack((None, Tensor(cuda, "cuda:0")))
     computing(second, cuda).launch("other work")
@@ -88,7 +88,7 @@ def test_values_between_devices_are_copied_once_they_are_there_and_both_ways_at_
 
 
 def test_values_on_one_device_are_not_copied(cuda):
-    first, second = CudaLane("cuda:0"), CudaLane("cuda:0")
+    first, second = CudaStreams("cuda:0"), CudaStreams("cuda:0")
     computing(first, cuda).launch("forward")
     tensor = Tensor(cuda, "cuda:0")
     with second.entered():
@@ -99,7 +99,7 @@ def test_values_on_one_device_are_not_copied(cuda):
 
 
 def test_what_a_cpu_rank_gives_and_takes(cuda):
-    gpu, cpu = CudaLane("cuda:0"), lane_for(CPU)
+    gpu, cpu = CudaStreams("cuda:0"), streams_for(CPU)
     with gpu.entered():
         (moved,) = gpu.unpack(cpu.pack((Tensor(cuda, "cpu"),)))
     assert moved.device == "cuda:0"
@@ -113,7 +113,7 @@ def test_what_a_cpu_rank_gives_and_takes(cuda):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "pipedream"])
 def test_a_pipeline_runs_over_such_streams(cuda, monkeypatch, name):
-    monkeypatch.setattr(local, "lane_for", CudaLane)
+    monkeypatch.setattr(local, "streams_for", CudaStreams)
     expected, actual = mixed_model(), mixed_model()
     options = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.0)} if name == "pipedream" else {}
     with Pipeline(
@@ -188,7 +188,7 @@ def test_torch_watches_longer_than_ranks_wait(cuda):
 def test_links_are_of_accelerators_and_need_nccl(monkeypatch):
     assert device_wire.links_for(CPU, 60) is None
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
-    with pytest.raises(device_wire.ExecutionError, match=r"over NCCL; this build of torch .* has none"):
+    with pytest.raises(device_wire.ExecutionError, match=r"need NCCL; this build of torch .* has none"):
         device_wire.links_for(torch.device("cuda", 0), 60)
 
 

@@ -119,7 +119,10 @@ def test_fake_stages_see_a_deadlock() -> None:
         ("microbatches 1\nrank 0: 0F0 0B0 0I0 0W0\n", "0I0 would be done twice"),
         ("microbatches 1\nrank 0: 0B0 0F0\n", "0B0 needs F before it"),
         ("microbatches 1\nrank 0: 0F0 0W0 0I0\n", "0W0 needs F, I before it"),
-        ("microbatches 1\nplacement 0 0\nrank 0: 1F0 0F0 1B0 0B0\n", "what stage 0 gives has not come; .*\nin 1F0 "),
+        (
+            "microbatches 1\nplacement 0 0\nrank 0: 1F0 0F0 1B0 0B0\n",
+            "the value from stage 0 has not arrived; .*\nin 1F0 ",
+        ),
         ("microbatches 1\nrank 0: 0F0 0B0\nrank 1: 1B0 1F0\n", "1B0 needs F before it"),
     ],
 )

@@ -107,7 +107,7 @@ def test_what_does_not_run_over_a_mesh_says_so(ranks: Ranks) -> None:
     asynchronous, both, different, few = said[0]
     assert "needs an optimizer for each stage; got none; pass optimizer=" in asynchronous
     assert "got both; pass one of them" in both
-    assert "all ranks run one plan; rank 1 of 2 has another plan than rank 0" in different
+    assert "all ranks must have the same plan; rank 1 of 2 has another plan than rank 0" in different
     assert "it has 2 ranks, the program 1" in few
 
 
@@ -132,7 +132,7 @@ def test_an_error_in_one_rank_stops_all(ranks: Ranks, stage: int, kind: str) -> 
             assert notes[-1].startswith(place)
         else:
             assert error == "ExecutionError"
-            assert text.startswith(f"a rank that fails stops all; {said}")
+            assert text.startswith(f"a failed rank stops all ranks; {said}")
             assert f"rank {rank} of 4 stopped" in text
         assert after.startswith(f"a closed pipeline does not run; {said}")
 
@@ -157,14 +157,14 @@ def test_a_rank_that_closed_another_pipeline_is_not_to_blame(ranks: Ranks) -> No
     results = ranks.run(2, failures.fail, Action.parse("1B3"), failures.be_late, 2.5, Action.parse("1F3"))
     _, error, text, _, _ = results[0]
     assert error == "ExecutionError"
-    assert text.startswith("a rank that fails stops all; rank 0 failed: nothing came from rank 1 within the timeout")
+    assert text.startswith("a failed rank stops all ranks; rank 0 failed: nothing came from rank 1 within the timeout")
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_another_program_is_found_before_the_first_step(ranks: Ranks, odd: int) -> None:
     others = {0: "ranks 1, 2 of 3 have", 1: "rank 1 of 3 has", 2: "rank 2 of 3 has"}[odd]
     for text, ran in ranks.run(3, failures.different_programs, odd):
-        assert text.startswith(f"all ranks run one program; {others} another program than rank 0")
+        assert text.startswith(f"all ranks must have the same program; {others} another program than rank 0")
         assert ran == 0
 
 

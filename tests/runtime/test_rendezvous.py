@@ -25,7 +25,7 @@ def test_a_mistake_of_one_rank_ends_one_attempt_in_all(ranks: Ranks, wrong: int)
             "model": "ModelTypeError: the model is an nn.Module",
             "timeout": "InputError: ",
             "boundaries": "PartitionError: ",
-            "devices": "InputError: a pipeline runs on devices= of this process or over a mesh=",
+            "devices": "InputError: a pipeline runs either on devices= of this process or over a mesh=",
             "init": "InputError: ",
             "links": "InputError: ",
         }
@@ -33,14 +33,14 @@ def test_a_mistake_of_one_rank_ends_one_attempt_in_all(ranks: Ranks, wrong: int)
             if rank == wrong:
                 assert text.startswith(own[name]), name
             else:
-                assert text.startswith(f"ExecutionError: a rank that fails stops all; rank {wrong} failed: "), name
+                assert text.startswith(f"ExecutionError: a failed rank stops all ranks; rank {wrong} failed: "), name
                 assert own[name] in text, name
 
 
 def test_a_mistake_of_all_ends_no_later_pipeline(ranks: Ranks) -> None:
     for found in ranks.run(3, jobs.all_alike):
         for text in found:
-            assert text.startswith(("InputError: a seed is", "ExecutionError: a rank that fails stops all; rank "))
+            assert text.startswith(("InputError: a seed is", "ExecutionError: a failed rank stops all ranks; rank "))
 
 
 @pytest.mark.parametrize("who", [[1], [0, 2]])
@@ -50,8 +50,8 @@ def test_ranks_that_do_not_come_are_named_and_may_come_later(ranks: Ranks, who: 
         for text in found:
             assert (text == "absent") == (rank in who)
             if text != "absent":
-                assert text.startswith("ExecutionError: all 3 ranks make their pipeline together; rank ")
-                assert re.search(rf"; {names} not come; rank \d waited 2 s; make it on every rank, or raise", text)
+                assert text.startswith("ExecutionError: all 3 ranks must make their pipeline together; rank ")
+                assert re.search(rf"; {names} not joined; rank \d waited 2 s; make it on every rank, or raise", text)
 
 
 def test_ranks_wait_for_one_that_is_late(ranks: Ranks) -> None:
@@ -70,7 +70,7 @@ def test_a_rank_0_that_hangs_while_it_measures_is_named(ranks: Ranks) -> None:
 def test_a_rank_0_that_fails_or_stops_while_it_measures_is_named(ranks: Ranks) -> None:
     own, other = ranks.run(2, jobs.measures_for_long, "fails")
     assert own == "OSError: no layer today"
-    assert "a rank that fails stops all; rank 0 failed: OSError: no layer today, in making a pipeline" in other
+    assert "a failed rank stops all ranks; rank 0 failed: OSError: no layer today, in making a pipeline" in other
     _, other = ranks.run(2, jobs.measures_for_long, "stops")
     said = (
         "nothing came from rank 0 within the timeout, in making a pipeline, where rank 0 measures and decides for all"
@@ -84,7 +84,7 @@ def test_a_rank_0_that_fails_or_stops_while_it_measures_is_named(ranks: Ranks) -
 def test_nothing_is_left_of_an_earlier_start_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of torchelastic keep one store for all starts."""
     store = distributed.HashStore()
-    with pytest.raises(ExecutionError, match=r"rank 0 has not come; rank 1 waited 0\.1 s"):
+    with pytest.raises(ExecutionError, match=r"rank 0 has not joined; rank 1 waited 0\.1 s"):
         Rendezvous(store, 1, NAMES[:2]).meet(0.1)
     Rendezvous(store, 0, NAMES[:2]).fail("InputError: wrong")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -105,9 +105,9 @@ def test_each_pipeline_has_keys_of_its_own() -> None:
 def test_a_rank_that_withdrew_is_passed_over() -> None:
     store = distributed.HashStore()
     for _ in range(3):
-        with pytest.raises(ExecutionError, match=r"rank 0 and rank 2 have not come; rank 1 waited 0\.05 s"):
+        with pytest.raises(ExecutionError, match=r"rank 0 and rank 2 have not joined; rank 1 waited 0\.05 s"):
             Rendezvous(store, 1, NAMES).meet(0.05)
-    with pytest.raises(ExecutionError, match=r"rank 1 and rank 2 have not come; rank 0 waited 0\.05 s"):
+    with pytest.raises(ExecutionError, match=r"rank 1 and rank 2 have not joined; rank 0 waited 0\.05 s"):
         Rendezvous(store, 0, NAMES).meet(0.05)
     assert meet(store, [2, 1, 0]) == ["met"] * 3
 

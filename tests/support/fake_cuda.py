@@ -91,7 +91,7 @@ class Work:
 
 
 class Tensor:
-    """A tensor of some device, as lanes use one."""
+    """A tensor of some device, as device streams use one."""
 
     def __init__(self, cuda: CUDA, device: Any) -> None:
         self.cuda, self.device, self.is_cuda = cuda, device, device != "cpu"

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 SPARE_S = 5.0  # beyond the timeout, in which survivors are to end
 PATIENCE_S = 40.0  # beyond the timeout, until all survivors of a case are killed
 _RANK = r"rank \d+(?: \(global rank \d+\))?"
-_BLAME = re.compile(rf"({_RANK}(?:, {_RANK})*) (?:failed:|ha(?:s|ve) not come)")
+_BLAME = re.compile(rf"({_RANK}(?:, {_RANK})*) (?:failed:|ha(?:s|ve) not joined)")
 
 
 class Outcome(NamedTuple):

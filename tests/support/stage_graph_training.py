@@ -198,19 +198,19 @@ def by_executor(executor: Any, program: Program, seed: int) -> Result:
     }
     found: Result = {}
     for step, (batch, factors) in enumerate(batches(program)):
-        feeds = {
+        data_of_stage = {
             index: StepData(_SEED, step, list(batch.inputs), targets=batch.targets, factors=factors) for index in stages
         }
 
-        def begin(caller: Any, feeds: dict[int, StepData] = feeds) -> None:
+        def begin(caller: Any, data_of_stage: dict[int, StepData] = data_of_stage) -> None:
             for index, stage in stages.items():
-                stage.begin(feeds[index])
+                stage.begin(data_of_stage[index])
 
         looks = {"looks": [look(one) for one in batch.inputs]} if over_mesh else {}
         executor.run(RunSpec(lower(program), stages, prepare=begin), grad=not program.forward_only, **looks)
         assert not any(stage._saved for stage in stages.values())
-        for index, feed in feeds.items():
-            found |= {(step, index, mb): loss.detach().numpy() for mb, loss in feed.losses.items()}
+        for index, step_data in data_of_stage.items():
+            found |= {(step, index, mb): loss.detach().numpy() for mb, loss in step_data.losses.items()}
     return found | state_of([layers[index] for index in own])
 
 

@@ -1,1 +1,1 @@
-"""How ranks meet, and notice that one of them fails."""
+"""Coordination: how ranks in different processes meet, and how they detect that one of them failed."""

@@ -1,12 +1,11 @@
-"""Failure alarm: how all ranks of a job learn that one has failed, within moments and whatever they wait for; and which
-one.
+"""Failure alarm: informs all ranks of a job within moments that a rank has failed, and finds the rank to blame.
 
-In every rank a thread listens at an address that the others have read from the store. A rank that fails tells all:
-those of its pipeline, and all others of the job, which may share collectives with them. Each answers with what it is
-doing, and ends its own waits by closing its connections. A rank that noticed only that another one is late or gone
-works out from the answers which one is to blame, and tells that, too.
+In every rank a thread listens at an address that the other ranks have read from the store. A rank that fails notifies
+the ranks of its pipeline and all other ranks of the job, which may share collectives with them. Each of them replies
+with its current activity, and ends its own waits by closing its connections. A rank that only noticed a late or missing
+peer determines the rank to blame from the replies, and notifies the others of the result.
 
-The store itself is not asked once something has failed: it may lie in the process that is stopped.
+After a failure, the alarm waits for the store only briefly, because the store may be in the stopped process.
 """
 
 import json
@@ -29,36 +28,36 @@ from pipesched.runtime.coordination.stuck_collectives import Stuck
 
 __all__ = ["Alarm"]
 
-_PATIENCE_S = 2.0  # for answers, and for what another rank makes of them
-_GRACE_S = 0.5  # for a rank that may get what it waits for, although another one has ended
-_LOOK_S = 0.2  # how often a rank that has heard of a fault looks whether it is stuck
+_PATIENCE_S = 2.0  # for replies, and for another rank's conclusion from them
+_GRACE_S = 0.5  # for a message that may still arrive although a rank has ended
+_LOOK_S = 0.2  # after a fault, the interval of checks whether this rank is stuck
 _WORD_BYTES = 32
-# What is said beside faults.
-_WATCH = b"watch\n"  # I watch you
-_LEFT = b"left\n"  # I have left, and am not to blame
-_LONGEST_TEXT = 8000  # letters; a message has LONGEST bytes
-_CALLERS = 256  # connections at a time
-_MAKING = "making a pipeline"  # a call, as far as others see it
-_PEOPLE = "pipesched/alarms"  # in the job's store: how many addresses there are
-_SIGNED_OFF = "signed off"  # in the job's store, after an address: its rank has closed the pipeline
+# Messages other than faults.
+_WATCH = b"watch\n"  # the sender watches the receiver
+_LEFT = b"left\n"  # the sender has closed its pipeline regularly
+_LONGEST_TEXT = 8000  # characters; a message has at most LONGEST bytes
+_CALLERS = 256  # connections at the same time
+_MAKING = "making a pipeline"  # the activity that other ranks see
+_PEOPLE = "pipesched/alarms"  # in the job's store: the number of addresses
+_SIGNED_OFF = "signed off"  # in the job's store, appended to an address's key: its rank has closed the pipeline
 
 
 class Bell:
-    """Whether a rank has failed."""
+    """A flag that is set when a rank has failed."""
 
     rung = False
 
 
-class _Ear:
-    """What the listening thread shares with the alarm. It holds no alarm, so that one can be dropped."""
+class _Listener:
+    """The state shared by the listening thread and the alarm. It does not keep the alarm alive."""
 
     def __init__(self, host: str, activity: Activity, name: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.listener = socket.create_server((host, 0), family=family, backlog=_CALLERS)
-        self.listener.setblocking(False)
+        self.server = socket.create_server((host, 0), family=family, backlog=_CALLERS)
+        self.server.setblocking(False)
         self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
-        self.inside, self.outside = socket.socketpair()  # a byte from outside: look at ``watched``, or end
-        self.watched: tuple[socket.socket, str] | None = None  # a rank that this one watches, and its name
+        self.inside, self.outside = socket.socketpair()  # a byte sent to outside: start watching ``watched``, or end
+        self.watched: tuple[socket.socket, str] | None = None  # the rank that this one watches, and its name
         self.addresses: list[Address] = []  # of the other ranks
         self.bell = Bell()
         self.settled = threading.Event()
@@ -69,12 +68,12 @@ class _Ear:
         self._name = name
         self._lock = threading.Lock()
         self._stuck: Stuck | None = None
-        self._callers: dict[Any, bytearray] = {}  # connections, and what has come from them
+        self._callers: dict[Any, bytearray] = {}  # connections, with the bytes received so far
         self._watchers: set[Any] = set()
-        self._gone = ""  # the rank whose process has ended without a word
+        self._gone = ""  # the rank that has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
-        """A fault is known here. The first that is settled counts. own: this rank's state, where it failed."""
+        """Record a fault; the first settled one counts. own: this rank's state, if it reports the fault itself."""
         with self._lock:
             if self.state is None or own is not None:
                 self.state = own or self._activity.state()
@@ -85,17 +84,17 @@ class _Ear:
             self.settled.set()
 
     def hang_up(self) -> None:
-        """End all that this rank waits for."""
+        """End all waits of this rank."""
         hang_ups = self.hang_ups
         self.hang_ups = []
         for hang_up in hang_ups:
             hang_up()
 
     def listen(self) -> None:
-        """The thread."""
-        with selectors.DefaultSelector() as selector, self.listener, self.inside:
+        """The main loop of the thread."""
+        with selectors.DefaultSelector() as selector, self.server, self.inside:
             selector.register(self.inside, selectors.EVENT_READ)
-            selector.register(self.listener, selectors.EVENT_READ)
+            selector.register(self.server, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select(_LOOK_S if self.bell.rung or self._gone else None):
                     if key.fileobj is self.inside:
@@ -103,7 +102,7 @@ class _Ear:
                             return self._leave()
                         assert self.watched is not None
                         selector.register(self.watched[0], selectors.EVENT_READ)
-                    elif key.fileobj is self.listener:
+                    elif key.fileobj is self.server:
                         self._admit(selector)
                     elif self.watched is not None and key.fileobj is self.watched[0]:
                         self._watch(selector, *self.watched)
@@ -124,7 +123,7 @@ class _Ear:
             self.watched[0].close()
 
     def _watch(self, selector: selectors.BaseSelector, watched: socket.socket, name: str) -> None:
-        """The rank that this one watches has left, or its process has ended without a word."""
+        """Handle the end of the watched rank's connection: it has left, or its process has ended without a message."""
         selector.unregister(watched)
         with suppress(OSError):
             if watched.recv(len(_LEFT)):
@@ -132,19 +131,19 @@ class _Ear:
         self._gone = name
 
     def _check_gone(self, name: str) -> None:
-        """A process that has ended is a fault once this rank waits for longer than a message takes. All are told."""
+        """Report an ended process as a fault, once this rank has waited for longer than a message takes."""
         state = self._activity.state()
         if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
-            fault = Fault(name, "its process has ended, and said nothing: it was killed, or it crashed", True)
+            fault = Fault(name, "its process has ended without a message: it was killed, or it crashed", True)
             self.hear(fault)
             told(fault, [address for address in self.addresses if address.name != name], _PATIENCE_S / 2)
             self.hang_up()
 
     def _admit(self, selector: selectors.BaseSelector) -> None:
         with suppress(OSError):
-            caller, _ = self.listener.accept()
+            caller, _ = self.server.accept()
             caller.setblocking(False)
-            if len(self._callers) == _CALLERS:  # the one that has been silent for longest
+            if len(self._callers) == _CALLERS:  # close the oldest that is no watcher
                 self._dismiss(selector, next(one for one in self._callers if one not in self._watchers))
             self._callers[caller] = bytearray()
             selector.register(caller, selectors.EVENT_READ)
@@ -156,7 +155,7 @@ class _Ear:
         self._watchers.discard(caller)
 
     def _serve(self, selector: selectors.BaseSelector, caller: Any) -> None:
-        """Read what has come. A fault is heard and answered; then the connection ends."""
+        """Read from a connection. A fault is recorded and answered; then the connection is closed."""
         said = self._callers[caller]
         try:
             part = caller.recv(LONGEST)
@@ -181,10 +180,19 @@ class _Ear:
 
 
 class Alarm:
-    """One rank's alarm. The ranks of other pipelines of the job hear it at once, those of its own after ``meet``.
+    """One rank's failure alarm.
 
-    group: of the pipeline's ranks. host: this rank's address. Dropping the alarm ends its thread, as ``end`` does.
-    Raises StoreLostError.
+    Ranks of other pipelines can reach it from construction on, ranks of its own pipeline after ``meet``. Dropping the
+    alarm ends its thread, as ``end`` does.
+
+    Args:
+        group: the process group of the pipeline's ranks.
+        host: this rank's address.
+        timeout_s: how long to wait for other ranks and the store.
+
+    Raises:
+        StoreLostError: if the store does not reply.
+
     """
 
     def __init__(self, group: Any, host: str, timeout_s: float) -> None:
@@ -194,74 +202,75 @@ class Alarm:
         self._names = names_of(group)
         self._own_ranks = set(ranks)
         self.activity = Activity(self._names)
-        self._ear = _Ear(host, self.activity, self.name)
-        self._thread = threading.Thread(target=self._ear.listen, name=f"pipesched alarm {self.rank}", daemon=True)
+        self._listener = _Listener(host, self.activity, self.name)
+        self._thread = threading.Thread(target=self._listener.listen, name=f"pipesched alarm {self.rank}", daemon=True)
         self._thread.start()
-        self._finalizer = Finalize(self, _end, (self._ear.outside, self._thread), exitpriority=0)  # also in a Process
-        port = self._ear.listener.getsockname()[1]
-        self._own = Address(self.name, ranks[self.rank], host, port, self._ear.word.decode())
+        # multiprocessing's Finalize also runs at the end of a multiprocessing.Process.
+        self._finalizer = Finalize(self, _end, (self._listener.outside, self._thread), exitpriority=0)
+        port = self._listener.server.getsockname()[1]
+        self._own = Address(self.name, ranks[self.rank], host, port, self._listener.word.decode())
         self._addresses: list[Address] = []
         self._elsewhere: dict[int, Address] = {}
-        self._key = ""  # of this rank's address, in the job's store
+        self._key = ""  # the key of this rank's address in the job's store
         self._store_is_lost = False
         if self._job is not None:
             asked(self._announce, timeout_s)
         self.activity.begin(_MAKING)
 
     def meet(self, store: Store) -> None:
-        """Wait for the other ranks of the pipeline. store: theirs alone.
+        """Wait for the other ranks of the pipeline. store: shared by these ranks only.
 
-        Raises ExecutionError that names the ranks that have not come, and StoreLostError.
+        Raises an ExecutionError that names the missing ranks, or StoreLostError.
         """
         self._addresses = self._awaited(store)
         self.activity.end()
-        self._ear.addresses = self._others()
+        self._listener.addresses = self._others()
         self.look_around()
         if len(self._addresses) > 1:
             self._watch(self._addresses[(self.rank + 1) % len(self._addresses)])
 
     @property
     def name(self) -> str:
-        """Of this rank, in errors."""
+        """The name of this rank in error messages."""
         return self._names[self.rank]
 
     @property
     def bell(self) -> Bell:
-        """Whether a rank has failed."""
-        return self._ear.bell
+        """The flag that is set when a rank has failed."""
+        return self._listener.bell
 
     def on_fault(self, hang_up: Callable[[], None]) -> None:
-        """Call this once a rank has failed, in any thread: it ends what this rank waits for."""
-        self._ear.hang_ups.append(hang_up)
+        """Register a function that ends waits of this rank. It is called after a failure, from any thread."""
+        self._listener.hang_ups.append(hang_up)
         if self.bell.rung:
-            self._ear.hang_up()
+            self._listener.hang_up()
 
     def _watch(self, address: Address) -> None:
-        """From now on notice if the process of this rank ends without a word. Each rank watches the next one."""
-        with suppress(OSError):  # what does not connect now is noticed by who waits for that rank
+        """Watch a rank, to notice if its process ends without a message. Each rank watches the next one."""
+        with suppress(OSError):  # a rank that waits for it will detect a failure
             watched = socket.create_connection((address.host, address.port), self._timeout_s)
             watched.sendall(address.word.encode() + _WATCH)
-            self._ear.watched = watched, address.name
-            self._ear.outside.send(_WATCH[:1])
+            self._listener.watched = watched, address.name
+            self._listener.outside.send(_WATCH[:1])
 
     # ---- addresses --------------------------------------------------------------------------------------------
 
     def _announce(self) -> None:
-        """To the ranks of the job that are in other pipelines. It asks the job's store."""
+        """Write this rank's address to the job's store for the ranks of other pipelines."""
         assert self._job is not None
         self._key = f"{_PEOPLE}/{self._job.add(_PEOPLE, 1)}"
         self._job.set(self._key, json.dumps(self._own))
 
     def _sign_off(self) -> None:
-        """Tell the ranks of other pipelines that nobody listens here from now on."""
+        """Record in the job's store that this rank no longer listens."""
         job = self._job
         key = self._key
         if job is not None and key and self._finalizer.still_active() and not self._store_is_lost:
-            with suppress(RuntimeError):  # no store, or no new thread as Python ends
+            with suppress(RuntimeError):  # no store, or no new threads at interpreter exit
                 asked(lambda: job.set(f"{key}/{_SIGNED_OFF}", ""), _PATIENCE_S / (8 if self.bell.rung else 2))
 
     def _awaited(self, store: Store) -> list[Address]:
-        """Of all ranks of this pipeline."""
+        """The addresses of all ranks of this pipeline."""
         keys = [f"alarm/{rank}" for rank in range(len(self._names))]
         asked(lambda: store.set(keys[self.rank], json.dumps(self._own)), self._timeout_s)
         if absent := missing(store, keys, self._timeout_s):
@@ -269,16 +278,16 @@ class Alarm:
         return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
 
     def look_around(self) -> None:
-        """Read where the ranks of other pipelines listen, before anything fails. It asks the job's store."""
+        """Read the addresses of the ranks of other pipelines from the job's store, before any failure."""
         if self._job is None or self._store_is_lost:
             return
         try:
             self._elsewhere = asked(self._read_elsewhere, _PATIENCE_S)
         except StoreLostError:
-            self._store_is_lost = True  # it is waited for once
+            self._store_is_lost = True  # wait for it only once
         except RuntimeError:
             return
-        self._ear.addresses = [*self._others(), *self._elsewhere.values()]
+        self._listener.addresses = [*self._others(), *self._elsewhere.values()]
 
     def _read_elsewhere(self) -> dict[int, Address]:
         assert self._job is not None
@@ -297,7 +306,7 @@ class Alarm:
         return list(self._elsewhere.values())
 
     def _without_signed_off(self, answers: Mapping[str, State | str]) -> dict[str, State | str]:
-        """The answers from elsewhere, without the ranks that have closed their pipelines: they are not to blame."""
+        """The replies without those of ranks that have closed their pipelines, which are not to blame."""
         numbers = {number for number, address in self._elsewhere.items() if answers.get(address.name) == ENDED}
         job = self._job
         if job is None or not numbers:
@@ -313,51 +322,57 @@ class Alarm:
     # ---- a fault ----------------------------------------------------------------------------------------------
 
     def ring(self, text: str, doing: Doing, ended: int | None = None) -> Fault:
-        """Tell all ranks that this one fails, and end what it waits for. Returns what happened, as all of them see it.
+        """Notify all ranks that this one has failed, and end its waits. Takes some seconds if ranks do not reply.
 
-        doing: what failed; "raised" where the cause is this rank's own, else it is looked for. ended: the rank of this
-        pipeline that ended its connection with this one. Takes some seconds where ranks do not answer.
+        Args:
+            text: the description of the failure.
+            doing: "raised" if the cause is an error of this rank; otherwise the cause is searched.
+            ended: the rank of this pipeline that ended its connection with this one, if known.
+
+        Returns:
+            The fault as all ranks report it.
+
         """
-        ear = self._ear
+        listener = self._listener
         heard = self.bell.rung
         text = text[:_LONGEST_TEXT]
         state = self.activity.state()._replace(doing=doing)
-        if doing == "raised" and not ear.settled.is_set():
+        if doing == "raised" and not listener.settled.is_set():
             fault = Fault(self.name, text, True)
-            ear.hear(fault, state._replace(what=text))
+            listener.hear(fault, state._replace(what=text))
             told(fault, [*self._others(), *self._elsewhere_now()], _PATIENCE_S / 2)
         elif heard:
-            ear.hang_up()
-            ear.settled.wait(2 * _PATIENCE_S)
-            assert ear.fault is not None
-            told(ear.fault, self._elsewhere_now(), _PATIENCE_S / 4)
+            listener.hang_up()
+            listener.settled.wait(2 * _PATIENCE_S)
+            assert listener.fault is not None
+            told(listener.fault, self._elsewhere_now(), _PATIENCE_S / 4)
         else:
             self._look_for_the_cause(Fault(self.name, text, False), state, ended)
-        ear.hang_up()
-        assert ear.fault is not None
-        return ear.fault
+        listener.hang_up()
+        assert listener.fault is not None
+        return listener.fault
 
     def _look_for_the_cause(self, guess: Fault, state: State, ended: int | None) -> None:
-        ear = self._ear
-        ear.hear(guess, state)
-        ours = told(guess, self._others(), _PATIENCE_S, until=ear.settled.is_set)
-        if ear.settled.is_set():
+        listener = self._listener
+        listener.hear(guess, state)
+        ours = told(guess, self._others(), _PATIENCE_S, until=listener.settled.is_set)
+        if listener.settled.is_set():
             return
         found = blamed({self.name: state, **ours}, self._timeout_s)
         elsewhere = self._elsewhere_now()
-        theirs = self._without_signed_off(told(guess, elsewhere, _PATIENCE_S / 2, until=ear.settled.is_set))
+        theirs = self._without_signed_off(told(guess, elsewhere, _PATIENCE_S / 2, until=listener.settled.is_set))
         left = None if ended is None else ([self._names[ended]], "it has left the pipeline")
         found = found or blamed(theirs, self._timeout_s) or left or self._suspect({self.name: state, **theirs})
         who, why = found or ([self.name], "")
         noticed = f"{why}; {self.name} noticed: " if why else ""
         fault = Fault(", ".join(who), noticed + guess.text, True)
-        ear.hear(fault)
+        listener.hear(fault)
         answers = {**theirs, **ours}
         listeners = [one for one in (*self._others(), *elsewhere) if isinstance(answers.get(one.name), State)]
         told(fault, listeners, _PATIENCE_S / 4)
 
     def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
-        """Whom to blame where all that answer wait: the store's host, or ranks that others wait for in vain."""
+        """Whom to blame if all replying ranks only wait: the store's host, or ranks that never made their pipeline."""
         if self._job is None:
             return None
         try:
@@ -371,13 +386,13 @@ class Alarm:
         come = come | {address.rank for address in known.values()}
         absent = [f"rank {rank}" for rank in range(distributed.get_world_size()) if rank not in come]
         making = any(isinstance(state, State) and state.what == _MAKING for state in states.values())
-        return (absent, "it has not come to make its pipeline") if making and absent else None
+        return (absent, "it has not made its pipeline") if making and absent else None
 
     def _others(self) -> list[Address]:
         return [address for rank, address in enumerate(self._addresses) if rank != self.rank]
 
     def end(self) -> None:
-        """End the thread."""
+        """End the listening thread."""
         self._sign_off()
         self._finalizer()
 
@@ -394,7 +409,7 @@ def _end(outside: socket.socket, thread: threading.Thread) -> None:
 
 
 def _job_of(group: Any) -> tuple[Store | None, list[int]]:
-    """(the store of the whole job, None where all its ranks are in this group; the group's ranks in the job)."""
+    """The job's store, or None if the group contains all ranks of the job; and the group's ranks in the job."""
     size = group.size()
     ranks = ranks_of(group)
     if not distributed.is_initialized() or ranks is None:

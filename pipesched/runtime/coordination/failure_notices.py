@@ -1,6 +1,4 @@
-"""Failure notices: what a rank tells others of a fault, and what they answer. It asks many at a time, and waits for
-none.
-"""
+"""Failure notices: tell other ranks of a fault and collect their replies, from many ranks at the same time."""
 
 import json
 import selectors
@@ -18,10 +16,12 @@ LONGEST = 1 << 16  # bytes of a message
 
 
 class Fault(NamedTuple):
-    """What happened. who: the rank to blame, as errors name it. settled: whether that is known, or a guess so far."""
+    """A failure."""
 
+    #: The name of the rank to blame.
     who: str
     text: str
+    #: Whether the rank to blame is certain; otherwise it is a guess.
     settled: bool
 
     def __str__(self) -> str:
@@ -29,12 +29,13 @@ class Fault(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where a rank listens. word: in hexadecimals; who does not know it from the store is a stranger."""
+    """The address at which a rank listens."""
 
     name: str
     rank: int
     host: str
     port: int
+    #: A secret in hexadecimal, read from the store; messages without it are refused.
     word: str
 
 
@@ -44,7 +45,15 @@ def told(
     patience_s: float,
     until: Callable[[], bool] = lambda: False,
 ) -> dict[str, State | str]:
-    """Tell these ranks a fault. What each of them answers, by name. until: ends it early."""
+    """Tell ranks of a fault; return their replies by name.
+
+    Args:
+        fault: the fault to report.
+        listeners: the addresses of the ranks.
+        patience_s: how long to wait for replies.
+        until: ends the wait when it returns True. Default: never.
+
+    """
     said = json.dumps(fault).encode() + b"\n"
     calls = [_Call(address, address.word.encode() + said) for address in listeners]
     end_s = time.monotonic() + patience_s
@@ -55,7 +64,7 @@ def told(
             for key, _ in selector.select(0.05):
                 key.data.go_on(selector)
     answers: dict[str, State | str] = {}
-    for call in calls:  # a rank that has made several pipelines is alive as long as one of them answers
+    for call in calls:  # a rank with several pipelines is alive if one of them replies
         answer = call.end()
         name = call.address.name
         if answer != ENDED or name not in answers:
@@ -64,7 +73,7 @@ def told(
 
 
 class _Call:
-    """A message to one rank, and its answer."""
+    """A message to one rank, and its reply."""
 
     def __init__(self, address: Address, said: bytes) -> None:
         self.address = address
@@ -75,12 +84,12 @@ class _Call:
         self._socket.setblocking(False)
 
     def begin(self, selector: selectors.BaseSelector) -> None:
-        """Connect."""
+        """Start connecting."""
         self._socket.connect_ex((self.address.host, self.address.port))
         selector.register(self._socket, selectors.EVENT_WRITE, self)
 
     def go_on(self, selector: selectors.BaseSelector) -> None:
-        """Where the socket is ready: say, or read."""
+        """Send or read, when the socket is ready."""
         try:
             if self._said:
                 self._said = self._said[self._socket.send(self._said) :]
@@ -98,7 +107,7 @@ class _Call:
             self._answer = ENDED
 
     def end(self) -> State | str:
-        """What was answered."""
+        """Close the socket; return the reply."""
         self._socket.close()
         with suppress(ValueError, TypeError):
             return State(*json.loads(self._read))

@@ -1,8 +1,7 @@
-"""Forked process: a child process, made by os.fork as a DataLoader makes its workers, has copies of its parent's
-executors.
+"""Forked process: disables a parent's executors in a child created by os.fork, such as a DataLoader worker.
 
-They have no threads there, and share the parent's connections. So in the child an executor ends without a word to
-anybody, and whoever uses it is told.
+In the child, an executor has no threads and shares the parent's connections. So it ends there silently, and its use
+raises an error.
 """
 
 import ctypes
@@ -16,14 +15,14 @@ __all__ = ["Forked", "end_in_children", "forget"]
 
 
 class _Executor(Protocol):
-    """What runs ranks."""
+    """An executor that can be disabled."""
 
     def end_in_child(self) -> None:
-        """In a child process, right after the fork."""
+        """Called in a child process right after the fork."""
 
 
 class Forked:
-    """Whether this is a child of the process that made it."""
+    """Whether this process is a forked child of the process that created the object."""
 
     def __init__(self) -> None:
         self._made_in = os.getpid()
@@ -33,14 +32,14 @@ class Forked:
         """Raise ExecutionError in a child."""
         if self.here:
             raise ExecutionError(
-                f"a pipeline runs in the process that made it, where its threads and connections are; process "
-                f"{self._made_in} made it, and this is process {os.getpid()}, forked from it, as a DataLoader's worker "
-                f"is; use the pipeline in its own process"
+                f"a pipeline works only in the process that made it, which has its threads and connections; process "
+                f"{self._made_in} made it, and this is process {os.getpid()}, forked from it like a DataLoader worker; "
+                f"use the pipeline in the process that made it"
             )
 
 
 def forget(end: Any) -> None:
-    """Never call a finalizer in this process, and keep what it holds: gloo waits for its threads as it is destroyed."""
+    """Disable a finalizer in this process, and keep its object alive: destroying gloo waits for missing threads."""
     if (held := end.detach()) is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
@@ -49,7 +48,7 @@ _executors: "WeakSet[_Executor]" = WeakSet()
 
 
 def end_in_children(executor: _Executor) -> None:
-    """Call its ``end_in_child`` in each child process."""
+    """Call the executor's ``end_in_child`` in each forked child process."""
     _executors.add(executor)
 
 

@@ -1,4 +1,4 @@
-"""Heartbeat: a rank that works for longer than the others wait for a message tells them that it still does."""
+"""Heartbeat: tells waiting ranks that a rank which computes for longer than their timeout is still working."""
 
 import threading
 import time
@@ -9,15 +9,15 @@ from pipesched.errors import ExecutionError
 
 __all__ = ["beating"]
 
-_AT_MOST_S = 1.0  # between two beats
+_AT_MOST_S = 1.0  # between beats
 
 
 @contextmanager
 def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
-    """Call ``beat`` in a thread, eight times in ``timeout_s`` and once a second at least, while this is entered.
+    """A context in which ``beat`` is called in a thread, at least eight times per ``timeout_s`` and once a second.
 
-    It is called only if the thread that entered has run since: a layer that hangs ends the beats, and the others' own
-    timeout ends their wait.
+    It is called only if the entering thread has used processor time since the last call. So a layer that hangs ends the
+    heartbeat, and the other ranks' timeouts end their waits.
     """
     ended = threading.Event()
     pause_s = min(timeout_s / 8, _AT_MOST_S)
@@ -25,7 +25,7 @@ def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
 
     def run() -> None:
         ran_ns = -1
-        with suppress(ExecutionError):  # of another rank: the caller meets it, too
+        with suppress(ExecutionError):  # another rank has failed, which the caller notices, too
             while not ended.wait(pause_s):
                 before_ns = ran_ns
                 ran_ns = time.monotonic_ns() if clock is None else time.clock_gettime_ns(clock)

@@ -1,4 +1,4 @@
-"""Rank activity: what a rank is doing, told to the others where one fails, and which rank is then to blame."""
+"""Rank activity: tracks what a rank is doing, and decides from all ranks' activities which one is to blame."""
 
 import os
 import sys
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["COLLECTIVE", "ENDED", "SILENT", "Activity", "Doing", "State", "blamed", "doing_at", "said"]
 
-#: Raised an error of its own; runs code of the model or the user; waits for another rank; is in a collective of
+#: A rank has raised an error; runs the model's or the user's code; waits for another rank; or is in a collective of
 #: torch.distributed.
 Doing = Literal["raised", "works", "waits", "collective"]
 COLLECTIVE: Doing = "collective"
 
-#: The answers of a rank that gives none: nobody listens at its address; it does not answer in time.
+#: In place of a rank's reply: its address does not listen; it does not reply in time.
 ENDED = "ended"
 SILENT = "silent"
 
@@ -49,52 +49,52 @@ _GIVEN_BY = {Kind.RECV_F: "F", Kind.RECV_B: "B"}
 
 
 class State(NamedTuple):
-    """What a rank does.
-
-    what: the action, else the call, else "". place: the line of code, where it works. seconds: for how long. last: of
-    other ranks, the last action that it knows of.
-    """
+    """The activity of a rank."""
 
     doing: Doing
+    #: The action, or the call outside of actions; "" between calls.
     what: str
+    #: The line of code, if the rank runs the model's or the user's code.
     place: str
+    #: The duration so far.
     seconds: float
+    #: The last action received from each other rank.
     last: dict[str, str]
 
 
 class Activity:
-    """What this rank does. It is kept by the calls of the executor, and read by the alarm's thread.
+    """The current activity of this rank: updated by the executor's calls, read by the alarm's thread.
 
-    names: of the ranks, in their order.
+    names: of all ranks, in rank order.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._thread = threading.get_ident()
-        self.call = ""  # the call that is under way; "" between calls
-        self.since_s = time.monotonic()  # when it began, or the last one ended
+        self.call = ""  # the current call; "" between calls
+        self.since_s = time.monotonic()  # when the current call began, or the last one ended
         self._stamps: Stamps | None = None
         self._placement: Sequence[int] = ()
 
     def begin(self, call: str) -> None:
-        """A call begins, in this thread."""
+        """Record that a call begins in this thread."""
         self.call = call
         self.since_s = time.monotonic()
         self._thread = threading.get_ident()
 
     def end(self) -> None:
-        """It has ended."""
+        """Record that the call has ended."""
         self.call = ""
         self.since_s = time.monotonic()
         self._stamps = None
 
     def run(self, stamps: "Stamps", placement: Sequence[int]) -> None:
-        """An order runs, as these stamps say."""
+        """Record that an order runs, with the stamps of its actions."""
         self._placement = placement
         self._stamps = stamps
 
     def doing(self) -> tuple[Doing, str]:
-        """What the rank's thread does at this moment, and in which line of whose code."""
+        """The current activity of the rank's thread, and the line of the model's or the user's code."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -106,7 +106,7 @@ class Activity:
         return "works", ""
 
     def innermost(self) -> tuple[int, int]:
-        """Stands for the call that the rank's thread is in: the same as long as it is in that one."""
+        """An identifier of the rank thread's innermost call; it changes when the thread moves on."""
         frame = sys._current_frames().get(self._thread)
         return (id(frame), frame.f_lasti) if frame is not None else (0, 0)
 
@@ -116,7 +116,7 @@ class Activity:
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def state(self) -> State:
-        """What the rank does at this moment, in words."""
+        """The current state of the rank."""
         doing, place = self.doing()
         stamps = self._stamps
         seconds = time.monotonic() - self.since_s
@@ -127,12 +127,12 @@ class Activity:
         if position is None:
             return State(doing, self.call, place, seconds, last)
         start = stamps.starts[position]
-        if isinstance(start, float):  # of a host's clock; a device's is read once the step has ended
+        if isinstance(start, float):  # a host's stamp; a device's cannot be read before the step ends
             seconds = time.perf_counter() - start
         action = stamps.order[position]
         if action.kind in _GIVEN_BY and doing == "works":
             doing = "waits"
-            place = ""  # or has just given up: its thread puts away what the run held
+            place = ""  # or its thread is releasing the run after a failed wait
         what = f"{action} (stage {action.stage}, micro-batch {action.microbatch})"
         return State(doing, what, place, seconds, last)
 
@@ -145,15 +145,16 @@ class Activity:
 
 
 def doing_at(error: BaseException) -> Doing:
-    """What a rank did that an error of its own ended: it was in a collective where torch.distributed raised it, as a
-    rule because another rank of the group had ended.
+    """The activity that an error ended: "collective" if torch.distributed raised it, otherwise "raised".
+
+    A collective usually raises because another rank of its group has ended.
     """
     doing: Doing = "raised"
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not file.startswith((_OF_TORCH, "<")):
-            doing = "raised"  # code of others', called by what came before
+            doing = "raised"  # user code called from torch
         elif file.startswith(_OF_COLLECTIVES):
             doing = COLLECTIVE
         trace = trace.tb_next
@@ -161,14 +162,17 @@ def doing_at(error: BaseException) -> Doing:
 
 
 def said(error: BaseException) -> str:
-    """An error as others are told of it."""
+    """An error as text for other ranks."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[str], str] | None:
-    """(the ranks to blame, and why), by what all answered that were told of a fault, each under its name.
+    """The ranks to blame and the reason, from all ranks' replies; None if the replies do not decide.
 
-    None where the answers do not tell. timeout_s: for how long the one that noticed waited.
+    Args:
+        answers: the replies by rank name.
+        timeout_s: how long the rank that noticed the fault has waited.
+
     """
     states = {name: answer for name, answer in answers.items() if isinstance(answer, State)}
     for name, state in states.items():
@@ -183,12 +187,12 @@ def blamed(answers: Mapping[str, State | str], timeout_s: float) -> tuple[list[s
     if late is None or busy[late].seconds < timeout_s / 2:
         return None
     _, what, place, seconds, _ = busy[late]
-    why = f"has been in {what}" if what else "has been outside of the pipeline's calls"
+    why = f"has been in {what}" if what else "has been outside the pipeline's calls"
     return [late], f"it {why} for {seconds:.1f} s{f', at {place}' if place else ''}"
 
 
 def _quiet(name: str, answer: State | str, last: str | None, several: bool) -> str:
     ended = "its process has ended, or has left the pipeline"
     why = ended if answer == ENDED else "it does not answer, so its process is stopped or cannot be reached"
-    known = f"; the last that came from it is of {last}" if last else "; nothing has come from it in this call"
+    known = f"; its last message was from {last}" if last else "; it has sent no message in this call"
     return f"{f'{name}: ' if several else ''}{why}{known}"

@@ -1,12 +1,12 @@
-"""Rendezvous: how the ranks of a group come together to make one pipeline, whatever became of the ones before.
+"""Rendezvous: brings the ranks of a group together to make one pipeline, regardless of earlier attempts.
 
-Each rank announces that it has come; once all have, rank 0 answers each with the same fresh token, under which they
-find each other in the group's store. A rank that raises before it can come announces that instead, and the others hear
-of it at once. Who has waited for too long withdraws; rank 0 passes over what is withdrawn. So a mistake of one rank
-ends one attempt in all ranks, and the next attempt starts afresh.
+Each rank announces its arrival. Once all have arrived, rank 0 answers each with the same new token, a prefix in the
+group's store. A rank that raises before its arrival announces its error instead, and the other ranks receive it
+immediately. A rank that has waited for too long withdraws its announcement, and rank 0 skips withdrawn ones. So a
+mistake of one rank ends one attempt in all ranks, and the next attempt starts anew.
 
-The announcements of a rank are numbered. Each has one key, whose value changes once from "waiting" to what became of
-it: whoever changes it first, the rank or rank 0, decides.
+The announcements of a rank are numbered. Each has one key, whose value changes once from "waiting" to its outcome; the
+first of the rank and rank 0 to change it decides.
 """
 
 import os
@@ -27,11 +27,11 @@ __all__ = ["AbsentError", "Rendezvous", "collective", "names_of", "ranks_of"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_LOOK_S = 0.2  # how long rank 0 waits for one rank until it looks whether others have failed
+_LOOK_S = 0.2  # rank 0 waits this long for one rank before checking the others for failures
 _PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.05  # between two looks into the store
-_SPARE_S = 1.0  # beyond the timeout: rank 0, which knows all that have come, gives up first
-_PATIENCE_S = 2.0  # for a store that does not answer
+_LONGEST_PAUSE_S = 0.05  # between two checks of the store
+_SPARE_S = 1.0  # added to the timeout, so that rank 0, which knows all arrivals, gives up first
+_PATIENCE_S = 2.0  # for a store that does not reply
 _WAITING = "waiting"
 _WITHDRAWN = "withdrawn"
 _TOKEN = "token "
@@ -39,19 +39,27 @@ _FAILED = "failed "
 
 
 class AbsentError(ExecutionError):
-    """Some ranks have not come in time. ranks: these; names: of all ranks of the group."""
+    """Some ranks have not arrived in time.
+
+    Args:
+        ranks: the missing ranks.
+        names: the names of all ranks of the group.
+        waiting: the rank that waited.
+        timeout_s: how long it waited.
+
+    """
 
     def __init__(self, ranks: Sequence[int], names: Sequence[str], waiting: int, timeout_s: float) -> None:
         self.ranks = tuple(ranks) or (0,)
         who = " and ".join(names[rank] for rank in self.ranks) + (" has" if len(self.ranks) == 1 else " have")
         super().__init__(
-            f"all {len(names)} ranks make their pipeline together; {who} not come; "
+            f"all {len(names)} ranks must make their pipeline together; {who} not joined; "
             f"{names[waiting]} waited {timeout_s:g} s; make it on every rank, or raise the timeout"
         )
 
 
 def ranks_of(group: Any) -> list[int] | None:
-    """The job's ranks of a group's; None for a group that torch.distributed does not know."""
+    """The ranks of a group in the job; None for a group that torch.distributed does not know."""
     try:
         return distributed.get_process_group_ranks(group) if distributed.is_initialized() else None
     except (ValueError, KeyError):
@@ -59,19 +67,22 @@ def ranks_of(group: Any) -> list[int] | None:
 
 
 def names_of(group: Any) -> list[str]:
-    """How errors name the ranks of a group: where the job's numbers are others, with both."""
+    """The names of a group's ranks in errors, with the rank in the job if it differs."""
     ranks = ranks_of(group) or range(group.size())
     return [f"rank {rank}" if rank == own else f"rank {rank} (global rank {own})" for rank, own in enumerate(ranks)]
 
 
 class Rendezvous:
-    """One rank's side. store: of the group. names: of its ranks.
+    """One rank's side of a rendezvous. Keys contain torchelastic's restart count, so restarts do not collide.
 
-    Keys are those of this start of the job: torchelastic counts restarts.
+    Args:
+        store: the store of the group.
+        rank: the rank of this process.
+        names: the names of the group's ranks.
 
-    announced: how often this process has announced something.
     """
 
+    #: The number of announcements of this process.
     announced = 0
 
     def __init__(self, store: Any, rank: int, names: Sequence[str]) -> None:
@@ -80,12 +91,12 @@ class Rendezvous:
         self._rank = rank
         self._names = names
         self._num_ranks = len(names)
-        self._withdrawn: set[int] = set()  # ranks that came and waited for as long as this one
+        self._withdrawn: set[int] = set()  # ranks that arrived but withdrew
 
     def meet(self, timeout_s: float) -> Any:
-        """Wait for the other ranks. Returns a part of the store that they alone use.
+        """Wait for the other ranks; return a prefix of the store that only they use.
 
-        Raises ExecutionError that names the ranks that have not come, or the one that failed.
+        Raises an ExecutionError that names the missing ranks, or the rank that failed.
         """
         end_s = time.monotonic() + timeout_s
         number = self._announce()
@@ -93,7 +104,7 @@ class Rendezvous:
         return distributed.PrefixStore(token, self._store)  # type: ignore[attr-defined]
 
     def fail(self, text: str) -> None:
-        """Announce that this rank failed before it could come. It waits for nobody."""
+        """Announce that this rank failed before its arrival. Does not wait."""
         number = self._announce()
         said = f"{_FAILED}{self._names[self._rank]} failed: {text}"
         if self._rank:
@@ -104,11 +115,11 @@ class Rendezvous:
             self._give_up(said, dict.fromkeys(range(1, self._num_ranks)))
 
     def _announce(self) -> int:
-        """The number of this rank's next announcement."""
+        """Count this rank's next announcement; return its number."""
         Rendezvous.announced += 1
         return int(self._store.add(f"count/{self._rank}", 1))
 
-    # ---- a rank that is answered ------------------------------------------------------------------------------
+    # ---- ranks other than 0 -----------------------------------------------------------------------------------
 
     def _answered(self, number: int, end_s: float, timeout_s: float) -> str:
         found = self._change(self._rank, number, "", _WAITING)
@@ -129,11 +140,11 @@ class Rendezvous:
             raise self._stopped(found)
         return found.removeprefix(_TOKEN)
 
-    # ---- rank 0, which answers --------------------------------------------------------------------------------
+    # ---- rank 0 -----------------------------------------------------------------------------------------------
 
     def _answers(self, end_s: float, timeout_s: float) -> str:
         came: dict[int, int | None] = {rank: self._arrival(rank) for rank in range(1, self._num_ranks)}
-        self._withdrawn.clear()  # those went before this rank came
+        self._withdrawn.clear()  # these withdrew before this rank arrived
         while True:
             came = {rank: self._arrival(rank) for rank in came}
             failed = [self._state(rank, number) for rank, number in came.items() if number is not None]
@@ -156,7 +167,7 @@ class Rendezvous:
         self._end_attempt()
         token = secrets.token_hex(8)
         gone = [rank for rank, number in came.items() if number and not self._answer(rank, number, _TOKEN + token)]
-        if gone:  # between two looks; those that have got the token wait for it in vain
+        if gone:  # withdrawn since the last check; ranks with the token will time out
             raise self._missing(gone, timeout_s)
         return token
 
@@ -164,7 +175,7 @@ class Rendezvous:
         self._store.set("taken/0", str(self._store.add("count/0", 0)))
 
     def _arrival(self, rank: int) -> int | None:
-        """The number of the announcement that is to be answered next; None where it has not been made."""
+        """The number of the rank's next announcement to answer; None if it has not arrived."""
         while self._store.check([f"came/{rank}/{self._next(rank)}"]):
             number = self._next(rank)
             if self._state(rank, number) != _WITHDRAWN:
@@ -177,14 +188,14 @@ class Rendezvous:
         return int(self._store.add(f"taken/{rank}", 0)) + 1
 
     def _give_up(self, said: str, came: dict[int, int | None]) -> None:
-        """Tell these ranks why nothing comes of it; also those whose announcement is still to come."""
+        """Answer these ranks with the reason for giving up, including announcements still to come."""
         for rank, number in came.items():
             if number is None:
                 number = self._arrival(rank) or self._next(rank)  # noqa: PLW2901
             self._answer(rank, number, said)
 
     def _answer(self, rank: int, number: int, said: str) -> bool:
-        """Whether the answer counts."""
+        """Answer an announcement; return whether the answer became its outcome."""
         self._store.set(f"taken/{rank}", str(number))
         found = self._change(rank, number, "", said)
         if found == _WAITING:
@@ -198,11 +209,11 @@ class Rendezvous:
         return self._change(rank, number, _WAITING, _WAITING)
 
     def _change(self, rank: int, number: int, expected: str, said: str) -> str:
-        """Write where this is expected, "" for nothing. Returns what is there then."""
+        """Compare and set an announcement's state ("" if unset). Returns the state afterwards."""
         return str(self._store.compare_set(f"state/{rank}/{number}", expected, said).decode())
 
     def _wait(self, keys: list[str], end_s: float) -> bool:
-        """Whether the keys are there in time. It looks again and again: torch logs a wait of its own that is late."""
+        """Wait for keys until a deadline; return whether they exist. Polls, because torch logs waits that time out."""
         pause_s = _PAUSE_S
         while not (there := bool(self._store.check(keys))) and time.monotonic() < end_s:
             time.sleep(pause_s)
@@ -217,15 +228,15 @@ class Rendezvous:
     def _stopped(self, said: str) -> ExecutionError:
         text = said.removeprefix(_FAILED)
         if not text.startswith("rank "):
-            return ExecutionError(text)  # of rank 0, about a missing one
+            return ExecutionError(text)  # rank 0's AbsentError
         return ExecutionError(
-            f"a rank that fails stops all; {text}, in making a pipeline; {self._names[self._rank]} of "
-            f"{self._num_ranks} stopped; mend the cause and make a new pipeline"
+            f"a failed rank stops all ranks; {text}, in making a pipeline; {self._names[self._rank]} of "
+            f"{self._num_ranks} stopped; fix the cause and make a new pipeline"
         )
 
 
 def collective(function: _Function) -> _Function:
-    """A function that all ranks of a ``mesh=`` call: where it raises before they have met, the others hear of it."""
+    """Decorate a function that all ranks of a ``mesh=`` call: they are told of an error before the rendezvous."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +247,7 @@ def collective(function: _Function) -> _Function:
         except BaseException as error:
             if rendezvous is not None and Rendezvous.announced == before:
                 text = f"{type(error).__name__}: {error}"
-                with suppress(RuntimeError):  # the store has ended, and the other ranks hear that
+                with suppress(RuntimeError):  # the store has ended, which the other ranks notice, too
                     asked(lambda: rendezvous.fail(text), _PATIENCE_S)
             raise
 

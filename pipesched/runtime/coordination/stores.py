@@ -1,4 +1,4 @@
-"""Stores: what is asked of a torch.distributed store, which never answers where its process has been stopped."""
+"""Stores: access to a torch.distributed store with a time limit, because a stopped store never replies."""
 
 import os
 import threading
@@ -13,27 +13,26 @@ from torch import distributed
 __all__ = ["Store", "StoreLostError", "asked", "awaited_value", "missing"]
 
 T = TypeVar("T")
-_GLANCE_S = 0.1  # between two looks whether a wait has been given up
-_PATIENCE_S = 2.0  # beyond the time that the store itself is to wait
+_GLANCE_S = 0.1  # between checks of ``given_up``
+_PATIENCE_S = 2.0  # added to the store's own timeout
 
 
 class Store(Protocol):
-    """What is used of a torch.distributed store."""
+    """The used part of a torch.distributed store's interface."""
 
-    def set(self, key: str, value: str, /) -> Any:
-        """Write."""
+    def set(self, key: str, value: str, /) -> Any: ...
 
     def get(self, key: str, /) -> Any:
-        """Read, once it is there."""
+        """Wait for a key; return its value."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number. Returns the sum."""
+        """Add to a number; return the sum."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether these keys are there."""
+        """Whether all keys exist."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Return once they are. Raises RuntimeError."""
+        """Wait until all keys exist. Raises RuntimeError at the timeout."""
 
 
 class StoreLostError(RuntimeError):
@@ -41,15 +40,23 @@ class StoreLostError(RuntimeError):
 
     def __init__(self, why: str) -> None:
         by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        where = "torchrun failed: it hosts" if by_torchrun else "rank 0 failed: unless another process does, it hosts"
+        where = "torchrun failed: it hosts" if by_torchrun else "rank 0 failed: by default it hosts"
         super().__init__(f"{where} the store of the process group, which {why}")
 
 
 def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None = None) -> T:
-    """Call ``ask``, which asks a store. Raises what it raises, and StoreLostError where no answer comes in time.
+    """Call a function that uses a store, with a time limit.
 
-    It is called in a thread of its own. A thread without an answer is left behind: torch has no way to end its wait.
-    given_up: set it to end the wait at once, with a RuntimeError.
+    It runs in a thread of its own; a thread without a reply is abandoned, because torch cannot end its wait.
+
+    Args:
+        ask: the function to call; its exceptions are raised here.
+        limit_s: the time limit.
+        given_up: an event that ends the wait early, with a RuntimeError.
+
+    Raises:
+        StoreLostError: if the store does not reply in time.
+
     """
     answers: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
 
@@ -79,7 +86,7 @@ def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None
 
 
 def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.Event | None = None) -> Any:
-    """A key's value, once it is there. Raises RuntimeError where it comes too late. given_up: as for ``asked``."""
+    """Wait for a key's value. Raises RuntimeError at the timeout. given_up: as for ``asked``."""
 
     def ask() -> Any:
         store.wait([key], timedelta(seconds=timeout_s))
@@ -89,7 +96,7 @@ def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.
 
 
 def missing(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
-    """The positions of the keys that are not there within the timeout. Raises RuntimeError as ``asked``."""
+    """The positions of the keys that do not exist at the timeout. Raises RuntimeError as ``asked``."""
 
     def ask() -> list[int]:
         try:

@@ -1,7 +1,7 @@
-"""Stuck collectives: a rank in a collective of torch.distributed that will never end, since another rank of it has
-failed.
+"""Stuck collectives: ends collectives of torch.distributed that cannot complete because a rank has failed.
 
-NCCL's collectives end with their groups. gloo's do not end: the process does, unless PIPESCHED_END_STUCK_RANKS is 0.
+NCCL collectives end when their groups are aborted. gloo collectives cannot be ended, so the process is ended, unless
+PIPESCHED_END_STUCK_RANKS is 0.
 """
 
 import os
@@ -17,23 +17,23 @@ from pipesched.runtime.coordination.rank_activity import COLLECTIVE, Activity
 __all__ = ["Stuck"]
 
 _SETTING = "PIPESCHED_END_STUCK_RANKS"
-_GRACE_S = 2.0  # from the moment when a rank hears of a fault
-_SEEN_S = 1.0  # for which it is seen in one collective
+_GRACE_S = 2.0  # after the rank has learned of the fault
+_SEEN_S = 1.0  # in the same collective
 EXIT_CODE = 1
 
 
 class Stuck:
-    """Looks, from the moment when a rank hears of a fault, whether that rank is stuck in a collective."""
+    """Checks, after a fault, whether this rank is stuck in a collective."""
 
     def __init__(self, activity: Activity) -> None:
         self._activity = activity
         self._heard_s = time.monotonic()
-        self._place: tuple[int, int] | None = None  # of the innermost call
+        self._place: tuple[int, int] | None = None  # the innermost call
         self._seen_s = 0.0
         self._aborted = False
 
     def look(self, name: str, fault: str) -> None:
-        """Called again and again: end what will not end by itself. name: of this rank; fault: what has happened."""
+        """Check once, and end a stuck collective; called repeatedly. name: of this rank; fault: its description."""
         now = time.monotonic()
         place = self._activity.innermost() if self._activity.doing()[0] == COLLECTIVE else None
         if place != self._place:
@@ -50,7 +50,7 @@ class Stuck:
 
 
 def _abort_nccl_groups() -> bool:
-    """End all collectives of the job's NCCL groups on this rank. Returns whether there are any."""
+    """Abort the job's NCCL groups on this rank. Returns whether there are any."""
     if not distributed.is_initialized():
         return False
     groups = [one for one in distributed.distributed_c10d._world.pg_names if "nccl" in distributed.get_backend(one)]
@@ -63,9 +63,9 @@ def _abort_nccl_groups() -> bool:
 def _end_process(stack: str, name: str, fault: str) -> NoReturn:
     sys.stdout.flush()
     print(
-        f"{stack}\npipesched: a rank that fails stops all; {fault}; {name} is stuck in a collective of "
-        f"torch.distributed, which nothing can end but the end of the process; it exits with code {EXIT_CODE}; mend "
-        f"the cause, or set {_SETTING}=0 to leave such ranks where they are",
+        f"{stack}\npipesched: a failed rank stops all ranks; {fault}; {name} is stuck in a collective of "
+        f"torch.distributed, which only the end of the process can end; it exits with code {EXIT_CODE}; fix "
+        f"the cause, or set {_SETTING}=0 to keep such processes running",
         file=sys.stderr,
         flush=True,
     )

@@ -1,1 +1,1 @@
-"""Executors: interpret a program's orders, by threads of this process or by one process a rank."""
+"""Executors: run the orders of a program, with threads in this process or one process per rank."""

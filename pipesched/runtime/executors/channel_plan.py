@@ -1,7 +1,4 @@
-"""Channel plan: what a rank's order sends and receives, channel by channel, and by what the form of each is foreseen.
-
-And the rank's ends of the channels.
-"""
+"""Channel plan: the messages of a rank's order by channel, and the keys that predict their layouts."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -23,7 +20,9 @@ _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 
 
 def look(value: Any) -> Hashable:
-    """What a micro-batch looks like: of its tensors shapes and types, of what else it holds the types' names."""
+    """The form of a micro-batch, which predicts message layouts: dtypes and shapes of tensors, types of other
+    leaves.
+    """
     leaves = flatten(value)[0]
     return tuple(
         (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__qualname__ for leaf in leaves
@@ -31,10 +30,11 @@ def look(value: Any) -> Hashable:
 
 
 class OrderMessages:
-    """The messages of one rank's order: what goes through each channel, in its order. rank: who runs it."""
+    """The messages of one rank's order, by channel and in channel order."""
 
     def __init__(self, program: Program, order: tuple[Action, ...]) -> None:
         self.order = order
+        #: The bound rank that runs this order, if it may be reused.
         self.rank: Rank | None = None
         self._edges: dict[int, dict[tuple[bool, bool], list[tuple[int, int, int]]]] = {}
         self._last: tuple[Any, tuple[Messages, bytes]] | None = None
@@ -46,7 +46,10 @@ class OrderMessages:
                 edge.append((*ends, microbatch))
 
     def repeated(self, period: int) -> Messages:
-        """By what each message's form is foreseen in a stream of steps of so many micro-batches: as a step before."""
+        """Layout keys for a stream, where the layouts of a step predict those of the next.
+
+        period: the number of micro-batches in a step.
+        """
         return {
             peer: {
                 channel: [(giver, taker, "stream", microbatch % period) for giver, taker, microbatch in edge]
@@ -57,11 +60,17 @@ class OrderMessages:
 
     @property
     def none(self) -> Messages:
-        """The channels alone."""
+        """The channels without layout keys."""
         return {peer: dict.fromkeys(channels, ()) for peer, channels in self._edges.items()}
 
     def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes]:
-        """By what each message's form is foreseen, and a digest of it; the same objects as long as nothing changes."""
+        """Layout keys for a step, and their digest. The same objects are returned while the arguments do not change.
+
+        Args:
+            looks: the form of each micro-batch.
+            grad: whether grad mode is enabled.
+
+        """
         asked = tuple(looks), grad
         if self._last is None or self._last[0] != asked:
             keys: dict[int, dict[tuple[bool, bool], list[Hashable]]] = {
@@ -76,23 +85,21 @@ class OrderMessages:
 
 
 class ChannelEnds:
-    """The rank's ends of the channels, as the interpreter uses them."""
+    """One rank's ends of the channels, as the interpreter uses them."""
 
     def __init__(self, program: Program, wire: Channels) -> None:
         self._placement = program.placement
         self._wire = wire
 
     def sender(self, action: Action) -> Callable[[Any], None]:
-        """What sends a value as this action does."""
         return self._wire.sender(self._placement[action.peer or 0], action.kind is Kind.SEND_B)
 
     def receiver(self, action: Action) -> Callable[[], Any]:
-        """What waits for the value of this action, and returns it on this rank's device."""
         return self._wire.receiver(self._placement[action.peer or 0], action.kind is Kind.RECV_B)
 
 
 def channels_of(program: Program) -> set[Channel]:
-    """Those that a lowered program uses."""
+    """The channels that a lowered program uses."""
     sends = program.columns[program.columns.are(Kind.SEND_F, Kind.SEND_B)]
     return {
         Channel(program.placement[stage], program.placement[peer], kind is Kind.SEND_B)
@@ -102,7 +109,7 @@ def channels_of(program: Program) -> set[Channel]:
 
 
 def digest_of(program: Program) -> bytes:
-    """A short stand-in for a program."""
+    """A digest of a program, for comparison between ranks."""
     columns = program.columns
     arrays = (columns.stage, columns.kind, columns.microbatch, columns.peer, columns.joined, program.orders.offsets)
     others = program.placement, program.graph.edges, program.forward_only, program.num_microbatches, program.versions

@@ -1,4 +1,4 @@
-"""Device streams: what a rank's device does beside computing: its clock, and the copies between devices."""
+"""Device streams: a rank's clock on its device, the streams that it uses, and copies between devices."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,54 +10,54 @@ from torch import Tensor
 
 from pipesched.tensors.payload import Payload
 
-__all__ = ["CpuLane", "CudaLane", "Lane", "Message", "lane_for"]
+__all__ = ["CpuStreams", "CudaStreams", "DeviceStreams", "Message", "streams_for"]
 
 
 class Message(NamedTuple):
-    """A value on its way, with the moment on its device at which it is complete, and the stream to copy it on."""
+    """A value in transit, the event after which it is complete on its device, and the stream to copy it on."""
 
     value: Any
     ready: torch.cuda.Event | None = None
     stream: torch.cuda.Stream | None = None
 
 
-class Lane(Protocol):
-    """One rank's device, for the length of the executor's life."""
+class DeviceStreams(Protocol):
+    """The streams and the clock of one rank's device, for the lifetime of the executor."""
 
-    #: Whether work is launched in streams, which ``begin``, ``follow``, ``catch_up`` and ``end`` put in order.
+    #: Whether the device has streams, which ``begin``, ``follow``, ``catch_up`` and ``end`` synchronise.
     has_streams: bool
 
     def begin(self) -> None:
-        """In the caller's thread: a step begins."""
+        """Called in the caller's thread at the start of a step."""
 
     def follow(self) -> None:
-        """In the caller's thread: what the rank computes from now on comes after what the caller has launched."""
+        """In the caller's thread: make the rank's later work wait for everything that the caller has launched."""
 
     def catch_up(self, stamp: Any) -> None:
-        """In the caller's thread: what the caller launches from now on comes after a stamp."""
+        """In the caller's thread: make the caller's later work wait for a stamp."""
 
     def end(self) -> None:
-        """In the caller's thread: what the caller launches from now on comes after the step."""
+        """In the caller's thread: make the caller's later work wait for the end of the step."""
 
     def entered(self) -> Any:
-        """A context for the rank's thread."""
+        """A context for the rank's thread, in which kernels run on the rank's streams."""
 
     def now(self) -> Any:
-        """A stamp."""
+        """A stamp of the current time: a float, or an event that is read after the step."""
 
     def reader(self, start_s: float) -> Callable[[Any], float]:
-        """A function that reads a stamp of the present step as seconds since this host time."""
+        """A function that converts a stamp of the current step to seconds since the host time ``start_s``."""
 
     def pack(self, value: Any) -> Message:
-        """A value of this device, to be sent."""
+        """Prepare a value of this device for sending."""
 
     def unpack(self, message: Message) -> Any:
-        """A received value, on this device, safe to be used by what is launched from now on."""
+        """Copy a received value to this device; later work on the rank's stream may use it."""
 
 
-def lane_for(device: torch.device) -> Lane:
-    """The lane for a device."""
-    return CudaLane(device) if device.type == "cuda" else CpuLane(device)
+def streams_for(device: torch.device) -> DeviceStreams:
+    """The streams for a device."""
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams(device)
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -66,8 +66,8 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tuple(entry if entry is None else change(entry) for entry in value)
 
 
-class CpuLane:
-    """A CPU rank: the host's clock, and nothing to wait for."""
+class CpuStreams:
+    """A CPU rank: the host's clock and no streams."""
 
     has_streams = False
     now = staticmethod(time.perf_counter)
@@ -95,14 +95,15 @@ class CpuLane:
     def unpack(self, message: Message) -> Any:
         if message.ready is None:
             return message.value
-        message.ready.synchronize()  # from a GPU: the host itself must wait
+        message.ready.synchronize()  # the value comes from a GPU, so the host must wait
         return _map(message.value, lambda tensor: tensor.to(self._device))
 
 
-class CudaLane:
-    """A CUDA rank: a stream to compute on, one for copies to other devices and one for copies from them, and events.
+class CudaStreams:
+    """A CUDA rank: a stream for computation, and one for copies in each direction.
 
-    A stream of its own for each direction: what goes out waits to be computed, and nothing that comes in waits behind.
+    The directions have separate streams because outgoing copies wait for computation, and incoming copies must not wait
+    with them.
     """
 
     has_streams = True
@@ -112,7 +113,7 @@ class CudaLane:
         self._compute = torch.cuda.Stream(device)
         self._outward = torch.cuda.Stream(device)
         self._inward = torch.cuda.Stream(device)
-        self._idle = torch.cuda.Stream(device)  # nothing is ever launched in it
+        self._idle = torch.cuda.Stream(device)  # nothing else is ever launched on it
         self._caller = torch.cuda.current_stream(device)
         self._base = torch.cuda.Event(enable_timing=True)
         self._base_s = 0.0
@@ -120,16 +121,16 @@ class CudaLane:
     def begin(self) -> None:
         self._caller = torch.cuda.current_stream(self._device)
         self._base = torch.cuda.Event(enable_timing=True)
-        self._base.record(self._idle)  # in any other one it would wait for what was launched before
+        self._base.record(self._idle)  # on another stream it would wait for earlier kernels
         self._base_s = time.perf_counter()
 
     def follow(self) -> None:
         self._caller = caller = torch.cuda.current_stream(self._device)
         self._compute.wait_stream(caller)
-        self._inward.wait_stream(caller)  # what was received before may have been given to the caller, who read it
+        self._inward.wait_stream(caller)  # the caller may still be reading memory received earlier
         default = torch.cuda.default_stream(self._device)
         if caller != default:
-            default.wait_stream(caller)  # in it the ranks of other devices read the batch's tensors on this one
+            default.wait_stream(caller)  # on it, other devices' ranks read the batch's tensors here
 
     def catch_up(self, stamp: torch.cuda.Event) -> None:
         self._caller.wait_event(stamp)
@@ -174,7 +175,7 @@ class CudaLane:
         if tensor.device == self._device:
             tensor.record_stream(self._compute)
             return tensor
-        # A copy between GPUs is launched on the current stream of the sending one, and ends on that of this one.
+        # A copy between GPUs is launched on the current stream of the source and synchronises with that of the target.
         source = message.stream or self._inward
         with torch.cuda.stream(source), torch.cuda.stream(self._inward):
             if message.ready is not None:

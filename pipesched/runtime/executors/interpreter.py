@@ -1,8 +1,8 @@
-"""Interpreter: the loop over one rank's order, the same for every executor.
+"""Interpreter: the loop over one rank's order, shared by all executors.
 
-A rank binds its order once: each action becomes a call whose stage, micro-batch and channel are looked up, with the
-edges whose values it takes and gives. A value waits on its edge until the action that takes it, which is a send where
-its taker is on another rank. The loop only calls.
+A rank binds its order once: each action becomes a call with its stage, micro-batch and channel resolved, and with the
+edges that it reads and writes. A value waits on its edge until the action that uses it, which is a send if the consumer
+is on another rank. The loop only makes the calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,55 +18,55 @@ __all__ = ["Rank", "StageLike", "Stamps", "Transport", "interpret"]
 
 
 class StageLike(Protocol):
-    """What a stage does for a micro-batch. ``arrived``: one value a producer; ``grads``: one a consumer."""
+    """The interface of a stage. ``arrived``: one value for each producer; ``grads``: one for each consumer."""
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
-        """F: returns the stage's output, or PerConsumer one for each consumer."""
+        """F: return the stage's output, or a PerConsumer with one output for each consumer."""
 
     def recompute(self, microbatch: int, *, split: bool) -> None:
-        """R."""
+        """R: run F again and keep its activations."""
 
     def backward(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """B: returns a gradient for each producer."""
+        """B: return a gradient for each producer."""
 
     def input_grad(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """I: returns a gradient for each producer."""
+        """I: return a gradient for each producer."""
 
     def weight_grad(self, microbatch: int) -> None:
-        """W."""
+        """W: accumulate the weight gradients."""
 
     def offload(self, microbatch: int) -> None:
-        """OFFLOAD: begin to copy what some layers have saved to the host."""
+        """OFFLOAD: start copying activations to the host."""
 
     def free(self, microbatch: int) -> None:
-        """FREE: once that is copied, give its memory back."""
+        """FREE: wait for the copy to the host, then release the device memory."""
 
     def fetch(self, microbatch: int) -> None:
-        """FETCH: begin to bring it back; the backward waits for it."""
+        """FETCH: start copying activations back; the backward waits for them."""
 
     def update(self, number: int) -> None:
-        """UPDATE: the optimizer's step, with the gradients since the one before."""
+        """UPDATE: step the optimizer with the gradients since the last update."""
 
 
 class Transport(Protocol):
-    """How values get from rank to rank: first in, first out for each (from, to, kind)."""
+    """The transport of values between ranks: first in, first out for each (from, to, kind)."""
 
     def sender(self, action: Action) -> Callable[[Any], None]:
-        """What sends a value as this action does, without waiting for the receiver."""
+        """A function that sends this action's value without waiting for the receiver."""
 
     def receiver(self, action: Action) -> Callable[[], Any]:
-        """What waits for the value of this action, and returns it on this rank's device."""
+        """A function that waits for this action's value and returns it on this rank's device."""
 
 
 class _Timer(Protocol):
-    """Says when actions start and end, in seconds since the step's start."""
+    """The clock that stamps starts and ends of actions."""
 
     def now(self) -> Any:
-        """A stamp for this moment; a float, or an event that is read after the step."""
+        """A stamp of the current time: a float, or an event that is read after the step."""
 
 
 class Stamps(NamedTuple):
-    """When each action of an order started and ended, as the rank's timer says it; None where it has not yet."""
+    """The start and end stamps of each action in an order; None for an action that has not run."""
 
     order: Sequence[Action]
     starts: list[Any]
@@ -74,16 +74,16 @@ class Stamps(NamedTuple):
 
     @classmethod
     def room_for(cls, order: Sequence[Action]) -> "Stamps":
-        """Of an order that has not run."""
+        """Empty stamps for an order."""
         return cls(order, [None] * len(order), [None] * len(order))
 
 
-#: Whose value it is: by which stage it is given, by which it is taken, whether backward, and for which micro-batch.
+#: An edge: the producing stage, the consuming stage, whether backward, and the micro-batch.
 _Ends = tuple[int, int, bool, int]
 
 
 class _Edge:
-    """Where a value waits. A rank looks its edges up once, as it binds its order."""
+    """The place of a value between its producer and its consumer. giver: the producing stage."""
 
     __slots__ = ("giver", "value")
 
@@ -93,7 +93,7 @@ class _Edge:
 
 
 class _Nothing:
-    """No value has come, or it has been taken."""
+    """Marks an edge without a value."""
 
 
 _NOTHING = _Nothing()
@@ -103,12 +103,12 @@ def _taken(edge: _Edge) -> Any:
     value = edge.value
     edge.value = _NOTHING
     if value is _NOTHING:
-        raise ExecutionError(f"what stage {edge.giver} gives has not come; validate the program")
+        raise ExecutionError(f"the value from stage {edge.giver} has not arrived; validate the program")
     return value
 
 
 class _Step(NamedTuple):
-    """An action as a call: on the values of the edges that it takes, for those of the edges that it gives."""
+    """An action as a call. Its arguments come from the edges in ``takes``; its result goes to those in ``gives``."""
 
     action: Action
     call: Callable[..., Any]
@@ -117,9 +117,15 @@ class _Step(NamedTuple):
 
 
 class Rank:
-    """One rank of a program over its stages: what its actions come to, and the values that wait between them.
+    """One rank of a program, bound to its stages: the calls of its actions, and the values between them.
 
-    pair: the program's micro-batch that is run as one of a stream is.
+    Args:
+        index: the number of the rank.
+        program: the lowered program.
+        stages: the stages by number; only this rank's are used.
+        transport: sends values to other ranks and receives them.
+        pair: maps a micro-batch of a stream to the micro-batch of the program that it runs like. Default: itself.
+
     """
 
     def __init__(
@@ -132,23 +138,23 @@ class Rank:
     ) -> None:
         self.index = index
         self.stages = stages
-        self._edges: dict[_Ends, _Edge] = {}  # of bound actions: those whose other end is not bound yet
+        self._edges: dict[_Ends, _Edge] = {}  # edges with one end bound so far
         self._graph = program.graph
         self._pair = pair
         self._transport = transport
-        whole = program.orders[index] if index < program.num_ranks else ()  # also what runs in another part
+        whole = program.orders[index] if index < program.num_ranks else ()  # bind() may receive only a part
         self._split = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.I}
         self._recomputed = {(action.stage, action.microbatch) for action in whole if action.kind is Kind.R}
         self._bound: tuple[Sequence[Action], list[_Step]] = ((), [])
 
     def bind(self, order: Sequence[Action]) -> list[_Step]:
-        """The steps of an order; the same ones as long as it is the same order."""
+        """The steps of an order. The same list is returned while the order is the same object."""
         if self._bound[0] is not order:
             self._bound = order, [_BINDERS[action.kind](self, action) for action in order]
         return self._bound[1]
 
     def _edge(self, *ends: Any) -> _Edge:
-        """The same one for the action that gives the value and for the one that takes it."""
+        """The edge between two actions: created for the first of them, returned for the second."""
         known = self._edges.pop(ends, None)
         if known is None:
             known = self._edges[ends] = _Edge(ends[0])
@@ -214,14 +220,14 @@ _BINDERS: dict[Kind, Callable[[Rank, Action], _Step]] = {
 
 def _peer(action: Action) -> int:
     if action.peer is None:
-        raise ExecutionError(f"{action} says no stage at its other end; lower the program, which names it")
+        raise ExecutionError(f"{action} must name the stage at its other end; it names none; lower the program first")
     return action.peer
 
 
 def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
-    """Run an order of a rank. Yields each action before it runs: the executor resumes when it may.
+    """Run an order of a rank, yielding each action before it runs, so that the executor can stop the rank.
 
-    An exception of an action is passed on with a note that says where it happened.
+    An exception of an action is raised with a note that names the action and its position.
     """
     now = timer.now
     order, starts, ends = stamps
@@ -231,9 +237,9 @@ def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
         try:
             value = call(*map(_taken, takes))
         except BaseException as error:
-            what = "update" if action.kind is Kind.UPDATE else "micro-batch"
+            number_of = "update" if action.kind is Kind.UPDATE else "micro-batch"
             error.add_note(
-                f"in {action} (stage {action.stage}, {what} {action.microbatch}), "
+                f"in {action} (stage {action.stage}, {number_of} {action.microbatch}), "
                 f"rank {rank.index}, position {position} of its order"
             )
             raise
@@ -244,5 +250,5 @@ def interpret(rank: Rank, timer: _Timer, stamps: Stamps) -> Iterator[Action]:
         else:
             for edge in gives:
                 edge.value = value
-        value = None  # an output, or a part of it, lives no longer than somebody needs it
+        value = None  # drop the references, so that an output lives no longer than its consumers need it
         ends[position] = now()

@@ -1,21 +1,23 @@
-"""Processes: one rank a process. The interpreter of the other executors, over torch.distributed.
+"""Processes: runs one rank in a process of its own, over torch.distributed, with the same interpreter as threads.
 
-Why it cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a channel to
-its k-th receive have no cycle. A send never blocks its rank: it copies its message and returns. A receive takes the
-channel's next message, which is the one that the program means, since both ends go through the channel in one order
-and it is first in, first out; it needs no receive of a later one, and that receive is posted at the latest when the
-action begins. So a rank waits only for a send that the program puts before it. Take, among all actions not
-yet run, one that comes first in the acyclic order: its rank has run all before it, and what it waits for is sent; it
-runs. A rank waits for its sends to be taken only between two runs, when the receives lie in the run before.
+Why a step cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a
+channel to its k-th receive have no cycle. A send copies its message and returns, so it never blocks its rank. A receive
+takes the channel's next message. That is the right one, since both ends use the channel in the same order and the
+channel is first in, first out. A receive does not depend on later messages, and it is posted at the latest when its
+action begins. So a rank waits only for a send that comes earlier in the program. Among all actions not yet run, take
+one that is first in the acyclic order: its rank has run all earlier actions, and the message that it waits for has been
+sent; so it runs. A rank waits for the completion of its sends only between two runs, when the matching receives belong
+to the run before.
 
-Nor can a stream hang, whose orders come in parts, the same part in all ranks. Nothing that an action needs lies in a
-later part than the action itself (``Segments`` proves it of each stream), and the parts one behind the other are the
-orders of a valid program. So the argument above holds for all actions up to some part, whatever comes later, and each
-rank gets through its part as soon as the others have begun theirs. One stream is one run: a send may be taken in a
-later part than that in which it was made, and is not waited for between parts. The loss that ranks share there was
-sent at the end of a part, and is waited for in a later one at the earliest, or once that part has been asked for.
+Why a stream cannot hang, although its orders arrive in parts, the same part in all ranks. No action depends on a later
+part (``Segments`` proves this for each stream), and the concatenated parts are the orders of a valid program. So the
+argument above holds for all actions up to any part, whatever follows, and each rank completes its part once the others
+have begun theirs. A stream is one run: a send may be received in a later part, and is not waited for between parts. The
+loss that ranks share is sent at the end of a part, and read in a later part at the earliest, or after that part has
+been requested.
 
-What no proof covers, a rank that raises, dies or sticks, ends in the others within moments or by ``timeout_s``.
+Faults that the proof does not cover, such as a rank that raises, dies or blocks, end the other ranks within seconds or
+by ``timeout_s``.
 """
 
 import threading
@@ -33,7 +35,7 @@ from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children, forget
 from pipesched.runtime.coordination.rank_activity import COLLECTIVE, doing_at, said
 from pipesched.runtime.executors.channel_plan import ChannelEnds, OrderMessages, channels_of, digest_of
-from pipesched.runtime.executors.device_streams import lane_for
+from pipesched.runtime.executors.device_streams import streams_for
 from pipesched.runtime.executors.interpreter import Rank, Stamps, interpret
 from pipesched.runtime.executors.rank_run import RankRun, RankTimeline
 from pipesched.runtime.executors.threads import RunSpec, Stopped
@@ -54,17 +56,24 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["ProcessExecutor"]
 
-_IDENTITY = ("program", "batch", "number of earlier steps")  # what ranks compare as a run begins
+_IDENTITY = ("program", "batch", "number of earlier steps")  # compared between ranks at the start of a run
 
 
 class ProcessExecutor:
-    """One rank of a pipeline, in a process of its own. All methods, and making one, are collective.
+    """One rank of a pipeline in a process of its own. The constructor and all methods are collective.
 
-    group: a process group of the pipeline's ranks, whose order is theirs; it is used for its store alone, and its
-    ranks talk over connections of the executor's own. device: of this rank's stages. intra_op_threads: of this rank.
-    timeout_s: how long a rank waits for another one before all stop; what a step of the slowest rank may take.
+    After a failure the executor is closed, in all ranks.
 
-    After a failure the executor is closed, in all ranks. Raises ExecutionError where not all ranks come.
+    Args:
+        group: a process group of the pipeline's ranks, in rank order. Only its store is used; ranks communicate over
+            connections that the executor creates.
+        device: the device of this rank's stages. Default: the CPU.
+        intra_op_threads: torch's intra-op threads for this rank.
+        timeout_s: how long a rank waits for another rank before all stop. It must exceed the slowest rank's step.
+
+    Raises:
+        ExecutionError: if a rank does not join.
+
     """
 
     def __init__(
@@ -73,7 +82,7 @@ class ProcessExecutor:
         self.rank: int = group.rank()
         self.num_ranks: int = group.size()
         self.device = device or torch.device("cpu")
-        self._lane = lane_for(self.device)
+        self._streams = streams_for(self.device)
         self._threads = intra_op_threads
         self._busy = threading.Lock()
         self._known: dict[int, tuple[Program, bytes]] = {}
@@ -84,7 +93,7 @@ class ProcessExecutor:
         self._wire: Channels | None = None
         self._forked = Forked()
         self._courier = Courier(self.device)
-        #: Of what is no tensor: it reads types by name that it knows.
+        #: Encodes values other than tensors; decodes only types that were registered.
         self.encoding = Encoding((Action, Kind, Lane, Span))
         self._alarm, connections = met(group, self.device, timeout_s)
         self._activity = self._alarm.activity
@@ -100,140 +109,147 @@ class ProcessExecutor:
         end_in_children(self)
 
     def end_in_child(self) -> None:
-        """In a child process, which shares the connections: they are left to the parent."""
+        """Detach in a forked child process: the shared connections are left to the parent."""
         self._forked.here = True
         for end in (self._end_connections, self._courier.end):
             forget(end)
 
     def learn(self, value: Any) -> None:
-        """Know the types in a value that ranks may send. Raises ExecutionError for one that does not travel."""
+        """Register the types in a value for messages. Raises ExecutionError for a type that cannot be sent."""
         with self.encoding.learning():
             MessageLayout(describe(Payload.of(value), self.encoding)[0], self.encoding).written()
 
     @property
     def closed(self) -> bool:
-        """Whether it runs no more."""
+        """Whether the executor is closed."""
         return self._wire is None or self._forked.here
 
     @property
     def busy(self) -> bool:
-        """Whether a run, or another call, is under way."""
+        """Whether a run or another call is in progress."""
         return self._busy.locked()
 
     # ---- running --------------------------------------------------------------------------------------------------
 
-    def run(self, work: RunSpec, *, grad: bool, looks: Sequence[Hashable] = ()) -> RankTimeline:
-        """Run this rank's part of a lowered program in this thread, with grad mode as given.
+    def run(self, run_spec: RunSpec, *, grad: bool, looks: Sequence[Hashable] = ()) -> RankTimeline:
+        """Run this rank's part of a lowered program in this thread.
 
-        work: of its stages, only those of this rank are used. looks: what each micro-batch looks like; from it follow
-        the shapes of messages, wherever they did before.
-        Raises what a stage of this rank raised, with a note that says where; ExecutionError that names the rank where
-        another one failed, where ranks run different programs or steps, and after ``close``.
+        Args:
+            run_spec: the program, its stages and its hooks; only the stages of this rank are used.
+            grad: whether grad mode is enabled.
+            looks: the form of each micro-batch, from which the layouts of messages are predicted.
+
+        Raises:
+            ExecutionError: if another rank failed, naming it; if ranks run different programs or steps; and after
+                ``close``. An exception of a stage of this rank is raised as it is, with a note that names the action.
+
         """
         with self._one_at_a_time("a step"):
             failed = True
             try:
-                timeline = self._run(work, self.caller(grad=grad), looks)
+                timeline = self._run(run_spec, self.caller(grad=grad), looks)
                 failed = False
                 return timeline
             finally:
-                work.finish(failed)
+                run_spec.finish(failed)
 
-    def _run(self, work: RunSpec, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
-        program = work.program
+    def _run(self, run_spec: RunSpec, caller: Caller, looks: Sequence[Hashable]) -> RankTimeline:
+        program = run_spec.program
         wire = self._open_wire()
-        order = self._own(program.orders if work.orders is None else work.orders)
+        order = self._own_order(program.orders if run_spec.orders is None else run_spec.orders)
         messages = self._messages_of(program, order)
         keys, batch = messages.keys(looks, caller.grad)
         wire.open(keys, self._agreed(program) + batch + digest(b"%d" % self._steps))
         self._steps += 1
-        work.prepare(caller)
+        run_spec.prepare(caller)
         start_s = time.perf_counter()
-        self._lane.begin()
+        self._streams.begin()
         try:
-            return self._went_through(self._rank_of(work, messages), order, caller, start_s, program)
+            return self._run_order(self._rank_of(run_spec, messages), order, caller, start_s, program)
         finally:
-            self._lane.end()
+            self._streams.end()
 
-    def _own(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
-        """The order of this rank: an empty one where it holds no stages."""
+    def _own_order(self, orders: Sequence[tuple[Action, ...]]) -> tuple[Action, ...]:
+        """The order of this rank; empty if it holds no stages."""
         return orders[self.rank] if self.rank < len(orders) else ()
 
     def caller(self, *, grad: bool) -> Caller:
-        """The settings of this thread, with grad mode as given."""
+        """The settings of this thread, with ``grad`` as grad mode."""
         return Caller.here({self.device.type}, grad=grad)
 
-    def begin(self, work: RunSpec, caller: Caller) -> RankRun:
-        """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``."""
+    def begin(self, run_spec: RunSpec, caller: Caller) -> RankRun:
+        """Begin a run whose orders are handed over in parts. No other run starts before ``end``. Raises as ``run``."""
         with self._one_at_a_time("a stream"):
-            program = work.program
+            program = run_spec.program
             wire = self._open_wire()
-            channels = OrderMessages(program, self._own(program.orders)).none
+            channels = OrderMessages(program, self._own_order(program.orders)).none
             try:
                 wire.open(channels, self._agreed(program) + digest(b"stream") + digest(b"%d" % self._steps))
                 self._steps += 1
-                work.prepare(caller)
+                run_spec.prepare(caller)
             except BaseException:
-                work.finish(True)
+                run_spec.finish(True)
                 raise
-            rank = Rank(self.rank, program, work.stages, ChannelEnds(program, wire), work.pair)
-            run = RankRun(work, caller, rank, self.continue_run, self.leave)
-            self._lane.begin()
+            rank = Rank(self.rank, program, run_spec.stages, ChannelEnds(program, wire), run_spec.pair)
+            run = RankRun(run_spec, caller, rank, self.continue_run, self.leave)
+            self._streams.begin()
             return run
 
     def continue_run(self, run: RankRun, order: tuple[Action, ...]) -> RankTimeline:
         """Run the next part of a stream."""
         with self._one_at_a_time("a step"):
             run.failed = True
-            self._open_wire().extend(OrderMessages(run.work.program, order).repeated(run.work.period))
-            timeline = self._went_through(run.rank, order, run.caller, run.began_s, run.work.program)
+            self._open_wire().extend(OrderMessages(run.run_spec.program, order).repeated(run.run_spec.period))
+            timeline = self._run_order(run.rank, order, run.caller, run.began_s, run.run_spec.program)
             run.failed = False
             return timeline
 
     def end(self, run: RankRun) -> None:
-        """End a run that was given its orders in parts."""
-        self._lane.end()
-        run.work.finish(run.failed)
+        """End a run whose orders were handed over in parts."""
+        self._streams.end()
+        run.run_spec.finish(run.failed)
 
-    def check_outside(self, what: str) -> None:
-        """Raise ExecutionError in a layer or a hook that the rank runs."""
+    def check_outside(self, method: str) -> None:
+        """Raise ExecutionError inside a running step. method: its name for the message."""
         self._forked.check()
         if self._busy.locked():
             raise ExecutionError(
-                f"a pipeline is used from outside its steps; {what} was called while one is under way; call it after "
-                f"the step has returned"
+                f"{method}() was called from inside a running step (by a layer or a hook); "
+                f"call it after the step has returned"
             )
 
-    def _went_through(
+    def _run_order(
         self, rank: Rank, order: tuple[Action, ...], caller: Caller, start_s: float, program: Program
     ) -> RankTimeline:
-        self._lane.follow()
+        self._streams.follow()
         stamps = Stamps.room_for(order)
         self._activity.run(stamps, program.placement)
-        with intra_op(self._threads), caller.held(), self._lane.entered():
+        with intra_op(self._threads), caller.held(), self._streams.entered():
             if self._links is not None:
                 self._links.begin()
-            self._go_through(rank, stamps)
+            self._interpret(rank, stamps)
         all_stamps = [stamps if index == self.rank else Stamps.room_for(()) for index in range(self.num_ranks)]
-        return RankTimeline(all_stamps, [self._lane.reader(start_s)] * self.num_ranks, start_s + self._clock_s)
+        return RankTimeline(all_stamps, [self._streams.reader(start_s)] * self.num_ranks, start_s + self._clock_s)
 
-    def _rank_of(self, work: RunSpec, messages: OrderMessages) -> Rank:
-        """The rank of this work. It is kept, unless it runs a part of its order: then its stages are of one pass."""
+    def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
+        """The bound rank for a run. It is cached, unless the run has partial orders, whose stages serve one pass
+        only.
+        """
         rank = messages.rank
-        if rank is None or rank.stages is not work.stages:
-            ends = ChannelEnds(work.program, self._open_wire())
-            rank = Rank(self.rank, work.program, work.stages, ends, work.pair)
-            messages.rank = rank if work.orders is None else None
+        if rank is None or rank.stages is not run_spec.stages:
+            ends = ChannelEnds(run_spec.program, self._open_wire())
+            rank = Rank(self.rank, run_spec.program, run_spec.stages, ends, run_spec.pair)
+            messages.rank = rank if run_spec.orders is None else None
         return rank
 
-    def _go_through(self, rank: Rank, stamps: Stamps) -> None:
+    def _interpret(self, rank: Rank, stamps: Stamps) -> None:
         bell = self._alarm.bell
         try:
-            for _ in interpret(rank, self._lane, stamps):
+            for _ in interpret(rank, self._streams, stamps):
                 if bell.rung:
                     raise Stopped
         except RuntimeError as error:
-            if isinstance(error.__cause__, StopIteration):  # a generator turns a layer's own into a RuntimeError
+            if isinstance(error.__cause__, StopIteration):  # a layer's StopIteration: the generator wrapped it
                 raise error.__cause__ from None
             raise
 
@@ -246,7 +262,7 @@ class ProcessExecutor:
         return known
 
     def _agreed(self, program: Program) -> bytes:
-        """The program's digest, compared between all ranks when it is new."""
+        """The program's digest. A new program is first compared between all ranks."""
         known = self._known.get(id(program))
         if known is None:
             if len(self._known) >= 64:
@@ -266,31 +282,31 @@ class ProcessExecutor:
             raise ExecutionError(f"a closed pipeline does not run; {why}; make a new one")
         return self._wire
 
-    # ---- what ranks tell each other beside the messages of a program ----------------------------------------------
+    # ---- communication outside the program ------------------------------------------------------------------------
 
-    def agree(self, what: str, own: bytes) -> None:
-        """Raise ExecutionError in every rank, naming those that differ from rank 0, where not all have the same."""
+    def agree(self, name: str, own: bytes) -> None:
+        """Raise ExecutionError in every rank unless ``own`` is equal in all ranks. name: for the message."""
         with self._one_at_a_time("a comparison"):
-            self._compare(what, digest(own))
+            self._compare(name, digest(own))
 
-    def _compare(self, what: str, own: bytes) -> None:
+    def _compare(self, name: str, own: bytes) -> None:
         digests = self._exchanged(own)
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
             raise _DifferentError(
-                f"all ranks run one {what}; rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of "
-                f"{self.num_ranks} {'has' if len(others) == 1 else 'have'} another {what} than rank 0; pass the same "
+                f"all ranks must have the same {name}; rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} of "
+                f"{self.num_ranks} {'has' if len(others) == 1 else 'have'} another {name} than rank 0; pass the same "
                 f"arguments on every rank"
             )
 
     @contextmanager
-    def collective(self, what: str) -> Iterator[None]:
-        """Code that runs collectives of torch.distributed: an error in it ends all ranks, and names one to blame."""
-        with self._one_at_a_time(what):
+    def collective(self, call: str) -> Iterator[None]:
+        """A context for torch.distributed collectives: an error in it stops all ranks and names the cause."""
+        with self._one_at_a_time(call):
             yield
 
     def exchange(self, value: Any) -> list[Any]:
-        """What every rank passed, in ranks' order: pytrees of tensors and plain values. It arrives on this device."""
+        """All ranks' values in rank order, on this device: pytrees of tensors and plain values."""
         with self._one_at_a_time("an exchange"):
             return self._exchanged(value)
 
@@ -301,19 +317,25 @@ class ProcessExecutor:
         return Exchange(self._open_wire(), self.rank, self.num_ranks, self.device)
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Give values to other ranks, and take what those in ``sources`` give to this one: pytrees of tensors.
+        """Send values to other ranks, and return the values that the ranks in ``sources`` send to this one.
 
-        It sends all before it waits for any, and no send waits: that all ranks make the same trades in one order is
-        enough to end each. Part of a run: also called by a work's ``prepare``.
+        All sends come before the first receive, and no send blocks. So trades complete if all ranks make them in the
+        same order. May be called during a run, and by ``RunSpec.prepare``.
+
+        Args:
+            what: names the values in error messages.
+            given: pytrees of tensors by receiving rank.
+            sources: the ranks that send to this one.
+
         """
         with self._stopping_all(f"a trade of {what}"):
             return self._exchange().trade(what, given, sources)
 
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
-        """Give rank ``source``'s value to all; it is on its way when this returns. What is returned waits for it.
+        """Broadcast rank ``source``'s value without waiting; return a function that waits for it.
 
-        One value is on its way at a time: the next call, or ``close``, receives it where nobody has looked at it. What
-        is returned raises ExecutionError where a rank failed before it came.
+        Only one value is in transit: the next call, or ``close``, receives a value that was not read. The returned
+        function raises ExecutionError if a rank failed before the value arrived.
         """
         with self._one_at_a_time("sharing a value"):
             wire = self._open_wire()
@@ -328,7 +350,7 @@ class ProcessExecutor:
         return lambda: self._read(shared)
 
     def deal(self, what: str, values: Sequence[Any] = ()) -> Any:
-        """Give each rank its own of rank 0's values, which alone has them. Rank 0 does not wait; the others do."""
+        """Scatter rank 0's values, one to each rank. Rank 0 does not wait."""
         with self._one_at_a_time(what):
             if self.rank:
                 return self._exchange().trade(DEALT, {}, (0,))[0]
@@ -336,7 +358,7 @@ class ProcessExecutor:
             return values[0]
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise an error of this rank's caller here, and in all ranks as one of this rank."""
+        """Raise an error of this rank's caller, and stop the other ranks with it."""
         with self._one_at_a_time(what):
             raise error
 
@@ -345,8 +367,8 @@ class ProcessExecutor:
             self._forked.check()
         if self.closed and not shared.arrived:
             raise ExecutionError(
-                f"what another rank sends is received before the pipeline ends; this was not: "
-                f"{self._fault or 'its rank left without sending it'}; look at a loss right after its step"
+                f"a loss must be received before the pipeline ends; this one was not: "
+                f"{self._fault or 'its rank left without sending it'}; read the loss right after its step"
             )
         with self._stopping_all("a shared value"):
             return shared()
@@ -362,47 +384,51 @@ class ProcessExecutor:
             for span in spans
         ]
 
-    # ---- its end ----------------------------------------------------------------------------------------------
+    # ---- failure and closing ----------------------------------------------------------------------------------
 
     @contextmanager
-    def _one_at_a_time(self, what: str) -> Iterator[None]:
+    def _one_at_a_time(self, call: str) -> Iterator[None]:
         self._open_wire()
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
-                "one step at a time; this one was called while another is under way; call it after that one returns"
+                "one step at a time; this one was called while another is running; call it after that one has returned"
             )
-        self._activity.begin(what)
+        self._activity.begin(call)
         try:
-            with self._stopping_all(what):
+            with self._stopping_all(call):
                 yield
         finally:
             self._activity.end()
             self._busy.release()
 
     @contextmanager
-    def _stopping_all(self, what: str) -> Iterator[None]:
-        """An exception in here ends all ranks. Here it is raised as it is; where another rank's, as what that said."""
+    def _stopping_all(self, call: str) -> Iterator[None]:
+        """A context in which an exception stops all ranks.
+
+        An exception of this rank is raised as it is; a failure of another rank is raised as an ExecutionError that
+        names it.
+        """
         try:
             yield
         except _DifferentError as error:
-            raise ExecutionError(*error.args) from None  # in every rank alike: nothing is broken
+            raise ExecutionError(*error.args) from None  # raised in every rank, so the pipeline remains usable
         except BaseException as error:
             others = isinstance(error, Stopped | ConnectionLostError)
             doing = "waits" if others else doing_at(error)
             place = "".join(f", {note}" for note in getattr(error, "__notes__", []))
-            text = f"{error if others else said(error)}{place or f', in {what}'}"
+            text = f"{error if others else said(error)}{place or f', in {call}'}"
             first = self._alarm.ring(text, doing, getattr(error, "ended", None))
             self._fault = str(first)
             self._drop()
             if doing == "raised" or (doing == COLLECTIVE and first.who == self._alarm.name):
                 raise
             raise ExecutionError(
-                f"a rank that fails stops all; {first}; rank {self.rank} of {self.num_ranks} stopped{place}; "
-                f"mend the cause and make a new pipeline"
+                f"a failed rank stops all ranks; {first}; rank {self.rank} of {self.num_ranks} stopped{place}; "
+                f"fix the cause and make a new pipeline"
             ) from (None if others else error)
 
     def leave(self, why: str) -> None:
-        """End the pipeline in all ranks, unless it has ended."""
+        """Stop the pipeline in all ranks, unless it has ended. why: the reason for the other ranks."""
         if not self.closed:
             self._fault = str(self._alarm.ring(why, "raised"))
             self._drop()
@@ -420,11 +446,9 @@ class ProcessExecutor:
             self._courier.end()
 
     def close(self) -> None:
-        """End it, once the other ranks have what was sent to them. Raises ExecutionError from within a step."""
+        """Close, after all sends are complete. Raises ExecutionError from within a step."""
         if not self._busy.acquire(blocking=False):
-            raise ExecutionError(
-                "a pipeline is closed between steps; it is in one now; call close after the step has returned"
-            )
+            raise ExecutionError("close() was called from inside a running step; call it after the step has returned")
         try:
             with suppress(ConnectionLostError):
                 if self._wire is not None and not self._forked.here and not self._alarm.bell.rung:
@@ -440,4 +464,4 @@ class ProcessExecutor:
 
 
 class _DifferentError(ExecutionError):
-    """Ranks have not the same; all of them see it."""
+    """Ranks have different values, and all of them have noticed."""

@@ -1,4 +1,4 @@
-"""Rank run: a rank in a process of its own, on its way through a program: in one part, or in those of a stream."""
+"""Rank run: a stream of steps in one rank that has a process of its own."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,25 +14,25 @@ __all__ = ["RankRun", "RankTimeline"]
 
 @dataclass(frozen=True)
 class RankTimeline(Timeline):
-    """What one rank ran when. began_s: the run's begin on the clock that all ranks share."""
+    """The stamps of one rank's run. began_s: the start of the run on the clock shared by all ranks."""
 
     began_s: float
 
 
 class RankRun:
-    """A stream under way in one rank, which runs each part of its order where it is asked for. Made by ``begin``."""
+    """A stream in progress in one rank. Each part of its order runs when it is handed over. Created by ``begin``."""
 
-    ahead = 0  # parts that have been asked for and not yet run
+    ahead = 0  # hand() runs each part, so none is ever queued
 
     def __init__(
         self,
-        work: RunSpec,
+        run_spec: RunSpec,
         caller: Caller,
         rank: Rank,
         run_part: "Callable[[RankRun, tuple[Action, ...]], RankTimeline]",
         leave: Callable[[str], None],
     ) -> None:
-        self.work = work
+        self.run_spec = run_spec
         self.caller = caller
         self.rank = rank
         self.began_s = time.perf_counter()
@@ -46,7 +46,7 @@ class RankRun:
         return self._run_part(self, orders[rank] if rank < len(orders) else ())
 
     def finish(self, part: RankTimeline) -> RankTimeline:
-        """What ran when in a part."""
+        """The timeline of a part, which has already run."""
         return part
 
     def abandon(self) -> None:

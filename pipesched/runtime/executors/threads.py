@@ -1,11 +1,11 @@
-"""Threads: every rank in this process, a thread each; on CUDA devices with streams of its own.
+"""Threads: runs all ranks in this process, each in a thread, and on CUDA devices with streams of their own.
 
-Transport is a queue for each (from, to, kind). A rank that fails stops the others: each looks before every action,
-and a rank that waits for a message gets one that says so.
+Messages pass through one queue for each (from, to, kind). When a rank fails, the others stop: each rank checks before
+every action, and a rank that waits for a message receives a stop message.
 
-A RunSpec says what to run. A BoundProgram is its program, bound to the stages: it serves each step that runs the same.
-A ThreadRun is one run of it, a step or a stream. A RunSegment is a part of every rank's order on its way through the
-ranks: the whole order of a step, or what a stream runs for one of its steps.
+A RunSpec describes a run. A BoundProgram is its program bound to stages and channels; it is reused by later steps of
+the same program. A ThreadRun is one run: a step, or a stream of steps. A RunSegment is a part of every rank's order:
+the whole order of a step, or the part that a stream runs for one of its steps.
 """
 
 import threading
@@ -23,7 +23,7 @@ from pipesched.errors import ExecutionError
 from pipesched.program.actions import OTHER_END, Action, Kind
 from pipesched.program.program import Program
 from pipesched.runtime.coordination.forked_process import Forked, end_in_children
-from pipesched.runtime.executors.device_streams import Lane, Message, lane_for
+from pipesched.runtime.executors.device_streams import DeviceStreams, Message, streams_for
 from pipesched.runtime.executors.interpreter import Rank, StageLike, Stamps, interpret
 from pipesched.simulation.trace import Span
 from pipesched.tensors.caller_context import Caller
@@ -32,77 +32,77 @@ __all__ = ["RunSegment", "RunSpec", "Stopped", "ThreadExecutor", "ThreadRun", "T
 
 _STOP = Message("stop")
 _REMEMBERED = 64  # programs
-_PATIENCE_S = 60  # for the action that a thread is in when its pipeline is dropped, or the process exits
+_PATIENCE_S = 60  # wait this long for a thread's current action when the pipeline is dropped or the process exits
 _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
 
 
-class Stopped(Exception):  # noqa: N818  it is no error: it ends a rank's loop
+class Stopped(Exception):  # noqa: N818  not an error: ends a rank's loop
     """Another rank failed."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What to run: a lowered program, its stages, and the part of its orders, all of it unless given.
-
-    prepare: called with the caller's settings before the ranks start, once nothing else runs; finish: called after
-    they have ended, with whether one failed. pair: the program's micro-batch that is run as one of a stream is.
-    period: the micro-batches of a step of it.
-    """
+    """A run: a lowered program, its stages, and functions to call before and after."""
 
     program: Program
     stages: Mapping[int, StageLike]
     _: KW_ONLY
+    #: Called with the caller's settings before the ranks start and after any earlier run has ended.
     prepare: Callable[[Caller], None] = lambda caller: None
+    #: The part of the program's orders to run. Default: all.
     orders: tuple[tuple[Action, ...], ...] | None = None
+    #: Called after the ranks have ended, with whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
+    #: Maps a micro-batch of a stream to the micro-batch of the program that it runs like.
     pair: Callable[[int], int] = lambda microbatch: microbatch
+    #: The number of micro-batches in a step of a stream.
     period: int = 1
 
 
 class BoundProgram:
-    """The ranks of a program over its stages, and the channels between them. It can serve one run after the other."""
+    """The ranks of a program bound to their stages, and the channels between them. Later runs may reuse it."""
 
-    def __init__(self, work: RunSpec, lanes: Sequence[Lane]) -> None:
-        self.lanes = lanes
-        self.program = work.program
-        self.stages = work.stages
-        self.orders = tuple(work.orders or work.program.orders)
-        self.channels = _channels(work.program)
+    def __init__(self, run_spec: RunSpec, streams_of_rank: Sequence[DeviceStreams]) -> None:
+        self.streams_of_rank = streams_of_rank
+        self.program = run_spec.program
+        self.stages = run_spec.stages
+        self.orders = tuple(run_spec.orders or run_spec.program.orders)
+        self.channels = _channels(self.program)
         self.ranks = [
-            Rank(index, work.program, work.stages, _Wires(work.program, self.channels, lane), work.pair)
-            for index, lane in enumerate(lanes)
+            Rank(index, self.program, self.stages, _QueueTransport(self.program, self.channels, streams), run_spec.pair)
+            for index, streams in enumerate(streams_of_rank)
         ]
 
 
 class ThreadRun:
-    """A program under way: its ranks, and what became of them. It runs in one part, or in several."""
+    """A run in progress: its ranks and its first error. Its orders arrive in one part or in several."""
 
-    ahead = 1  # parts that are handed on while others run
+    ahead = 1  # parts that may be queued while an earlier part runs
 
-    def __init__(self, work: RunSpec, bound: BoundProgram, jobs: _Jobs, caller: Caller) -> None:
-        self.work = work
+    def __init__(self, run_spec: RunSpec, bound: BoundProgram, jobs: _Jobs, caller: Caller) -> None:
+        self.run_spec = run_spec
         self.bound = bound
         self.caller = caller
         self.error: BaseException | None = None
         self.stopping = threading.Event()
-        self.deserted = False  # its ranks are in another process
-        #: The part that was handed on last; it holds this run.
+        self.deserted = False  # this is a forked child: the threads exist only in the parent
+        #: The part that was queued last; it references this run.
         self.last: RunSegment | None = None
         self.start_s = time.perf_counter()
         self._jobs = jobs
         self._lock = threading.Lock()
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> "RunSegment":
-        """Give every rank the next part of its order; it begins when it has ended the one before."""
-        for lane in self.bound.lanes:
-            if lane.has_streams:
-                lane.follow()
+        """Queue the next part of every rank's order; a rank starts it after its previous part."""
+        for streams in self.bound.streams_of_rank:
+            if streams.has_streams:
+                streams.follow()
         self.last = segment = RunSegment(self, orders)
         handed = 0
         try:
             for index, queue in enumerate(self._jobs):
                 job = partial(segment.run_rank, index)
-                handed = index + 1  # an interrupt comes between calls: from here on the job is in the queue
+                handed = index + 1  # set before put(): an interrupt between calls must not queue the job twice
                 queue.put(job)
         except BaseException:
             self.stop()
@@ -112,7 +112,7 @@ class ThreadRun:
         return segment
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop all ranks; the first error is kept."""
+        """Stop all ranks. Only the first error is kept."""
         with self._lock:
             self.error = self.error or error
         self.stopping.set()
@@ -120,12 +120,12 @@ class ThreadRun:
             channel.put(_STOP)
 
     def wait(self) -> None:
-        """Until every rank has ended what it was given."""
+        """Wait until every rank has ended the parts queued so far."""
         if self.last is not None:
             self.last.finished.wait()
 
     def finish(self, segment: "RunSegment") -> "Timeline":
-        """Wait until every rank has ended a part: what ran when. Raises what a stage raised, once."""
+        """Wait until every rank has ended a part; return its timeline. Raises a stage's exception, once."""
         segment.finished.wait()
         if self.error is not None:
             error = self.error
@@ -134,7 +134,7 @@ class ThreadRun:
         return segment.timeline()
 
     def abandon(self) -> None:
-        """Stop all ranks, and wait until they have stopped."""
+        """Stop all ranks and wait until they have stopped."""
         if self.deserted:
             return
         self.stop()
@@ -142,12 +142,12 @@ class ThreadRun:
 
     @property
     def finished(self) -> bool:
-        """Whether every rank has ended what it was given."""
+        """Whether every rank has ended the parts queued so far."""
         return self.last is None or self.last.finished.is_set()
 
 
 class RunSegment:
-    """A part of every rank's order, on its way through the ranks."""
+    """A part of every rank's order, while the ranks run it."""
 
     def __init__(self, run: ThreadRun, orders: Sequence[tuple[Action, ...]]) -> None:
         self.finished = threading.Event()
@@ -160,16 +160,16 @@ class RunSegment:
         """In the rank's thread: run its part to the end, or until another rank fails."""
         run = self._run
         rank = run.bound.ranks[index]
-        lane = run.bound.lanes[index]
+        streams = run.bound.streams_of_rank[index]
         try:
-            with run.caller.held(), lane.entered():
-                for _ in interpret(rank, lane, self._stamps[index]):
+            with run.caller.held(), streams.entered():
+                for _ in interpret(rank, streams, self._stamps[index]):
                     if run.stopping.is_set():
                         return
         except Stopped:
             pass
         except BaseException as error:  # raised again in the caller's thread
-            ended = isinstance(error.__cause__, StopIteration)  # a generator turns a layer's own into a RuntimeError
+            ended = isinstance(error.__cause__, StopIteration)  # a layer's, which the generator has wrapped
             run.stop(error.__cause__ if ended else error)
         finally:
             with self._lock:
@@ -178,23 +178,23 @@ class RunSegment:
                     self.finished.set()
 
     def timeline(self) -> "Timeline":
-        """In the caller's thread, which launches behind the part from now on: what ran when, and nothing else of it."""
-        lanes = self._run.bound.lanes
-        for lane, stamps in zip(lanes, self._stamps, strict=True):
-            if lane.has_streams and stamps.ends:
-                lane.catch_up(stamps.ends[-1])
-        return Timeline(self._stamps, [lane.reader(self._run.start_s) for lane in lanes])
+        """In the caller's thread: make the caller's streams wait for the part, and return its timeline."""
+        streams_of_rank = self._run.bound.streams_of_rank
+        for streams, stamps in zip(streams_of_rank, self._stamps, strict=True):
+            if streams.has_streams and stamps.ends:
+                streams.catch_up(stamps.ends[-1])
+        return Timeline(self._stamps, [streams.reader(self._run.start_s) for streams in streams_of_rank])
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The stamps of a run that has ended, by rank, and how to read them."""
+    """The stamps of a run that has ended, by rank, and functions that convert them to seconds."""
 
     stamps: list[Stamps]
     readers: list[Callable[[Any], float]]
 
     def spans(self) -> Iterator[Span]:
-        """What ran when, in seconds since the step began. On a GPU this waits for the step to end."""
+        """The spans of all actions, in seconds since the step began. On a GPU this waits for the step to end."""
         for rank, (stamps, seconds) in enumerate(zip(self.stamps, self.readers, strict=True)):
             for action, start, end in zip(*stamps, strict=True):
                 yield Span(action, rank, seconds(start), seconds(end), action.lane)
@@ -212,24 +212,24 @@ def _channels(program: Program) -> _Channels:
     return channels
 
 
-class _Wires:
+class _QueueTransport:
     """One rank's ends of the channels."""
 
-    def __init__(self, program: Program, channels: _Channels, lane: Lane) -> None:
+    def __init__(self, program: Program, channels: _Channels, streams: DeviceStreams) -> None:
         self._placement = program.placement
         self._channels = channels
-        self._lane = lane
+        self._streams = streams
 
     def sender(self, action: Action) -> Callable[[Any], None]:
         here, there = self._ends(action)
         put = self._channels[here, there, action.kind].put
-        pack = self._lane.pack
+        pack = self._streams.pack
         return lambda value: put(pack(value))
 
     def receiver(self, action: Action) -> Callable[[], Any]:
         here, there = self._ends(action)
         get = self._channels[there, here, OTHER_END[action.kind]].get
-        unpack = self._lane.unpack
+        unpack = self._streams.unpack
 
         def receive() -> Any:
             message = get()
@@ -244,15 +244,15 @@ class _Wires:
 
 
 class ThreadExecutor:
-    """Threads that wait for runs. ``close`` ends them; so does dropping the executor."""
+    """Runs programs with one thread per rank. The threads end on ``close``, or when the executor is dropped."""
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
-        self.lanes = [lane_for(device) for device in devices]
+        self.streams_of_rank = [streams_for(device) for device in devices]
         self._device_types = {device.type for device in devices}
         self._busy = threading.Lock()
         self._jobs: _Jobs = [SimpleQueue() for _ in devices]
         self._threads = _start_threads(self._jobs, intra_op_threads)
-        self._under_way: list[ref[ThreadRun]] = []  # the run that the threads may be in
+        self._under_way: list[ref[ThreadRun]] = []  # the run that the threads may be executing
         self._finalizer = finalize(self, _abandon, self._jobs, self._threads, self._under_way)
         self._last: ThreadRun | None = None
         self._kept: dict[int, BoundProgram] = {}
@@ -260,7 +260,7 @@ class ThreadExecutor:
         end_in_children(self)
 
     def end_in_child(self) -> None:
-        """In a child process, which has none of the threads: nothing waits for them."""
+        """Detach in a forked child process, which has none of the threads, so that nothing waits for them."""
         self._forked.here = True
         self._finalizer.detach()
         if self._last is not None:
@@ -271,18 +271,25 @@ class ThreadExecutor:
         """Whether the threads have been ended."""
         return not self._finalizer.alive
 
-    def run(self, work: RunSpec, *, grad: bool) -> Timeline:
-        """Run a lowered program, with grad mode as given, until every rank has ended. An interrupt stops them first.
+    def run(self, run_spec: RunSpec, *, grad: bool) -> Timeline:
+        """Run a lowered program until every rank has ended. An interrupt stops the ranks first.
 
-        Raises what a stage raised, with a note that says where; ExecutionError where a run is under way or after
-        ``close``.
+        Args:
+            run_spec: the program, its stages and its hooks.
+            grad: whether grad mode is enabled.
+
+        Raises:
+            ExecutionError: if a run is in progress, or after ``close``. An exception of a stage is raised as it is,
+                with a note that names the action.
+
         """
         if len(self._kept) >= _REMEMBERED:
             self._kept.clear()
-        bound = self._kept.pop(id(work.program), None)  # of the run before, where that did not fail
-        if bound is None or bound.program is not work.program or bound.stages is not work.stages or work.orders:
-            bound = BoundProgram(work, self.lanes)
-        run = self.begin(work, Caller.here(self._device_types, grad=grad), bound)
+        program = run_spec.program
+        bound = self._kept.pop(id(program), None)  # from the previous run, if it succeeded
+        if bound is None or bound.program is not program or bound.stages is not run_spec.stages or run_spec.orders:
+            bound = BoundProgram(run_spec, self.streams_of_rank)
+        run = self.begin(run_spec, Caller.here(self._device_types, grad=grad), bound)
         try:
             timeline = run.finish(run.hand(bound.orders))
         except BaseException:
@@ -290,72 +297,73 @@ class ThreadExecutor:
             raise
         finally:
             self.end(run)
-        if work.orders is None:
-            self._kept[id(work.program)] = bound
+        if run_spec.orders is None:
+            self._kept[id(program)] = bound
         return timeline
 
     def caller(self, *, grad: bool) -> Caller:
-        """The settings of this thread, with grad mode as given."""
+        """The settings of this thread, with ``grad`` as grad mode."""
         return Caller.here(self._device_types, grad=grad)
 
-    def begin(self, work: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
-        """Begin a run that is then given its orders in parts. Nothing else runs before ``end``. Raises as ``run``.
+    def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
+        """Begin a run whose orders are queued in parts. No other run starts before ``end``. Raises as ``run``.
 
-        bound: the program of this work, bound to its stages before; default: it is bound now.
+        bound: the program already bound to its stages. Default: bind it now.
         """
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
-                "one step at a time; this one was called while another is under way; call it after that one returns"
+                "one step at a time; this one was called while another is running; call it after that one has returned"
             )
         try:
             if self._last is not None:
-                self._last.wait()  # an impatient interrupt may have left ranks behind
-            work.prepare(caller)
-            run = self._last = ThreadRun(work, bound or BoundProgram(work, self.lanes), self._jobs, caller)
+                self._last.wait()  # an interrupt during abandon() may have left ranks running
+            run_spec.prepare(caller)
+            bound = bound or BoundProgram(run_spec, self.streams_of_rank)
+            run = self._last = ThreadRun(run_spec, bound, self._jobs, caller)
             self._under_way[:] = [ref(run)]
-            for lane in self.lanes:
-                if lane.has_streams:
-                    lane.begin()
+            for streams in self.streams_of_rank:
+                if streams.has_streams:
+                    streams.begin()
         except BaseException:
             try:
-                work.finish(True)
+                run_spec.finish(True)
             finally:
                 self._busy.release()
             raise
         return run
 
     def end(self, run: ThreadRun) -> None:
-        """End a run whose ranks have ended what they were given."""
-        for lane in self.lanes:
-            if lane.has_streams:
-                lane.end()
+        """End a run after its ranks have ended."""
+        for streams in self.streams_of_rank:
+            if streams.has_streams:
+                streams.end()
         if run.finished:
             self._last = None
-            run.last = None  # else its batch would live until garbage is collected
-        run.work.finish(run.stopping.is_set())
+            run.last = None  # break the reference cycle, which would keep the batch alive
+        run.run_spec.finish(run.stopping.is_set())
         self._busy.release()
 
-    def check_open(self, what: str) -> None:
-        """Raise ExecutionError after ``close``."""
+    def check_open(self, call: str) -> None:
+        """Raise ExecutionError after ``close``. call: the call that needs an open pipeline, for the message."""
         if not self._finalizer.alive:
             self._forked.check()
-            raise ExecutionError(f"a closed pipeline does not run; it was closed before {what}; make a new one")
+            raise ExecutionError(f"a closed pipeline does not run; it was closed before {call}; make a new one")
 
-    def check_outside(self, what: str) -> None:
-        """Raise ExecutionError in a rank's own thread, which would wait for itself."""
+    def check_outside(self, method: str) -> None:
+        """Raise ExecutionError in a rank's thread, which would wait for itself. method: its name for the message."""
         self._forked.check()
         if threading.current_thread() in self._threads:
             raise ExecutionError(
-                f"a pipeline is used from outside its steps; {what} was called by a layer or a hook that a rank runs; "
+                f"{method}() was called from inside a running step (by a layer or a hook); "
                 f"call it after the step has returned"
             )
 
     def close(self) -> None:
-        """End the threads and wait for them. Raises ExecutionError when called by one of them."""
+        """End the threads and wait for them. Raises ExecutionError when called from one of them."""
         if threading.current_thread() in self._threads:
             raise ExecutionError(
-                "a pipeline is closed from outside its steps; close was called by a layer or a hook that a rank runs; "
+                "close() was called from inside a running step (by a layer or a hook); "
                 "call it after the step has returned"
             )
         if self._finalizer.detach() is not None:
@@ -367,8 +375,8 @@ class ThreadExecutor:
 def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]:
     """Start a thread for each queue, each with its own number of intra-op threads.
 
-    torch keeps that number for each thread, but every call also sets what threads that start later begin with:
-    the caller's own number is set again at the end.
+    torch keeps the number per thread, but setting it also changes the default for threads that start later. So the
+    caller's number is set again at the end.
     """
     before = torch.get_num_threads()
     started = threading.Barrier(len(jobs) + 1)
@@ -386,8 +394,8 @@ def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]
 
 
 def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int, started: threading.Barrier) -> None:
-    """A rank's thread. It holds no reference to the executor, so that dropping that ends this."""
-    torch.get_num_threads()  # a thread takes the process's number at its first use, also after it was set
+    """The main loop of a rank's thread. It does not reference the executor, so dropping that ends the thread."""
+    torch.get_num_threads()  # the first use sets the process's default, so read it before setting
     torch.set_num_threads(intra_op_threads)
     started.wait()
     while (job := jobs.get()) is not None:
@@ -396,19 +404,19 @@ def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int
 
 
 def _end_threads(jobs: _Jobs) -> None:
-    """Let the threads end, once they have run what they were given."""
+    """Make the threads end after their queued jobs."""
     for queue in jobs:
         queue.put(None)
 
 
 def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Sequence[ref[ThreadRun]]") -> None:
-    """Stop what is under way, end the threads and wait for them.
+    """Stop the run in progress, end the threads and wait for them.
 
-    Python aborts the process if it exits while a thread returns from an operation of torch.
+    Python aborts the process if it exits while a thread returns from a torch operation.
     """
     for run in (one() for one in under_way):
         if run is not None and not run.finished:
-            run.stop(ExecutionError("a step runs while its pipeline lives; the process exits; end the step before"))
+            run.stop(ExecutionError("a step must end before its pipeline; the pipeline ended first; wait for the step"))
     _end_threads(jobs)
     for thread in threads:
         if thread is not threading.current_thread():

@@ -1,11 +1,10 @@
-"""Batch norm: running statistics of BatchNorm over whole mini-batches, though each micro-batch is normalised by its
-own.
+"""Batch norm: running statistics of BatchNorm over whole mini-batches, while each micro-batch is normalised separately.
 
-As deferred batch normalisation in torchgpipe (Kim et al. 2020, arXiv:2004.09910): each micro-batch is normalised with
-its own mean and variance, and the running ones move once a mini-batch, as by one forward over all of it. What each call
-of ``functional.batch_norm`` sees is kept by micro-batch, and combined once the run is over, in the order of the
-micro-batches (Chan et al. 1983); so the bits do not depend on the schedule, and a mini-batch may have any number of
-micro-batches, of any sizes.
+This is deferred batch normalisation as in torchgpipe (Kim et al. 2020, arXiv:2004.09910): each micro-batch is
+normalised with its own mean and variance, and the running statistics are updated once per mini-batch, as by one forward
+over all of it. The statistics of every call of ``functional.batch_norm`` are kept by micro-batch and combined after the
+run in micro-batch order (Chan et al. 1983). So the bits do not depend on the schedule, and a mini-batch may have any
+number of micro-batches of any sizes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,12 +26,12 @@ from pipesched.user_warning import warn
 
 __all__ = ["SENT_TYPES", "BatchNormMode", "MiniBatchNorms", "Norms"]
 
-#: When running statistics move: with each micro-batch, or once a mini-batch.
+#: When running statistics are updated: with each micro-batch, or once per mini-batch.
 BatchNormMode = Literal["micro-batch", "mini-batch"]
 
 
 class _Part(NamedTuple):
-    """What one call saw: numbers for each channel, their mean and unbiased variance; and the call's momentum."""
+    """The statistics of one call: the values per channel, their mean and unbiased variance, and the call's momentum."""
 
     numbers: int
     mean: Tensor
@@ -41,18 +40,18 @@ class _Part(NamedTuple):
 
 
 _ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-#: (which module, which of its calls) -> by micro-batch
+#: (module index, call number) -> statistics by micro-batch
 _Seen = dict[tuple[int, int], dict[int, _Part]]
 
 
-#: What a message of statistics holds, beside tensors.
+#: Types in a message of statistics, in addition to tensors.
 SENT_TYPES = (_Part,)
 
 
 class Norms:
-    """A provider that keeps the statistics of some modules' micro-batches apart from their running ones.
+    """Collects statistics of one stage's BatchNorm calls by micro-batch, in place of updating running statistics.
 
-    One a stage. modules: what may hold norms; looked through whenever a run begins.
+    modules: searched for BatchNorm layers at the start of every run.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -61,11 +60,11 @@ class Norms:
         self._before: list[Tensor | None] = []
         self._index: dict[int, int] = {}
         self._seen: _Seen = {}
-        self.microbatch = 0  # whose forward runs
-        self.uncounted = _Uncounted(self)  # a provider for backwards, in which layers may run again
+        self.microbatch = 0  # the micro-batch in its forward
+        self.uncounted = _Uncounted(self)  # for backwards, in which layers may be recomputed
 
     def begin(self) -> None:
-        """A run begins."""
+        """Start a run: find the BatchNorm layers and remember their batch counters."""
         found = [module for root in self._roots.values() for module in root.modules()]
         self._modules = [m for m in dict.fromkeys(found) if isinstance(getattr(m, "running_mean", None), Tensor)]
         self._index = {id(module.running_mean): index for index, module in enumerate(self._modules)}
@@ -73,7 +72,7 @@ class Norms:
         self._seen = {}
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
-        """Batch normalisation."""
+        """The handler for ``functional.batch_norm``; None for other functions."""
         return self._counted if function is functional.batch_norm else None
 
     def _counted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,8 +86,12 @@ class Norms:
         return output
 
     def normalised(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[int, _Part] | None]:
-        """``functional.batch_norm`` with these arguments, its running statistics untouched; of which module they are,
-        and what would have moved them.
+        """Call ``functional.batch_norm`` without changing the running statistics.
+
+        Returns:
+            The output, and the module's index with the call's statistics; None if the call would not update tracked
+            statistics.
+
         """
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         running = given["running_mean"]
@@ -98,26 +101,26 @@ class Norms:
         mean = torch.zeros_like(running)
         var = torch.zeros_like(running)
         momentum = given.get("momentum", 0.1)
-        given["momentum"] = 1.0  # which puts the batch's own statistics there
+        given["momentum"] = 1.0  # so that the buffers receive the batch's own statistics
         output = functional.batch_norm(**{**given, "running_mean": mean, "running_var": var})
         numbers = given["input"].numel() // given["input"].shape[1]
         return output, (index, _Part(numbers=numbers, mean=mean, var=var, momentum=momentum))
 
     def restore(self) -> None:
-        """Undo what forwards counted."""
+        """Reset the batch counters that forwards have incremented."""
         for tracked, before in zip(self._tracked(), self._before, strict=True):
             if tracked is not None and before is not None:
                 tracked.copy_(before)
 
     def taken(self) -> _Seen:
-        """What was seen, and is then forgotten."""
+        """Take the collected statistics."""
         seen = self._seen
         self._seen = {}
         return seen
 
     @torch.no_grad()
     def commit(self, *seen: _Seen) -> None:
-        """Move the running statistics as one forward over all micro-batches would."""
+        """Update the running statistics as one forward over all micro-batches would."""
         for index, number in sorted({key for one in seen for key in one}):
             parts = {microbatch: part for one in seen for microbatch, part in one.get((index, number), {}).items()}
             module = self._modules[index]
@@ -136,7 +139,7 @@ class Norms:
 
 
 class _Uncounted:
-    """The same provider where layers run again: running statistics stay as they are."""
+    """The same interception for recomputed layers: statistics are neither updated nor collected."""
 
     def __init__(self, norms: Norms) -> None:
         self._norms = norms
@@ -149,7 +152,7 @@ class _Uncounted:
 
 
 def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of all numbers together."""
+    """Mean and unbiased variance over all parts."""
     total = sum(part.numbers for part in parts)
     means = torch.stack([part.mean.to(device).double() for part in parts])
     within = torch.stack([part.var.to(device).double() * (part.numbers - 1) for part in parts])
@@ -161,7 +164,7 @@ def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class _Held:
-    """A stage's norms, where it is in this process; its rank, and that of its home."""
+    """A stage's norms, if the stage is in this process; its rank, and the rank of the stage that owns the weights."""
 
     norms: Norms | None
     rank: int
@@ -169,56 +172,60 @@ class _Held:
 
 
 class MiniBatchNorms:
-    """The norms of all stages. mode: with "micro-batch" there are none: modules do as ever."""
+    """The norms of all stages. mode: "micro-batch" leaves BatchNorm layers as they are."""
 
     def __init__(self, mode: BatchNormMode, trade: Trade) -> None:
         if mode not in get_args(BatchNormMode):
             raise InputError(
-                f"batch_norm is one of {', '.join(get_args(BatchNormMode))}; got {mode!r}; say over what the running "
-                f"statistics of BatchNorm are taken"
+                f"batch_norm must be one of {', '.join(get_args(BatchNormMode))}; got {mode!r}; choose whether running "
+                f"statistics of BatchNorm are updated by each micro-batch or by the whole mini-batch"
             )
         self.active = mode == "mini-batch"
         self._trade = trade
         self._all: dict[tuple[int, int], _Held] = {}
-        #: A context around a run of forwards, which move the running statistics once, or where they fail not at all.
+        #: A context around a run of forwards: updates the running statistics once, and not at all if the run fails.
         #: Collective over processes.
         self.counting = self._counting if self.active else nullcontext
 
     def check(self, model: nn.Module, program: Program, *, streams: bool) -> None:
-        """Warn of what normalises differently than in the whole batch. streams: the program's steps have no end.
+        """Warn about layers that normalise differently than over the whole batch. streams: whether steps overlap.
 
-        Raises ScheduleError where statistics of mini-batches are asked for without ends of mini-batches.
+        Raises ScheduleError for ``batch_norm='mini-batch'`` with a schedule whose steps overlap.
         """
         if self.active:
             if streams:
                 raise ScheduleError(
-                    f"batch_norm='mini-batch' moves running statistics once a step has ended; {program.name}'s steps "
-                    f"run on into each other; choose a synchronous schedule, or batch_norm='micro-batch'"
+                    f"batch_norm='mini-batch' updates running statistics at the end of a step; the steps of "
+                    f"{program.name} overlap; choose a synchronous schedule, or batch_norm='micro-batch'"
                 )
             return
         names = normalised_over_rows(model)
         if names and program.num_microbatches > 1:
             warn(
                 f"BatchNorm sees one micro-batch at a time; layer {names[0]!r} and {len(names) - 1} others normalise "
-                f"each of {program.num_microbatches} micro-batches by itself; for running statistics of the whole "
-                f"batch pass numerics=Numerics(batch_norm='mini-batch'), for its gradient use a norm over features, "
-                f"else ignore this"
+                f"each of {program.num_microbatches} micro-batches separately; for running statistics of the whole "
+                f"batch pass numerics=Numerics(batch_norm='mini-batch'); for gradients of the whole batch use a norm "
+                f"over features; otherwise ignore this warning"
             )
         names = with_running_statistics(model)
         if names and program.num_weights < program.num_stages:
             warn(
-                f"{program.name} runs part of the micro-batches on copies of the layers, whose buffers are not kept; "
-                f"layer {names[0]!r} and {len(names) - 1} others keep running statistics, then of the other "
-                f"micro-batches alone; for those of all pass numerics=Numerics(batch_norm='mini-batch'), or use a "
-                f"schedule of one chain"
+                f"{program.name} runs some micro-batches on copies of the layers and discards the copies' buffers; "
+                f"layer {names[0]!r} and {len(names) - 1} others keep running statistics, which then miss these "
+                f"micro-batches; pass numerics=Numerics(batch_norm='mini-batch') to include them, or use a schedule "
+                f"of one chain"
             )
 
     def of_stage(
         self, stage: tuple[int, int], ranks: tuple[int, int], modules: Mapping[str, nn.Module]
     ) -> Norms | None:
-        """Those of a stage, which runs these modules; called for all, in whatever order.
+        """Register a stage and return its norms; None if inactive or if the stage is in another process.
 
-        stage: its number, and that of the home, whose layers it runs, or copies of them. ranks: of both.
+        Args:
+            stage: the stage's number, and the number of the stage that owns the weights.
+            ranks: the ranks of both stages.
+            modules: the modules that the stage runs.
+
         """
         if not self.active:
             return None

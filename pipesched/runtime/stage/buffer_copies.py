@@ -1,8 +1,7 @@
-"""Buffer copies: the buffers that forwards write to. A backward sees them as its own micro-batch's forward has left
-them.
+"""Buffer copies: buffers that forwards write to, preserved so that each backward sees those of its own forward.
 
-Several micro-batches are in flight, and autograd keeps what the next forward would write over. So each forward writes
-to copies, which autograd keeps, and the buffers take over what they hold.
+Several micro-batches are in flight, and autograd saves buffers that the next forward would overwrite. So each forward
+writes to copies, which autograd saves, and the buffers take over the copies' values.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,16 +14,17 @@ from pipesched.errors import ExecutionError
 
 __all__ = ["BufferCopies", "Buffers", "buffers_of", "own_buffers"]
 
-#: One layer's buffers by name.
+#: The buffers of one layer by name.
 Buffers = dict[str, Tensor]
 
 
 def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The buffers of a module, but for those of torch's own layers, which autograd never reads again once they change,
-    such as running statistics: each one's name, and where it lies.
+    """The buffers of a module as (name, owning module, key), except those of torch's own layers.
+
+    Autograd never reads a buffer of torch's own layers, such as running statistics, after it has changed.
     """
     for prefix, part in module.named_modules():
-        scripted = isinstance(part, torch.jit.ScriptModule)  # which takes no other tensors than its own
+        scripted = isinstance(part, torch.jit.ScriptModule)  # accepts no replacement tensors
         if not scripted and not type(part).forward.__module__.startswith("torch.nn."):
             for key, buffer in part.named_buffers(recurse=False):
                 if buffer is not None:
@@ -32,14 +32,18 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def buffers_of(layer: nn.Module) -> Buffers:
-    """Copies of a layer's buffers, as they are now."""
+    """Copies of a layer's buffers."""
     return {name: buffer.clone() for name, buffer in layer.named_buffers()}
 
 
 class BufferCopies:
-    """Those of one stage's modules. written: names of the model's tensors that its forwards write to.
+    """Copies of the buffers that one stage's forwards write to.
 
-    statistics_apart: running statistics are kept apart, and those buffers stay as they are.
+    Args:
+        modules: the stage's modules by name.
+        written: names of the model's tensors that its forwards write to.
+        statistics_apart: whether running statistics are collected elsewhere, so that their buffers do not change.
+
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], written: Collection[str], *, statistics_apart: bool) -> None:
@@ -54,16 +58,16 @@ class BufferCopies:
         return bool(self._places)
 
     def copies(self) -> dict[str, Buffers]:
-        """Copies of all, for a forward to write to."""
+        """Copies of all written buffers, for a forward to write to."""
         return {name: {key: live.clone() for key, live in self._live(name)} for name in self._places}
 
     def note(self, name: str, own: Mapping[str, Tensor], copies: Mapping[str, Buffers]) -> None:
-        """A module has been called on these; it may have put other tensors in the place of copies."""
+        """Record the tensors after a module's call, which may have replaced a copy by another tensor."""
         for key in self._places.get(name, ()):
             copies[name][key] = own[key]
 
     def take_over(self, copies: Mapping[str, Buffers]) -> None:
-        """The buffers hold what a forward has left in its copies."""
+        """Set the buffers to the values that a forward left in its copies."""
         for name, places in self._places.items():
             for key, live in self._live(name):
                 left = copies[name][key].detach()
@@ -75,7 +79,10 @@ class BufferCopies:
 
     @contextmanager
     def as_left(self, copies: Mapping[str, Buffers]) -> Iterator[None]:
-        """Within, the buffers hold what is in these copies. Raises ExecutionError where it has been written to."""
+        """A context in which the buffers hold the values of these copies.
+
+        Raises ExecutionError if a buffer was written to within the context.
+        """
         pairs = [(name, key, live, live.data) for name in self._places for key, live in self._live(name)]
         versions = [live._version for _, _, live, _ in pairs]
         for name, key, live, _ in pairs:
@@ -88,8 +95,8 @@ class BufferCopies:
         for (name, key, live, _), version in zip(pairs, versions, strict=True):
             if live._version != version:
                 raise ExecutionError(
-                    f"a buffer is written to by forwards, or by backwards, whose order the schedule chooses; buffer "
-                    f"{key!r} of layer {name!r} is written to by both; let the backward write to one of its own"
+                    f"forwards and backwards must not write to the same buffer, because the schedule sets their order; "
+                    f"buffer {key!r} of layer {name!r} is written to by both; let the backward write to another buffer"
                 )
 
     def _live(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -100,5 +107,5 @@ class BufferCopies:
 
 
 def _names(layer: str, key: str) -> set[str]:
-    """What a buffer of a layer may be called in the model: also of the layer that is the model, or the code between."""
+    """The possible names of a layer's buffer in the model; a layer may be the whole model, or code between layers."""
     return {f"{layer}.{key}", key.replace("/", ".")}

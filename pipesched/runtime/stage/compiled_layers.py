@@ -1,8 +1,8 @@
-"""Compiled layers: layers that run through torch.compile, with random numbers that still belong to their place.
+"""Compiled layers: layers that run through torch.compile, with random numbers that do not depend on the plan.
 
-No mode sees the calls of a compiled graph. So nothing of it is left to W, and a layer that draws random numbers does so
-from the default generator, seeded for that call: other numbers than in eager code, but the same ones whatever the plan,
-and again when the layer is recomputed.
+A TorchFunctionMode does not see the calls inside a compiled graph. So no weight gradients of a compiled layer are
+deferred to W, and a compiled layer that draws random numbers uses the default generator, seeded for that call. The
+numbers differ from those of eager code, but they are the same for every plan and when the layer is recomputed.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,28 +22,33 @@ from pipesched.tensors.keyed_random import KeyedRandom
 
 __all__ = ["Compiled", "compiler"]
 
-#: Functions by what they are compiled for: a device, and layers of one form.
+#: Compiled functions by device and layer structure.
 _Made = dict[tuple[torch.device, str], Callable[..., Any]]
 
 
 def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device], Compiled | None]":
-    """What makes the compiled layers of a stage on a device; nothing where nothing is compiled.
+    """A function that creates the compiled layers of a stage on a device, or returns None without compilation.
 
-    compile, batch_norm: as in Pipeline.
+    Args:
+        compile: True, False, or the arguments of ``torch.compile`` by name, as in Pipeline.
+        batch_norm: as in Pipeline.
 
-    Raises InputError for what is neither a bool nor a mapping, and where both are asked for.
+    Raises:
+        InputError: for a ``compile`` of another type, for arguments that torch.compile refuses, and for compilation
+            together with ``batch_norm='mini-batch'``.
+
     """
     if not isinstance(compile, bool | Mapping):
         raise InputError(
-            f"compile is True, or the arguments of torch.compile by name; got {compile!r}; pass one of them, such as "
-            f"compile={{'mode': 'reduce-overhead'}}"
+            f"compile must be a bool or the arguments of torch.compile by name; got {compile!r}; pass True, or "
+            f"for example compile={{'mode': 'reduce-overhead'}}"
         )
     if compile is False:
         return lambda device: None
     if batch_norm == "mini-batch":
         raise InputError(
-            "batch_norm='mini-batch' sees each call of batch_norm, and sees none in a compiled layer; both were asked "
-            "for; leave one of them out"
+            "batch_norm='mini-batch' cannot intercept batch_norm calls inside compiled layers; both options were "
+            "given; leave one of them out"
         )
     options = {} if compile is True else dict(compile)
     if options:
@@ -53,20 +58,27 @@ def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device
 
 
 def _check(options: dict[Any, Any]) -> None:
-    """Raise InputError for what torch.compile refuses, before a layer is compiled."""
+    """Raise InputError for arguments that torch.compile refuses, before any layer is compiled."""
     try:
         if not isinstance(backend := options.get("backend", ""), str) and not callable(backend):
-            raise TypeError(f"backend is a name or a function, not {backend!r}")  # noqa: TRY301
+            raise TypeError(f"backend must be a name or a function, not {backend!r}")  # noqa: TRY301
         torch.compile(nn.Identity(), **options)
     except Exception as error:  # of any type
         raise InputError(
-            f"compile holds arguments of torch.compile by name; got {shown(options)}, of which it says: "
+            f"compile must hold valid arguments of torch.compile; got {shown(options)}, and torch.compile raised: "
             f"{str(error).strip()}; correct them, or pass compile=True"
         ) from error
 
 
 class Compiled:
-    """The compiled layers of one stage. options: of torch.compile. made: shared by stages, and left to later ones."""
+    """The compiled layers of one stage.
+
+    Args:
+        options: the arguments of ``torch.compile``.
+        device: the device of the stage.
+        made: compiled functions, shared between stages and with later plans.
+
+    """
 
     def __init__(self, options: Mapping[str, Any], device: torch.device, made: _Made) -> None:
         self._options = options
@@ -76,7 +88,7 @@ class Compiled:
         self._quiet: set[nn.Module] = set()
 
     def begin(self) -> None:
-        """A run begins: layers that drew no random numbers may do so now."""
+        """Start a run: check again which layers draw random numbers."""
         self._quiet.clear()
 
     def call(
@@ -88,7 +100,7 @@ class Compiled:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a layer outside the stage's mode. own: tensors in place of the layer's."""
+        """Call a compiled layer with the stage's mode disabled. own: tensors that replace the layer's own."""
         compiled = self._layers.get(layer)
         if compiled is None:
             compiled = self._layers[layer] = _Layer(layer, self._compiled(layer))
@@ -105,12 +117,16 @@ class Compiled:
             mode.__enter__()
 
     def _compiled(self, layer: nn.Module) -> Callable[..., Any]:
-        """What calls layers of this form. Others have other code: torch compiles any code for eight cases at most, and
-        then leaves it as it is, which would depend on what else was compiled, and when.
+        """The compiled function for layers with the structure of this one.
+
+        Every structure gets its own code object: torch.compile specializes a code object at most eight times and then
+        runs it eagerly, which would make the result depend on the other layers and the order of compilation.
         """
         form = fingerprint(form_of(layer))
         if (self._device, form) not in self._made:
-            code = _call.__code__.replace(co_name=f"{type(layer).__name__}_{form}")  # torch learns shapes by names
+            code = _call.__code__.replace(
+                co_name=f"{type(layer).__name__}_{form}"
+            )  # torch remembers dynamic shapes by function name
             self._made.setdefault((self._device, form), torch.compile(FunctionType(code, globals()), **self._options))
         return self._made[self._device, form]
 
@@ -120,7 +136,7 @@ def _call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 class _Layer(nn.Module):
-    """A layer and what calls it, as one module: so others may stand in for its tensors."""
+    """A layer and its caller as one module, so that ``functional_call`` can replace the layer's tensors."""
 
     def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Layer runner: calls the layers of one stage, and its loss, for one micro-batch after the other.
+"""Layer runner: calls the layers of one stage and its loss, one micro-batch at a time.
 
-It calls the user's own modules. They use their own Parameters and buffers, unless others stand in for them: leaves of
-tied weights, an older version of the weights, or copies of buffers.
+The layers are the user's own modules. They use their own Parameters and buffers, except where a call replaces tensors:
+leaves for tied weights, an older weight version, or copies of buffers.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipesched.capture.stage_body import Body, Head, call_with
 from pipesched.errors import ExecutionError, InputError
-from pipesched.program.checkpoint_options import Keep
+from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.buffer_copies import BufferCopies, buffers_of
 from pipesched.runtime.stage.compiled_layers import Compiled
@@ -35,20 +35,27 @@ from pipesched.tensors.tree_structure import tensors_in
 
 __all__ = ["LayerRunner", "StandIns"]
 
-#: What calls take in the place of tied weights: tensors by name, by layer and number of its call.
+#: Tensors that replace tied weights: (layer, call number) -> tensors by name.
 StandIns = Mapping[tuple[str, int], Mapping[str, Tensor]]
 
-_LOSS = "loss_fn"  # the layer as which the loss draws random numbers and has versions
+_LOSS = "loss_fn"  # the loss's name as a layer, for random numbers and weight versions
 _NOTHING: Mapping[str, Any] = {}
 _NO_CONTEXT = nullcontext()
 
 
 class LayerRunner:
-    """Runs the layers of a body forward, and in backwards those that run again. One thread at a time uses it.
+    """Runs the layers of a stage forward, and again in backwards that recompute them. Not thread-safe.
 
-    ties: what calls take in the place of tied weights. norms: keeps the statistics of BatchNorm by micro-batch.
-    compiled: runs layers through torch.compile. keep: the calls that recompute or offload what they would save.
-    written: the names of the buffers that forwards write to.
+    Args:
+        body: the layers and the order in which they run.
+        device: the device of the stage.
+        head: the loss, on the last stage; otherwise None.
+        ties: tensors that replace tied weights.
+        norms: collects BatchNorm statistics by micro-batch; None if each micro-batch updates them directly.
+        compiled: calls layers through ``torch.compile``; None for eager.
+        checkpoint_of_call: the calls whose activations are recomputed or offloaded.
+        written: names of the model's buffers that forwards write to.
+
     """
 
     def __init__(
@@ -60,13 +67,13 @@ class LayerRunner:
         ties: StandIns,
         norms: Norms | None,
         compiled: Compiled | None,
-        keep: Mapping[tuple[str, int], Keep],
+        checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint],
         written: Collection[str],
     ) -> None:
         self._body = body
         self._head = head
         loss_fn = None if head is None else head.loss_fn
-        #: The layers by name, and on the last stage the loss where it is a module.
+        #: The layers by name and, on the last stage, the loss if it is a module.
         self.modules = {**body.layers, _LOSS: loss_fn} if isinstance(loss_fn, nn.Module) else dict(body.layers)
         self._ties = ties
         self._norms = norms
@@ -74,7 +81,9 @@ class LayerRunner:
         self._copies = BufferCopies(self.modules, written, statistics_apart=norms is not None)
         self._moves_buffers = bool(self._copies)
         self._modifies_input: bool | None = None
-        self._splits: bool | None = None  # what the step's first split forward has found; None before
+        self._splits: bool | None = (
+            None  # whether weight gradients can be deferred; None before the step's first split forward
+        )
         self.deferral = Deferral()
         self._random = KeyedRandom(device)
         forward = (self._random,) if norms is None else (self._random, norms)
@@ -85,14 +94,14 @@ class LayerRunner:
         self._backward_mode = Intercept(*backward)
         self._split_backward_mode = Intercept(*backward, self.deferral)
         self._mode = self._forward_mode
-        self._again = RecomputedLayers(self._random, self.deferral)
-        self._keep = {call: word for call, word in keep.items() if call[0] in body.layers}
-        self.offloads = Offloads(device) if "offload" in self._keep.values() else None
-        self._is_plain = not (ties or self._keep or compiled or self._moves_buffers)
+        self._recomputed_layers = RecomputedLayers(self._random, self.deferral)
+        self._checkpoint_of_call = {call: word for call, word in checkpoint_of_call.items() if call[0] in body.layers}
+        self.offloads = Offloads(device) if "offload" in self._checkpoint_of_call.values() else None
+        self._is_plain = not (ties or self._checkpoint_of_call or compiled or self._moves_buffers)
 
-    def begin(self, feed: StepData, weights: WeightStash | None) -> None:
-        """Start a step. weights: the versions of the Parameters, where the program updates them on its way."""
-        self._feed = feed
+    def begin(self, step_data: StepData, weights: WeightStash | None) -> None:
+        """Start a step. weights: the weight versions, if the program updates weights during the run."""
+        self._step_data = step_data
         self._weights = weights
         self._body.begin()
         if self.offloads is not None:
@@ -104,7 +113,7 @@ class LayerRunner:
             self.deferral.begin()
 
     def run(self, saved: MicrobatchState, arrived: Payload, split: bool = False) -> Any:
-        """Call the layers, and on the last stage the head. What is returned is the root of the backward."""
+        """Call the layers and, on the last stage, the head. The backward starts from the returned value."""
         wanted = arrived.wanted
         if wanted and torch.is_grad_enabled():
             into: list[Tensor | None] = [None] * len(wanted)
@@ -122,19 +131,19 @@ class LayerRunner:
         self._random.enter(saved.key, "")
         call = self._call
         if not self._is_plain or saved.weights or saved.buffers:
-            call = partial(self._call_treated, saved, self._keep if torch.is_grad_enabled() else {})
+            call = partial(self._call_treated, saved, self._checkpoint_of_call if torch.is_grad_enabled() else {})
         self._mode = self._split_forward_mode if split else self._forward_mode
-        with self._feed.autocast():
+        with self._step_data.autocast():
             with self._mode:
                 output = self._body.run(inputs, tuple(values), call, self._random)
             return output if self._head is None else self._loss(self._head, saved, output)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
-        """Run, and keep what the backward needs. split: the backward's I leaves weight gradients to its W."""
+        """Run forward and save the activations. split: whether a later I defers weight gradients to W."""
         split = split and self._may_split()
         saved.deferred = split and self.deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self.deferral.learning)
-        first = self._moves_buffers and saved.buffers is None  # of two where it runs again, on copies that it has
+        first = self._moves_buffers and saved.buffers is None  # a recompute already has its copies of the buffers
         if self._moves_buffers:
             saved.written_buffers = saved.buffers = saved.buffers or self._copies.copies()
         if self.offloads is None:
@@ -150,7 +159,7 @@ class LayerRunner:
         return value
 
     def _may_split(self) -> bool:
-        """Whether weight gradients can be left to W: no Parameter is sharded."""
+        """Whether weight gradients can be deferred to W: no Parameter is sharded."""
         if self._splits is None:
             parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
             self._splits = all(type(parameter) is nn.Parameter for parameter in parameters)
@@ -158,7 +167,7 @@ class LayerRunner:
         return self._splits
 
     def run_dropping(self, saved: MicrobatchState, arrived: Payload) -> Any:
-        """Run in grad mode, so that the layers see what they see without checkpointing, and keep the input alone."""
+        """Run forward for a checkpointed F: in grad mode, as without checkpointing, but keep only the inputs."""
         snapshot = {name: buffers_of(module) for name, module in self.modules.items()}
         versions = [tensor._version for tensor in arrived.tensors]
         kept = arrived if self._modifies_input is False else arrived.map_tensors(Tensor.clone)
@@ -173,14 +182,14 @@ class LayerRunner:
         return value
 
     def backward(self, saved: MicrobatchState, arrived: Sequence[Gradients]) -> None:
-        """Differentiate what a forward has made. Layers that run again in it see what they saw in their forward."""
+        """Differentiate a forward. Recomputed layers use the same random numbers, weights and buffers as before."""
         edges = saved.edges
         saved.edges = ()
         if self.offloads is not None:
             self.offloads.arrived(saved.microbatch)
-        grads: Gradients = (None,) * len(edges)  # right for the loss: a scalar's gradient is one
-        if arrived or self._feed.factors is None:
-            given = tuple(chain.from_iterable(arrived)) if arrived else self._feed.output_grads[saved.microbatch]
+        grads: Gradients = (None,) * len(edges)  # for the loss: autograd starts a scalar with gradient 1
+        if arrived or self._step_data.factors is None:
+            given = tuple(chain.from_iterable(arrived)) if arrived else self._step_data.output_grads[saved.microbatch]
             reached = [(edge, grad) for edge, grad in zip(edges, given, strict=True) if grad is not None]
             edges = [edge for edge, _ in reached]
             grads = tuple([grad for _, grad in reached])
@@ -194,12 +203,12 @@ class LayerRunner:
                 self._weights.during(saved.weights, lambda: torch.autograd.backward(edges, grads))
 
     def weight_grad(self, products: Sequence[Product]) -> None:
-        """Add the weight gradients that a backward has left."""
+        """Accumulate the weight gradients that an I has deferred."""
         with self._backward_mode:
             weight_grad(products)
 
     def deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
-        """End a micro-batch: all gradients at once, so that no update between its I and its W takes a part of them."""
+        """End a micro-batch: deliver all gradients together, so that no update between I and W applies only a part."""
         with self._backward_mode:
             weights.deliver([*saved.version_grads, *weights.taken(saved.weights)])
         saved.version_grads = ()
@@ -208,35 +217,35 @@ class LayerRunner:
         weights.ended(saved.microbatch)
 
     def held_by_others(self, saved: MicrobatchState) -> frozenset[int]:
-        """The addresses of memory that others hold, too, of a micro-batch's saved tensors: it is not offloaded."""
+        """Addresses of saved tensors' memory that is also in use elsewhere, and therefore not offloaded."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
         return saved.staying | addresses(tensors_in((saved.weights, list(self._ties.values()), own)))
 
     # ---- one call of a layer ------------------------------------------------------------------------------------
 
     def _call(self, name: str, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a layer as it is: its random numbers belong to this call."""
+        """Call a layer unchanged, with random numbers keyed to this call."""
         self._random.enter(self._random.key, name, number)
         return layer(*args, **kwargs)
 
     def _call_treated(
         self,
         saved: MicrobatchState,
-        keep: Mapping[tuple[str, int], Keep],
+        checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint],
         name: str,
         number: int,
         layer: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a layer on what stands in for its tensors; what it saves is kept, recomputed or offloaded."""
+        """Call a layer with replacement tensors; keep, recompute or offload its activations."""
         self._random.enter(saved.key, name, number)
         own = self._stand_ins(saved, name, number)
-        word = keep.get((name, number))
+        word = checkpoint_of_call.get((name, number))
         if word in ("recompute", "recompute-cheap"):
             run = partial(self._call_module, layer)
             cheap = word == "recompute-cheap"
-            value = self._again.call((name, number), layer, own, run, args, kwargs, cheap=cheap)
+            value = self._recomputed_layers.call((name, number), layer, own, run, args, kwargs, cheap=cheap)
         else:
             with self.offloads.going() if word == "offload" and self.offloads is not None else _NO_CONTEXT:
                 value = self._call_module(layer, own, args, kwargs)
@@ -252,9 +261,9 @@ class LayerRunner:
         return call_with(own, layer, args, kwargs)
 
     def _loss(self, head: Head, saved: MicrobatchState, output: Any) -> Any:
-        """The loss of what the last stage's layers have given; what they have given where no loss is asked for."""
-        if self._feed.keep_outputs:
-            self._feed.outputs.setdefault(saved.microbatch, Payload.of(output))
+        """The loss of the last stage's output; the output itself if no loss is computed."""
+        if self._step_data.keep_outputs:
+            self._step_data.outputs.setdefault(saved.microbatch, Payload.of(output))
         if saved.loss_inputs is None:
             return output
         target, factor = saved.loss_inputs
@@ -268,56 +277,57 @@ class LayerRunner:
             if saved.written_buffers is not None:
                 self._copies.note(_LOSS, own, saved.written_buffers)
         if factor == 0:
-            return torch.zeros_like(loss)  # counts nothing, whatever it is: nothing goes backward
+            return torch.zeros_like(loss)  # the value, even NaN, must not count; there is no backward
         return loss if factor is None else loss * factor
 
     def _stand_ins(self, saved: MicrobatchState, name: str, number: int) -> Mapping[str, Tensor]:
-        """What a module's call uses in place of its own tensors."""
+        """The tensors that replace a module's own in one call."""
         ties = self._ties.get((name, number), _NOTHING)
         return {**saved.weights.get(name, _NOTHING), **(saved.buffers or _NOTHING).get(name, _NOTHING), **ties}
 
-    # ---- what a run keeps ---------------------------------------------------------------------------------------
+    # ---- values kept by a run -----------------------------------------------------------------------------------
 
     def _run_offloading(self, offloads: Offloads, saved: MicrobatchState, arrived: Payload, noted: bool) -> Any:
-        """Run, and note what must stay on the device: what lies in the batch, or in what the stage gives out."""
+        """Run, and record the memory of the batch and of the stage's outputs, which must stay on the device."""
         with offloads.saving(saved.microbatch), self.deferral.saving():
             value = self.run(saved, arrived, noted)
-        inputs = self._feed.inputs[saved.microbatch] if saved.takes_inputs or not saved.num_grads else None
+        inputs = self._step_data.inputs[saved.microbatch] if saved.takes_inputs or not saved.num_grads else None
         output = list(value) if isinstance(value, PerConsumer) else value
-        outputs = self._feed.outputs.get(saved.microbatch)
+        outputs = self._step_data.outputs.get(saved.microbatch)
         saved.staying = addresses((*tensors_in((inputs, output)), *(outputs.tensors if outputs else ())))
         return value
 
     def _kind(self, arrived: Payload) -> Hashable:
-        """What decides which weight gradients are left to W: shapes, and which parameters are trainable."""
+        """The key under which deferrable weights are learned: input shapes and which parameters are trainable."""
         shapes = tuple(tensor.shape for tensor in arrived.tensors)
         return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
 
     def _check_input(self, modified: bool) -> None:
-        """Learn from the first forward whether the stage modifies its input, and must recompute from a copy."""
+        """Record from the first forward whether the stage modifies its input, so that R must run from a copy."""
         if self._modifies_input is None:
             self._modifies_input = modified
         elif modified and not self._modifies_input:
             raise ExecutionError(
-                f"a checkpointed stage recomputes from its input; the layers {', '.join(self._body.layers)} modified "
-                f"it in place now, but not in their first forward; use checkpoint='never', or do not modify it in place"
+                f"a checkpointed stage must modify its input in place either always or never; the layers "
+                f"{', '.join(self._body.layers)} modified it in place now, but not in their first forward; "
+                f"use checkpoint='never', or do not modify it in place"
             )
 
 
 def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
-    """What of a stage's output is differentiated; nothing where all in front of it is frozen."""
+    """The leaves of a stage's output that are differentiated; empty if all parameters before them are frozen."""
     roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, PerConsumer) else None
     roots = trainable_leaves(value) if roots is None else roots
     if not roots and saved.loss_inputs is not None and saved.loss_inputs[1] != 0:
         raise InputError(
-            "a step trains something; the loss depends on no parameter that requires a gradient; "
+            "a step needs something to train; the loss depends on no parameter that requires a gradient; "
             "unfreeze one, or call evaluate"
         )
     return roots
 
 
 def _dropping() -> saved_tensors_hooks:
-    """Within, autograd saves nothing: what runs is not differentiated, but sees all as if it were."""
+    """A context in which autograd saves no tensors, although layers run in grad mode."""
     return saved_tensors_hooks(_drop, _dropped)
 
 
@@ -327,6 +337,6 @@ def _drop(tensor: Tensor) -> None:
 
 def _dropped(_: None) -> Tensor:
     raise ExecutionError(
-        "a checkpointed forward keeps nothing to differentiate; a layer differentiates inside its own forward "
+        "a checkpointed forward saves no tensors to differentiate; a layer differentiates inside its own forward "
         "(autograd.grad); use checkpoint='never'"
     )

@@ -1,4 +1,4 @@
-"""Microbatch state: what a stage keeps of one micro-batch, from F to the end of B or W."""
+"""Micro-batch state: the values that a stage keeps of one micro-batch from its F to the end of its B or W."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,32 +18,32 @@ __all__ = ["MicrobatchState"]
 
 @dataclass(eq=False, kw_only=True)
 class MicrobatchState:
-    """What a stage keeps of one micro-batch from F to the end of B or W."""
+    """The values that a stage keeps of one micro-batch."""
 
     microbatch: int
     key: Key
-    #: Of each value that arrived, how many gradients go back.
+    #: For each received value, the number of gradients to return.
     num_grads: tuple[int, ...]
-    #: Whether the model's inputs come before what arrived.
+    #: Whether the body's inputs begin with the model's inputs.
     takes_inputs: bool
-    #: The version in use. Empty: the Parameters themselves.
+    #: The weight version to use. Empty: the Parameters themselves.
     weights: Tensors
-    #: The target and the factor of the loss, where one is asked for.
+    #: The target and the factor of the loss, if this stage computes it.
     loss_inputs: tuple[Any, float | None] | None
-    #: Whether F has left weight gradients to W.
+    #: Whether F deferred weight gradients to W.
     deferred: bool = field(default=False, init=False)
-    #: The addresses of memory that others hold.
+    #: Addresses of the batch's and the output's memory, which is not offloaded.
     staying: frozenset[int] = field(default=frozenset(), init=False)
     input_grads: list[Tensor | None] = field(default_factory=list, init=False)
     edges: Sequence[GradientEdge] = field(default=(), init=False)
     products: Sequence[Product] = field(default=(), init=False)
-    #: The gradients of the version's tensors, from I to W.
+    #: Gradients of the weight version's tensors, kept from I to W.
     version_grads: Sequence[tuple[Tensor, Tensor]] = field(default=(), init=False)
-    #: What a run uses in place of the layers' buffers.
+    #: Tensors that replace the layers' buffers during a run.
     buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
-    #: The buffers as F has left them, for B.
+    #: The buffers as F left them, for B.
     written_buffers: Mapping[str, Buffers] | None = field(default=None, init=False)
-    #: What a checkpointed F has kept for its R.
+    #: The inputs that a checkpointed F keeps for R.
     arrived: Payload | None = field(default=None, init=False)
-    #: Whether nothing that a checkpointed F made is differentiated: R has nothing to do.
+    #: Whether no output of a checkpointed F requires a gradient, so that R has nothing to do.
     needs_no_backward: bool = field(default=False, init=False)

@@ -1,10 +1,10 @@
-"""Offloading: what some layers of a stage save for their backward waits in the host's memory.
+"""Offloading: moves activations that some layers save for the backward to host memory and back.
 
-Hooks on saved tensors see what autograd saves while a stage runs forward. OFFLOAD copies the memory of what such
-layers alone have saved, each piece once; FREE gives it back once it is copied; FETCH makes room for it and copies it
-back. On a CUDA device the copies run on streams of their own, beside what is computed, through pinned memory; on a CPU
-they are made at once. What anybody else holds stays where it is: parameters, buffers, what the stage gives out, and
-what a layer saves that is not to offload.
+Saved-tensor hooks see all tensors that autograd saves during a stage's forward. OFFLOAD copies the memory that only
+offloaded layers have saved, each piece once. FREE releases the device memory after the copy. FETCH allocates device
+memory and copies back. On a CUDA device the copies use pinned memory and streams of their own, so they overlap with
+computation; on a CPU they are synchronous. Memory in use elsewhere is not moved: parameters, buffers, outputs of the
+stage, and tensors that other layers save.
 """
 
 import time
@@ -27,21 +27,24 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def host_bytes_per_s(device: torch.device) -> float | None:
-    """How fast a device copies to its host, and back, both at once, as `Offloads` does: of a CPU, how fast it copies
-    memory. None of other devices.
+    """The bandwidth of a device's copies to and from the host, both running at the same time as in `Offloads`.
+
+    Returns:
+        Bytes per second; for a CPU those of a memory copy; None for other device types.
+
     """
     if device.type not in ("cpu", "cuda"):
         return None
     copied = _both_ways_s if device.type == "cuda" else _one_way_s
-    copied(device)  # memory is there from now on
+    copied(device)  # warm up: allocate the memory
     return _MEASURED_BYTES / median(copied(device) for _ in range(5))
 
 
-_MEASURED_BYTES = 1 << 26  # more than caches hold
+_MEASURED_BYTES = 1 << 26  # larger than the caches
 
 
 def _one_way_s(device: torch.device) -> float:
-    """Seconds of a copy that the thread itself makes."""
+    """Seconds of one synchronous copy."""
     given, made = (torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     begin = time.perf_counter()
     made.copy_(given)
@@ -49,7 +52,7 @@ def _one_way_s(device: torch.device) -> float:
 
 
 def _both_ways_s(device: torch.device) -> float:
-    """Seconds of the slower of two copies that go at once."""
+    """Seconds of the slower of two concurrent copies, one in each direction."""
     pairs = []
     for outward in (True, False):
         there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=device)
@@ -70,7 +73,7 @@ def _both_ways_s(device: torch.device) -> float:
 
 
 class _Piece:
-    """Memory that several saved tensors may share: on the device, on the host, or on its way back."""
+    """A piece of memory that saved tensors share: on the device, on the host, or being copied."""
 
     __slots__ = ("__weakref__", "device", "host", "ready")
 
@@ -81,7 +84,7 @@ class _Piece:
 
 
 class _Held:
-    """A saved tensor. tensor: as long as it is on the device as it was; then its form, and the piece it lies in."""
+    """A saved tensor: the tensor itself while it is on the device, then its layout and the piece that contains it."""
 
     __slots__ = ("__weakref__", "form", "goes", "memory", "piece", "tensor", "version")
 
@@ -94,18 +97,18 @@ class _Held:
         self.piece: _Piece | None = None
 
     def leave(self, piece: _Piece) -> None:
-        """From now on the tensor is what lies in a piece."""
+        """Replace the tensor by its layout within a piece."""
         tensor = self.unchanged()
         self.form = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
         self.tensor = None
         self.piece = piece
 
     def unchanged(self) -> Tensor:
-        """The tensor that was saved. Raises ExecutionError where it has been modified since."""
+        """The saved tensor. Raises ExecutionError if it was modified since."""
         assert self.tensor is not None
         if self.tensor._version != self.version:
             raise ExecutionError(
-                f"what autograd has saved stays as it is until its backward; a tensor of shape "
+                f"tensors that autograd has saved must stay unchanged until their backward; a tensor of shape "
                 f"{list(self.tensor.shape)} was modified in place after it was saved; remove the in-place operation"
             )
         return self.tensor
@@ -115,7 +118,9 @@ class _Held:
         if self.piece is None:
             return self.unchanged()
         if self.piece.device is None:
-            raise ExecutionError("what is offloaded is fetched before its backward; it was not; validate the program")
+            raise ExecutionError(
+                "offloaded tensors must be fetched before their backward; one was not; validate the program"
+            )
         dtype, *form = self.form
         with torch.no_grad():
             made = torch.empty(0, dtype=dtype, device=self.piece.device.device)
@@ -123,8 +128,12 @@ class _Held:
 
 
 class Offloads:
-    """The saved tensors of one stage by micro-batch. device: the stage's. streams: for copies to the host and back;
-    none on a CPU, own ones of a CUDA device unless given.
+    """The offloaded tensors of one stage by micro-batch.
+
+    Args:
+        device: the device of the stage.
+        streams: the CUDA streams for copies to the host and back. Default: two new ones; none on a CPU.
+
     """
 
     def __init__(self, device: torch.device, streams: Sequence[torch.cuda.Stream] | None = None) -> None:
@@ -137,7 +146,7 @@ class Offloads:
         self._going = False
 
     def clear(self) -> None:
-        """Forget all micro-batches; of those that an error has left behind copies may be under way."""
+        """Forget all micro-batches, after waiting for copies that a failed step left running."""
         for pieces in self._pieces.values():
             for piece in _alive(pieces):
                 if piece.ready is not None:
@@ -147,7 +156,7 @@ class Offloads:
 
     @contextmanager
     def saving(self, microbatch: int) -> Iterator[None]:
-        """Within, a micro-batch runs forward."""
+        """A context around a micro-batch's forward, which records its saved tensors."""
         held = self._held[microbatch] = []
 
         def pack(tensor: Tensor) -> _Held:
@@ -160,7 +169,7 @@ class Offloads:
 
     @contextmanager
     def going(self) -> Iterator[None]:
-        """Within, a layer runs whose saved tensors are to go to the host."""
+        """A context around a layer whose saved tensors are to be offloaded."""
         before = self._going
         self._going = True
         try:
@@ -169,7 +178,7 @@ class Offloads:
             self._going = before
 
     def offload(self, microbatch: int, staying: Collection[int]) -> None:
-        """OFFLOAD. staying: addresses of memory that others hold."""
+        """OFFLOAD. staying: addresses of memory that must stay on the device."""
         pieces = self._pieces[microbatch] = []
         for tensors in self._movable(microbatch, staying):
             piece = _Piece(_bytes_of(tensors[0].unchanged()))
@@ -179,32 +188,32 @@ class Offloads:
             pieces.append(weakref.ref(piece))
 
     def free(self, microbatch: int) -> None:
-        """FREE."""
         for piece in _alive(self._pieces.get(microbatch, ())):
             self._wait(piece)
             piece.device = None
 
     def fetch(self, microbatch: int) -> None:
-        """FETCH."""
         for piece in _alive(self._pieces.get(microbatch, ())):
             self._to_device(piece)
 
     def arrived(self, microbatch: int) -> None:
-        """The backward of a micro-batch begins: what is computed from now on comes after its copies."""
+        """Start a micro-batch's backward: later computation on the current stream waits for the copies."""
         self._held.pop(microbatch, None)
         for piece in _alive(self._pieces.pop(microbatch, ())):
             self._wait(piece)
             piece.host = None
 
     def _movable(self, microbatch: int, staying: Collection[int]) -> Iterator[list[_Held]]:
-        """The saved tensors that may go, those in one memory together."""
+        """The saved tensors that can be moved, grouped by the memory that they share."""
         groups: dict[int, list[_Held]] = {}
         for held in _alive(self._held.get(microbatch, ())):
             groups.setdefault(held.memory, []).append(held)
         for memory, tensors in groups.items():
             if memory and memory not in staying and all(held.goes and _moves(held, self._device) for held in tensors):
                 forms = {(t.storage_offset(), t.size(), t.stride()): t.nbytes for t in (h.unchanged() for h in tensors)}
-                if sum(forms.values()) >= tensors[0].unchanged().untyped_storage().nbytes():  # else it is a part
+                if (
+                    sum(forms.values()) >= tensors[0].unchanged().untyped_storage().nbytes()
+                ):  # otherwise part of the memory is in use elsewhere
                     yield tensors
 
     def _to_host(self, piece: _Piece) -> None:
@@ -222,20 +231,22 @@ class Offloads:
             target.copy_(source)
             return
         stream = self._streams[not outward]
-        stream.wait_stream(torch.cuda.current_stream(self._device))  # that has made it, or used its memory before
+        stream.wait_stream(
+            torch.cuda.current_stream(self._device)
+        )  # which wrote the source, or last used the target's memory
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         piece.ready = torch.cuda.Event()
         piece.ready.record(stream)
 
     def _wait(self, piece: _Piece) -> None:
-        """What is computed from now on comes after the piece's last copy."""
+        """Make later computation on the current stream wait for the piece's last copy."""
         if piece.ready is not None:
             torch.cuda.current_stream(self._device).wait_event(piece.ready)
 
 
 def addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Where tensors lie in memory; of those that have none of their own, nothing."""
+    """The memory addresses of tensors, without tensors that have no memory of their own."""
     return frozenset(map(_address, tensors)) - {0}
 
 
@@ -244,18 +255,18 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether it is one, or a view of one: whoever shards weights changes their memory as he likes."""
+    """Whether a tensor is a parameter or a view of one: sharding libraries change a parameter's memory."""
     base = tensor if tensor._base is None else tensor._base
     return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
 def _alive(references: Iterable["weakref.ref[Any]"]) -> list[Any]:
-    """What autograd has not dropped."""
+    """The objects that autograd still holds."""
     return [one for reference in references if (one := reference()) is not None]
 
 
 def _moves(held: _Held, device: torch.device) -> bool:
-    """Whether a tensor is no more than its bytes on the device."""
+    """Whether a tensor is fully described by its bytes on the device."""
     tensor = held.tensor
     if tensor is None or type(tensor) not in _PLAIN or tensor.device != device or tensor.layout is not torch.strided:
         return False
@@ -263,6 +274,6 @@ def _moves(held: _Held, device: torch.device) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """All memory in which a tensor lies."""
+    """The whole storage of a tensor as bytes."""
     with torch.no_grad():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,7 +1,7 @@
-"""Optimizers of the stages, and what those of one plan hand on to those of the next.
+"""Optimizers of the stages, and how the optimizers of one plan pass their state to those of the next.
 
-Each parameter's state goes with it, and so do the settings of its group, such as a learning rate. A stage of the same
-number keeps its optimizer, the object, so that what drives it, such as a learning rate scheduler, still does.
+Each parameter keeps its optimizer state and the settings of its parameter group, such as the learning rate. A stage
+with the same number keeps the same optimizer object, so learning rate schedulers attached to it still work.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,12 +19,12 @@ from pipesched.tensors.payload import pytree
 __all__ = ["Inheritance", "optimizers_for"]
 
 _Group = dict[str, Any]
-_NO_SETTINGS = ("params", "param_names")  # of a group
+_NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are no settings
 
 
 @dataclass(frozen=True)
 class _Heir:
-    """An optimizer; its groups, each with what of it changes; and the states of its parameters."""
+    """An optimizer, its parameter groups with the changes to each, and the states of its parameters."""
 
     optimizer: Optimizer
     groups: list[tuple[_Group, _Group]]
@@ -32,11 +32,18 @@ class _Heir:
 
 
 class Inheritance:
-    """The optimizers of stages. Until ``take`` is called those of the stages before are as they were.
+    """Prepares the optimizers of a new plan's stages. The old optimizers do not change until ``take`` is called.
 
-    make: params -> Optimizer, for what had none. before: the optimizers of the stages before. stages: the parameters
-    of each stage. A stage has one where a parameter is trained, or was.
-    Raises ModelTypeError where ``make`` returns something else, or an optimizer of other parameters.
+    A stage has an optimizer if one of its parameters is trainable, or was in an optimizer before.
+
+    Args:
+        make: creates an optimizer for a list of parameters that had none.
+        before: the optimizers of the old stages.
+        stages: the parameters of each new stage.
+
+    Raises:
+        ModelTypeError: if ``make`` returns something else, or an optimizer of other parameters.
+
     """
 
     def __init__(
@@ -61,11 +68,11 @@ class Inheritance:
             states = {p: held[p][0].state for p in parameters if p in held and p in held[p][0].state}
             near: dict[Tensor, Any] = {p: _near(state[p], p, group_of[p]) for p, state in states.items()}
             self._heirs[index] = _Heir(optimizer, _regrouped(optimizer, parameters, group_of), near)
-        #: The stages that had no optimizer, where a scheduler drives the others.
+        #: Stages with a new optimizer, although a learning rate scheduler drives the old ones.
         self.undriven = [i for i in self._heirs if i not in before and any("initial_lr" in g for _, g in held.values())]
 
     def take(self) -> dict[int, Optimizer]:
-        """Hand everything on. Returns the optimizers by stage."""
+        """Move all parameters and states to the new stages' optimizers; return these by stage."""
         for heir in self._heirs.values():
             for group, change in heir.groups:
                 group.update(change)
@@ -79,14 +86,14 @@ class Inheritance:
 def _checked(made: Any, parameters: list[Any]) -> Optimizer:
     if not isinstance(made, Optimizer):
         raise ModelTypeError(
-            f"optimizer(params) returns a torch.optim.Optimizer; got {type(made).__name__}; return the optimizer"
+            f"optimizer(params) must return a torch.optim.Optimizer; got {type(made).__name__}; return the optimizer"
         )
     own = set(map(id, parameters))
     others = [p for _, p in _members(made) if id(p) not in own]
     if others:
         raise ModelTypeError(
-            f"optimizer(params) makes an optimizer of these parameters alone, one for each stage; the one for a stage "
-            f"with {len(own)} parameters has {len(others)} others; make it of params"
+            f"optimizer(params) must return an optimizer of exactly its params; it is called once for each stage, "
+            f"and the optimizer of a stage with {len(own)} parameters has {len(others)} others; pass only params to it"
         )
     return made
 
@@ -98,8 +105,10 @@ def _members(optimizer: Optimizer) -> list[tuple[_Group, nn.Parameter]]:
 def _regrouped(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, _Group]
 ) -> list[tuple[_Group, _Group]]:
-    """Parameters in groups of their settings: the optimizer's own, empty ones too (a scheduler counts them), and
-    others behind them. One that is in no group was left out by the user's function.
+    """Assign parameters to groups with their settings.
+
+    The optimizer's own groups come first, including empty ones because a scheduler counts them; groups with other
+    settings follow. A parameter that is in no group was left out by the user's function.
     """
     groups = list(optimizer.param_groups)
     taken: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -134,7 +143,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
-    """A parameter's state on its device; a number of steps on the host stays there, unless it is counted elsewhere."""
+    """A parameter's state on its device. A step count on the host stays there, unless counted on the device."""
     counts_there = group.get("capturable") or group.get("fused")
 
     def moved(tensor: Tensor) -> Tensor:
@@ -151,11 +160,19 @@ def optimizers_for(
     home: Callable[[nn.Parameter], int | None],
     before: Mapping[int, Optimizer],
 ) -> Inheritance:
-    """The optimizers of stages, as the function makes them, or handed on by the stages before.
+    """Prepare the stages' optimizers: created by the function, or taken over from the stages before.
 
-    tied: parameters that several stages may hold: the one where their home is has their only optimizer, which steps
-    when their gradients are summed.
-    Raises ModelTypeError where ``optimizer`` makes something else.
+    Args:
+        optimizer: the user's function, params -> Optimizer.
+        stages: the new stages of this process.
+        tied: parameters used by several stages. Only the stage that owns one updates it, after its gradients are
+            summed.
+        home: maps a parameter to the stage that owns it.
+        before: the optimizers of the old stages.
+
+    Raises:
+        ModelTypeError: if ``optimizer`` returns something else.
+
     """
     for index, stage in stages.items():
         stage.optimizer.elsewhere = {parameter for parameter in tied if home(parameter) != index}

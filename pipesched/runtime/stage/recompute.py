@@ -1,7 +1,7 @@
-"""Recompute: layers of a stage that run again inside their own backward, from their inputs (torch.utils.checkpoint).
+"""Recompute: layers that keep only their inputs and run again in their own backward (torch.utils.checkpoint).
 
-Of such a layer only its input is held from forward to backward (Chen et al. 2016, arXiv:1604.06174). Its second run
-sees what the first one saw: the same random numbers, weights and buffers, on copies of those that it changes.
+This is activation checkpointing of single layers (Chen et al. 2016, arXiv:1604.06174). The second run uses the same
+random numbers, weights and buffers as the first; buffers that it changes are copies.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,14 +26,14 @@ _Call = tuple[str, int]
 
 
 class _Seen(NamedTuple):
-    """The buffers that a call saw: copies of those that it changes; of the others the tensors, and their versions."""
+    """The buffers before a call: copies of those that it changes; of the others, the tensors with their versions."""
 
     copies: dict[str, Tensor]
     still: dict[str, tuple[Tensor, int]]
 
 
 class RecomputedLayers:
-    """The layers of one stage that run again. What each call changes is learnt from its first run."""
+    """The recomputed layers of one stage. Each call's first run shows which buffers and inputs it changes."""
 
     def __init__(self, random: KeyedRandom, deferral: Deferral) -> None:
         self._random = random
@@ -52,12 +52,22 @@ class RecomputedLayers:
         *,
         cheap: bool = False,
     ) -> Any:
-        """Run a layer, whose backward will first run it again. own: tensors in place of its own. cheap: what takes long
-        does not run again; its results are kept.
+        """Run a layer that is recomputed in its backward.
 
-        Raises ExecutionError where it now modifies its input, and did not in its first run.
+        Args:
+            which: the layer's name and the number of the call.
+            layer: the user's module.
+            own: tensors that replace the layer's own.
+            run: calls the layer with replacement tensors, args and kwargs.
+            args: the layer's positional arguments.
+            kwargs: the layer's keyword arguments.
+            cheap: whether to keep the results of expensive operators and recompute the rest.
+
+        Raises:
+            ExecutionError: if the call modifies its input but did not in its first run.
+
         """
-        # A tensor that is passed twice is one when it runs again, too.
+        # A tensor that is passed twice must be a single tensor in the recompute, too.
         given = Payload.of((args, kwargs), lambda tensor: tensor)
         versions = [tensor._version for tensor in given.tensors]
         kept = given if self._modifies_input.get(which) is False else given.map_tensors(Tensor.clone)
@@ -69,7 +79,7 @@ class RecomputedLayers:
         spread = given.same_form()
 
         def act(*leaves: Any) -> Any:
-            if first:  # the forward, on what was passed; it is not held any longer
+            if first:  # the forward, on the arguments themselves, which are then released
                 with self._deferral.saving(), contexts[0]:
                     return run(own, *first.pop())
             args, kwargs = spread(leaves)
@@ -88,7 +98,7 @@ class RecomputedLayers:
         return _Seen(copies, {name: (buffer, buffer._version) for name, buffer in buffers.items()})
 
     def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
-        """Learn from the first run in these modes which buffers a call changes: some operators do not count it."""
+        """Record from the first run in these modes which buffers a call changes; some operators bump no version."""
         if not seen.still:
             return
         key = which, _modes(layer)
@@ -105,17 +115,18 @@ class RecomputedLayers:
     def _check_input(self, which: _Call, modified: bool) -> None:
         if self._modifies_input.setdefault(which, modified) is False and modified:
             raise ExecutionError(
-                f"a layer runs again from its input; layer {which[0]!r} modified it in place now, but not in its first "
-                f"forward; take it out of checkpoint=, or do not modify it in place"
+                f"a recomputed layer must modify its input in place either always or never; layer {which[0]!r} "
+                f"modified it in place now, but not in its first forward; take it out of checkpoint=, "
+                f"or do not modify it in place"
             )
 
 
-#: Operators whose results take long to compute.
+#: Operators that are expensive to recompute.
 _DEAR = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
 
 
 def is_dear(operator: Any) -> bool:
-    """Whether the results of an operator are kept where only what is cheap runs again."""
+    """Whether an operator's results are kept by "recompute-cheap"."""
     name = operator.name().removeprefix("aten::").partition(".")[0]
     return name in _DEAR or "scaled_dot_product" in name
 
@@ -125,13 +136,13 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _checked(seen: _Seen, layer: nn.Module, own: Mapping[str, Tensor], which: _Call) -> dict[str, Tensor]:
-    """The buffers to run again on. Raises ExecutionError where one that was thought to stay as it is has changed."""
+    """The buffers for a recompute. Raises ExecutionError if a buffer has changed that the first run left unchanged."""
     now = _buffers(layer, own) if seen.still else {}
     for name, (buffer, version) in seen.still.items():
         if now[name] is not buffer or buffer._version != version:
             raise ExecutionError(
-                f"a layer runs again with the buffers that its forward saw; buffer {name!r} of layer {which[0]!r} has "
-                f"changed since, which its first forward in these modes did not do; take the layer out of checkpoint="
+                f"a recomputed layer needs the buffers of its forward; buffer {name!r} of layer {which[0]!r} has "
+                f"changed since, which the first forward in these modes did not do; take the layer out of checkpoint="
             )
     return seen.copies
 

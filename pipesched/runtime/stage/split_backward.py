@@ -1,11 +1,11 @@
-"""Split backward: whole (B), or split into input gradients (I) and weight gradients (W) (Qi et al. 2023,
-arXiv:2401.10241).
+"""Split backward: weight products are recorded in F so that the backward can be split into I and W.
 
-Split without running anything twice. While a forward runs, each product with a weight, such as ``linear(x, w)``, is
-called with ``w`` detached: autograd then propagates to ``x`` alone. I is an ordinary backward over that graph: it also
-delivers what is cheap (norms, biases, embeddings) and what cannot be taken apart (custom functions, recurrent nets),
-and a hook keeps the gradient ``gy`` of each product's output. W computes ``gy^T x`` from it with the operations that
-autograd itself would have used, so that the bits are equal, and hands it to autograd, which fires all hooks.
+I computes input gradients and W weight gradients (Qi et al. 2023, arXiv:2401.10241), without running anything twice.
+During F, each product with a weight, such as ``linear(x, w)``, is called with ``w`` detached, so autograd propagates to
+``x`` only. I is an ordinary backward over that graph: it also computes cheap weight gradients (norms, biases,
+embeddings) and those that cannot be separated (custom functions, recurrent nets), and a hook stores the gradient ``gy``
+of each product's output. W computes ``gy^T x`` with the operations that autograd itself would have used, so the bits
+are equal, and passes it to autograd, which runs all hooks.
 """
 
 from collections import Counter
@@ -33,8 +33,8 @@ from pipesched.tensors.graph_edges import enter
 __all__ = ["PAYS_FLOPS", "Deferral"]
 
 
-class _Lesson:
-    """What one forward shows about each weight: in how many products it is used, and in which other ways."""
+class _WeightUses:
+    """The uses of each weight in one forward: the number of products, their operations and their autograd nodes."""
 
     def __init__(self, live: Callable[[Tensor], Tensor]) -> None:
         self._live = live
@@ -43,17 +43,18 @@ class _Lesson:
         self._nodes: dict[Tensor, list[Node | None]] = {}
 
     def note(self, weights: Iterable[Tensor], flops: int, output: Tensor) -> None:
-        """A product of these weights, called as it is."""
+        """Record a product of these weights that was called unchanged."""
         for weight in map(self._live, weights):
             self._uses[weight] += 1
             self._flops[weight] += flops
             self._nodes.setdefault(weight, []).append(output.grad_fn)
 
     def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
-        """The weights whose every use is a product that the backward passes, and whose work pays for the detour.
+        """The weights that are used only in products that the backward reaches, and are large enough to pay.
 
-        A weight that also goes other ways has one sum over all its uses, which W could not rebuild; a product that the
-        outputs do not lead to was made for the layer's own differentiation, or without gradients.
+        The gradient of a weight that is also used in other ways is a sum over all uses, which W could not rebuild bit
+        by bit. A product that the backward does not reach was made for the layer's own differentiation, or without
+        gradients.
         """
         passed, reached = _reached(outputs)
         uses = Counter({self._live(leaf): count for leaf, count in reached.items()})
@@ -71,19 +72,19 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class Deferral:
-    """A provider that detaches weights in products and takes note of the products. One a stage.
+    """Intercepts one stage's products with weights, detaches the weights and records the products for W.
 
-    Which weights are deferred is learnt from the first micro-batch of a kind, whose backward runs whole. What a step's
-    first micro-batch decides holds for the step. Those before the one that was learnt from (a checkpointed one runs
-    again after later ones) run whole, too: sums keep their order.
+    The deferrable weights are learned from the first micro-batch of each kind, whose backward is not split. The
+    decision for a step's first micro-batch holds for the whole step. Micro-batches up to the one that was learned from
+    are not split either, even if they are recomputed after later ones, so that sums keep their order.
     """
 
     def __init__(self) -> None:
         self._live: Callable[[Tensor], Tensor] = _itself
         self._products: list[Product] = []
-        self._learnt: dict[Hashable, frozenset[Tensor]] = {}
+        self._learned: dict[Hashable, frozenset[Tensor]] = {}
         self._deferrable: frozenset[Tensor] = frozenset()
-        self._lesson: _Lesson | None = None
+        self._weight_uses: _WeightUses | None = None
         self._decided = False
         self._whole_up_to = -1
         self._kind: Hashable = None
@@ -91,49 +92,51 @@ class Deferral:
         self._saving = False
 
     def begin(self, live: Callable[[Tensor], Tensor] | None = None) -> None:
-        """A step begins. live: the Parameter of which a tensor is a version, the tensor itself where it is none."""
+        """Start a step. live: maps a weight version's tensor to its Parameter, and any other tensor to itself."""
         self._live = live or _itself
         self._decided = False
-        self._lesson = None
+        self._weight_uses = None
         self._products.clear()
 
     def decide(self, microbatch: int, kind: Callable[[], Hashable]) -> bool:
-        """Before a forward: whether it defers. ``kind`` (shapes, trainable parameters) of a step's first forward
-        decides; where it is new, that forward is learnt from.
+        """Whether the coming forward defers weight gradients.
+
+        The first forward of a step decides by its kind (shapes, trainable parameters). If the kind is new, that forward
+        is learned from.
         """
         if not self._decided:
             self._decided = True
             self._kind = kind()
-            known = self._kind in self._learnt
-            self._lesson = None if known else _Lesson(self._live)
+            known = self._kind in self._learned
+            self._weight_uses = None if known else _WeightUses(self._live)
             self._whole_up_to = -1 if known else microbatch
-            self._deferrable = self._learnt.get(self._kind, frozenset())
+            self._deferrable = self._learned.get(self._kind, frozenset())
         return bool(self._deferrable) and microbatch > self._whole_up_to
 
     @property
     def learning(self) -> bool:
-        """Whether the forward that was decided on is one that is learnt from."""
-        return self._lesson is not None
+        """Whether the current forward is one to learn from."""
+        return self._weight_uses is not None
 
     @property
     def num_noted(self) -> int:
-        """How many products the forward has shown so far."""
+        """The number of products recorded so far in this forward."""
         return len(self._products)
 
     def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
-        """End a forward: its products. Those of one that was learnt from are none."""
-        if self._lesson is not None:
-            self._deferrable = self._learnt[self._kind] = self._lesson.deferrable(outputs)
-            self._lesson = None
+        """End a forward and return its products; a forward that was learned from has none."""
+        if self._weight_uses is not None:
+            self._deferrable = self._learned[self._kind] = self._weight_uses.deferrable(outputs)
+            self._weight_uses = None
         products = self._products
         self._products = []
         return products
 
     @contextmanager
     def saving(self, *, again: bool = False) -> Iterator[None]:
-        """Within a layer that does not hold what autograd saves: inputs of products are saved in its graph alone.
+        """A context for layers whose saved tensors are recomputed or offloaded: products save inputs through autograd.
 
-        again: the layer runs again, and builds the graph that its forward built.
+        again: whether the layer is being recomputed, which rebuilds the graph of its forward.
         """
         before = self._saving, self._noting
         self._saving = True
@@ -145,7 +148,7 @@ class Deferral:
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
-        """Detach all the same but take no note: what a backward recomputes must be the graph that F built."""
+        """A context that still detaches weights but records nothing: a recompute must rebuild the graph of F."""
         self._noting = False
         try:
             yield
@@ -153,7 +156,7 @@ class Deferral:
             self._noting = True
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
-        """Products with a weight: linear layers, matrix products and convolutions."""
+        """The handler for linear layers, matrix products and convolutions; None for other functions."""
         if function is functional.linear:
             return self._linear
         if function in _MATRIX_PRODUCTS:
@@ -211,9 +214,9 @@ class Deferral:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
-        """Take note of a product that was called as it is. ``channels``: the dim of x that it sums over."""
-        if self._lesson is not None and self._noting:
-            self._lesson.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
+        """Record a product that was called unchanged. channels: the dimension of x that the product sums over."""
+        if self._weight_uses is not None and self._noting:
+            self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output
 
     def _note(
@@ -225,7 +228,7 @@ class Deferral:
         else:
             product.take(x.detach())
         output = call(x)
-        if not output.requires_grad:  # no input of the product needs a gradient: it still needs a node to hook
+        if not output.requires_grad:  # no input requires a gradient, but the hook needs an autograd node
             (output,) = enter((output,))
         if self._noting:
             get_gradient_edge(output).node.register_prehook(product.keep)
@@ -233,7 +236,7 @@ class Deferral:
         return output
 
 
-#: Deferring one product costs about 20 us of host time; a smaller product is done sooner than that.
+#: Deferring a product costs about 20 us of host time; a smaller product takes less than that.
 PAYS_FLOPS = 2_000_000
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -242,17 +245,17 @@ _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 
 
 def _is_plain(x: Any, *weights: Any) -> bool:
-    """Whether these are real tensors of no subclass, and the weights trainable leaves."""
+    """Whether these are floating-point tensors of no subclass, and the weights trainable leaves."""
     return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
         weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
     )
 
 
 def _lies_in_rows(x: Tensor) -> bool:
-    """Whether torch's own product takes x as a matrix of rows without a copy.
+    """Whether torch's own product uses x as a matrix of rows without a copy.
 
-    Otherwise it copies where the weight needs a gradient, and takes a slower way with other bits where it does not:
-    a detached weight would mislead it, so the copy is made here.
+    Otherwise torch copies x if the weight requires a gradient, and uses a slower method with other bits if it does not.
+    A detached weight would select the slower method, so the caller makes the copy.
     """
     return x.dim() <= 2 or x.is_contiguous()
 
@@ -263,9 +266,9 @@ def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _reached(outputs: Sequence[GradientEdge]) -> tuple[set[Node], Counter[Tensor]]:
-    """The nodes that a backward passes, and how often each leaf is used.
+    """The nodes that a backward reaches, and the number of uses of each leaf.
 
-    A view or a cast of a weight, such as the transposed weight of a linear layer, is as many uses as are made of it.
+    Uses of a view or a cast of a weight, such as the transposed weight of a linear layer, count as uses of the weight.
     """
     above: dict[Node, list[Node | None]] = {}
     front: list[tuple[Node | None, Node]] = [(None, edge.node) for edge in outputs]

@@ -1,6 +1,6 @@
-"""Stage: runs F, B, I, W and R of one stage for a micro-batch, and owns what it saves between them.
+"""Stage: runs the compute actions of one stage, micro-batch by micro-batch, and keeps the state between them.
 
-A stage knows nothing of order, ranks or transfers. Its runner calls the user's own layers.
+A stage contains no scheduling, rank or transport logic. Its `LayerRunner` calls the user's own layers.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipesched.capture.stage_body import Body, Chain, Head
 from pipesched.errors import ExecutionError, InputError
-from pipesched.program.checkpoint_options import Keep
+from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.program.weight_versions import Uses
 from pipesched.runtime.stage.batch_norm import Norms
 from pipesched.runtime.stage.compiled_layers import Compiled
@@ -32,9 +32,20 @@ _NONE_BACK = PerConsumer()
 
 
 class Stage:
-    """One stage: its body, layers in a row unless it is another one, and on the last stage the head.
+    """One stage of the model: its layers and, on the last stage, the loss.
 
-    Where several stages take what it gives, its body gives each its own (``PerConsumer``).
+    Args:
+        body: the layers by name, run one after another, or a `Body` that runs them in another way. A body whose output
+            has several consumer stages returns a ``PerConsumer`` with one value for each.
+        device: the device of the stage's rank.
+        head: the loss, on the last stage. Default: none.
+        ties: tensors that replace tied weights, by layer call. Default: none.
+        norms: collects BatchNorm statistics of the whole mini-batch. Default: each micro-batch updates them.
+        compiled: calls layers through ``torch.compile``. Default: eager.
+        checkpoint_of_call: how each (layer, call number) that does not keep its activations is treated. Default: all
+            keep them.
+        written: names of the model's buffers that forwards write to.
+
     """
 
     def __init__(
@@ -46,7 +57,7 @@ class Stage:
         ties: StandIns | None = None,
         norms: Norms | None = None,
         compiled: Compiled | None = None,
-        keep: Mapping[tuple[str, int], Keep] | None = None,
+        checkpoint_of_call: Mapping[tuple[str, int], LayerCheckpoint] | None = None,
         written: Collection[str] = (),
     ) -> None:
         self.body = Chain(body) if isinstance(body, Mapping) else body
@@ -55,43 +66,49 @@ class Stage:
         self.head = head
         self.weights: WeightStash | None = None
         self._saved: dict[int, MicrobatchState] = {}
-        self._feed = StepData(0, 0, [])
-        how: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "keep": keep or {}, "written": written}
-        self._runner = LayerRunner(self.body, device, head, **how)
+        self._step_data = StepData(0, 0, [])
+        options: Any = {"ties": ties or {}, "norms": norms, "compiled": compiled, "written": written}
+        options["checkpoint_of_call"] = checkpoint_of_call or {}
+        self._runner = LayerRunner(self.body, device, head, **options)
         self.modules = self._runner.modules
         self.optimizer = StageOptimizer(self.modules, self.layers)
-        #: Makes a stage over the same layers that holds nothing: for a pass that stays open beside others.
-        self.fresh = partial(Stage, self.body, device, head, **how)
+        #: Creates an empty stage over the same layers, for a pass that stays open while other passes run.
+        self.fresh = partial(Stage, self.body, device, head, **options)
 
-    def begin(self, feed: StepData, uses: Uses | None = None) -> None:
-        """Start a step; what a broken one left behind is dropped.
+    def begin(self, step_data: StepData, uses: Uses | None = None) -> None:
+        """Start a step. State left by a failed step is discarded.
 
-        uses: for a program that updates the weights on its way: which version each micro-batch uses.
+        uses: the weight version of each micro-batch, for a program that updates the weights while micro-batches are in
+        flight.
         """
         self._saved.clear()
-        self._feed = feed
+        self._step_data = step_data
         self.weights = None if uses is None else WeightStash(self.modules, uses)
-        self._runner.begin(feed, self.weights)
+        self._runner.begin(step_data, self.weights)
 
     def end(self, failed: bool) -> None:
-        """End a step: nothing of it stays behind, nor of one that failed gradients that the next update would take."""
+        """End a step and release its state. After a failed step, also clear the optimizer's gradients."""
         self.begin(StepData(0, 0, []))
         if failed:
             self.optimizer.drop_gradients()
 
     def products(self, microbatch: int) -> Sequence[Product]:
-        """What I has left to W."""
+        """The products whose weight gradients I has deferred to W."""
         return self._saved[microbatch].products
 
     def forward(self, microbatch: int, *arrived: Payload, split: bool = False, checkpointed: bool = False) -> Any:
-        """F: the stage's output, a Payload, or PerConsumer one for each consumer; on the last stage the loss, where
-        the feed asks for one.
+        """F: return the stage's output.
+
+        Returns:
+            A Payload, or a PerConsumer with one Payload for each consumer stage. On the last stage the loss, if
+            ``StepData.factors`` is set.
+
         """
-        feed = self._feed
+        step_data = self._step_data
         payload, takes_inputs = self._body_inputs(microbatch, arrived)
         saved = MicrobatchState(
             microbatch=microbatch,
-            key=Key(feed.seed, feed.step, microbatch) if feed.key is None else feed.key(microbatch),
+            key=Key(step_data.seed, step_data.step, microbatch) if step_data.key is None else step_data.key(microbatch),
             num_grads=tuple([sum(one.needs_grad) for one in arrived]) if arrived else (),
             takes_inputs=takes_inputs,
             weights={} if self.weights is None else self.weights.used_by(microbatch),
@@ -107,8 +124,8 @@ class Stage:
             value = run.run_dropping(saved, payload) if checkpointed else run.run_keeping(saved, payload, split)
         if guarded and versions != [tensor._version for tensor in guarded]:
             raise ExecutionError(
-                f"tensors that pass between stages are modified in place only where they share no memory; the layers "
-                f"{', '.join(self.layers)} modified one of {len(guarded)} that do; clone it, or move the boundary"
+                f"a stage must not modify received tensors that share memory; the layers {', '.join(self.layers)} "
+                f"modified one of {len(guarded)} such tensors in place; clone it first, or move the stage boundary"
             )
         if isinstance(value, PerConsumer):
             return PerConsumer([self._buffers_copied(Payload.of(one)) for one in value])
@@ -116,11 +133,11 @@ class Stage:
         if not all(output.needs_grad):
             output = self._buffers_copied(output)
         if saved.loss_inputs is not None:
-            feed.losses[microbatch] = output.leaves[0]
+            step_data.losses[microbatch] = output.leaves[0]
         return output
 
     def recompute(self, microbatch: int, *, split: bool = False) -> None:
-        """R: run F again, with the same random numbers and buffers, and this time keep what the backward needs."""
+        """R: run a checkpointed F again, with the same random numbers and buffers, and save its activations."""
         saved = self._saved[microbatch]
         if saved.needs_no_backward:
             return
@@ -131,7 +148,7 @@ class Stage:
         self._runner.run_keeping(saved, arrived, split)
 
     def backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """B: adds the gradients of all parameters; returns those of what arrived, for each producer."""
+        """B: accumulate all parameters' gradients; return the received values' gradients, for each producer."""
         saved = self._saved.pop(microbatch)
         self._runner.backward(saved, grads)
         if self.weights is not None:
@@ -139,7 +156,7 @@ class Stage:
         return self._input_grads(microbatch, saved)
 
     def input_grad(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """I: returns the gradients of what arrived, for each producer; the weight gradients that pay are left to W."""
+        """I: return the received values' gradients, for each producer. Expensive weight gradients are deferred to W."""
         saved = self._saved[microbatch]
         if saved.deferred:
             with self._runner.deferral.unnoted():
@@ -151,7 +168,7 @@ class Stage:
         return self._input_grads(microbatch, saved)
 
     def weight_grad(self, microbatch: int) -> None:
-        """W: adds the gradients that I left."""
+        """W: accumulate the weight gradients that I deferred."""
         saved = self._saved.pop(microbatch)
         if saved.products:
             self._runner.weight_grad(saved.products)
@@ -159,69 +176,74 @@ class Stage:
             self._runner.deliver(saved, self.weights)
 
     def offload(self, microbatch: int) -> None:
-        """OFFLOAD: copy what layers that are to offload have saved to the host, but for what others hold."""
+        """OFFLOAD: start copying the activations of offloaded layers to the host, except memory used elsewhere."""
         if self._runner.offloads is not None:
             self._runner.offloads.offload(microbatch, self._runner.held_by_others(self._saved[microbatch]))
 
     def free(self, microbatch: int) -> None:
-        """FREE: once that is copied, give its memory back."""
+        """FREE: wait for the copy to the host, then release the device memory."""
         if self._runner.offloads is not None:
             self._runner.offloads.free(microbatch)
 
     def fetch(self, microbatch: int) -> None:
-        """FETCH: bring it back, for the backward."""
+        """FETCH: start copying the activations back to the device for the backward."""
         if self._runner.offloads is not None:
             self._runner.offloads.fetch(microbatch)
 
     def update(self, number: int) -> None:
-        """UPDATE: the optimizer's step with the gradients since the last one, which are then cleared."""
+        """UPDATE: step the optimizer with the gradients accumulated since the last update, then clear them."""
         self.optimizer.update(self.weights)
 
     def _loss_inputs(self, microbatch: int) -> tuple[Any, float | None] | None:
-        """The loss's target and factor. F reads them, once: R may come when a stream has dropped them."""
-        feed = self._feed
-        if feed.factors is None:
+        """The target and the factor of the loss; None if no loss is computed.
+
+        F reads them and keeps them: an asynchronous stream may have dropped them from the step data by the time R runs.
+        """
+        step_data = self._step_data
+        if step_data.factors is None:
             return None
-        target: Any = feed.targets[microbatch] if feed.targets else None
+        target: Any = step_data.targets[microbatch] if step_data.targets else None
         here = (
             self._on_device(target)
             if isinstance(target, Tensor)
             else pytree.tree_map_only(Tensor, self._on_device, target)
         )
-        return here, feed.factors[microbatch]
+        return here, step_data.factors[microbatch]
 
     def _body_inputs(self, microbatch: int, arrived: Sequence[Payload]) -> tuple[Payload, bool]:
-        """All that the body gets, and whether the model's inputs are the first of it."""
+        """The inputs of the body, and whether they begin with the model's inputs."""
         if arrived and not self.body.late_inputs:
             return arrived[0] if len(arrived) == 1 else Payload.joined(arrived), False
-        given = Payload.of(self.body.inputs(self._feed.inputs[microbatch]), self._on_device)
+        given = Payload.of(self.body.inputs(self._step_data.inputs[microbatch]), self._on_device)
         if arrived and any(given.needs_grad):
             raise InputError(
-                "gradients of inputs come from the first stage; an input that requires one is used in a later stage, "
-                "too; detach it, or move the boundary behind its last use"
+                "an input that requires a gradient must be used by the first stage only; one is also used by a later "
+                "stage; detach it, or move the stage boundary behind its last use"
             )
         return (Payload.joined([given, *arrived]) if arrived else given), True
 
     def _buffers_copied(self, output: Payload) -> Payload:
-        """A buffer that leaves the stage is copied: the next forward may change it before it is read."""
+        """The output with every buffer of this stage cloned: the next forward may change a buffer before it is read."""
         own = {memory_of(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         return output.map_tensors(lambda one: one.clone() if memory_of(one) in own else one) if own else output
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        """An input of the model, on this device. It is a view of the batch, but counts its own modifications: a layer
-        that works in place on one micro-batch does not spoil the others' backward.
+        """An input of the model, on this device.
+
+        The result shares memory with the batch but has its own version counter, so a layer that modifies one
+        micro-batch in place does not break the backward of another.
         """
         if tensor.is_meta:
-            return tensor  # it is not needed here
+            return tensor  # a placeholder: this stage does not use the value
         own = used_here(tensor.data) if tensor.is_cuda else tensor.data
         return own if own.device == self.device else own.to(self.device, non_blocking=True)
 
     def _input_grads(self, microbatch: int, saved: MicrobatchState) -> PerConsumer:
         grads = tuple(saved.input_grads)
-        saved.input_grads.clear()  # the graph holds the list, and somebody may hold the graph for longer
+        saved.input_grads.clear()  # the graph references the list and may outlive this call
         if not saved.num_grads:
             if grads:
-                self._feed.input_grads[microbatch] = grads
+                self._step_data.input_grads[microbatch] = grads
             return _NONE_BACK
         if len(saved.num_grads) == 1:
             return PerConsumer((grads,))

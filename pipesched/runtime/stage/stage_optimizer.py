@@ -1,4 +1,4 @@
-"""Stage optimizer: updates the parameters of one stage, at once or after the run."""
+"""Stage optimizer: updates the parameters of one stage, during the run or after it."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -12,27 +12,27 @@ __all__ = ["StageOptimizer"]
 
 
 class StageOptimizer:
-    """Updates the parameters of one stage's modules. layers: the names that an error shows."""
+    """Updates the parameters of one stage's modules. layers: the layer names for error messages."""
 
     def __init__(self, modules: Mapping[str, nn.Module], layers: Iterable[str]) -> None:
         self._modules = modules
         self._layers = layers
-        #: None where the stage trained nothing when the pipeline was made.
+        #: None if the stage had no trainable parameter when the pipeline was made.
         self.wrapped: Optimizer | None = None
-        #: The tied parameters that other stages update.
+        #: Tied parameters that another stage updates.
         self.elsewhere: Collection[nn.Parameter] = ()
-        #: Whether updates wait for the gradients of tied parameters, which come after the run.
+        #: Whether updates wait for the gradients of tied parameters, which are summed after the run.
         self.late = False
         self._waiting = False
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the modules, without those that other stages update."""
+        """The parameters of the modules, except those that another stage updates."""
         own = dict.fromkeys(parameter for module in self._modules.values() for parameter in module.parameters())
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
     def update(self, weights: WeightStash | None) -> None:
-        """Step with the gradients since the last update. weights: the versions that micro-batches in flight use."""
+        """Step with the gradients since the last update. weights: the versions for micro-batches in flight."""
         if self.late:
             self._waiting = True
             return
@@ -43,13 +43,13 @@ class StageOptimizer:
             weights.after_update()
 
     def update_late(self) -> None:
-        """Make the update that has waited for the gradients of tied parameters."""
+        """Run the update that was postponed until the gradients of tied parameters were summed."""
         if self._waiting:
             self._waiting = False
             self._step()
 
     def drop_gradients(self) -> None:
-        """After a run that has failed: the next update takes none of its gradients."""
+        """Clear the gradients of a failed run, so that the next update does not use them."""
         if self.wrapped is not None:
             self._waiting = False
             self.wrapped.zero_grad(set_to_none=True)
@@ -60,6 +60,6 @@ class StageOptimizer:
             self.wrapped.zero_grad(set_to_none=True)
         elif any(parameter.requires_grad and parameter.grad is not None for parameter in self.parameters):
             raise ExecutionError(
-                f"a stage that trained nothing when the pipeline was made has no optimizer; parameters of the layers "
+                f"a stage without trainable parameters at construction has no optimizer; parameters of the layers "
                 f"{', '.join(self._layers)} have gradients now; make a new Pipeline, or freeze them again"
             )

@@ -1,4 +1,4 @@
-"""Step data: what a step gives to its stages and takes from them."""
+"""Step data: the inputs that a step gives to its stages, and the results that it collects from them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,23 +15,23 @@ __all__ = ["StepData"]
 
 @dataclass
 class StepData:
-    """What one step, or a stream of steps, gives to its stages and takes from them: by micro-batch.
-
-    step: the first one's number. inputs: (args, kwargs) of the model. factors: what each loss is multiplied by, None to
-    leave it as it is; without factors no loss is computed. output_grads: gradients of the outputs, where the loss is
-    computed elsewhere. key: of a stream, whose micro-batches count on over its steps.
-    """
+    """Inputs and results of one step, or of a stream of steps, by micro-batch."""
 
     seed: int
+    #: The number of the step; of a stream, of its first step.
     step: int
+    #: The model's (args, kwargs).
     inputs: list[Any] | dict[int, Any]
     _: KW_ONLY
     targets: list[Any] | dict[int, Any] = field(default_factory=list)
+    #: The factor of each loss; None leaves a loss unscaled. Without factors no loss is computed.
     factors: list[float | None] | dict[int, float | None] | None = None
+    #: Gradients of the outputs, if the loss is computed outside the pipeline.
     output_grads: list[Gradients] = field(default_factory=list)
     keep_outputs: bool = False
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
+    #: The random key of a micro-batch in a stream, whose micro-batch numbers continue across steps.
     key: Callable[[int], Key] | None = None

@@ -1,6 +1,4 @@
-"""Weight products: what is left to W of each product with a weight, and how W computes and delivers the weight
-gradients.
-"""
+"""Weight products: matrix products and convolutions with a weight, whose weight gradients are computed later, in W."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,7 +25,7 @@ WeightRule = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
 class Product:
-    """One product whose weight gradient waits for W: its input, its weights, and its output's gradient once I ran."""
+    """One product with a deferred weight gradient: its input, its weights and, after I, the gradient of its output."""
 
     __slots__ = ("_grads", "grad", "input", "rule", "version", "weights")
 
@@ -38,23 +36,23 @@ class Product:
         self._grads: list[Tensor | None] = [None] * len(weights)
 
     def take(self, input: Tensor) -> None:
-        """Hold what the product was made of."""
+        """Store the product's input."""
         self.input = input
         self.version = input._version
 
     def keep(self, grads: Sequence[Tensor | None]) -> None:
-        """The hook on the product's node."""
+        """Store the gradient of the output; a hook on the product's autograd node."""
         self.grad = grads[0]
 
     def weight_grad(self, index: int) -> Tensor | None:
-        """Hand over the gradient of one weight; None where no gradient came, or for the second time.
+        """Return the gradient of one weight; None if no gradient arrived, or at a second call.
 
-        Raises ExecutionError where the product's input was modified since.
+        Raises ExecutionError if the input was modified in place since the product ran.
         """
         if self.grad is not None and self.input._version != self.version:
             raise ExecutionError(
-                f"the input of a product is needed for its weight gradient; a tensor of shape "
-                f"{list(self.input.shape)} was modified in place after it was used; "
+                f"the input of a product must stay unchanged until its weight gradient is computed; a tensor of shape "
+                f"{list(self.input.shape)} was modified in place after its use; "
                 f"remove the in-place operation, or use a schedule that does not split the backward"
             )
         if self.grad is not None:
@@ -66,13 +64,13 @@ class Product:
 
 
 def saving_input(x: Tensor, product: Product) -> Tensor:
-    """The input of a product, saved by autograd, as hooks on saved tensors see: W gets it back in the backward."""
+    """Save a product's input through autograd, so that saved-tensor hooks see it; the backward hands it on."""
     saved: Tensor = _SavedInput.apply(x, (x.detach(),), product)  # type: ignore[no-untyped-call]
     return saved
 
 
 class _SavedInput(torch.autograd.Function):
-    """A node in front of a product. What comes out is the tensor in ``again``, which autograd takes for a new one."""
+    """An autograd node in front of a product. Its output is the tensor in ``again``, which autograd treats as new."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, again: tuple[Tensor], product: Product) -> Tensor:
@@ -89,13 +87,13 @@ class _SavedInput(torch.autograd.Function):
 
 
 def spread(value: Any, spatial: int) -> list[int]:
-    """A number for each spatial dimension, where one may stand for all."""
+    """One number for each spatial dimension; a single number is repeated."""
     values = [value] if isinstance(value, int) else list(value)
     return values * spatial if len(values) == 1 else values
 
 
 def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as matrices of one row a product; under autocast the input is cast as the product cast it."""
+    """The gradient and the input as matrices, with the input in the gradient's dtype, as autocast computed it."""
     if x.dtype is not grad.dtype:
         x = x.to(grad.dtype)
     dims = x.dim()
@@ -105,19 +103,19 @@ def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
-    """Of ``x @ weight.T``."""
+    """The weight gradient of ``x @ weight.T``."""
     grad, x = _operands(grad, x)
     return (grad.t().mm(x),)
 
 
 def matmul_rule(grad: Tensor, x: Tensor) -> tuple[Tensor]:
-    """Of ``x @ weight``."""
+    """The weight gradient of ``x @ weight``."""
     grad, x = _operands(grad, x)
     return (x.t().mm(grad),)
 
 
 class ConvolutionRule:
-    """Weight and bias gradients of a convolution, by the call that autograd makes."""
+    """Weight and bias gradients of a convolution, computed by the operation that autograd itself would call."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, numbers: list[list[int]], groups: int) -> None:
         self._weight = weight.detach()
@@ -126,14 +124,13 @@ class ConvolutionRule:
         self._groups = groups
 
     def forward(self, function: Callable[..., Any], x: Tensor) -> Tensor:
-        """The convolution with its weights detached."""
+        """The convolution with its weight and bias detached."""
         output: Tensor = function(x, self._weight, self._bias, *self._numbers, self._groups)
         return output
 
     def __call__(self, grad: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        """By the call that autograd makes."""
         spatial = self._weight.dim() - 2
-        if x.dim() == spatial + 1:  # one unbatched picture
+        if x.dim() == spatial + 1:  # an unbatched image
             grad = grad.unsqueeze(0)
             x = x.unsqueeze(0)
         _, *grads = torch.ops.aten.convolution_backward(
@@ -150,15 +147,15 @@ class ConvolutionRule:
         return tuple(grads[:1] if self._bias is None else grads)
 
 
-#: Weights are delivered in groups of about so many bytes: a large gradient is added while it lies in the cache, and
-#: its memory is used again for the next one; small ones share the fixed cost of a node.
+#: Approximate bytes of weights in one delivery. A large gradient is accumulated while it is in the cache, and its
+#: memory is reused for the next; small gradients share the fixed cost of one autograd node.
 _GROUP_BYTES = DELIVERED_BYTES
 
 
 def weight_grad(products: Sequence[Product]) -> None:
-    """The weight gradients (W): computed, summed over a weight's uses, and delivered with the hooks of each weight."""
+    """W: compute the weight gradients, sum them over each weight's uses, and deliver them with the weights' hooks."""
     uses: _Uses = {}
-    for product in reversed(products):  # the order in which a backward comes to them
+    for product in reversed(products):  # the order of a backward
         for index, weight in enumerate(product.weights):
             uses.setdefault(weight, []).append((product, index))
     roots = [_Delivery.apply(group, *group) for group in _groups(uses)]  # type: ignore[no-untyped-call]
@@ -184,12 +181,12 @@ def _groups(uses: _Uses) -> Iterator[_Uses]:
 
 
 class _Delivery(torch.autograd.Function):
-    """A node above the AccumulateGrad nodes of some weights: autograd adds what it computes, and fires the hooks."""
+    """An autograd node above some weights' AccumulateGrad nodes: autograd accumulates the results and runs hooks."""
 
     @staticmethod
     def forward(ctx: Any, group: _Uses, *weights: Tensor) -> Tensor:
         ctx.group = group
-        return torch.empty(0, device=weights[0].device)  # so that autograd knows the stream in which it computes
+        return torch.empty(0, device=weights[0].device)  # tells autograd the stream of the computation
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -203,6 +200,6 @@ def _total(weight: Tensor, of_weight: list[tuple[Product, int]]) -> Tensor | Non
     for product, index in of_weight:
         grad = product.weight_grad(index)
         if grad is not None:
-            grad = grad.to(weight.dtype)  # autocast computes in another; sums are made in the weight's own
+            grad = grad.to(weight.dtype)  # autocast computes in another dtype; sums use the weight's dtype
             total = grad if total is None else total + grad
     return total

@@ -1,10 +1,9 @@
-"""Weight stash: the versions of a stage's weights that micro-batches in flight use, while the optimizer makes newer
-ones.
+"""Weight stash: older versions of a stage's weights, for micro-batches in flight while the optimizer updates them.
 
-A version is a set of tensors that share memory with the live Parameters: leaves with a version counter of their own,
-on which ``torch.func.functional_call`` runs the user's layers. What gradient arrives at them is handed on to the live
-Parameters, whose hooks fire. Before an update changes weights that are still used, the Parameters move to new memory
-and leave the old to the version (weight stashing: PipeDream, Narayanan et al. 2019).
+A version is a set of leaf tensors that share memory with the Parameters and have version counters of their own;
+``torch.func.functional_call`` runs the user's layers on them. Gradients of a version are passed on to the Parameters,
+and the Parameters' hooks run. Before an update changes weights that are still in use, the Parameters move to new memory
+and the version keeps the old memory (weight stashing: PipeDream, Narayanan et al. 2019).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,12 +19,12 @@ __all__ = ["Tensors", "WeightStash"]
 
 #: The tensors of one version by module and name.
 Tensors = dict[str, dict[str, Tensor]]
-#: Tensors of a version, each with the gradient that arrived at it.
+#: Tensors of a version with their gradients.
 _Arrived = list[tuple[Tensor, Tensor]]
 
 
 class _Holder(nn.Module):
-    """Modules under one name, to be given other weights while something else runs."""
+    """A module that contains several modules, so that ``functional_call`` can replace the weights of all of them."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class _Holder(nn.Module):
 
 
 class WeightStash:
-    """One stage's versions. modules: by name. uses: which micro-batch uses which."""
+    """The weight versions of one stage. modules: by name. uses: the version of each micro-batch."""
 
     def __init__(self, modules: Mapping[str, Any], uses: Uses) -> None:
         self._modules = {name: module for name, module in modules.items() if isinstance(module, nn.Module)}
@@ -45,21 +44,21 @@ class WeightStash:
         self._end: int | None = None
         self._newest = 0
         self._held: dict[int, Tensors] = {}
-        self._waiting: dict[int, set[int]] = {}  # who has still to use a version
+        self._waiting: dict[int, set[int]] = {}  # micro-batches that still need a version
         self._live: dict[Tensor, nn.Parameter] = {}
         self._begin_version()
 
     @property
     def held(self) -> list[int]:
-        """The versions in memory, the newest included."""
+        """The versions in memory, including the newest."""
         return sorted({*self._held, self._newest})
 
     def used_by(self, microbatch: int) -> Tensors:
-        """The weights that a micro-batch uses, forward, recomputed and backward."""
+        """The weights for a micro-batch's forward, recompute and backward."""
         return self._held[self._uses.version(microbatch)]
 
     def during(self, weights: Tensors, act: Callable[[], None]) -> None:
-        """Act while the modules hold a version: a backward may call them again (torch.utils.checkpoint), or look."""
+        """Call ``act`` while the modules hold a version, because a backward may call them (torch.utils.checkpoint)."""
         tensors = {
             f"held.{index}.{key}": tensor
             for index, named in enumerate(weights.values())
@@ -68,11 +67,11 @@ class WeightStash:
         torch.func.functional_call(self._holder, tensors, (act,))
 
     def live(self, tensor: Tensor) -> Tensor:
-        """The Parameter of which a tensor is a version; any other tensor itself."""
+        """The Parameter of a version's tensor; any other tensor unchanged."""
         return self._live.get(tensor, tensor)
 
     def taken(self, weights: Tensors) -> _Arrived:
-        """The gradients that have arrived at a version, which then has none."""
+        """Take the accumulated gradients from a version's tensors."""
         tensors = (tensor for named in weights.values() for tensor in named.values())
         arrived = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
         for tensor, _ in arrived:
@@ -80,18 +79,18 @@ class WeightStash:
         return arrived
 
     def deliver(self, arrived: _Arrived) -> None:
-        """Hand the gradients of a version to the live Parameters."""
+        """Accumulate a version's gradients into the Parameters."""
         if arrived:
             torch.autograd.backward([self._live[tensor] for tensor, _ in arrived], [grad for _, grad in arrived])
 
     def ended(self, microbatch: int) -> None:
-        """A micro-batch's backward is done. A version that nobody waits for is dropped."""
+        """Record that a micro-batch's backward is done, and drop versions that no micro-batch needs."""
         version = self._uses.version(microbatch)
         self._waiting[version].discard(microbatch)
         self._drop_unused()
 
     def before_update(self) -> None:
-        """The next update may change the live Parameters: a version that is still used keeps its memory."""
+        """Prepare for an update: if the newest version is still needed, move the Parameters to new memory."""
         if self._waiting[self._newest]:
             for name, named in self._held[self._newest].items():
                 parameters = dict(self._modules[name].named_parameters())
@@ -99,13 +98,13 @@ class WeightStash:
                     parameters[key].data = used_here(parameters[key].data).clone()
 
     def after_update(self) -> None:
-        """The live Parameters are the next version."""
+        """Make the updated Parameters the newest version."""
         self._newest += 1
         self._begin_version()
         self._drop_unused()
 
     def end_at(self, num_microbatches: int) -> None:
-        """No further micro-batches come: what only they would have used is dropped."""
+        """Set the number of micro-batches, and drop versions that only later micro-batches would have used."""
         self._end = num_microbatches
         for version, waiting in self._waiting.items():
             self._waiting[version] = set(filter(self._comes, waiting))
@@ -124,7 +123,7 @@ class WeightStash:
         self._held[self._newest] = version
 
     def _drop_unused(self) -> None:
-        """The newest stays: it is the Parameters."""
+        """Drop versions that no micro-batch needs, except the newest, which is the Parameters."""
         for version in [v for v, waiting in self._waiting.items() if not waiting and v != self._newest]:
             del self._waiting[version]
             for named in self._held.pop(version).values():

@@ -1,1 +1,1 @@
-"""How values travel between ranks in different processes."""
+"""Transport: how values travel between ranks in different processes."""

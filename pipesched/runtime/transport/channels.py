@@ -1,22 +1,22 @@
-"""Channels: values from rank to rank, in channels that are first in, first out.
+"""Channels: send values from rank to rank, first in, first out.
 
-A value is one message: a header of 64 bytes, then the bytes of all its tensors, laid out by its form. What form a
-message will have is foreseen from the last one with the same key (edge, kind, and what its micro-batch looks like),
-so receives are posted before their messages are sent. A form that was not foreseen is announced in the header and
-follows, with its data, on a side channel; from the next run on it is foreseen. Both ends keep the same book of
-forms, and compare what they foresee before the first message of a run: shapes that change cost time, never a crash.
+A value is one message: a header of 64 bytes, then the bytes of all its tensors in the order of its layout. The layout
+of a message is predicted from the last message with the same key (edge, kind, and form of the micro-batch), so that
+receives are posted before their messages are sent. A layout that was not predicted is announced in the header and
+follows, with its data, on a side channel; later runs then predict it. Both ends keep equal tables of layouts and
+compare their predictions before the first message of a run. So changing shapes cost time, but never cause an error.
 
-A send never waits for its receiver, and the tensors are free at once: who holds one may change it. A short message of
-one tensor goes into the connection's buffers from where it lies. Any other is a copy, which is used again as soon as
-it is written, or, where only waiting tells (gloo), when the other end has said in the header of a message
-that comes back that it has taken it. What nobody acknowledged is waited for when the next run begins.
+A send does not wait for its receiver, and the caller may change the tensors immediately afterwards. A short message of
+one tensor is written to the connection's buffers directly from the tensor. Any other message is copied into memory that
+is reused once it has been written or, with gloo, once a later header from the other end reports the message as
+received. Unacknowledged messages are awaited at the start of the next run.
 
-A run may get its messages in parts, which need not be the same at both ends: what one end sends in a part, the other
-may receive in a later one. Then a form that was announced counts for the messages that come a few behind it in the
-channel, which is the same moment at both ends.
+The messages of a run may be given in parts, which may differ between the ends: one end may send a message in a part,
+and the other receive it in a later part. A layout announced within such a run is then predicted from a fixed number of
+messages later in the channel, which is the same position at both ends.
 
-Receives take fresh memory, and what is received lies in it: the allocator hands out again what was freed, and no
-second copy is made.
+A receive allocates new memory, and the received tensors are views of it. The allocator reuses freed memory, so there is
+no second copy.
 """
 
 from collections import deque
@@ -37,24 +37,24 @@ from pipesched.simulation.memory import AHEAD
 __all__ = ["COLLECT", "SHARE", "Channels", "Ends", "Incoming", "Messages", "Outgoing"]
 
 _HEADER = 64  # bytes
-_MOST_BYTES = 1 << 44  # of a message: no machine has as much memory
-_FIELDS = Struct("<4q")  # bytes of a form that follows, bytes of its data, messages taken: forward, backward
+_MOST_BYTES = 1 << 44  # limit for a message; more than any machine's memory
+_FIELDS = Struct("<4q")  # bytes of a layout that follows, bytes of its data, received messages: forward, backward
 
 
 class Counts(NamedTuple):
-    """How many messages of the run each end has taken, forward and backward. Every header says it of its sender."""
+    """The numbers of the run's messages that each end has received, forward and backward; sent in every header."""
 
     here: list[int]
     there: list[int]
 
     @classmethod
     def none(cls) -> "Counts":
-        """Before a run."""
+        """Counts before a run."""
         return cls([0, 0], [0, 0])
 
 
 class _Sent(NamedTuple):
-    """A message that the other end may not have taken. spare: where its memory is used again."""
+    """A message that the other end may not have received. spare: the list to which its memory returns."""
 
     position: int
     work: Work
@@ -63,7 +63,17 @@ class _Sent(NamedTuple):
 
 
 class Outgoing:
-    """The sending end of a channel. way: 0 forward, 1 backward; the channels with a rank share their counts."""
+    """The sending end of a channel.
+
+    Args:
+        ports: the ports for short and long messages.
+        peer: the receiving rank.
+        tag: the channel's tag; the next tag is its side channel.
+        encoding: of plain values.
+        counts: received messages; shared by the channels with one rank. Default: new ones.
+        way: 0 forward, 1 backward.
+
+    """
 
     def __init__(
         self,
@@ -88,61 +98,61 @@ class Outgoing:
         self._write = ports.short.sender(peer, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run, once what the one before has sent is taken."""
+        """Begin a run, after all sends of the run before are complete. keys: of the run's messages."""
         self.drain()
         self._position = 0
         self._counts.there[self._way] = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Further messages of the run."""
+        """Add messages to the run."""
         self.book.extend(keys, self._position)
 
     def send(self, value: Any) -> None:
-        """Send the next value, without waiting."""
-        form = self.book.form(self._position)
-        data = None if form is None or form.nbytes >= self._ports.limit else form.plain_bytes(value)
-        if form is None or data is None:
-            self._send_described(form, value)
+        """Send the next value without waiting."""
+        layout = self.book.form(self._position)
+        data = None if layout is None or layout.nbytes >= self._ports.limit else layout.plain_bytes(value)
+        if layout is None or data is None:
+            self._send_described(layout, value)
         else:
             _FIELDS.pack_into(self._header, 0, 0, 0, *self._counts.here)
-            self._send_short((self._header, data), _HEADER + form.nbytes)
+            self._send_short((self._header, data), _HEADER + layout.nbytes)
         self._position += 1
         if self._sent or self._aside:
             self._retire(self._counts.there[self._way])
 
-    def _send_described(self, form: MessageLayout | None, value: Any) -> None:
+    def _send_described(self, layout: MessageLayout | None, value: Any) -> None:
         description, leaves = describe(value, self._encoding)
-        if form is None or form.description != description:
-            self._send_unforeseen(MessageLayout(description, self._encoding), leaves, form.nbytes if form else 0)
-        elif form.nbytes < self._ports.limit and (data := form.in_place(leaves)) is not None:
+        if layout is None or layout.description != description:
+            self._send_unforeseen(MessageLayout(description, self._encoding), leaves, layout.nbytes if layout else 0)
+        elif layout.nbytes < self._ports.limit and (data := layout.in_place(leaves)) is not None:
             _FIELDS.pack_into(self._header, 0, 0, 0, *self._counts.here)
-            self._send_short((self._header, data.numpy()), _HEADER + form.nbytes)
+            self._send_short((self._header, data.numpy()), _HEADER + layout.nbytes)
         else:
-            packed = form.spare.pop() if form.spare else Packed(form, _HEADER)
+            packed = layout.spare.pop() if layout.spare else Packed(layout, _HEADER)
             packed.fill(leaves)
             _FIELDS.pack_into(packed.data, 0, 0, 0, *self._counts.here)
-            if form.nbytes < self._ports.limit:
+            if layout.nbytes < self._ports.limit:
                 self._send_short((packed.data,), len(packed.data))
-                form.spare.append(packed)
+                layout.spare.append(packed)
             else:
-                self._send_long(packed, form.spare)
+                self._send_long(packed, layout.spare)
 
-    def _send_unforeseen(self, form: MessageLayout, leaves: tuple[Any, ...], foreseen: int) -> None:
-        """The header alone goes where a message was foreseen; the form and the data follow on the side."""
-        written = form.written()
+    def _send_unforeseen(self, layout: MessageLayout, leaves: tuple[Any, ...], foreseen: int) -> None:
+        """Send a header on the channel, then the layout and the data on the side channel."""
+        written = layout.written()
         announced = Packed(None, _HEADER)
-        _FIELDS.pack_into(announced.data, 0, len(written), form.nbytes, *self._counts.here)
+        _FIELDS.pack_into(announced.data, 0, len(written), layout.nbytes, *self._counts.here)
         if foreseen < self._ports.limit:
             self._send_short((announced.data,), _HEADER)
         else:
             self._send_long(announced, [])
-        data = Packed(form, 0)
+        data = Packed(layout, 0)
         data.fill(leaves)
         for tensor in (torch.frombuffer(bytearray(written), dtype=torch.uint8), data.tensor):
             if len(tensor) and (work := self._ports.send(tensor, self._peer, self._tag + 1)) is not None:
                 self._aside.append(_Sent(self._position, work, tensor))
-        self.book.note(self._position, form)
+        self.book.note(self._position, layout)
 
     def _send_short(self, parts: Sequence[Any], nbytes: int) -> None:
         try:
@@ -160,7 +170,7 @@ class Outgoing:
         self._sent.append(_Sent(self._position, work, packed, spare))
 
     def _retire(self, count: int) -> None:
-        """The other end has taken so many messages of this run."""
+        """Release messages after the other end has received ``count`` messages of this run."""
         for queue in (self._sent, self._aside):
             while queue and queue[0].position < count:
                 sent = queue.popleft()
@@ -169,27 +179,26 @@ class Outgoing:
                     sent.spare.append(sent.message)
 
     def drain(self) -> None:
-        """Wait until the other end has taken everything."""
+        """Wait until all sends are complete."""
         self._retire(self._position)
 
 
 class _Posted(NamedTuple):
-    """A receive. work: None where it is read when it is waited for. value: what was foreseen, already restored over
-    memory that has yet to be filled, or None.
-    """
+    """A posted receive."""
 
     memory: Tensor
     header: memoryview
     data: memoryview
+    #: None for a short message, which is read when it is waited for.
     work: Work | None
+    #: The predicted value, built over memory that is not yet filled; None if it cannot be built before.
     value: Any
 
 
 class Incoming:
-    """The receiving end of a channel. way, counts: as of Outgoing.
+    """The receiving end of a channel. Arguments as of `Outgoing`; ``peer`` is the sending rank.
 
-    While a message is on its way the value that it is foreseen to be is made, so that little is left to do once it is
-    there: who waits for a message is late already.
+    The predicted value is built while the message is in transit, since a rank that waits for a message is already late.
     """
 
     def __init__(
@@ -214,21 +223,21 @@ class Incoming:
         self._read = ports.short.reader(peer, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run."""
+        """Begin a run. keys: of the run's messages."""
         self.taken = self._next = self._counts.here[self._way] = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Further messages of the run."""
+        """Add messages to the run."""
         self.book.extend(keys, self.taken)
 
     def post(self, ahead: int = AHEAD) -> None:
-        """Post the receives of the next messages, at most so many."""
+        """Post the receives of the next messages, up to ``ahead`` at a time."""
         while self._next < self.book.end and len(self._posted) < ahead:
-            form = self.book.form(self._next)
-            nbytes = form.nbytes if form else 0
+            layout = self.book.form(self._next)
+            nbytes = layout.nbytes if layout else 0
             memory = torch.empty(_HEADER + nbytes, dtype=torch.uint8)
-            value = form.restore(memory, _HEADER) if form and form.lies_as_sent else None
+            value = layout.restore(memory, _HEADER) if layout and layout.lies_as_sent else None
             work = None if nbytes < self._ports.limit else self._started(memory)
             view: memoryview = memory.numpy().data
             self._posted.append(_Posted(memory, view[:_HEADER], view[_HEADER:], work, value))
@@ -239,7 +248,7 @@ class Incoming:
         if not self._posted:
             self.post()
         memory, header, data, work, value = self._posted.popleft()
-        form = self.book.form(self.taken)
+        layout = self.book.form(self.taken)
         start = _HEADER
         self.post()
         try:
@@ -247,30 +256,30 @@ class Incoming:
                 work.wait()
             else:
                 self._read(header)
-            form_bytes, data_bytes, *there = _FIELDS.unpack_from(header)
-            if not form_bytes and work is None and data:
+            layout_bytes, data_bytes, *there = _FIELDS.unpack_from(header)
+            if not layout_bytes and work is None and data:
                 self._read(data)
         except RuntimeError as error:
             raise lost(self._peer, error) from None
-        if form_bytes or form is None:
-            form, memory = self._receive_unforeseen(form_bytes, data_bytes)
+        if layout_bytes or layout is None:
+            layout, memory = self._receive_unforeseen(layout_bytes, data_bytes)
             start = 0
             value = None
-            self.book.note(self.taken, form)
+            self.book.note(self.taken, layout)
         self.taken += 1
         self._counts.here[self._way] = self.taken
         self._counts.there[:] = there
-        return form.restore(memory, start) if value is None else value
+        return layout.restore(memory, start) if value is None else value
 
-    def _receive_unforeseen(self, form_bytes: int, data_bytes: int) -> tuple[MessageLayout, Tensor]:
-        form = MessageLayout.read(self._receive_aside(form_bytes).numpy().tobytes(), self._encoding)
-        if form.nbytes != data_bytes:
-            raise lost(self._peer, RuntimeError(f"{data_bytes} bytes are announced for a form of {form.nbytes}"))
-        return form, self._receive_aside(data_bytes)
+    def _receive_unforeseen(self, layout_bytes: int, data_bytes: int) -> tuple[MessageLayout, Tensor]:
+        layout = MessageLayout.read(self._receive_aside(layout_bytes).numpy().tobytes(), self._encoding)
+        if layout.nbytes != data_bytes:
+            raise lost(self._peer, RuntimeError(f"{data_bytes} bytes were announced for a layout of {layout.nbytes}"))
+        return layout, self._receive_aside(data_bytes)
 
     def _receive_aside(self, nbytes: int) -> Tensor:
         if not 0 <= nbytes <= _MOST_BYTES:
-            raise lost(self._peer, RuntimeError(f"a message of {nbytes} bytes is announced"))
+            raise lost(self._peer, RuntimeError(f"a message of {nbytes} bytes was announced"))
         memory = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
             self._ports.receive(memory, self._peer, self._tag + 1)
@@ -286,10 +295,10 @@ class Incoming:
 # ---- the channels of one rank --------------------------------------------------------------------------------------
 
 
-#: Makes the ends of the channels with another rank, which do what Outgoing and Incoming do: (rank, tag, backward).
+#: Creates both ends of a channel, in the form of Outgoing and Incoming, from (rank, tag, backward).
 Ends = Callable[[int, int, bool], tuple[Any, Any]]
 
-# Tags. The odd ones after them are the side channels.
+# Tags of channels. The next odd tag is the side channel.
 _FORWARD = 0
 _BACKWARD = 2
 _OPENING = 4
@@ -298,7 +307,7 @@ COLLECT = 8
 
 
 class _Neighbour:
-    """A rank with which there are channels, forward and backward, out and in."""
+    """The channels with one other rank: forward and backward, outgoing and incoming."""
 
     def __init__(self, ports: Ports, peer: int, ends: Ends | None, encoding: Encoding) -> None:
         self._port = ports.short
@@ -312,10 +321,16 @@ class _Neighbour:
         ]
         self.outgoing, self.incoming = zip(*made, strict=True)
         self._opening: Work | None = None
-        self.due = b""  # what the other end has to say before the first receive of a run
+        self.due = b""  # the opening expected from the other end before the first receive of a run; b"" if none
 
     def open(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]], identity: bytes) -> None:
-        """Begin a run: say what it is and what is foreseen, where messages go. keys: by (outgoing, backward)."""
+        """Begin a run, and send its identity and predictions if there are outgoing messages.
+
+        Args:
+            keys: the messages' keys by (outgoing, backward).
+            identity: digests of the run, which must be equal at both ends.
+
+        """
         for backward in (False, True):
             self.outgoing[backward].open(keys.get((True, backward), ()))
             self.incoming[backward].open(keys.get((False, backward), ()))
@@ -330,7 +345,7 @@ class _Neighbour:
         self.due = b"" if all(outgoing for outgoing, _ in keys) else self._words(identity, self.incoming)
 
     def extend(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]]) -> None:
-        """Further messages of the run."""
+        """Add messages to the run."""
         for (outgoing, backward), own in keys.items():
             (self.outgoing if outgoing else self.incoming)[backward].extend(own)
 
@@ -339,7 +354,7 @@ class _Neighbour:
         return identity + digest(b"".join(end.book.sizes for end in ends))
 
     def check(self, names: Sequence[str]) -> None:
-        """Before the first receive of a run: both ends run the same. Raises ExecutionError that names what differs."""
+        """Compare the other end's identity before the first receive. Raises ExecutionError naming the difference."""
         words, self.due, due = bytearray(len(self.due)), b"", self.due
         try:
             self._port.reader(self.peer, _OPENING)(memoryview(words))
@@ -349,22 +364,26 @@ class _Neighbour:
             part = slice(number * DIGEST_BYTES, (number + 1) * DIGEST_BYTES)
             if words[part] != due[part]:
                 raise ExecutionError(
-                    f"all ranks run the same steps with the same batches; rank {self.peer} has another {name} in this "
-                    f"step; call the same methods on every rank, in the same order, with the same arguments"
+                    f"all ranks must run the same steps with the same batches; rank {self.peer} has another {name} in "
+                    f"this step; call the same methods on every rank, in the same order, with the same arguments"
                 )
         for channel in self.incoming:
             channel.post()
 
 
-#: The keys of a run's messages: by rank, by (outgoing, backward), in the channel's order.
+#: The keys of a run's messages by rank and (outgoing, backward), in channel order.
 Messages = Mapping[int, Mapping[tuple[bool, bool], Sequence[Hashable]]]
 
 
 class Channels:
-    """All channels of one rank; made when first used. names: what the parts of an identity are, for errors.
+    """All channels of one rank, created at their first use.
 
-    encoding: of plain values. ends: makes those of runs; without it they go through the ports, as values beside runs
-    always do.
+    Args:
+        ports: the ports for short and long messages.
+        names: names of the digests in a run's identity, for error messages.
+        encoding: of plain values.
+        ends: creates the channels for runs. Default: channels over the ports, which single values always use.
+
     """
 
     def __init__(self, ports: Ports, names: Sequence[str], encoding: Encoding, ends: Ends | None = None) -> None:
@@ -376,24 +395,24 @@ class Channels:
         self._single: dict[tuple[bool, int, int], Outgoing | Incoming] = {}
 
     def open(self, keys: Messages, identity: bytes) -> None:
-        """Begin a run with these messages. identity: a digest for each name."""
+        """Begin a run with these messages. identity: a digest for each of the names."""
         for peer, channels in keys.items():
             if peer not in self._neighbours:
                 self._neighbours[peer] = _Neighbour(self._ports, peer, self._ends, self._encoding)
             self._neighbours[peer].open(channels, identity)
 
     def extend(self, keys: Messages) -> None:
-        """Further messages of the run, with ranks that it was opened with."""
+        """Add messages to the run, for ranks that it was opened with."""
         for peer, channels in keys.items():
             self._neighbours[peer].extend(channels)
 
     def sender(self, peer: int, backward: bool) -> Callable[[Any], None]:
-        """Sends without waiting. Of a rank that some run has had messages with, as ``receiver``."""
+        """A function that sends a value without waiting, to a rank that a run has been opened with."""
         send: Callable[[Any], None] = self._neighbours[peer].outgoing[backward].send
         return send
 
     def receiver(self, peer: int, backward: bool) -> Callable[[], Any]:
-        """Waits for the channel's next value."""
+        """A function that waits for the channel's next value, from a rank that a run has been opened with."""
         neighbour = self._neighbours[peer]
         receive = neighbour.incoming[backward].receive
 
@@ -405,19 +424,19 @@ class Channels:
         return checked
 
     def tell(self, peer: int, tag: int, value: Any) -> None:
-        """Send one value outside of runs, or beside them, without waiting."""
+        """Send a single value without waiting, independent of runs."""
         channel = self._single.setdefault((True, peer, tag), Outgoing(self._ports, peer, tag, self._encoding))
         assert isinstance(channel, Outgoing)
         channel.open(_ONE)
         channel.send(value)
 
     def tell_all(self, peers: Sequence[int], tag: int, value: Any) -> None:
-        """Send one value to each."""
+        """Send a single value to each rank."""
         for peer in peers:
             self.tell(peer, tag, value)
 
     def ask(self, peer: int, tag: int) -> Callable[[], Any]:
-        """Post the receive of such a value; what is returned waits for it."""
+        """Post the receive of a single value; return a function that waits for it."""
         channel = self._single.setdefault((False, peer, tag), Incoming(self._ports, peer, tag, self._encoding))
         assert isinstance(channel, Incoming)
         channel.open(_ONE)
@@ -425,7 +444,7 @@ class Channels:
         return channel.receive
 
     def drain(self) -> None:
-        """Wait until all that was sent is taken."""
+        """Wait until all sends are complete."""
         for neighbour in self._neighbours.values():
             for channel in neighbour.outgoing:
                 channel.drain()

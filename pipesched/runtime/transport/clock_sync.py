@@ -1,4 +1,4 @@
-"""Clock sync: what to add to a rank's clock so that all ranks of several processes share one."""
+"""Clock sync: measures the offset of a rank's clock, so that ranks in several processes share one time."""
 
 import time
 from typing import Any
@@ -15,7 +15,7 @@ _ROUNDS = 10
 
 
 def clock_offset(port: Any, rank: int, num_ranks: int) -> float:
-    """What to add to this rank's clock to get rank 0's, in seconds; right to half of the fastest round trip."""
+    """Seconds to add to this rank's clock to get rank 0's. The error is at most half of the fastest round trip."""
     answer = torch.zeros(1, dtype=torch.float64)
     try:
         if rank:
@@ -32,7 +32,7 @@ def clock_offset(port: Any, rank: int, num_ranks: int) -> float:
 
 
 def _trip(port: Any, answer: Tensor) -> tuple[float, float]:
-    """(how long a round trip took, the offset that it says)."""
+    """(seconds of a round trip, the clock offset measured by it)."""
     start_s = time.perf_counter()
     port.send([answer], 0, _TAG).wait()
     port.recv([answer], 0, _TAG).wait()

@@ -1,4 +1,4 @@
-"""Connections: all that one rank of an executor has to reach the others by, made and ended together."""
+"""Connections: all connections of one rank to the other ranks, created and closed together."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -18,13 +18,13 @@ from pipesched.runtime.transport.sockets import SocketPort, own_host
 __all__ = ["Connections", "met"]
 
 _HANG_UP = 21  # a tag
-_PATIENCE_S = 2.0  # beyond the timeout, for a store that does not answer
+_PATIENCE_S = 2.0  # added to the timeout, for a store that does not answer
 
 
 class Connections:
-    """A rank's sockets and gloo port, and the links of its device where that is none of the host's own.
+    """A rank's sockets, its gloo port and, on an accelerator, its device links. Creating one is collective.
 
-    group: only its store is used. Making one is collective. Raises ConnectionLostError where ranks do not connect.
+    group: the process group of the ranks; only its store is used. Raises ConnectionLostError if ranks do not connect.
     """
 
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
@@ -36,7 +36,7 @@ class Connections:
         self._timeout_s = timeout_s
 
     def connect(self) -> None:
-        """Make them, once all ranks are known to have come."""
+        """Create the connections, after all ranks have joined."""
         limit = timedelta(seconds=self._timeout_s)
         try:
             self.port: Any = asked(
@@ -57,19 +57,19 @@ class Connections:
                     timedelta(milliseconds=1)
                 )
         if self.links is not None:
-            self.links.abort()  # last: it may take a while, and no host waits for it
+            self.links.abort()  # last, because it may take a while and no host waits for it
 
     def close(self) -> None:
-        """End them; what was sent by the host still arrives."""
+        """Close the connections; bytes already sent by the host still arrive."""
         if self.links is not None:
             self.links.abort()
         self.sockets.close()
 
 
 def met(group: Any, device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
-    """A rank's alarm, and its connections before ``connect``, once the ranks of the group have come.
+    """Wait for the ranks of the group; return the alarm and the connections before ``connect``.
 
-    Raises ExecutionError where they do not; the ranks of other pipelines hear of those that never come.
+    Raises ExecutionError if ranks do not join; ranks of other pipelines are told which ranks are missing.
     """
     try:
         alarm = Alarm(group, own_host(group.get_group_store()), timeout_s)
@@ -85,7 +85,7 @@ def met(group: Any, device: torch.device, timeout_s: float) -> tuple[Alarm, Conn
         raise ExecutionError(*error.args) from None
     except StoreLostError as error:
         raise ExecutionError(
-            f"all {group.size()} ranks make their pipeline together; {error}; rank {group.rank()} cannot go on; mend "
-            f"the cause and start the job again"
+            f"all {group.size()} ranks must make their pipeline together; {error}; rank {group.rank()} stopped; "
+            f"fix the cause and restart the job"
         ) from None
     return alarm, connections

@@ -1,31 +1,29 @@
-"""Device channels: values from rank to rank whose tensors lie on accelerators. Control by the hosts, data by the
-devices.
+"""Device channels: send values from rank to rank with tensors on accelerators. Headers go by host, data by device.
 
-A value is a header, by sockets from host to host, and one packed tensor of bytes, by a link from device to device. The
-header says that the form is the foreseen one, or announces another, which follows it. Data is posted and never waited
-for by a host: streams wait for each other.
+A value is a header, sent by sockets from host to host, and one packed tensor of bytes, sent by a link from device to
+device. The header states that the layout is the predicted one, or announces another layout that follows it. Hosts post
+data transfers and never wait for them; streams wait for each other.
 
-A receive is posted when its header is there, and no sooner, though its size is often foreseen: what NCCL was told to
-receive cannot be taken back, so a receive ahead of its header would have to be served with bytes that nobody wants
-where a form changes, and would still stand on the device where a step fails. Waiting for the header costs nothing
-where devices are what a step waits for: the hosts are then ahead of them, so the receive is posted before the data is
-computed, and data travels while both devices compute.
+A receive is posted only after its header has arrived, although its size is often predicted. A posted NCCL receive
+cannot be cancelled: posted before its header, it would have to be served with useless bytes when a layout changes, and
+would remain on the device when a step fails. Waiting for the header costs nothing when the devices are the bottleneck:
+the hosts are ahead of the devices, so the receive is posted before the data is computed, and data is transferred while
+both devices compute.
 
-Why it cannot hang. One link for each (from, to, kind): a communicator of two ranks, with a stream of its own, in which
-nothing waits but one message behind the other. Both ends post in the channel's order. A send is posted before its
-header goes, so whoever has a header finds the send. A host waits for headers alone, and a header for no device: as in
-the proof of the executor, hosts never wait in a circle. A device then has what hosts posted: a send waits for the
-computation before it and for its receive, a receive for its send, a computation for receives before it, and never for a
-send, not even for its memory: that is used again when a query finds the send complete, else there is new memory. A
-receive that a computation waits for is posted, and so is its send; so devices wait only along the edges of the
-program, which have no cycle. The first use of a communicator blocks hosts until both are there: so all are made and
-used once before a program first runs, by all ranks in one order, in which the first one that is not yet made always
-has both its ranks.
+Why it cannot hang. There is one link for each (from, to, kind): a communicator of two ranks with a stream of its own,
+in which messages wait only for earlier messages. Both ends post in the channel's order. A send is posted before its
+header is sent, so a host that has a header will find the send. Hosts wait only for headers, and a header waits for no
+device; so, as in the proof of the process executor, hosts never wait in a cycle. Devices wait as the hosts have posted:
+a send waits for the computation before it and for its receive, a receive for its send, and a computation for the
+receives before it. A computation never waits for a send, not even to reuse its memory: memory is reused only if a query
+finds the send complete, otherwise new memory is allocated. A receive that a computation waits for has been posted, and
+so has its send. So devices wait only along the edges of the program, which have no cycle. The first use of a
+communicator blocks the hosts until both are there. So all communicators are created and used once before a program
+first runs, by all ranks in one order, in which both ranks of the first missing communicator can always proceed.
 
-Memory. A message is a copy in memory of the wire's own, made on the stream that computes: some thousandth of the time
-of the stage that made it, after which the layers may do with their tensors what they like. What is received lies in
-memory of a stream in which nothing computes, so it comes while the rank computes; it is recorded for the stream that
-uses it.
+Memory. A message is a copy in memory of the channel, made on the computing stream; it takes about a thousandth of the
+time of the stage that computed it, and the layers may then change their tensors. Received data is allocated on a stream
+without computation, so it arrives while the rank computes; it is recorded for the stream that uses it.
 """
 
 from collections import deque
@@ -47,16 +45,16 @@ from pipesched.runtime.transport.ports import ShortPort, lost
 
 __all__ = ["Channel", "Link", "Links", "ends_over", "links_for"]
 
-_LENGTH = Struct("<q")  # of a header: the bytes of a form that follows it; 0: the form is the foreseen one
+_LENGTH = Struct("<q")  # the bytes of the layout after a header; 0: the layout is as predicted
 _AS_FORESEEN = _LENGTH.pack(0)
-_MOST_LINKS = 32  # of one rank: torch has so many streams of a priority, and two links in one could wait in a circle
-_TORCH_WATCHES_S = 600  # torch ends a process whose device has waited so long, unless told otherwise
-_WATCHED = 5  # as many timeouts at least: what is posted may wait for the steps before
-_PATIENCE_S = 5  # for ranks that are to end their links at the same time
+_MOST_LINKS = 32  # per rank: torch's streams of one priority; two links sharing a stream could deadlock
+_TORCH_WATCHES_S = 600  # torch's default: it ends a process whose device waits this long
+_WATCHED = 5  # in units of the timeout, since posted transfers may wait for earlier steps
+_PATIENCE_S = 5  # for the other ranks to drain their links
 
 
 class Channel(NamedTuple):
-    """What has a link of its own."""
+    """A direction between two ranks, forward or backward, which has a link of its own."""
 
     giver: int
     taker: int
@@ -64,53 +62,53 @@ class Channel(NamedTuple):
 
 
 class _Sending(Protocol):
-    """A send that was posted."""
+    """A posted send."""
 
     def is_completed(self) -> bool:
-        """Whether its memory may be used again. Asks, and does not wait."""
+        """Whether its memory may be reused. Does not wait."""
 
 
 class Link(Protocol):
     """One end of a connection between two devices, in one direction, first in, first out."""
 
     def connect(self) -> None:
-        """Return once the other end is there, and data has crossed."""
+        """Wait for the other end, and transfer one byte."""
 
     def send(self, memory: Tensor) -> _Sending:
-        """Post a send of bytes that are there when the current stream comes to here."""
+        """Post a send of bytes that the current stream has computed by now."""
 
     def receive(self, nbytes: int) -> Tensor:
-        """Post a receive. The bytes are there when the current stream goes on from here."""
+        """Post a receive; later work on the current stream waits for the bytes."""
 
     def drain(self) -> None:
-        """Wait until all that was posted is done."""
+        """Wait until all posted transfers are done."""
 
     def abort(self) -> None:
-        """End it, and what waits for it on the device."""
+        """Abort the link, and all work on the device that waits for it."""
 
 
 class _Maker(Protocol):
-    """Makes the links of one rank."""
+    """Creates the links of one rank."""
 
     device: torch.device
 
     def link(self, store: Any, *, sends: bool) -> Link:
-        """One end; both are made with the same store."""
+        """Create one end of a link; both ends use the same store."""
 
     def begin(self) -> None:
-        """A run begins: what the current stream was told before comes before what is received."""
+        """Begin a run: later receives wait for earlier work on the current stream."""
 
 
 class NcclLink:
-    """A link over a NCCL communicator of two ranks. arrivals: the stream in which received memory is made."""
+    """A link over an NCCL communicator of two ranks. arrivals: the stream on which received memory is allocated."""
 
     def __init__(self, store: Any, sends: bool, device: torch.device, arrivals: Any, timeout_s: float) -> None:
         self._sends = sends
         self._device = device
         self._arrivals = arrivals
         nccl: Any = distributed.ProcessGroupNCCL
-        options = nccl.Options(is_high_priority_stream=True)  # its kernels start before those that wait to compute
-        # a group of two ranks for one direction: torch then has one communicator and one stream for it alone
+        options = nccl.Options(is_high_priority_stream=True)  # transfers start before waiting compute kernels
+        # a group of two ranks for one direction has a communicator and a stream of its own
         self._group = nccl(store, int(not sends), 2, options)
         if timeout_s > _TORCH_WATCHES_S:
             self._group.set_timeout(timedelta(seconds=timeout_s))
@@ -131,10 +129,10 @@ class NcclLink:
 
     def receive(self, nbytes: int) -> Tensor:
         user = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._arrivals):  # NCCL's own stream waits for the current one: this is empty
+        with torch.cuda.stream(self._arrivals):  # NCCL's stream waits for the current stream, which is empty here
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             self._last = work = self._group.recv([memory], 0, 0)
-        work.wait()  # the current stream does, not the host
+        work.wait()  # makes the current stream wait, not the host
         memory.record_stream(user)
         return memory
 
@@ -149,7 +147,7 @@ class NcclLink:
 
 
 class Nccl:
-    """Makes NCCL links for one device. timeout_s: how long ranks wait for each other."""
+    """Creates NCCL links for one device. timeout_s: how long ranks wait for each other."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self.device = device
@@ -161,24 +159,24 @@ class Nccl:
             return NcclLink(store, sends, self.device, self._arrivals, self._timeout_s)
 
     def begin(self) -> None:
-        # its freed memory may still be read in other streams, such as the caller's
+        # other streams, such as the caller's, may still read memory freed there
         self._arrivals.wait_stream(torch.cuda.current_stream(self.device))
 
 
 def links_for(device: torch.device, timeout_s: float) -> _Maker | None:
-    """What makes the links of a device; None for a CPU. Raises ExecutionError where torch was built without NCCL."""
+    """The factory of a device's links; None for a CPU. Raises ExecutionError if torch was built without NCCL."""
     if device.type == "cpu":
         return None
     if not distributed.is_nccl_available():
         raise ExecutionError(
-            f"ranks on CUDA devices reach each other over NCCL; this build of torch ({torch.__version__}) has none; "
-            f"install one that has, run on CPUs, or in one process with devices="
+            f"ranks on CUDA devices need NCCL; this build of torch ({torch.__version__}) has none; "
+            f"install a build with NCCL, run on CPUs, or use one process with devices="
         )
     return Nccl(device, timeout_s)
 
 
 class Links:
-    """All links of one rank. Nobody makes or closes one alone: all ranks call the same."""
+    """All links of one rank. All methods are collective."""
 
     def __init__(self, maker: _Maker, store: Any, rank: int) -> None:
         self._maker = maker
@@ -189,63 +187,63 @@ class Links:
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
+        """The device of this rank."""
         return self._maker.device
 
     def connect(self, channels: Iterable[Channel]) -> None:
-        """Make what is missing for these channels of all ranks. Raises ExecutionError where one does not come."""
+        """Create the missing links for these channels. Raises ExecutionError if a rank does not connect."""
         new = [channel for channel in channels if self._rank in channel[:2] and channel not in self._links]
         if len(self._links) + len(new) > _MOST_LINKS:
             raise ExecutionError(
-                f"a rank on a CUDA device has at most {_MOST_LINKS} channels to others, each with a stream of its own; "
-                f"rank {self._rank} has {len(self._links) + len(new)}; cut the model where fewer edges cross"
+                f"a rank on a CUDA device may have at most {_MOST_LINKS} channels, each with a stream of its own; rank "
+                f"{self._rank} has {len(self._links) + len(new)}; move stage boundaries to where fewer edges cross"
             )
         for channel in sorted(new, key=_turn):
             name = f"link/{channel.giver}/{channel.taker}/{int(channel.backward)}"
             try:
                 link = self._links[channel] = self._maker.link(
-                    distributed.PrefixStore(name, self._store),  # type: ignore[attr-defined]  # public all the same
+                    distributed.PrefixStore(name, self._store),  # type: ignore[attr-defined]  # public in torch, but not exported
                     sends=channel.giver == self._rank,
                 )
                 link.connect()
             except RuntimeError as error:
                 peer = channel.giver + channel.taker - self._rank
                 raise ExecutionError(
-                    f"devices of neighbouring ranks are connected before a program runs; ranks {self._rank} and {peer} "
-                    f"were not ({error}); give every process a device of its own"
+                    f"devices of neighbouring ranks must be connected before a program runs; ranks {self._rank} and "
+                    f"{peer} were not ({error}); give every process a device of its own"
                 ) from error
 
     def __getitem__(self, channel: Channel) -> Link:
         return self._links[channel]
 
     def drain(self) -> None:
-        """Wait until this rank's device has done all that was posted."""
+        """Wait until this rank's device has done all posted transfers."""
         for link in self._links.values():
             link.drain()
 
     def close(self) -> None:
-        """End all, where possible after the other ranks have drained theirs: what was sent may be on its way."""
+        """Close all links, if possible after the other ranks have drained theirs, so that no transfer is cut off."""
         if self._links:
             peers = {rank for channel in self._links for rank in channel[:2]}
-            with suppress(RuntimeError):  # a rank that does not close has failed, or will notice
+            with suppress(RuntimeError):  # a rank that does not close has failed, or will detect it
                 self._store.set(f"links drained/{self._rank}", "")
                 self._store.wait([f"links drained/{rank}" for rank in peers], timedelta(seconds=_PATIENCE_S))
         self.abort()
 
     def abort(self) -> None:
-        """End all at once, and with them what waits for them."""
+        """Abort all links immediately, and the device work that waits for them."""
         for link in list(self._links.values()):  # another thread may add one
             with suppress(RuntimeError):
                 link.abort()
 
 
 def _turn(channel: Channel) -> tuple[bool, int, int, int]:
-    """The order of all channels in which links are made: even ranks' first, so that pairs do so side by side."""
+    """Sort key for creating links in one order: even ranks' first, so that pairs connect in parallel."""
     return channel.backward, channel.giver % 2, channel.giver, channel.taker
 
 
 class _Sent(NamedTuple):
-    """A message that the device may not have sent. spare: where its memory is used again."""
+    """A message that the device may still be sending. spare: the list to which its memory returns."""
 
     sending: _Sending
     message: Packed
@@ -265,33 +263,33 @@ class DeviceOutgoing:
         self._sent: deque[_Sent] = deque()
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run."""
+        """Begin a run. keys: of the run's messages."""
         self._position = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Further messages of the run."""
+        """Add messages to the run."""
         self.book.extend(keys, self._position)
 
     def send(self, value: Any) -> None:
-        """Send the next value, without waiting."""
+        """Send the next value without waiting."""
         description, leaves = describe(value, self._encoding)
-        form = self.book.form(self._position)
+        layout = self.book.form(self._position)
         written = b""
-        if form is None or form.description != description:
-            form = MessageLayout(description, self._encoding)
-            written = form.written()
-            self.book.note(self._position, form)
-        if form.nbytes:
-            self._send_data(form, leaves)
+        if layout is None or layout.description != description:
+            layout = MessageLayout(description, self._encoding)
+            written = layout.written()
+            self.book.note(self._position, layout)
+        if layout.nbytes:
+            self._send_data(layout, leaves)
         self._send_header(written)
         self._position += 1
 
-    def _send_data(self, form: MessageLayout, leaves: tuple[Any, ...]) -> None:
+    def _send_data(self, layout: MessageLayout, leaves: tuple[Any, ...]) -> None:
         self._reclaim()
-        packed = form.spare.pop() if form.spare else Packed(form, 0, self._links.device)
+        packed = layout.spare.pop() if layout.spare else Packed(layout, 0, self._links.device)
         packed.fill(leaves)
-        self._sent.append(_Sent(self._links[self._channel].send(packed.tensor), packed, form.spare))
+        self._sent.append(_Sent(self._links[self._channel].send(packed.tensor), packed, layout.spare))
 
     def _reclaim(self) -> None:
         while self._sent and self._sent[0].sending.is_completed():
@@ -323,30 +321,30 @@ class DeviceIncoming:
         self._reader = port.reader(channel.giver, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run."""
+        """Begin a run. keys: of the run's messages."""
         self.taken = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Further messages of the run."""
+        """Add messages to the run."""
         self.book.extend(keys, self.taken)
 
     def post(self) -> None:
-        """Nothing to do: a receive is posted when its header is there."""
+        """Do nothing: a receive is posted after its header has arrived."""
 
     def receive(self) -> Any:
-        """The next value, once the sender's host has posted it; its tensors are there in the current stream's order."""
-        (form_bytes,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        form = self.book.form(self.taken)
-        if form_bytes or form is None:
-            form = MessageLayout.read(bytes(self._read(form_bytes)), self._encoding)
-            self.book.note(self.taken, form)
+        """Wait for the next value's header; later work on the current stream waits for its tensors."""
+        (layout_bytes,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        layout = self.book.form(self.taken)
+        if layout_bytes or layout is None:
+            layout = MessageLayout.read(bytes(self._read(layout_bytes)), self._encoding)
+            self.book.note(self.taken, layout)
         self.taken += 1
-        if form.nbytes:
-            memory = self._links[self._channel].receive(form.nbytes)
+        if layout.nbytes:
+            memory = self._links[self._channel].receive(layout.nbytes)
         else:
             memory = torch.empty(0, dtype=torch.uint8, device=self._links.device)
-        return form.restore(memory, 0)
+        return layout.restore(memory, 0)
 
     def _read(self, size: int) -> bytearray:
         memory = bytearray(size)
@@ -358,7 +356,7 @@ class DeviceIncoming:
 
 
 def ends_over(links: Links, port: ShortPort, rank: int, encoding: Encoding) -> Ends:
-    """How a wire makes its channels with another rank: (the rank, the tag of headers, backward or not)."""
+    """A function that creates a rank's channels with another rank, from (rank, tag of headers, backward)."""
 
     def ends(peer: int, tag: int, backward: bool) -> tuple[DeviceOutgoing, DeviceIncoming]:
         return (

@@ -1,8 +1,8 @@
-"""Encoding: plain values as bytes, and back. The set of types is closed, so bytes from a network run no code.
+"""Encoding: converts plain values to bytes and back. The set of types is closed, so received bytes run no code.
 
-It holds None, numbers, text, bytes, tuples, lists, dicts, sets, slices, ranges, numpy arrays of numbers, and torch's
-dtypes, devices and shapes. Enums and nodes of pytrees are written with the names of their types. A reader looks such a
-name up among the types that it has been told of, or has seen in its own capture of the model; it imports nothing.
+Supported are None, numbers, text, bytes, tuples, lists, dicts, sets, slices, ranges, numpy arrays of numbers, and
+torch's dtypes, devices and shapes. Enums and pytree nodes are written with the names of their types. The reader looks a
+name up among the types registered with it, or seen in its own capture of the model; it imports nothing.
 """
 
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -20,10 +20,10 @@ from pipesched.tensors.payload import Opened, pytree
 
 __all__ = ["Encoding", "UnsentTypeError"]
 
-_HEAD = Struct("<cQ")  # a tag; how many bytes follow, or how many values
+_HEAD = Struct("<cQ")  # a tag, and the number of bytes or values that follow
 _FLOAT = Struct("<d")
 _COMPLEX = Struct("<dd")
-_MOST_REMEMBERED = 4096  # values that change rarely, with their bytes
+_MOST_REMEMBERED = 4096  # cached encodings of immutable values
 _NUMBERS_OF_NUMPY = "biufc"
 
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
@@ -43,7 +43,7 @@ def _paired(parts: list[Any]) -> dict[Any, Any]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-#: Of values without parts: (tag, what writes one, what reads one).
+#: For values without parts: (tag, write function, read function).
 _ATOMS: dict[type, tuple[bytes, Callable[[Any], bytes], Callable[[memoryview], Any]]] = {
     **dict.fromkeys((type(None), bool, type(...), *_NAMED), (b"k", _constant, _read_constant)),
     int: (
@@ -60,7 +60,7 @@ _ATOMS: dict[type, tuple[bytes, Callable[[Any], bytes], Callable[[memoryview], A
 }
 _ATOM_READERS = {tag: read for tag, _, read in _ATOMS.values()}
 
-#: Of values with parts: (tag, what takes one apart, what makes one of its parts).
+#: For values with parts: (tag, function that returns the parts, function that builds the value).
 _COMPOUNDS: dict[type, tuple[bytes, Callable[[Any], Any], Callable[[list[Any]], Any]]] = {
     tuple: (b"t", tuple, tuple),
     list: (b"l", list, list),
@@ -79,11 +79,11 @@ _BUILT_IN = (*_ATOMS, *_COMPOUNDS)
 
 
 class UnsentTypeError(ExecutionError):
-    """A value of a type that does not travel between ranks."""
+    """A value of a type that cannot be sent between ranks."""
 
 
 class _Own(NamedTuple):
-    """How a value of a type of our own is taken apart and made. immutable: equal values are alike and never change."""
+    """How values of a registered type are taken apart and built. immutable: whether instances never change."""
 
     name: str
     take: Callable[[Any], Iterable[Any]]
@@ -92,9 +92,10 @@ class _Own(NamedTuple):
 
 
 class Encoding:
-    """Writes and reads plain values. types: enums and nodes of pytrees that it knows by name, beside the built-in ones.
+    """Writes and reads plain values.
 
-    Both ends know the same types: those of pipesched, and those that each has seen in its own capture.
+    types: enums and pytree nodes to know by name, in addition to built-in types. Both ends must know the same types:
+    those of pipesched, and those that each has seen in its own capture of the model.
     """
 
     def __init__(self, types: Iterable[Any] = ()) -> None:
@@ -105,19 +106,19 @@ class Encoding:
         self.know(*_NODES, *_BUILT_IN, *types)
 
     def know(self, *types: Any) -> None:
-        """Read these types by name from now on."""
+        """Register types to be read by name."""
         self._types.update((_name(kind), kind) for kind in types)
 
     def know_own(
         self, kind: type, take: Callable[[Any], Iterable[Any]], make: Callable[..., Any], *, immutable: bool = False
     ) -> None:
-        """Write values of a type as the parts that ``take`` returns; ``make(*parts)`` reads one."""
+        """Register a type whose values are written as the parts returned by ``take`` and built by ``make(*parts)``."""
         self.know(kind)
         self._own[kind] = _Own(_name(kind), take, make, immutable)
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Know all types in what is written in here, from now on."""
+        """A context in which the types of all written values are registered."""
         self._learning = True
         try:
             yield
@@ -125,7 +126,7 @@ class Encoding:
             self._learning = False
 
     def is_immutable(self, value: Any) -> bool:
-        """Whether everybody may hold the same object."""
+        """Whether a decoded value may be shared between all users."""
         own = self._own.get(type(value))
         return type(value) in _IMMUTABLE or isinstance(value, Enum) or (own is not None and own.immutable)
 
@@ -175,9 +176,9 @@ class Encoding:
             parts, spec = pytree.tree_flatten(value, is_leaf=lambda one: one is not value)
             if spec.is_leaf():
                 raise UnsentTypeError(
-                    f"between ranks travel tensors, numbers, text, bytes, None, containers, enums, dataclasses and "
-                    f"registered nodes of pytrees; got {_name(kind)}; pass its parts in a tuple or a dict, register it "
-                    f"with torch.utils._pytree.register_pytree_node, or move the boundary so that it stays on one rank"
+                    f"only tensors, numbers, text, bytes, None, containers, enums, dataclasses and registered pytree "
+                    f"nodes can be sent between ranks; got {_name(kind)}; pass its parts in a tuple or dict, register "
+                    f"it with torch.utils._pytree.register_pytree_node, or move the boundary to keep it on one rank"
                 )
             self._write_parts(b"n", (spec, *parts), out)
 
@@ -191,8 +192,8 @@ class Encoding:
         if self._types.get(name) is not kind:
             if not self._learning:
                 raise UnsentTypeError(
-                    f"a type travels between ranks where all have seen it in their own capture of the model; "
-                    f"{name} was not there with the sample; make the pipeline with a sample of which it comes, or pass "
+                    f"a type can be sent between ranks only if each rank has seen it in its own capture of the model; "
+                    f"{name} did not occur with the sample; make the pipeline with a sample that produces it, or pass "
                     f"tensors and built-in types"
                 )
             self._types[name] = kind
@@ -201,14 +202,14 @@ class Encoding:
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, data: bytes) -> Any:
-        """The inverse of ``written``. Raises ExecutionError for bytes that it has not written."""
+        """The inverse of ``written``. Raises ExecutionError for other bytes."""
         try:
             value, end = self._read(memoryview(data), 0)
             if end != len(data):
                 raise ValueError(f"{len(data) - end} bytes too many")  # noqa: TRY301
-        except Exception as error:  # whatever nodes of pytrees raise
+        except Exception as error:  # pytree nodes may raise any type
             raise ExecutionError(
-                f"ranks send each other what pipesched has encoded; these {len(data)} bytes are something else "
+                f"a message must contain values encoded by pipesched; these {len(data)} bytes do not "
                 f"({type(error).__name__}: {error}); run the same versions and the same model on every rank"
             ) from None
         return value
@@ -216,7 +217,7 @@ class Encoding:
     def _read(self, data: memoryview, at: int) -> tuple[Any, int]:
         tag, count = _HEAD.unpack_from(data, at)
         at += _HEAD.size
-        if count > len(data) - at:  # a part has a byte at least
+        if count > len(data) - at:  # every part has at least one byte
             raise ValueError(f"{count} parts of {len(data) - at} bytes")
         if atom := _ATOM_READERS.get(tag):
             return atom(data[at : at + count]), at + count
@@ -256,7 +257,7 @@ class Encoding:
 
 
 def _children(spec: pytree.TreeSpec) -> Iterable[pytree.TreeSpec]:
-    return spec.children() if hasattr(spec, "children") else spec.children_specs  # torch 2.11 has the attribute alone
+    return spec.children() if hasattr(spec, "children") else spec.children_specs  # torch 2.11 has only the attribute
 
 
 def _name(kind: Any) -> str:

@@ -1,6 +1,4 @@
-"""Host copies: what a device has still to compute goes to the other hosts once it is there, and no step waits for
-it.
-"""
+"""Host copies: sends values of a CUDA device to other hosts once they are computed, without making the step wait."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -17,11 +15,11 @@ from pipesched.tensors.payload import pytree
 
 __all__ = ["Courier"]
 
-_PATIENCE_S = 2  # for what is on its way when the courier ends
+_PATIENCE_S = 2  # for values in transit when the courier ends
 
 
 class _Parcel(NamedTuple):
-    """A value on its way to the host. given: what it is copied from, kept until it is there."""
+    """A value in transit to the host. given: the source tensors, kept alive until the copy is done."""
 
     given: Any
     value: Any
@@ -30,20 +28,19 @@ class _Parcel(NamedTuple):
 
 
 class Courier:
-    """A thread that waits for a CUDA device, in place of the rank's own. Values leave in the order of ``give``; from a
-    CPU, where all is there, at once.
+    """A thread that waits for a CUDA device in place of the rank's thread. Values are sent in the order of ``give``.
 
-    Dropping the courier ends its thread, as ``end`` does.
+    On a CPU, values are sent immediately. The thread ends when the courier is dropped, or by ``end``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._parcels: SimpleQueue[_Parcel | threading.Event | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []  # one, once it is needed
+        self._threads: list[threading.Thread] = []  # at most one, started at its first use
         self.end = finalize(self, _end, self._parcels, self._threads)
 
     def give(self, value: Any, send: Callable[[Any], None]) -> None:
-        """Call ``send`` with a value once its tensors are there: as they are when the current stream comes to here."""
+        """Call ``send`` with a host copy of a value, as computed up to this point of the current stream."""
         if self._device.type == "cpu":
             send(value)
             return
@@ -57,7 +54,7 @@ class Courier:
         self._parcels.put(_Parcel(value, host, ready, send))
 
     def drain(self) -> None:
-        """Wait until all that was given has left."""
+        """Wait until all values have been sent."""
         if self._threads and self.end.alive:
             left = threading.Event()
             self._parcels.put(left)
@@ -65,7 +62,7 @@ class Courier:
 
 
 def _end(parcels: "SimpleQueue[_Parcel | threading.Event | None]", threads: Sequence[threading.Thread]) -> None:
-    """End the thread, and wait for it: Python aborts the process if it exits while the thread waits for the device."""
+    """End the thread and wait for it: Python aborts the process if it exits while the thread waits for the device."""
     parcels.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
@@ -80,12 +77,12 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _carry(parcels: "SimpleQueue[_Parcel | threading.Event | None]") -> None:
-    """In the thread: until None comes."""
+    """In the thread: send values until None arrives."""
     while (parcel := parcels.get()) is not None:
         if isinstance(parcel, threading.Event):
             parcel.set()
             continue
-        with suppress(ExecutionError, RuntimeError):  # of the connection, or the device: the rank's thread meets it too
+        with suppress(ExecutionError, RuntimeError):  # a lost connection or device; the rank's thread fails, too
             parcel.ready.synchronize()
             parcel.send(parcel.value)
         del parcel

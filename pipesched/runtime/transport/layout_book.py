@@ -1,4 +1,4 @@
-"""Layout book: what form each message of a channel is foreseen to have. Both ends keep one, and foresee the same."""
+"""Layout book: predicts the layout of each message of a channel. Both ends keep equal books."""
 
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -9,64 +9,67 @@ from pipesched.simulation.memory import AHEAD
 
 __all__ = ["DIGEST_BYTES", "LayoutBook", "digest"]
 
-_SETTLED = 2 * AHEAD  # messages: when a receive is posted, all that come so many before it are here, and more
-_REMEMBERED = 4096  # forms in the book of a channel
+_SETTLED = 2 * AHEAD  # messages; a posted receive is fewer messages ahead of the last received one
+_REMEMBERED = 4096  # layouts in the book of one channel
 DIGEST_BYTES = 16
 
 
 def digest(data: bytes) -> bytes:
-    """A short stand-in for data: equal where the data are."""
+    """A 16-byte digest of data."""
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 class LayoutBook:
-    """The forms that one end of a channel foresees: the same ones as the other end."""
+    """The layouts that one end of a channel predicts, equal to those of the other end."""
 
     def __init__(self) -> None:
-        self._forms: dict[Hashable, MessageLayout] = {}
-        self._news: deque[tuple[int, Hashable, MessageLayout]] = deque()  # with the message's number in the run
+        self._layouts: dict[Hashable, MessageLayout] = {}
+        #: (number of the message in the run, its key, its layout)
+        self._news: deque[tuple[int, Hashable, MessageLayout]] = deque()
         self._keys: Sequence[Hashable] = ()
-        self._first = 0  # the message that stands first in what follows; those before are behind
+        self._first = 0  # number of the first message in ``foreseen``
         self.foreseen: list[MessageLayout | None] = []
-        self.sizes = digest(b"")  # what both ends must foresee alike
+        self.sizes = digest(b"")  # digest of the predicted sizes, compared between both ends
 
     @property
     def end(self) -> int:
-        """How many messages of the run are known."""
+        """The number of messages of the run that are known."""
         return self._first + len(self._keys)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Foresee the messages of a run, which have these keys."""
+        """Predict the layouts of a run's messages from their keys."""
         if keys is not self._keys or self._news:
             self._write(len(self._news))
             self._keys = keys
             self._first = 0
-            self.foreseen = [self._forms.get(key) for key in keys]
-            self.sizes = digest(repr([-1 if form is None else form.nbytes for form in self.foreseen]).encode())
+            self.foreseen = [self._layouts.get(key) for key in keys]
+            self.sizes = digest(repr([-1 if layout is None else layout.nbytes for layout in self.foreseen]).encode())
 
     def extend(self, keys: Sequence[Hashable], behind: int) -> None:
-        """Further messages of the run. behind: how many are over, and need not be remembered."""
+        """Add messages to the run. behind: the number of messages that are done."""
         self._keys = [*self._keys[behind - self._first :], *keys]
         del self.foreseen[: behind - self._first]
         self._first = behind
 
     def form(self, number: int) -> MessageLayout | None:
-        """What is foreseen of a message of the run; of a further one, when that is the next to be asked for."""
+        """The predicted layout of a message of the run; None if its key is new."""
         at = number - self._first
         if at == len(self.foreseen):
             self._write(sum(noted <= number - _SETTLED for noted, *_ in self._news))
-            self.foreseen.append(self._forms.get(self._keys[at]))
+            self.foreseen.append(self._layouts.get(self._keys[at]))
         return self.foreseen[at]
 
-    def note(self, number: int, form: MessageLayout) -> None:
-        """A message had another form. It counts from the next run on, or a few messages on in one of several parts:
-        not before both ends must know it, so that they agree.
+    def note(self, number: int, layout: MessageLayout) -> None:
+        """Record that a message had another layout than predicted.
+
+        The layout is used from the next run on or, in a run of several parts, a fixed number of messages later, when
+        both ends are certain to know it.
         """
-        self._news.append((number, self._keys[number - self._first], form))
+        self._news.append((number, self._keys[number - self._first], layout))
 
     def _write(self, count: int) -> None:
         for _ in range(count):
-            _, key, form = self._news.popleft()
-            if len(self._forms) >= _REMEMBERED:
-                self._forms.clear()
-            self._forms[key] = form
+            _, key, layout = self._news.popleft()
+            if len(self._layouts) >= _REMEMBERED:
+                self._layouts.clear()
+            self._layouts[key] = layout

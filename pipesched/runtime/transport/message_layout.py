@@ -1,8 +1,8 @@
-"""Message layout: what a value on a wire looks like, apart from the bytes of its tensors.
+"""Message layout: describes a value for transport, apart from the bytes of its tensors.
 
-A value is a Payload (forward), Gradients (backward), a tensor, or a plain value. Its form is small, compares fast, and
-says how the tensors' bytes are laid into one message, and how the value is put together again on the other side:
-with the strides it had, since results depend on them, and sharing memory where its tensors did.
+A value is a Payload (forward), Gradients (backward), a tensor, or a plain value. Its layout is small, fast to compare,
+and defines how the tensors' bytes are arranged in one message and how the receiver rebuilds the value. Strides are
+kept, because results depend on them, and tensors that share memory share it again.
 """
 
 from collections import Counter
@@ -19,48 +19,51 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["MessageLayout", "Packed", "describe"]
 
-_ALIGNMENT = 64  # bytes; as torch's own allocator: kernels may add in another order at another alignment
+_ALIGNMENT = 64  # bytes, as in torch's allocator: kernels may sum in another order at another alignment
 _STORAGE_ALIGNMENT = 16  # bytes; the largest element
-_LONG = 1 << 14  # bytes; shorter ones are copied sooner than looked at
+_LONG = 1 << 14  # bytes; a shorter tensor is copied in less time than in_place() takes
 _GRADIENTS = "gradients"
 _SINGLE = "single"
 
 _Sizes = tuple[int, ...]
-#: What a form is compared by: (skeleton, leaves, plain values, shared memory).
+#: The comparable part of a layout: (skeleton, tensor leaves, encoded plain values, shared memory).
 Description = tuple[Any, ...]
 
 
 class _Piece(NamedTuple):
-    """A run of bytes in a message: the elements of one tensor, or the memory that several share.
-
-    leaf: which one it is read from. shape, stride: of the bytes in the message. source: the shape and strides by which
-    the leaf's elements are read, None for its own; bytes: the memory's first byte instead, None where not shared.
-    """
+    """A range of bytes in a message: the elements of one tensor, or memory that several tensors share."""
 
     offset: int
     nbytes: int
+    #: The number of the leaf from which the bytes are read.
     leaf: int
     dtype: torch.dtype
+    #: Shape and stride of the elements in the message.
     shape: _Sizes
     stride: _Sizes
+    #: Shape and strides with which the leaf is read. Default: its own.
     source: tuple[_Sizes, _Sizes] | None = None
+    #: For shared memory, its first byte in the leaf's storage.
     first_byte: int | None = None
 
 
 class _Restored(NamedTuple):
-    """How a tensor comes out of its piece. offset: in elements. gapped: it is copied into memory with gaps."""
+    """How a tensor is rebuilt from its piece."""
 
     piece: int
     dtype: torch.dtype
     shape: _Sizes
     stride: _Sizes
+    #: In elements, within the piece.
     offset: int = 0
+    #: Whether the elements are copied to memory with gaps between them.
     gapped: bool = False
 
 
 def describe(value: Any, encoding: Encoding) -> tuple[Description, tuple[Any, ...]]:
-    """What a value looks like, and its leaves. Raises ExecutionError for tensors that are not plain and strided, and
-    for values of types that do not travel.
+    """The description of a value, and its leaves.
+
+    Raises ExecutionError for tensors that are not plain and strided, and for values of types that cannot be sent.
     """
     skeleton, leaves = _taken_apart(value)
     looks: list[Any] = []
@@ -88,7 +91,7 @@ def _taken_apart(value: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _arrived(leaf: Any) -> Any:
-    """A leaf; what a functional collective, as of DTensors inside a stage, still has under way once it is there."""
+    """A leaf; an asynchronous tensor of a functional collective is awaited first."""
     if type(leaf) is Tensor or not isinstance(leaf, Tensor):
         return leaf
     wait = getattr(leaf, "wait", None)
@@ -98,13 +101,13 @@ def _arrived(leaf: Any) -> Any:
 def _check(tensor: Tensor) -> None:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         raise ExecutionError(
-            f"plain, strided tensors travel between ranks; got a {type(tensor).__name__} of layout {tensor.layout}; "
-            f"turn it into one (to_dense, full_tensor), or move the boundary so that it stays on one rank"
+            f"only plain, strided tensors can be sent between ranks; got a {type(tensor).__name__} of layout "
+            f"{tensor.layout}; convert it (to_dense, full_tensor), or move the boundary so that it stays on one rank"
         )
 
 
 def _shared(leaves: tuple[Any, ...]) -> tuple[tuple[int, int] | None, ...] | None:
-    """For each leaf that shares memory with another one (the number of the memory, the first byte); None: no leaf."""
+    """For each leaf that shares memory with another leaf: (number of the memory, first byte). None if no leaf does."""
     addresses = [_memory(leaf) for leaf in leaves]
     counts = Counter(address for address in addresses if address)
     if len(counts) == sum(counts.values()):
@@ -117,7 +120,7 @@ def _shared(leaves: tuple[Any, ...]) -> tuple[tuple[int, int] | None, ...] | Non
 
 
 def _memory(leaf: Any) -> int:
-    """The address of a tensor's memory; 0 for what has none, or is read as something else than what lies there."""
+    """The address of a tensor's memory; 0 for other values, empty tensors, and conjugated or negated views."""
     if not isinstance(leaf, Tensor) or not leaf.numel() or leaf.is_conj() or leaf.is_neg():
         return 0
     return leaf.untyped_storage().data_ptr()
@@ -125,7 +128,7 @@ def _memory(leaf: Any) -> int:
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """The form of a value: written once, known to both sides from then on. encoding: of its plain values."""
+    """The layout of a value, written once and then known at both ends. encoding: of its plain values."""
 
     description: Description
     encoding: Encoding = field(repr=False, compare=False)
@@ -136,42 +139,43 @@ class MessageLayout:
 
     @cached_property
     def spare(self) -> "list[Packed]":
-        """Messages of this form that are not on their way."""
+        """Message buffers of this layout that are not in use."""
         return []
 
     def written(self) -> bytes:
-        """The form as bytes."""
+        """The layout as bytes."""
         return self.encoding.written(self.description)
 
     @classmethod
     def read(cls, written: bytes, encoding: Encoding) -> "MessageLayout":
-        """The inverse of ``written``. Raises ExecutionError for bytes that are no form."""
-        form = cls(encoding.read(written), encoding)
+        """The inverse of ``written``. Raises ExecutionError for bytes that are no layout."""
+        layout = cls(encoding.read(written), encoding)
         try:
-            skeleton, looks, _, _ = form.description
-            counts = form._layout[2] >= 0 and (isinstance(skeleton, str) or len(skeleton[2]) == len(looks))
+            skeleton, looks, _, _ = layout.description
+            is_valid = layout._layout[2] >= 0 and (isinstance(skeleton, str) or len(skeleton[2]) == len(looks))
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError):
-            counts = False
-        if not counts:
+            is_valid = False
+        if not is_valid:
             raise ExecutionError(
-                f"a message is announced by its form; these {len(written)} bytes hold something else; run the same "
+                f"a message must be announced by its layout; these {len(written)} bytes are no layout; run the same "
                 f"versions and the same model on every rank"
             )
-        return form
+        return layout
 
     @cached_property
     def nbytes(self) -> int:
-        """How many bytes the tensors take in a message."""
+        """The bytes of the tensors in a message."""
         return self._layout[2]
 
     @property
     def pieces(self) -> list[_Piece]:
-        """The bytes of a message."""
+        """The pieces of a message."""
         return self._layout[0]
 
     def plain_bytes(self, value: Any) -> Any:
-        """The bytes of a value of this form where they lie, as numpy shows them, where that is plain to see: of one
-        contiguous tensor. None: ``describe`` finds out what it is.
+        """The bytes of a value with a single contiguous tensor and this layout, as a numpy array without a copy.
+
+        None for any other value; ``describe`` then determines its layout.
         """
         if self._plain is None:
             return None
@@ -187,7 +191,7 @@ class MessageLayout:
         try:
             if type(leaf) is Tensor and leaf.dtype is dtype and leaf.shape == shape and leaf.stride() == stride:
                 return leaf.numpy()
-        except (RuntimeError, TypeError):  # none that a form has: sparse, conjugated, of a device
+        except (RuntimeError, TypeError):  # not an ordinary CPU tensor: sparse, conjugated, or on a device
             pass
         return None
 
@@ -199,12 +203,12 @@ class MessageLayout:
         dtype, shape, stride = looks[0]
         try:
             torch.empty(0, dtype=dtype).numpy()
-        except TypeError:  # numpy does not know the type
+        except TypeError:  # not a numpy type
             return None
         return (skeleton, looks[0]) if stride == torch.empty(shape, device="meta").stride() else None
 
     def in_place(self, leaves: tuple[Any, ...]) -> Tensor | None:
-        """The bytes of a message where they lie: those of a value's only tensor, if it is long and fills its memory."""
+        """The bytes of a value's only tensor without a copy, if long, contiguous and on the CPU; otherwise None."""
         piece = self._only
         if piece is None:
             return None
@@ -222,11 +226,11 @@ class MessageLayout:
 
     @cached_property
     def lies_as_sent(self) -> bool:
-        """Whether a value's tensors lie in the message as they are: it may be restored before the bytes are there."""
+        """Whether all tensors are views of the message, so that the value can be rebuilt before the bytes arrive."""
         return not any(one is not None and one.gapped for one in self._layout[1])
 
     def restore(self, message: Tensor, start: int) -> Any:
-        """The value whose bytes lie in a message from ``start`` on. Its tensors keep the message's memory alive."""
+        """Rebuild the value from a message's bytes from ``start`` on. Its tensors keep the message's memory alive."""
         pieces, restored, _ = self._layout
         storage = message.untyped_storage()
         memory = [storage[start + piece.offset : start + piece.offset + piece.nbytes] for piece in pieces]
@@ -242,7 +246,7 @@ class MessageLayout:
         return Payload(leaves, places, spec, needs_grad)
 
     def _plain_leaves(self) -> list[Any]:
-        """The leaves that are no tensors: the same objects each time only where they never change."""
+        """The leaves that are not tensors; the same objects each time only if they are immutable."""
         if self._immutable_leaves is not None:
             return self._immutable_leaves
         encoded = self.description[2]
@@ -266,12 +270,12 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 
 
 class Packed:
-    """A message's memory: ``header`` bytes, on a CPU alone, then those of a form's tensors. data: all of them."""
+    """The memory of a message: a header (on a CPU only), then the bytes of a layout's tensors. data: all bytes."""
 
-    def __init__(self, form: MessageLayout | None, header: int, device: torch.device | None = None) -> None:
-        pieces = form.pieces if form else []
-        nbytes = header + (form.nbytes if form else 0)
-        with torch.inference_mode(False):  # it serves steps with and without
+    def __init__(self, layout: MessageLayout | None, header: int, device: torch.device | None = None) -> None:
+        pieces = layout.pieces if layout else []
+        nbytes = header + (layout.nbytes if layout else 0)
+        with torch.inference_mode(False):  # used by steps with and without inference mode
             self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
             storage = self.tensor.untyped_storage()
             self._views = [
@@ -284,7 +288,7 @@ class Packed:
         self.data = self.tensor.numpy().data if header else memoryview(b"")
 
     def fill(self, leaves: tuple[Any, ...]) -> None:
-        """Copy the tensors of a value of this form; onto a device without waiting for it, in its stream's order."""
+        """Copy a value's tensors into the message; on a device asynchronously, in the order of the current stream."""
         ahead = self.tensor.is_cuda
         for view, piece in zip(self._views, self._pieces, strict=True):
             view.copy_(_source(piece, leaves[piece.leaf]), non_blocking=ahead)
@@ -331,10 +335,11 @@ def _laid_out(description: Description) -> tuple[list[_Piece], list[_Restored | 
 
 
 def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, offset: int) -> tuple[_Piece, bool]:
-    """The bytes of a tensor that shares no memory, and whether they go into memory with gaps."""
+    """The piece of a tensor that shares no memory, and whether it is restored with gaps."""
     if 0 in shape:
         return _Piece(offset, 0, leaf, dtype, shape, stride), False
-    once = tuple(1 if not step else size for size, step in zip(shape, stride, strict=True))  # expanded: sent once
+    # An expanded dim is sent once.
+    once = tuple(1 if not step else size for size, step in zip(shape, stride, strict=True))
     source = None if once == shape else (once, stride)
     dims = sorted((step, size) for size, step in zip(once, stride, strict=True) if size > 1)
     extent = 1
@@ -346,7 +351,7 @@ def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, off
         extent += (size - 1) * step
     if dense:
         return _Piece(offset, extent * dtype.itemsize, leaf, dtype, once, stride, source), False
-    if not apart:  # several elements in one place: all the memory between the first and the last is sent
+    if not apart:  # overlapping elements: send the whole range
         span = (extent,), (1,)
         return _Piece(offset, extent * dtype.itemsize, leaf, dtype, *span, span), False
     compact = torch.empty(once, device="meta").stride()
@@ -354,7 +359,7 @@ def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, off
 
 
 def _shared_piece(leaf: int, number: int, looks: Any, shared: Any, offset: int) -> _Piece:
-    """The memory between the first and the last byte that any leaf of it reaches."""
+    """The piece of the whole memory range that the leaves sharing it cover."""
     ends = [
         (first, first + _reach(shape, stride) * dtype.itemsize)
         for (dtype, shape, stride), (memory, first) in (

@@ -1,4 +1,4 @@
-"""Ports: by what bytes get from rank to rank: sockets for short messages, a process group for long ones."""
+"""Ports: the two ways to send bytes between ranks, sockets for short messages and a process group for long ones."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -12,43 +12,46 @@ __all__ = ["ConnectionLostError", "Ports", "ShortPort", "Work", "awaited", "lost
 
 
 class Work(Protocol):
-    """An operation that was started."""
+    """An operation in progress."""
 
     def wait(self) -> Any:
-        """Return once it has ended. Raises RuntimeError where it cannot."""
+        """Wait until the operation is done. Raises RuntimeError if it fails."""
 
 
 class ShortPort(Protocol):
-    """For short messages: bytes to and from the other ranks, on each tag one behind the other. Raises RuntimeError."""
+    """Sends short messages: bytes to and from other ranks, in order for each tag. Raises RuntimeError."""
 
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], Work | None]:
-        """What sends buffers, so many bytes in all, without waiting. They may change at once; None: all is written."""
+        """A function that sends buffers with ``nbytes`` in all, without waiting.
+
+        The buffers may change afterwards. It returns None if all bytes are written, otherwise the pending send.
+        """
 
     def reader(self, from_: int, tag: int, /) -> Callable[[memoryview], None]:
-        """What waits for the next bytes, as many as a buffer takes, and fills it."""
+        """A function that waits for the next bytes and fills a buffer with them."""
 
 
 class _Port(Protocol):
-    """What is used of a process group: (tensors, rank in the group, tag). Raises RuntimeError."""
+    """The used part of a process group's interface: (tensors, rank in the group, tag). Raises RuntimeError."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work:
-        """Start to send."""
+        """Start a send."""
 
     def recv(self, tensors: list[Tensor], from_: int, tag: int, /) -> Work:
-        """Start to receive, into as much memory as is sent, or more."""
+        """Start a receive into memory of at least the sent size."""
 
 
 class Ports(NamedTuple):
-    """Which port takes a message, by how long it is foreseen to be: both ends say the same."""
+    """The ports of one rank. The predicted size of a message decides which port it uses, equally at both ends."""
 
     short: ShortPort
     long: _Port
-    limit: int = 1 << 20  # bytes; about what the buffers of a connection hold
+    limit: int = 1 << 20  # bytes; about the size of a connection's buffers
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work | None:
-        """Send a tensor of bytes through the port for such a length; None: it has been written, and may change.
+        """Send a tensor of bytes through the port for its size.
 
-        Raises ConnectionLostError.
+        Returns None if the tensor is written and may change, otherwise the pending send. Raises ConnectionLostError.
         """
         try:
             if len(tensor) < self.limit:
@@ -58,7 +61,7 @@ class Ports(NamedTuple):
             raise lost(to, error) from None
 
     def receive(self, tensor: Tensor, from_: int, tag: int) -> None:
-        """Wait for what ``send`` sends of a tensor of this length, and fill this one. Raises ConnectionLostError."""
+        """Wait for a tensor that ``send`` has sent, of the same size, and fill this one. Raises ConnectionLostError."""
         try:
             if len(tensor) < self.limit:
                 self.short.reader(from_, tag)(tensor.numpy().data)
@@ -69,7 +72,7 @@ class Ports(NamedTuple):
 
 
 class ConnectionLostError(ExecutionError):
-    """A message did not come, or could not be sent. ended: the rank that ended the connection, where one did."""
+    """A message did not arrive, or could not be sent. ended: the rank that ended the connection, if known."""
 
     def __init__(self, text: str, ended: int | None = None) -> None:
         super().__init__(text)
@@ -77,7 +80,7 @@ class ConnectionLostError(ExecutionError):
 
 
 def awaited(work: Work, peer: int) -> None:
-    """Wait. Raises ConnectionLostError that names the rank at the other end."""
+    """Wait for an operation. Raises ConnectionLostError that names the rank at the other end."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -85,7 +88,7 @@ def awaited(work: Work, peer: int) -> None:
 
 
 def lost(peer: int, error: RuntimeError) -> ConnectionLostError:
-    """What an error of a port means."""
+    """The ConnectionLostError for an error of a port."""
     if isinstance(error, StoreLostError):
         return ConnectionLostError(str(error))
     if "Timed out" in str(error):

@@ -1,4 +1,4 @@
-"""Rank exchange: values that ranks give each other beside the messages of a program."""
+"""Rank exchange: sends values between ranks outside the messages of a program."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["DEALT", "Exchange"]
 
-DEALT = "what rank 0 deals out"
+DEALT = "values from rank 0"
 _TRADES = (
     "weights",
     "gradients",
@@ -22,12 +22,12 @@ _TRADES = (
     "statistics",
     DEALT,
 )
-_FIRST_TRADE = 30  # tag; the others follow, two each
+_FIRST_TRADE = 30  # the first tag; each trade takes two
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's side, over its wire. Values are pytrees of tensors and plain values."""
+    """One rank's side of exchanges over its channels. Values are pytrees of tensors and plain values."""
 
     wire: Channels
     rank: int
@@ -35,7 +35,7 @@ class Exchange:
     device: torch.device
 
     def all_values(self, value: Any) -> list[Any]:
-        """Every rank's value, in ranks' order. Their tensors are moved to this rank's device."""
+        """Every rank's value in rank order, with tensors on this rank's device."""
         others = range(1, self.num_ranks)
         if self.rank:
             self.wire.tell(0, COLLECT, Payload.of(value))
@@ -48,7 +48,7 @@ class Exchange:
         return values
 
     def _moved(self, arrived: Payload) -> Any:
-        """A value whose tensors are this device's, in memory of their own; those that were one still are."""
+        """A value with its tensors copied to this rank's device; a tensor that occurs twice is copied once."""
         own: dict[Any, Tensor] = {}
 
         def moved(tensor: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Exchange:
         return arrived.map_tensors(moved).value
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Give values to some ranks, and take those that ``sources`` give to this one. It sends all before it waits."""
+        """Send values to some ranks, and return the values that ``sources`` send to this one. Sends come first."""
         tag = _FIRST_TRADE + 2 * _TRADES.index(what)
         takes = {source: self.wire.ask(source, tag) for source in sorted(sources)}
         for rank, value in given.items():

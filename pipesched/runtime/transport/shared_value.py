@@ -1,4 +1,4 @@
-"""Shared value: a value of one rank that the others can look at."""
+"""Shared value: a value of one rank that the other ranks receive at its first use."""
 
 import threading
 from collections.abc import Callable
@@ -8,20 +8,20 @@ __all__ = ["Shared"]
 
 
 class Shared:
-    """A value on its way from one rank to the others: received once, by whoever looks first."""
+    """A value in transit from one rank to the others. The first call receives it."""
 
     def __init__(self, take: Callable[[], Any]) -> None:
         self._take: Callable[[], Any] | None = take
         self._value: Any = None
-        self._lock = threading.Lock()  # a thread may look at it while another one runs the next step
+        self._lock = threading.Lock()  # one thread may read it while another runs the next step
 
     @property
     def arrived(self) -> bool:
-        """Whether it has been received."""
+        """Whether the value has been received."""
         return self._take is None
 
     def __call__(self) -> Any:
-        """The value, waited for. Raises as ``take``."""
+        """Wait for the value and return it. Raises as ``take``."""
         with self._lock:
             if self._take is not None:
                 self._value = self._take()

@@ -1,19 +1,19 @@
-"""Sockets: short messages between processes, a connection for each (from, to, tag): of bytes, one behind the other.
+"""Sockets: send short messages between processes, over one connection for each (from, to, tag).
 
-gloo hands every message to a thread of its own, on the sending and on the receiving side. Where cores are few, that
-thread spins on a lock whose holder waits for its core (0.3 ms of processor time a message, measured with two ranks on
-two cores). Here the rank's own thread writes and reads: half of gloo's latency and a tenth of its processor time.
+gloo passes every message to threads of its own, at both ends. On few cores such a thread spins on a lock whose holder
+waits for a core (0.3 ms of processor time a message, measured with two ranks on two cores). Here the rank's own thread
+writes and reads, with half of gloo's latency and a tenth of its processor time. Long messages go through gloo, which
+transfers them while the rank computes.
 
-What does not fit into the connection's buffers is copied and written by a thread, so a send never blocks. Long messages
-are better off with gloo, which moves them while the rank computes.
+Bytes that do not fit into the connection's buffers are copied and written by a thread, so a send never blocks.
 
-Ranks of one machine are connected through its memory (Unix sockets), in half the time that its network takes. The less
-code there is in a message's way the better: what has not run for some ms has left the processor's caches, and takes 30
-times as long as in a loop.
+Ranks on one machine use Unix sockets, which take half the time of the local network. The code in the path of a message
+is kept short: code that has not run for some ms has left the processor's caches and takes 30 times as long as in a
+loop.
 
-A connection counts once it has greeted with a proof that it knows the receiver's word, which is in the store. Nobody
-waits for a single one to greet: connections that are silent, slow or of another user take nothing but a place among a
-bounded number, and the oldest gives way.
+A connection is accepted after a greeting with a proof that the sender has read the receiver's secret from the store. No
+rank waits for one particular connection's greeting. Connections that are silent, slow or of another user only occupy
+one of a limited number of slots, and the oldest is closed when the slots are full.
 """
 
 import errno
@@ -37,25 +37,25 @@ from pipesched.runtime.coordination.stores import Store, awaited_value
 
 __all__ = ["SocketPort", "own_host"]
 
-_GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that it knows the receiver's word
+_GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that it has read the receiver's secret
 _BACKLOG = 1024
-_MOST_GREETING = 64  # connections that have not greeted: a rank's own greets at once, and a stranger's gives way
-_TRY_S = 0.25  # to connect, before a thread goes on trying; where nobody floods a rank it takes no time
-_GLANCE_S = 0.1  # to wait for greetings, before looking whether another thread has heard the one that is awaited
-_CREDENTIALS = Struct("@iII")  # a process, its user, its group: struct ucred
-_PATIENCE_S = 5  # for the other end to take what is on its way as a connection is closed
-_ROOM = 4 << 20  # bytes that a connection through memory holds: several short messages
-_TIME = Struct("@ll")  # seconds, microseconds: struct timeval
-_IFREQ = Struct("@16s4x4s16x")  # an interface's name, its IPv4 address: struct ifreq
+_MOST_GREETING = 64  # connections without a greeting; ranks greet immediately, and the oldest is closed
+_TRY_S = 0.25  # to connect, before a thread continues; takes no time unless the rank is flooded with connections
+_GLANCE_S = 0.1  # wait for greetings before checking whether another thread has accepted the awaited one
+_CREDENTIALS = Struct("@iII")  # struct ucred: process, user, group
+_PATIENCE_S = 5  # for the other end to receive pending bytes when a connection is closed
+_ROOM = 4 << 20  # buffer bytes of a Unix socket: several short messages
+_TIME = Struct("@ll")  # struct timeval: seconds, microseconds
+_IFREQ = Struct("@16s4x4s16x")  # struct ifreq: an interface's name and IPv4 address
 _NAME_BYTES = 15
 _SIOCGIFADDR = 0x8915
 
 
 def own_host(store: Any) -> str:
-    """The address under which other machines find this one.
+    """The address under which other machines reach this one.
 
-    That of the interface that GLOO_SOCKET_IFNAME names, as for gloo, so that all messages take one network; else the
-    one on the way to the store's host; this machine's alone where the store has none.
+    The address of the interface named by GLOO_SOCKET_IFNAME, as for gloo, so that all messages use one network;
+    otherwise the address of the route to the store's host; the loopback address if the store has no host.
     """
     if named := _address_of(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]):
         return named
@@ -70,7 +70,7 @@ def own_host(store: Any) -> str:
 
 
 def _address_of(interface: str) -> str:
-    """The IPv4 address of a network interface; "" where it has none, or the system does not say."""
+    """The IPv4 address of a network interface; "" if it has none or the system is not Linux."""
     if not interface or sys.platform != "linux":
         return ""
     from fcntl import ioctl
@@ -82,7 +82,7 @@ def _address_of(interface: str) -> str:
 
 
 class _Pending(NamedTuple):
-    """A send whose rest a thread writes."""
+    """A send that a thread completes."""
 
     rest: memoryview
     written: threading.Event
@@ -94,7 +94,7 @@ class _Pending(NamedTuple):
 
 
 class _Sender:
-    """The sending end of a connection, which is made by the first send."""
+    """The sending end of a connection, which the first send makes."""
 
     def __init__(self, connect: Callable[[float], socket.socket], timeout_s: float) -> None:
         self.connection: socket.socket | None = None
@@ -102,13 +102,15 @@ class _Sender:
         self._connect = connect
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._behind = 0  # messages with the thread: until there are none, all others go behind them
+        self._behind = 0  # messages queued for the thread; while there are any, new messages queue behind them
         self._queue: SimpleQueue[_Pending] = SimpleQueue()
         self._writer: threading.Thread | None = None
 
     def send(self, parts: Sequence[Any], nbytes: int) -> _Pending | None:
-        """As ``SocketPort.sender`` says. What the other end does not live to receive is lost without an error: a rank
-        fails where it waits for one that is gone, and may otherwise end its work.
+        """Send buffers as ``SocketPort.sender`` describes.
+
+        Bytes that a dead receiver never reads are lost without an error: a rank fails when it waits for a dead rank,
+        and may otherwise finish.
         """
         try:
             if self._behind:
@@ -123,10 +125,10 @@ class _Sender:
             return None
         except OSError as error:
             raise RuntimeError(str(error)) from None
-        return None if sent == nbytes else self._leave(memoryview(b"".join(parts))[sent:])
+        return None if sent == nbytes else self._queue_rest(memoryview(b"".join(parts))[sent:])
 
-    def _leave(self, rest: memoryview) -> _Pending:
-        """To a thread. It is a copy: what was given may change before the thread comes to it."""
+    def _queue_rest(self, rest: memoryview) -> _Pending:
+        """Queue the rest of a message for the thread, as a copy, because the buffers may change."""
         with self._lock:
             self._behind += 1
         if self._writer is None:
@@ -137,7 +139,7 @@ class _Sender:
         return pending
 
     def _write(self) -> None:
-        """In a thread: until there is nothing to write, or no connection comes."""
+        """In a thread: write queued messages until an empty one ends it, or no connection can be made."""
         with suppress(OSError, RuntimeError):
             if self.connection is None:
                 self.connection = self._connect_patiently()
@@ -160,14 +162,14 @@ class _Sender:
         raise TimeoutError
 
     def hang_up(self) -> None:
-        """End the connection at once."""
+        """Shut the connection down immediately."""
         self._ended = True
         if self.connection is not None:
             with suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; what is written still arrives."""
+        """Close the connection; bytes already written still arrive."""
         if self._writer is not None:
             self._queue.put(_Pending(memoryview(b""), threading.Event(), 0))
             self._writer.join(_PATIENCE_S)
@@ -179,14 +181,14 @@ class _Sender:
 
 
 class _Reader:
-    """The receiving end of a connection, which is awaited by the first read."""
+    """The receiving end of a connection, for which the first read waits."""
 
     def __init__(self, accept: Callable[[], socket.socket]) -> None:
         self._accept = accept
         self._connection: socket.socket | None = None
 
     def read(self, into: memoryview) -> None:
-        """As ``SocketPort.reader`` says."""
+        """Fill a buffer as ``SocketPort.reader`` describes."""
         if self._connection is None:
             self._connection = self._accept()
         _read(self._connection, into)
@@ -205,9 +207,10 @@ def _read(connection: socket.socket, into: memoryview) -> None:
 
 
 class SocketPort:
-    """One rank's connections; each is made when first used. The ranks find each other through the store.
+    """One rank's connections, each created at its first use. Ranks exchange their addresses through the store.
 
-    Those of one machine meet at a name that no other machine or network namespace sees; the others use the network.
+    Ranks on one machine connect through an abstract Unix socket, which no other machine or network namespace can reach;
+    the others use the network.
     """
 
     def __init__(self, store: Store, rank: int, host: str, timeout_s: float) -> None:
@@ -215,31 +218,34 @@ class SocketPort:
         self._rank = rank
         self._timeout_s = timeout_s
         self._hung_up = threading.Event()
-        self._word = secrets.token_bytes(16)  # who does not know it from the store is a stranger
+        self._word = secrets.token_bytes(16)  # a secret; connections that have not read it from the store are refused
         self._name = f"\0pipesched/{secrets.token_hex(16)}"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listeners = [socket.create_server((host, 0), family=family, backlog=_BACKLOG)]
         if sys.platform == "linux":
             self._listeners.append(_listener(self._name))
         self._selector = selectors.DefaultSelector()
-        self._greeting: dict[socket.socket, bytearray] = {}  # what each has said so far; the oldest first
-        self._lock = threading.Lock()  # a thread may wait for a shared value while another one runs a step
+        self._greeting: dict[socket.socket, bytearray] = {}  # bytes received so far of each greeting; the oldest first
+        self._lock = threading.Lock()  # one thread may wait for a shared value while another runs a step
         for listener in self._listeners:
             listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ, partial(self._let_in, listener))
+            self._selector.register(listener, selectors.EVENT_READ, partial(self._accept_next, listener))
         self._senders: dict[tuple[int, int], _Sender] = {}
         self._accepted: dict[tuple[int, int], socket.socket] = {}
         address = host, self._listeners[0].getsockname()[1], self._name, self._word.hex()
         store.set(f"address/{rank}", json.dumps(address))
 
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], _Pending | None]:
-        """What sends buffers, so many bytes in all, without waiting. They may change at once; None: all is written."""
+        """A function that sends buffers with ``nbytes`` in all, without waiting.
+
+        The buffers may change afterwards. It returns None if all bytes are written, otherwise the pending send.
+        """
         if (to, tag) not in self._senders:
             self._senders[to, tag] = _Sender(partial(self._connect, to, tag), self._timeout_s)
         return self._senders[to, tag].send
 
     def reader(self, from_: int, tag: int, /) -> Callable[[memoryview], None]:
-        """What waits for the next bytes that were sent, as many as a buffer takes, and fills it."""
+        """A function that waits for the next bytes and fills a buffer with them."""
         return _Reader(lambda: self._accept(from_, tag)).read
 
     def _connect(self, to: int, tag: int, limit_s: float) -> socket.socket:
@@ -252,7 +258,7 @@ class SocketPort:
         return connection
 
     def _accept(self, from_: int, tag: int) -> socket.socket:
-        """The connection from this rank, once it has greeted; meanwhile all others may greet, too."""
+        """Wait for the connection from a rank with a tag, while also accepting others."""
         end_s = time.monotonic() + self._timeout_s
         while (from_, tag) not in self._accepted:
             left_s = end_s - time.monotonic()
@@ -267,32 +273,32 @@ class SocketPort:
                         raise RuntimeError(str(error)) from None
         return self._accepted[from_, tag]
 
-    def _let_in(self, listener: socket.socket) -> None:
-        """Take the next connection, and hear what it has said by now: after all that came before it."""
+    def _accept_next(self, listener: socket.socket) -> None:
+        """Accept the next connection, and read the available bytes of all greetings."""
         try:
             connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # another thread has it, or it has left
+        except (BlockingIOError, ConnectionAbortedError):  # another thread has accepted it, or it was closed
             return
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._greeting:
                 raise
-            self._turn_away(next(iter(self._greeting)))  # its descriptor is for the next one
+            self._refuse(next(iter(self._greeting)))  # frees a file descriptor for the next connection
             return
         if _is_in_memory(connection) and not _is_own_user(connection):
             connection.close()
             return
         if len(self._greeting) >= _MOST_GREETING:
-            self._turn_away(next(iter(self._greeting)))
+            self._refuse(next(iter(self._greeting)))
         connection.setblocking(False)
         self._greeting[connection] = bytearray()
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, connection))
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._read_greeting, connection))
         for one in list(self._greeting):
-            self._hear(one)
+            self._read_greeting(one)
 
-    def _hear(self, connection: socket.socket) -> None:
-        """Read what there is of a greeting, and let in who has said all of it."""
+    def _read_greeting(self, connection: socket.socket) -> None:
+        """Read the available bytes of a greeting, and accept the connection if it is complete and valid."""
         said = self._greeting.get(connection)
-        if said is None:  # another thread has heard it
+        if said is None:  # another thread has handled it
             return
         try:
             more = connection.recv(_GREETING.size - len(said))
@@ -305,7 +311,7 @@ class SocketPort:
             return
         rank, tag, _ = _GREETING.unpack(said) if more else (0, 0, b"")
         known = secrets.compare_digest(said, _greeting(connection, rank, tag, self._word))
-        if known and (rank, tag) not in self._accepted:  # else it repeats what it has overheard
+        if known and (rank, tag) not in self._accepted:  # otherwise it replays an overheard greeting
             self._selector.unregister(connection)
             del self._greeting[connection]
             connection.setblocking(True)
@@ -313,15 +319,15 @@ class SocketPort:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
             self._accepted[rank, tag] = connection
         else:
-            self._turn_away(connection)
+            self._refuse(connection)
 
-    def _turn_away(self, connection: socket.socket) -> None:
+    def _refuse(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         del self._greeting[connection]
         connection.close()
 
     def hang_up(self) -> None:
-        """End every wait of this rank, and of those that wait for it."""
+        """End every wait of this rank, and the waits of ranks connected to it."""
         self._hung_up.set()
         for sender in list(self._senders.values()):  # another thread may add one
             sender.hang_up()
@@ -330,7 +336,7 @@ class SocketPort:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close all connections; what was sent still arrives, where the other end takes it soon."""
+        """Close all connections; bytes already sent still arrive if the other end reads them soon."""
         for sender in self._senders.values():
             sender.close()
         self._selector.close()
@@ -339,8 +345,9 @@ class SocketPort:
 
 
 def _greeting(connection: socket.socket, rank: int, tag: int, word: bytes) -> bytes:
-    """What shows that a rank knows a word, without the word. It is worth nothing elsewhere than where it was said:
-    through memory and through the network connections come in the order in which they were made.
+    """A greeting: a proof of knowing the secret, without the secret itself.
+
+    The proof is valid only for one rank, tag and kind of connection, so it cannot be reused elsewhere.
     """
     way = b"memory" if _is_in_memory(connection) else b"network"
     proof = blake2b(b"%s %d %d" % (way, rank, tag), key=word, digest_size=16)
@@ -352,7 +359,7 @@ def _is_in_memory(connection: socket.socket) -> bool:
 
 
 def _is_own_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a connection through memory is of this one's user."""
+    """Whether the process at the other end of a Unix socket belongs to this process's user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
@@ -365,9 +372,10 @@ def _listener(name: str) -> socket.socket:
 
 
 def _connected(name: str) -> socket.socket | None:
-    """A connection through memory to who listens at this name. None where nobody does, or another user, or where more
-    connections wait there than the system lets; and where the system allows it less room than a connection through the
-    network has, which would often leave a thread to write the rest.
+    """A Unix connection to the listener with this name; None if the network must be used.
+
+    That is the case if nobody listens, the listener belongs to another user, its backlog is full, or the system limits
+    the buffers to less than a network connection has, so that a thread would often have to write the rest.
     """
     if sys.platform != "linux":
         return None

@@ -13,7 +13,7 @@ from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.tensors.payload import Payload
 from pipesched.testing import reference_step
 from tests.support.jobs.messages import Carries, tensor, value
-from tests.support.jobs.programs import work
+from tests.support.jobs.programs import run_spec
 from tests.support.models import gradients, mixed_model
 
 X, Y = torch.randn(19, 8, generator=torch.Generator().manual_seed(3)), torch.arange(19) % 4
@@ -37,7 +37,7 @@ def round_trips(group: Any, kind: str, seed: int) -> int:
     seen = 0
     for order in (1, 1, -1, 1):
         stages = {index: Carries(index, outputs[::order], grads[::order]) for index in range(2)}
-        executor.run(work(program, stages), grad=False, looks=list(range(10)))
+        executor.run(run_spec(program, stages), grad=False, looks=list(range(10)))
         seen += stages[group.rank()].seen
     executor.close()
     return seen

@@ -25,7 +25,7 @@ from pipesched.runtime.transport.device_channels import Links
 from pipesched.runtime.transport.ports import ConnectionLostError
 from pipesched.tensors.payload import Payload
 from tests.support.jobs.messages import Carries
-from tests.support.jobs.programs import Checks, checked_run, work
+from tests.support.jobs.programs import Checks, checked_run, run_spec
 
 DATA, POSTED, HANG_UP = 0, 1, 2  # tags
 made: Counter[str] = Counter()
@@ -51,9 +51,9 @@ class StandIn:
         self._group = distributed.ProcessGroupGloo(store, int(not sends), 2, timedelta(seconds=timeout_s))
         self._posts: SimpleQueue[Posted | None] = SimpleQueue()
         self._last: Posted | None = None
-        threading.Thread(target=self._work, name="stand-in", daemon=True).start()
+        threading.Thread(target=self._run_spec, name="stand-in", daemon=True).start()
 
-    def _work(self) -> None:
+    def _run_spec(self) -> None:
         token = torch.zeros(1)
         while (posted := self._posts.get()) is not None:
             with suppress(RuntimeError):
@@ -133,7 +133,7 @@ def memory_of_messages(group: Any, num_microbatches: int) -> int:
     outputs = [Payload.of(torch.ones(100, 256))] * num_microbatches
     for _ in range(3):
         stages = {index: Carries(index, outputs, [one.leaves for one in outputs]) for index in range(2)}
-        executor.run(work(program, stages), grad=False)
+        executor.run(run_spec(program, stages), grad=False)
     made = max(
         sum(sent.spare is form.spare for sent in channel._sent) + len(form.spare)
         for one in executor._wire._neighbours.values()
@@ -162,7 +162,7 @@ def fail_with_messages_posted(group: Any) -> tuple[float, str, list[str]]:
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
     start_s = time.perf_counter()
     try:
-        executor.run(work(program, {index: Fails(index, free) for index in range(3)}), grad=False, looks=[0] * 8)
+        executor.run(run_spec(program, {index: Fails(index, free) for index in range(3)}), grad=False, looks=[0] * 8)
         text = "it ran"
     except Exception as error:
         text = f"{type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ from pipesched.errors import ExecutionError
 from pipesched.program.lowering import lower
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.testing.fake_executor import FakeStage
-from tests.support.jobs.programs import Checks, checked_run, work
+from tests.support.jobs.programs import Checks, checked_run, run_spec
 
 
 class Raises(FakeStage):
@@ -49,7 +49,7 @@ def fail(
     costs = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
 
     def step(stage: Any, executor: ProcessExecutor) -> None:
-        executor.run(work(program, {index: stage(index, costs) for index in range(program.num_stages)}), grad=False)
+        executor.run(run_spec(program, {index: stage(index, costs) for index in range(program.num_stages)}), grad=False)
 
     step(FakeStage, executor)
     start_s = time.perf_counter()
@@ -85,7 +85,7 @@ def different_programs(group: Any, odd: int) -> tuple[str, int]:
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
     stages = {index: FakeStage(index, free) for index in range(program.num_stages)}
     try:
-        executor.run(work(program, stages), grad=False)
+        executor.run(run_spec(program, stages), grad=False)
         text = "it ran"
     except ExecutionError as error:
         text = str(error)
@@ -103,7 +103,7 @@ def different_batches(group: Any) -> str:
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
     stages = {index: Checks(index, free) for index in range(program.num_stages)}
     try:
-        executor.run(work(program, stages), grad=False, looks=[group.rank()] * 4)
+        executor.run(run_spec(program, stages), grad=False, looks=[group.rank()] * 4)
     except ExecutionError as error:
         return str(error)
     return "it ran"

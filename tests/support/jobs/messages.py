@@ -10,7 +10,7 @@ from pipesched import schedules
 from pipesched.program.lowering import lower
 from pipesched.runtime.executors.processes import ProcessExecutor
 from pipesched.tensors.payload import Payload, PerConsumer
-from tests.support.jobs.programs import checked_run, work
+from tests.support.jobs.programs import checked_run, run_spec
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 PLAIN = [None, 3, 3.0, True, "text", float("nan"), (), -0.0]
@@ -109,7 +109,7 @@ def round_trips(group: Any, seeds: list[int]) -> int:
     seen = 0
     for order in (1, 1, -1, -1, 1):
         stages = {index: Carries(index, outputs[::order], grads[::order]) for index in range(2)}
-        executor.run(work(program, stages), grad=False, looks=list(range(len(seeds))))
+        executor.run(run_spec(program, stages), grad=False, looks=list(range(len(seeds))))
         seen += stages[group.rank()].seen
     executor.close()
     return seen
@@ -123,7 +123,7 @@ def long_values(group: Any, kilobytes: list[int]) -> int:
     executor = ProcessExecutor(group, timeout_s=10)
     for _ in range(3):
         stages = {index: Carries(index, outputs, grads) for index in range(2)}
-        executor.run(work(program, stages), grad=False, looks=kilobytes)
+        executor.run(run_spec(program, stages), grad=False, looks=kilobytes)
     executor.close()
     return stages[group.rank()].seen
 
@@ -157,7 +157,7 @@ def changed_once_sent(group: Any, kilobytes: list[int]) -> int:
     executor = ProcessExecutor(group, timeout_s=10)
     for _ in range(3):
         stages = {index: Changing(index, outputs, grads) for index in range(2)}
-        executor.run(work(program, stages), grad=False, looks=kilobytes)
+        executor.run(run_spec(program, stages), grad=False, looks=kilobytes)
     executor.close()
     return stages[group.rank()].seen
 
@@ -180,7 +180,7 @@ def memory_of_long_messages(group: Any, name: str, num_microbatches: int) -> int
     outputs = [Payload.of(torch.ones(1100, 256))] * num_microbatches
     for _ in range(3):
         stages = {index: Carries(index, outputs, [one.leaves for one in outputs]) for index in range(2)}
-        executor.run(work(program, stages), grad=False)
+        executor.run(run_spec(program, stages), grad=False)
     made = most_made(executor)
     executor.close()
     return made

@@ -13,7 +13,7 @@ from pipesched.tensors.payload import Payload, PerConsumer
 from pipesched.testing.fake_executor import FakeStage
 
 
-def work(program: Program, stages: dict[int, Any], **others: Any) -> RunSpec:
+def run_spec(program: Program, stages: dict[int, Any], **others: Any) -> RunSpec:
     return RunSpec(program, stages, **others)
 
 
@@ -52,7 +52,7 @@ def told(grads: Any) -> Told:
 def checked_run(executor: ProcessExecutor, program: Program) -> Any:
     free = Costs.uniform(program.num_stages, forward_s=0, input_grad_s=0, weight_grad_s=0)
     stages = {index: Checks(index, free) for index in range(program.num_stages)}
-    timeline = executor.run(work(program, stages), grad=False, looks=[0] * program.num_microbatches)
+    timeline = executor.run(run_spec(program, stages), grad=False, looks=[0] * program.num_microbatches)
     order = program.orders[executor.rank]
     assert [span.action for span in timeline.spans()] == list(order)
     for index in program.chunks(executor.rank):
@@ -74,7 +74,7 @@ def one_clock(group: Any, name: str) -> list[Any]:
     program = lower(schedules.get(name).program(group.size(), 4))
     costs = Costs.uniform(program.num_stages, forward_s=0.002, input_grad_s=0.002, weight_grad_s=0.002)
     stages = {index: FakeStage(index, costs) for index in range(program.num_stages)}
-    timeline = executor.run(work(program, stages), grad=False)
+    timeline = executor.run(run_spec(program, stages), grad=False)
     spans = executor.gather(timeline)
     executor.close()
     return spans if group.rank() == 0 else []
@@ -120,7 +120,7 @@ def settings(group: Any) -> dict[str, Any]:
     free = Costs.uniform(program.num_stages, forward_s=0)
     for inference in (True, False, True):
         with torch.inference_mode(inference):
-            executor.run(work(program, {i: Looks(i, free) for i in range(program.num_stages)}), grad=False)
+            executor.run(run_spec(program, {i: Looks(i, free) for i in range(program.num_stages)}), grad=False)
     executor.close()
     return {**seen, "after": torch.get_num_threads()}
 

@@ -45,13 +45,13 @@ class Trainer:
     def step(self, x: Tensor, y: Tensor, orders: list[Any] = [None]) -> Tensor:
         batch = Splitter(self.program.num_microbatches, False, 0, None, "mean").batch((x,), {}, y)
         factors = Splitter(self.program.num_microbatches, False, 0, None, "mean").factors(batch)
-        feed = StepData(3, self.steps, list(batch.inputs), targets=batch.targets, factors=factors)
+        step_data = StepData(3, self.steps, list(batch.inputs), targets=batch.targets, factors=factors)
         self.steps += 1
 
         def begin(caller: Any) -> None:
-            feed.autocast = caller.autocast
+            step_data.autocast = caller.autocast
             for stage in self.stages.values():
-                stage.begin(feed)
+                stage.begin(step_data)
 
         looks: list[Hashable] = [look(one) for one in batch.inputs]
         for number, part in enumerate(orders):
@@ -60,7 +60,7 @@ class Trainer:
         total = None
         if self.group.rank() == self.last_rank:
             for microbatch in range(len(batch.rows)):
-                loss = feed.losses[microbatch]
+                loss = step_data.losses[microbatch]
                 total = loss if total is None else total + loss
         return self.executor.share(self.last_rank, total)()
 
