@@ -148,7 +148,7 @@ def test_losses_that_are_all_equal_tell_nothing() -> None:
     model = made("plain")
     for parameter in model.head.parameters():
         nn.init.zeros_(parameter)
-    with pytest.warns(UserWarning, match="its loss fits each of"):
+    with pytest.warns(UserWarning, match="its loss fits all of"):
         assert counted_labels(model, sample("plain", 2)) is None
 
 

@@ -350,7 +350,9 @@ def test_a_weight_of_each_row_is_refused() -> None:
 
 
 def test_a_batch_mean_over_another_dim_than_rows_is_refused() -> None:
-    with pytest.raises(InputError, match=r"'batchmean' divides by dim 0, .* split_dims=1; .*reduction='mean'"):
+    with pytest.raises(
+        InputError, match=r"'batchmean' divides by the size of dim 0; .* split_dims=1 .*reduction='mean'"
+    ):
         piped(model(), nn.KLDivLoss(reduction="batchmean"), numerics=Numerics(split_dims=1))
 
 

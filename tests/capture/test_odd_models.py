@@ -97,7 +97,9 @@ def test_a_model_that_runs_in_one_mode() -> None:
         due = reference_step(plain, FLOATS, target=FLOATS, loss_fn=square, num_microbatches=4, seed=5)
         assert torch.equal(pipe.step(FLOATS, target=FLOATS), due)
         pipe.eval()
-        with pytest.raises(GraphError, match="captured; with the sample it calls other layers, or fails") as caught:
+        with pytest.raises(
+            GraphError, match="captured; with training=False the sample calls other layers, or fails"
+        ) as caught:
             pipe.evaluate(FLOATS, target=FLOATS)
         assert "only in training" in str(caught.value.__cause__)
 
@@ -134,7 +136,7 @@ class Tells(nn.Module):
 
 def test_layers_that_hand_things_on_stay_together() -> None:
     check(Tells, FLOATS)
-    with pytest.raises(GraphError, match=r"what passes between stages is what calls return; blocks\.0 hands"):
+    with pytest.raises(GraphError, match=r"stages exchange only the values that calls return; blocks\.0 passes"):
         Pipeline(Tells(), FLOATS[:2], devices=["cpu"] * 5, schedule="1f1b", loss_fn=square)
 
 
@@ -301,7 +303,7 @@ class Measures(Row):
 def test_what_follows_the_batch_otherwise_than_with_the_sample_is_an_error() -> None:
     with pytest.raises(GraphError, match=r"mul_ changes a tensor of shape \(8,\) that is none of these; register it"):
         Pipeline(Remembered(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, schedule="1f1b")
-    for kind, message in ((Unbound, "unbind gives others now"), (Measures, "takes the way that it took with")):
+    for kind, message in ((Unbound, "unbind returns another one now"), (Measures, "must make the same calls as with")):
         pipe = Pipeline(kind(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4, schedule="1f1b")
         with pipe, pytest.raises(GraphError, match=message):
             pipe.step(torch.randn(12, 8), target=torch.zeros(12, 8))
@@ -344,7 +346,7 @@ def test_a_list_of_stages(kind: Callable[[list[nn.Module]], Any]) -> None:
 def test_hooks_on_the_models_backward_are_an_error() -> None:
     model = Blocks()
     model.register_full_backward_hook(lambda module, given, taken: None)
-    with pytest.raises(GraphError, match="it has 1 hooks on its backward"):
+    with pytest.raises(GraphError, match="it has 1 backward hooks that would never run"):
         Pipeline(model, FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
 
 

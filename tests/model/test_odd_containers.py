@@ -177,5 +177,7 @@ class Carries(Blocks):
 
 
 def test_code_between_layers_that_counts_is_an_error() -> None:
-    with pytest.raises(GraphError, match=r"carries nothing from one forward to the next; Carries sets its .*'count'"):
+    with pytest.raises(
+        GraphError, match=r"must not carry state from one forward to the next; Carries sets its .*'count'"
+    ):
         Pipeline(Carries(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")

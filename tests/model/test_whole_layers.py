@@ -81,7 +81,7 @@ def test_layers_within_a_function_that_has_its_own_backward_stay_together() -> N
 
 def test_what_draws_in_a_backward_is_refused_in_a_pipeline_and_in_the_loop() -> None:
     options: dict[str, Any] = {"loss_fn": square, "seed": 5}
-    message = r"random numbers are drawn in forwards.* dropout was called during a backward"
+    message = r"random numbers must be drawn in forwards.* dropout was called during a backward"
     with pytest.raises(ExecutionError, match=message):
         Pipeline(Pairs(0.5), FLOATS[:2], devices=["cpu"] * 2, schedule="1f1b", **options)
     with pytest.raises(ExecutionError, match=message):
@@ -160,10 +160,10 @@ def test_layers_in_a_row_may_be_kept_whole() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["block.0"], r"'block\.0' is none of its \d+"),
+        (["block.0"], r"'block\.0' is none of its \d+ modules"),
         ("first", r"whole_layers is a list of names of modules; got 'first'"),
-        (["blocks"], r"'blocks' is a ModuleList, whose parts are; name its parts"),
-        (["blocks.1"], r"'blocks\.1' is a ModuleDict, whose parts are"),
+        (["blocks"], r"'blocks' is a ModuleList, which is never called itself; name its parts"),
+        (["blocks.1"], r"'blocks\.1' is a ModuleDict, which is never called itself"),
     ],
 )
 def test_what_is_no_whole_layer_says_so(given: Any, message: str) -> None:

@@ -186,9 +186,9 @@ def compiled_in_place(model):
 @pytest.mark.parametrize(
     ("wrapped", "match"),
     [
-        (torch.compile, "OptimizedModule is compiled into one graph; pass the model as it was before, with compile=Tr"),
+        (torch.compile, "OptimizedModule is compiled into one graph; pass the original model, with compile=True"),
         (compiled_in_place, "is compiled into one graph"),
-        (lambda model: torch.jit.trace(model, torch.ones(2, 3)), "is scripted or traced; pass the module that it was"),
+        (lambda model: torch.jit.trace(model, torch.ones(2, 3)), "is scripted or traced; pass the original module"),
         (nn.DataParallel, r"DataParallel is wrapped to be replicated; pass its \.module"),
     ],
 )
@@ -240,7 +240,7 @@ class TakesADict(nn.Module):
 )
 @pytest.mark.parametrize("take", [graph_of, profile, lambda *taken: Pipeline(*taken, devices=["cpu"])])
 def test_a_sample_is_what_the_forward_takes(take, sample, got):
-    match = rf"what the model's forward takes, TakesADict\.forward\(batch\); got {got}.*; pass .* that is a dict"
+    match = rf"the arguments of the model's forward, TakesADict\.forward\(batch\); got {got}.*; pass .* that is a dict"
     with pytest.raises(InputError, match=match):
         take(TakesADict(), sample)
 
@@ -289,7 +289,9 @@ def test_a_layer_that_was_replaced_since_is_not_trained_silently(kind, change, m
         pipe.step(ONES, target=ONES)
         change(model)
         for use in (lambda: pipe.step(ONES, target=ONES), lambda: pipe.evaluate(ONES, target=ONES), lambda: pipe(ONES)):
-            with pytest.raises(GraphError, match=rf"had when it was made; .*{match}; put the old ones back, or close"):
+            with pytest.raises(
+                GraphError, match=rf"had when it was built; .*{match}; restore the old modules, or close"
+            ):
                 use()
 
 
@@ -390,7 +392,7 @@ def test_links_are_at_hand():
 def test_a_batch_that_is_not_dense():
     with (
         build(boundaries=[2]) as pipe,
-        pytest.raises(InputError, match=r"has one of layout torch\.sparse_coo; pass it d"),
+        pytest.raises(InputError, match=r"has one of layout torch\.sparse_coo; make it d"),
     ):
         pipe.step(ONES.to_sparse(), target=ONES)
 
