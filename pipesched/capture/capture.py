@@ -142,7 +142,7 @@ class Capture:
 
     @cached_property
     def crossing_bytes(self) -> list[int]:
-        """For each call, the number of bytes that a stage boundary before it sends."""
+        """For each call, the number of bytes that cross a stage boundary before it."""
         last: dict[Value, int] = {}
         for call in self.calls:
             if call.index not in self.free:

@@ -49,7 +49,7 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     """Find the labels over which a model's own loss is a mean; None if it is a mean over rows, or there are no labels.
 
     The model runs three times in evaluation mode and is left unchanged. A model on the meta device runs with stand-ins
-    for its layers' outputs. A warning is given if no way of counting fits, or more than one.
+    for its layers' outputs. If no way of counting fits, or more than one, a warning says so and the result is None.
 
     Args:
         model: the user's module.
@@ -79,7 +79,7 @@ def _count(labels: Tensor) -> float:
 
 
 def _count_shifted(labels: Tensor) -> float:
-    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # no model counts so
+    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # does not apply to one label a row
 
 
 _WAYS: Mapping[str, Callable[[Tensor], float]] = {

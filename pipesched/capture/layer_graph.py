@@ -15,9 +15,9 @@ __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 
 
 def gap(capture: Capture, position: int) -> list[int]:
-    """The calls before which a stage may begin that starts with the position-th layer call.
+    """The possible first calls of a stage whose first layer call is the position-th.
 
-    They lie after the previous layer's call, up to the layer's own call.
+    They lie after the previous layer call and end with the layer call itself.
     """
     legal = capture.legal_cuts
     before, own = capture.layer_calls[position - 1 : position + 1]
@@ -34,7 +34,7 @@ def narrowest(capture: Capture, position: int) -> int:
 def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "nx.DiGraph[str]":
     """The layers of a captured forward as a graph; see `pipesched.graph_of`.
 
-    A function between layers belongs to the layer in whose range of calls it lies. Values that any stage may compute
+    A function between layers belongs to the layer whose range of calls contains it. Values that any stage may compute
     (see `Capture.free`) make no edge.
 
     Args:
@@ -124,7 +124,7 @@ def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Se
 
 
 def unused(model: nn.Module, holders: Sequence[Iterable[Tensor]]) -> dict[int, list[str]]:
-    """The parameters and buffers that no holder holds, by the holder of the tensor registered before them."""
+    """The tensors without a holder, by name, assigned to the holder of the tensor registered before each of them."""
     holder_of: dict[Any, int] = {tensor: holder for holder, tensors in enumerate(holders) for tensor in tensors}
     found: dict[int, list[str]] = {}
     holder = 0

@@ -33,7 +33,7 @@ __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
-    """A layer raised; the original error is ``__cause__``. A later step reports it with its place."""
+    """A layer raised; the original error is ``__cause__``. May be ignored: a step reports it in detail."""
 
 
 class LayeredModel(Protocol):
@@ -62,7 +62,7 @@ class LayeredModel(Protocol):
         """Raise ScheduleError or GraphError if the model's stages cannot run the program."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """The calls of layers if several of them may share parameters. ``ranks`` has the rank of each stage."""
+        """The calls of layers with their parameters; empty if layers share none. ``ranks``: of the stages."""
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
         """The calls that run as one layer, as (module name, number of earlier calls of the module).

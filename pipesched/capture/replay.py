@@ -32,7 +32,7 @@ StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
 #: Type and shape of a value that was not sent.
 Look = tuple[Any, ...]
 
-_NUMBERS = "numbers"  # in place of a Value's position: the look is the call's numbers besides tensors
+_NUMBERS = "numbers"  # takes the position in a Value whose look is the numbers that a call returned
 
 _DEVICE = "torch.Tensor.device.__get__"
 
@@ -49,7 +49,7 @@ class Looks:
         self.values = values
         self._key = tuple(
             [(value, repr(look) if value[1] == _NUMBERS else look) for value, look in values]
-        )  # 1 == True
+        )  # repr tells 1 from True
 
     @classmethod
     def of(cls, values: Mapping[Value, Look]) -> "Looks":
@@ -367,7 +367,7 @@ class _Run(TorchFunctionMode):
 
 
 def _roots(capture: Capture) -> dict[Value, Value]:
-    """For each value that is an in-place change, the value that it changes."""
+    """For each value changed in place, the earliest value that is the same tensor object."""
     roots: dict[Value, Value] = {}
     for call in capture.calls:
         for position, place in call.changes.items():

@@ -312,7 +312,7 @@ def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
 
 @contextmanager
 def set_aside(*roots: Any) -> Iterator[None]:
-    """Around measuring on any threads: suspend gradients and hooks, then restore everything reachable from ``roots``.
+    """Suspend gradients and hooks while measuring on any threads, then restore everything reachable from ``roots``.
 
     Weights must not be written to: measure layers on copies of their weights. All weights count, because a layer may
     reach any weight of its model through an argument or a reference.

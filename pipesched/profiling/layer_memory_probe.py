@@ -164,7 +164,7 @@ class _Pass:
             self.delivery = books.peak - left
 
     def _given(self, outputs: list[Payload]) -> Message:
-        """Drop the first of the remaining outputs; the message to its consumer, by the memory that this frees."""
+        """Drop the next output; return the message to its consumer, measured by the memory that this frees."""
         before = self._books.bytes
         one = outputs.pop(0)
         arriving = sum(tensor.nbytes for tensor in one.tensors)
@@ -177,5 +177,5 @@ class _Pass:
 
 
 def _memories(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The addresses of the tensors' memory with its size in bytes, each once."""
+    """The memory of the tensors: address -> size in bytes."""
     return {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

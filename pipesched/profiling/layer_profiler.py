@@ -49,7 +49,7 @@ class Effort:
 #: Enough to choose stage boundaries.
 QUICK = Effort()
 
-#: Layers are measured together up to this size, so that caches hold no more than in a step.
+#: Layers are measured in groups of about this size, so that weights leave the caches between rounds, as in a step.
 _TOGETHER_BYTES = 1 << 26
 
 
@@ -214,7 +214,7 @@ class _Survey:
         self._laps: list[Sequence[Subject]] = []
 
     def of(self, calls: Calls) -> dict[str, LayerCosts]:
-        """Measure the calls in their order, as many layers together as fit the caches."""
+        """Measure the calls in their order, in groups that exceed the caches."""
         kinds: dict[str, Any] = {}
         together: list[Subject] = []
         room = _TOGETHER_BYTES

@@ -29,8 +29,8 @@ def graph_of(
 
     ::
 
-        graph = pipesched.graph_of(model, torch.randn(8, 64))
-        graph.nodes["layers.0"]["forward_s"], graph.edges["layers.0", "layers.1"]["bytes"]
+        graph = pipesched.graph_of(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(8, 64))
+        graph.nodes["0"]["forward_s"], graph.edges["0", "1"]["bytes"]
 
     Nodes are the layers at which a stage may begin, in call order; the second call of a layer is named ``name#2``.
     Code between layers belongs to one of them. The model is left unchanged.

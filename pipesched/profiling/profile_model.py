@@ -35,7 +35,7 @@ from pipesched.user_warning import warn
 __all__ = ["as_loss", "profile", "put_updates"]
 
 _FACTORS = (0.25, 0.5, 1, 2)  # default sizes, in times of the sample's rows
-_PASSES = 3  # over all sizes, so that a disturbance of some seconds affects only one measurement of a size
+_PASSES = 3  # passes over all sizes: a disturbance of some seconds then affects one pass of a size
 _EFFORT = Effort(rounds=5, enough_s=2.0)
 _CROWDED = replace(_EFFORT, crowds=True)
 _LARGEST_BYTES = 1 << 31  # bytes of parameters up to which the model is also measured in one piece
@@ -63,7 +63,7 @@ def profile(
     ::
 
         profile = pipesched.profile(model, torch.randn(8, 64))
-        plan = pipesched.tune(profile, num_ranks=4)
+        plan = pipesched.tune(profile, num_ranks=4, batch_size=64)
         profile.save("profile.json")
 
     Each layer runs forward and backward several times, in the order of a step. Implausible times are measured again; a
@@ -90,10 +90,11 @@ def profile(
         Profile, for `pipesched.tune` and ``Search(profile=...)``.
 
     Raises:
-        InputError: the sample does not fit the model, or a loss comes without a target.
+        InputError: the sample does not fit the forward's signature, or a loss comes without a target.
         ModelTypeError: the model is not an nn.Module, or is compiled or wrapped.
         GraphError: the model cannot be cut into stages.
         ScheduleError: a file in ``cache`` is not a profile.
+        Exception: any error of the model's own code, with a note that names the layer.
 
     """
     chain = as_model(model)

@@ -122,7 +122,7 @@ class TimingRun(nn.Module):
         return run
 
     def weight_round(self, *, apart: bool) -> None:
-        """Run forwards, input gradients and weight gradients; the latter ``apart`` for each layer, else in one call."""
+        """Run forwards, input gradients and weight gradients, these in one call or ``apart`` for each layer."""
         clock = Clock(self._device)
         run = self.round(split=True, clock=clock)
         if apart:

@@ -131,7 +131,7 @@ class KeyedRandom:
 
     @contextmanager
     def repeated(self, place: Place) -> Iterator[None]:
-        """Draw again the numbers that were drawn from this place on."""
+        """In this context, draws repeat the numbers that were drawn from ``place`` on."""
         before = self.place
         again = self.again
         self.enter(*place[:-1])
@@ -156,7 +156,7 @@ class KeyedRandom:
 
     @contextmanager
     def outside(self, layer: str, call: int) -> Iterator[None]:
-        """Key draws of Python's and numpy's generators by this call of the layer, or this part of the code between."""
+        """In this context, key draws outside torch by this call of a layer, or this part of the code between layers."""
         before = self._outside
         self._outside = f"{layer}/{call}/outside"
         try:

@@ -90,7 +90,7 @@ class Ledger:
                 self._others[key] = weakref.ref(storage, lambda _, key=key: self._others.pop(key, None))  # type: ignore[misc]
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """The storages of the tensors on this device. A live storage is always the same Python object."""
+        """The storages of the tensors on this device. A storage keeps its Python object while it lives."""
         mine = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.device.type == self._device]
         return [tensor.untyped_storage() for tensor in mine]
 
@@ -110,7 +110,7 @@ class Ledger:
 
 
 class _Writes:
-    """The dispatch method, in a base class: torch would wrap a mode's own method and import torch.compile (1 s)."""
+    """Holds the dispatch method: torch would wrap a mode's own one in torch.compile, whose import takes a second."""
 
     _ledger: Ledger
 

@@ -246,7 +246,7 @@ def empty_gpt() -> jobs.GPT:
 @pytest.mark.parametrize(
     ("model", "init", "kind", "text"),
     [
-        (jobs.row, "reset", InputError, "every weight of this Sequential has some"),
+        (jobs.row, "reset", InputError, "every weight of this Sequential has contents"),
         (jobs.empty_row, without("4.bias"), InputError, r"missing: 4\.bias; of 13 given names unknown: none"),
         (jobs.empty_row, {**without(""), "9.x": torch.ones(1)}, InputError, r"missing: none; .* unknown: 9\.x"),
         (jobs.empty_row, {**without(""), "0.bias": torch.ones(3)}, InputError, r"'0\.bias' is .*\[8\], .* of \[3\]"),
@@ -400,7 +400,9 @@ def test_an_index_names_files_of_its_own_folder(tmp_path: Path, name: str) -> No
     save_file({"x": torch.ones(4)}, outside)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": str(outside) if name == "absolute" else name}}))
-    with pytest.raises(InputError, match=r"names safetensors files in its own folder; .*outside\.safetensors'; move"):
+    with pytest.raises(
+        InputError, match=r"must name safetensors files in its own folder; .*outside\.safetensors'; move"
+    ):
         WeightFiles(index)
 
 
