@@ -1,4 +1,4 @@
-"""Odd models: each trains as the loop does, to the bit, or is an error that says what is wrong with it."""
+"""Odd models: each trains like the reference loop, to the bit, or raises an error that says what is wrong."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def test_the_shape_of_what_a_later_stage_uses() -> None:
 
 
 class Remembering(nn.Module):
-    """A layer that keeps things as plain attributes, and puts a new tensor in the place of a buffer."""
+    """A layer that stores plain attributes, and replaces a buffer by a new tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_layers_that_remember() -> None:
 
 
 class OnlyTrains(nn.Module):
-    """Fails in the mode in which it is not used, as a detector does without targets."""
+    """Fails in evaluation mode, like a detector without targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_a_model_that_runs_in_one_mode() -> None:
 
 
 class Told(nn.Module):
-    """Puts what it makes into an object, and takes what the layer before has put there, and an attribute."""
+    """Stores a tensor in an object, and reads the tensor that the layer before stored there, and an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Told(nn.Module):
 
 
 class Tells(nn.Module):
-    """Layers that hand each other tensors in objects, two by two, and are told something by an attribute."""
+    """Layers that pass each other tensors through objects, in pairs, and get an attribute set by the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Silent(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes on what it is given."""
+    """Writes to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,8 +159,8 @@ class InPlace(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A layer that returns nothing, one that writes on its input, which is used again, one without parameters, and
-    parameters and a layer that nothing uses.
+    """A layer that returns nothing, a layer that writes to an input used again, one without parameters, and parameters
+    and a layer that nothing uses.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class Row(nn.Module):
 
 
 class Adds(Row):
-    """Changes what it is given, which all layers use."""
+    """Changes its input, which all layers use."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.add_(1)
@@ -203,7 +203,7 @@ class Adds(Row):
 
 
 class Asks(Row):
-    """Asks an early tensor whether it is trained, and how it lies, at the end."""
+    """At the end, queries whether an early tensor requires a gradient, and its strides."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = first = self.layers[0](x).t().contiguous().t()
@@ -213,7 +213,7 @@ class Asks(Row):
 
 
 class Stores(nn.Linear):
-    """Keeps what it returns where another finds it."""
+    """Stores its output in an attribute that another layer reads."""
 
     def __init__(self, store: dict[str, Tensor]) -> None:
         super().__init__(8, 8)
@@ -242,7 +242,7 @@ class Stored(Row):
 
 
 class Recomputes(Row):
-    """torch.utils.checkpoint over two layers each: no stage begins between them."""
+    """torch.utils.checkpoint over pairs of layers; no stage may begin between the two."""
 
     def forward(self, x: Tensor) -> Tensor:
         for first in (0, 2, 4):
@@ -267,7 +267,7 @@ def test_no_stage_begins_within_what_is_recomputed_as_one() -> None:
 
 
 class Remembered(Row):
-    """A tensor that nobody knows is changed."""
+    """Changes a tensor that is no input, buffer or result of a call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Remembered(Row):
 
 
 class Unbound(Row):
-    """As many tensors as rows."""
+    """Returns one tensor per row."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
@@ -291,7 +291,7 @@ class Unbound(Row):
 
 
 class Measures(Row):
-    """Asks for a shape, but not of the sample's."""
+    """Queries a shape that the sample's forward does not query."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = first = self.layers[0](x)
@@ -351,7 +351,7 @@ def test_hooks_on_the_models_backward_are_an_error() -> None:
 
 
 class Vmapped(Blocks):
-    """Functions of the model inside vmap, where nobody sees them."""
+    """Functions of the model inside vmap, where they are not recorded."""
 
     def after(self, number: int, x: Tensor) -> Tensor:
         return torch.vmap(lambda row: row * row.sum())(x)

@@ -1,4 +1,4 @@
-"""Models without contents: captured, planned, and only then filled, each rank its own stages."""
+"""Models on the meta device: captured and planned first, then filled, each rank with its own stages."""
 
 import json
 import struct
@@ -32,7 +32,7 @@ def test_weights_do_not_depend_on_who_makes_them(run: places.Run) -> None:
 
 
 def files_of(folder: Path, form: str) -> Any:
-    """The weights of a model in files; a tied one lies there once."""
+    """The weights of a model in files; a tied weight is stored once."""
     state = {name: value.contiguous() for name, value in jobs.real_gpt().state_dict().items() if name != "head.weight"}
     if form == "file":
         save_file(state, folder / "all.safetensors")
@@ -69,7 +69,7 @@ def test_copies_and_optimizers_are_of_the_weights_that_were_made(run: places.Run
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a program's own peak")
 def test_a_rank_never_holds_more_than_its_share(ranks: Ranks, tmp_path: Path) -> None:
-    """Of a model of 168 MB each of two ranks has half; one that was ever whole would have held 84 MB more."""
+    """Two ranks hold half of a 168 MB model each; a rank with the whole model would peak 84 MB higher."""
     slack = 16 << 20  # a layer of 4 MB, measured or with its gradient on its way, and what code takes: 4 to 8 MB
     names = [f"{layer}.weight" for layer in range(jobs.DEPTH)]
     save_file({name: torch.ones(jobs.WIDTH, jobs.WIDTH) for name in names}, tmp_path / "all.safetensors")
@@ -114,14 +114,14 @@ def test_a_model_without_contents_is_captured_as_one_with_contents(name: str) ->
 
 
 class Kept:
-    """What layers keep, each for itself."""
+    """An object for values that layers store, one for each layer."""
 
     def __init__(self) -> None:
         self.values: dict[int, list[Tensor]] = {}
 
 
 class Routed(nn.Module):
-    """A layer that looks at what it computes, once it has changed what it was given."""
+    """A layer that reads a computed value after it has changed its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_a_function_builds_parameters_without_contents_and_buffers_with() -> Non
 
 
 def test_what_was_full_stays_as_it_is() -> None:
-    """Adapters beside a model without contents; objects stay what they are."""
+    """Adapters beside a model on the meta device; the adapters' tensors stay the same objects."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     model[1] = nn.Linear(8, 4)
@@ -356,7 +356,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, text: str) -> None:
 
 
 def with_offsets(**offsets: tuple[int, int]) -> bytes:
-    """A file of three floats, of which each tensor takes those between its offsets in bytes."""
+    """A file of three floats with tensors at these offsets in bytes."""
     header = {
         name: {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": own}
         for name, own in offsets.items()

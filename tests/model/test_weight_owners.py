@@ -1,4 +1,4 @@
-"""Every parameter and every layer is in exactly one stage, whether anything calls it or not; ties excepted."""
+"""Every parameter and every layer is in exactly one stage, even if no call uses it; tied weights excepted."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.support.rank_processes import Ranks
 
 
 class Spare(nn.Module):
-    """Blocks, and before, among and behind them what no call uses."""
+    """Blocks, with unused parameters before, among and behind them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def adam(parameters):
 
 
 def owned(group: Group) -> tuple[list[str], list[str], list[int]]:
-    """The names of this process, of which its optimizers have parameters; and the number of those."""
+    """The names in this process, the names of its optimizers' parameters, and the numbers of these parameters."""
     with spare(group, optimizer=adam) as pipe:
         pipe.step(X, target=X)
         held = [

@@ -1,4 +1,4 @@
-"""Modules that no stage begins within: found by themselves, or named with whole_layers=."""
+"""Modules that are never cut: recognised by their code, or named with whole_layers=."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("every_product_deferred", "one_thread"), p
 
 
 class Recomputed(torch.autograd.Function):
-    """Runs layers without a graph, and again in the backward, as reversible networks do."""
+    """Runs layers without a graph, and recomputes them in the backward, as reversible networks do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: list[nn.Module]) -> Tensor:
@@ -40,7 +40,7 @@ class Recomputed(torch.autograd.Function):
 
 
 class Pair(nn.Module):
-    """Two layers within one function."""
+    """Two layers inside one autograd.Function."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Pairs(nn.Module):
 
 
 class Reversible(nn.Module):
-    """Most layers are within one function."""
+    """Most layers are inside one autograd.Function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_what_draws_in_a_backward_is_refused_in_a_pipeline_and_in_the_loop() -> 
 
 
 class Experts(nn.Module):
-    """Tokens go to experts; one that gets none is not called."""
+    """Sends tokens to experts; an expert without tokens is not called."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
