@@ -180,7 +180,7 @@ def _check_takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _check_is_open(model: nn.Module) -> None:
     """Raise ModelTypeError for a model that does not call its layers one by one from Python."""
-    for what, closed, remedy in (
+    for form, closed, remedy in (
         ("compiled into one graph", is_compiled(model), "pass the original model, with compile=True"),
         ("scripted or traced", isinstance(model, torch.jit.ScriptModule), "pass the original module"),
         (
@@ -191,7 +191,7 @@ def _check_is_open(model: nn.Module) -> None:
     ):
         if closed:
             raise ModelTypeError(
-                f"stages call the model's layers one by one; this {type(model).__name__} is {what}; {remedy}"
+                f"stages call the model's layers one by one; this {type(model).__name__} is {form}; {remedy}"
             )
 
 

@@ -154,8 +154,8 @@ class Members:
             now = list(modules.values() if keys is None else map(modules.get, keys))
             if now != known:
                 others = [key for key, module in zip(keys or modules, now, strict=False) if module not in known]
-                what = f"{others[0]!r} is another module" if others else f"it has {len(now)} modules of {len(known)}"
+                change = f"{others[0]!r} is another module" if others else f"it has {len(now)} modules of {len(known)}"
                 raise GraphError(
-                    f"a pipeline runs the layers that its model had when it was built; in {name or 'the model'} {what} "
-                    f"now; restore the old modules, or close this pipeline and build a new one"
+                    f"a pipeline runs the layers that its model had when it was built; in {name or 'the model'} "
+                    f"{change} now; restore the old modules, or close this pipeline and build a new one"
                 )

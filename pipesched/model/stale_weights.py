@@ -138,17 +138,17 @@ class StaleHook:
                 return True
         return self.passing > 0
 
-    def refuse(self, what: str) -> NoReturn:
+    def refuse(self, event: str) -> NoReturn:
         """Raise ExecutionError that says which weights are stale."""
-        raise ExecutionError(self._said(what))
+        raise ExecutionError(self._said(event))
 
-    def _said(self, what: str) -> str:
+    def _said(self, event: str) -> str:
         place = self.placement
         away = self.placement.away
         return (
             f"over a mesh each rank trains only the weights of its own stages, and the other weights in its model are "
-            f"stale; on rank {place.here} {what}, with {len(away)} of {len(place.homes)} parameters and buffers stale, "
-            f"such as {away[0]!r}, which rank {place.homes[away[0]]} trains; {_REMEDY}"
+            f"stale; on rank {place.here} {event}, with {len(away)} of {len(place.homes)} parameters and buffers "
+            f"stale, such as {away[0]!r}, which rank {place.homes[away[0]]} trains; {_REMEDY}"
         )
 
 

@@ -141,11 +141,11 @@ class _Kind:
 
     def costs(self) -> LayerCosts:
         """The medians of all measured calls."""
-        seconds: dict[str, list[float]] = {what: [] for what in TIMES}
+        seconds: dict[str, list[float]] = {column: [] for column in TIMES}
         for subject in self.subjects:
-            for what in TIMES:
-                seconds[what] += subject.seconds[what]
-        medians: dict[str, Any] = {what: median(took_s or [0.0]) for what, took_s in seconds.items()}
+            for column in TIMES:
+                seconds[column] += subject.seconds[column]
+        medians: dict[str, Any] = {column: median(took_s or [0.0]) for column, took_s in seconds.items()}
         split_s = medians["input_grad_s"] + medians["weight_grad_s"]
         if 0 < split_s < medians["backward_s"]:  # I and W do at least the work of B: the rest is noise
             for part in ("input_grad_s", "weight_grad_s"):
@@ -153,8 +153,8 @@ class _Kind:
         wholes = [medians["forward_s"], medians["backward_s"]]
         spread = _spread(seconds["forward_s"]) * wholes[0] + _spread(seconds["backward_s"]) * wholes[1]
         waiting_s = sum(
-            min((waited_s for subject in self.subjects for waited_s in subject.waited[what]), default=0.0)
-            for what in ("forward_s", "backward_s")
+            min((waited_s for subject in self.subjects for waited_s in subject.waited[column]), default=0.0)
+            for column in ("forward_s", "backward_s")
         )
         return LayerCosts(
             **medians,
@@ -343,7 +343,7 @@ class _Alone:
         self._layer = lap.modules_of[subject]
         self.stage = Stage({subject.name: _Held(self._layer)}, device)
         self._caller = caller
-        self._feed = StepData(0, 0, [])
+        self._step = StepData(0, 0, [])
         output = self.forward(subject.given.map_tensors(lambda tensor: tensor.to(device, copy=True)), split=True)
         self.stage.input_grad(0, tuple(torch.ones_like(tensor) for tensor in output.wanted))
         self.stage.weight_grad(0)
@@ -352,15 +352,15 @@ class _Alone:
         """Run the layer as the forward of a new step."""
         self._lap.forget_graphs(self._layer)
         wanted = [tensor.detach().requires_grad_() for tensor in given.wanted]
-        self._feed = StepData(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
-        self.stage.begin(self._feed)
+        self._step = StepData(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
+        self.stage.begin(self._step)
         output: Payload = self.stage.forward(0, split=split)
         return output
 
     def release(self) -> None:
         """Free the input and the input gradients that the step has kept."""
-        self._feed.inputs = [None]
-        self._feed.input_grads.clear()
+        self._step.inputs = [None]
+        self._step.input_grads.clear()
 
 
 def _kind(layer: nn.Module, given: Payload) -> Any:

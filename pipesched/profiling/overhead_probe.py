@@ -194,12 +194,12 @@ def _runner(host: RankHost) -> Run:
         stages = {stage: Stage({"work": layer}, device) for stage, layer in layers.items()}
         x = torch.zeros(rows, _ROW_BYTES // 4, device=device)
         count = program.num_microbatches
-        feed = StepData(0, 0, [((x,), {})] * count, output_grads=[(x,)] * count)
+        step = StepData(0, 0, [((x,), {})] * count, output_grads=[(x,)] * count)
 
         def prepare(caller: Caller) -> None:
             for layer, stage in zip(layers.values(), stages.values(), strict=True):
                 layer.seconds.clear()
-                stage.begin(feed)
+                stage.begin(step)
 
         batch = Batch([((x,), {})] * count, [], [rows] * count)
 
@@ -323,8 +323,8 @@ class _Seen:
         self._note("receive", Kind.B, rows, _per_action(ran, [first for first, _ in pairs], Kind.B))
         self._note("chained", Kind.F, rows, _chained(ran, Kind.F))
 
-    def _note(self, what: str, kind: Kind, rows: int, seconds: list[float]) -> None:
-        self._lost.setdefault((what, kind, rows), []).extend(seconds)
+    def _note(self, case: str, kind: Kind, rows: int, seconds: list[float]) -> None:
+        self._lost.setdefault((case, kind, rows), []).extend(seconds)
 
     def overheads(self) -> Overheads:
         """The medians, and the overheads that follow from them."""
@@ -350,8 +350,8 @@ class _Seen:
             crowding=tuple(crowding),
         )
 
-    def _seconds(self, what: str, rows: int) -> float:
-        return sum(median(self._lost[what, kind, rows]) for kind in _KINDS) / len(_KINDS)
+    def _seconds(self, case: str, rows: int) -> float:
+        return sum(median(self._lost[case, kind, rows]) for kind in _KINDS) / len(_KINDS)
 
 
 def _line(seconds: Sequence[float]) -> Link:

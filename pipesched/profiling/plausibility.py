@@ -53,12 +53,12 @@ def doubt(layer: Measured, all_s: float) -> str:
 
 def doubt_of_sum(layers: Mapping[str, LayerCosts], whole: LayerCosts) -> str:
     """Describe how far the layers' times are from the time of the whole model, or return "" if they are close."""
-    for what, name in (("forward_s", "forward"), ("backward_s", "backward")):
-        took = getattr(whole, what)
-        together = sum(getattr(costs, what) for costs in layers.values())
+    for column, name in (("forward_s", "forward"), ("backward_s", "backward")):
+        took = getattr(whole, column)
+        together = sum(getattr(costs, column) for costs in layers.values())
         noise = whole.spread
         if together:
-            noise = max(noise, sum(costs.spread * getattr(costs, what) for costs in layers.values()) / together)
+            noise = max(noise, sum(costs.spread * getattr(costs, column) for costs in layers.values()) / together)
         if abs(together - took) > max(_LEAST_S, (_SUM + noise) * took):
             return (
                 f"the {name}s of all layers add up to {together * 1e3:.3g} ms but the model's {name} takes "

@@ -163,7 +163,7 @@ def _with_loss(
     with untouched(model, model.training), torch.no_grad():
         output = model(*unchanged(args), **unchanged(kwargs))
     own = loss_costs(loss, output, batch.targets[0], device, threads, _EFFORT)
-    times = {what: getattr(costs, what) + getattr(own, what) for what in TIMES}
+    times = {column: getattr(costs, column) + getattr(own, column) for column in TIMES}
     return with_loss_bytes(replace(costs, **times), own)
 
 
@@ -171,7 +171,7 @@ def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts
     """The medians over several passes."""
     found = {}
     for name, first in passes[0].items():
-        times = {what: median(getattr(costs[name], what) for costs in passes) for what in _MEDIANS}
+        times = {column: median(getattr(costs[name], column) for costs in passes) for column in _MEDIANS}
         least, most = (pick(costs[name].forward_s + costs[name].backward_s for costs in passes) for pick in (min, max))
         took_s = times["forward_s"] + times["backward_s"]
         spread = max(median(costs[name].spread for costs in passes), (most - least) / took_s if took_s else 0.0)

@@ -162,7 +162,7 @@ class _Alone:
         self._arrived = arrived
         self._sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(stage.device), sample)
         self._given = Payload.joined(arrived)
-        self._feed = StepData(0, 0, [])
+        self._step = StepData(0, 0, [])
         grads = [tuple(torch.ones_like(leaf) for leaf in one.wanted) for one in self._outputs(split=True)]
         stage.input_grad(0, *grads)  # the first pass finds out how to split
         stage.weight_grad(0)
@@ -199,7 +199,7 @@ class _Alone:
 
     def _release(self) -> None:
         """Free the model's inputs that a pass has kept."""
-        self._feed.inputs = [None]
+        self._step.inputs = [None]
 
     def _end(self) -> None:
         self._stage.begin(StepData(0, 0, []))
@@ -213,8 +213,8 @@ class _Alone:
 
     def _forward(self, given: Payload, **how: bool) -> Payload | PerConsumer:
         factors: list[float | None] | None = None if self._stage.head is None else [1.0]
-        self._feed = StepData(0, 0, [unchanged(self._sample)], factors=factors, autocast=self._caller.autocast)
-        self._stage.begin(self._feed)
+        self._step = StepData(0, 0, [unchanged(self._sample)], factors=factors, autocast=self._caller.autocast)
+        self._stage.begin(self._step)
         leaves = iter(given.leaves)
         parts = [
             Payload(tuple(next(leaves) for _ in one.leaves), one.places, one.spec, one.needs_grad)

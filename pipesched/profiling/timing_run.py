@@ -151,20 +151,20 @@ class TimingRun(nn.Module):
         - A short disturbance is in no layer's median but in every step: the layers' times are scaled so that their sum
           is the median round.
         """
-        for what in ("backward_s", "input_grad_s"):
-            blank_s = median(self._blank.seconds[what])
+        for column in ("backward_s", "input_grad_s"):
+            blank_s = median(self._blank.seconds[column])
             for subject in self.subjects:
-                subject.seconds[what] = [max(0.0, took_s - blank_s) for took_s in subject.seconds[what]]
-        for what in ("forward_s", "backward_s", "input_grad_s"):
-            rounds = zip(*(subject.seconds[what] for subject in self.subjects), strict=True)
-            self._share(what, median(map(sum, rounds)))
+                subject.seconds[column] = [max(0.0, took_s - blank_s) for took_s in subject.seconds[column]]
+        for column in ("forward_s", "backward_s", "input_grad_s"):
+            rounds = zip(*(subject.seconds[column] for subject in self.subjects), strict=True)
+            self._share(column, median(map(sum, rounds)))
         self._share("weight_grad_s", median(self.subjects[0].seconds.pop(_TOGETHER)), most=1)
 
-    def _share(self, what: str, together_s: float, most: float = math.inf) -> None:
-        apart_s = sum(median(subject.seconds[what]) for subject in self.subjects)
+    def _share(self, column: str, together_s: float, most: float = math.inf) -> None:
+        apart_s = sum(median(subject.seconds[column]) for subject in self.subjects)
         share = min(most, together_s / apart_s) if apart_s else 1.0
         for subject in self.subjects:
-            subject.seconds[what] = [share * took_s for took_s in subject.seconds[what]]
+            subject.seconds[column] = [share * took_s for took_s in subject.seconds[column]]
 
     def forwards(self, run: Run, clock: "Clock", *, split: bool = False) -> None:
         """Call all layers and note their times."""
@@ -203,7 +203,7 @@ class TimingRun(nn.Module):
         given = subject.given.map_tensors(lambda tensor: tensor.to(self._device, copy=True))
         return unchanged(given.with_wanted(enter(given.wanted) if given.wanted else ()))
 
-    def backwards(self, run: Run, clock: "Clock", what: str) -> None:
+    def backwards(self, run: Run, clock: "Clock", column: str) -> None:
         """Run the whole backwards, or the input gradients, of all layers, the last layer first."""
         with self._backward_mode[run.deferred], self._deferral.unnoted():
             if run.roots:
@@ -212,7 +212,7 @@ class TimingRun(nn.Module):
                     torch.autograd.backward(edges, [root.detach() for root in run.roots])
         end = clock.now()
         for turn in run.turns:  # each ends where the backward of the layer before it begins
-            end = turn.note(what, end)
+            end = turn.note(column, end)
 
     def weight_grads(self, products: Sequence[Product]) -> None:
         """Compute the weight gradients that the input gradients have deferred."""
@@ -235,21 +235,21 @@ class Clock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def note(self, subject: Subject, what: str, begin: Any, end: Any = None) -> None:
+    def note(self, subject: Subject, column: str, begin: Any, end: Any = None) -> None:
         """Note a time for a subject. Default end: now."""
-        self._noted.append((subject, what, begin, self.now() if end is None else end))
+        self._noted.append((subject, column, begin, self.now() if end is None else end))
 
     def settle(self) -> None:
         """Store the noted times in the subjects."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        for subject, what, begin, end in self._noted:
+        for subject, column, begin, end in self._noted:
             if self._device.type == "cuda":
                 took_s, ran_s = (begin.elapsed_time(end) * 1e-3,) * 2
             else:
                 took_s, ran_s = (until - since for since, until in zip(begin, end, strict=True))
-            subject.seconds.setdefault(what, []).append(took_s)
-            subject.waited.setdefault(what, []).append(took_s - ran_s)
+            subject.seconds.setdefault(column, []).append(took_s)
+            subject.waited.setdefault(column, []).append(took_s - ran_s)
         self._noted.clear()
 
 
@@ -271,12 +271,12 @@ class _Turn:
         self._begin = self._clock.now()
         return ones
 
-    def note(self, what: str, end: Any) -> Any:
+    def note(self, column: str, end: Any) -> Any:
         """Note the backward of the layer, which ended at ``end``; return the end of the backward before it."""
         if self.came is None:
-            self._clock.note(self.subject, what, end, end)
+            self._clock.note(self.subject, column, end, end)
             return end
-        self._clock.note(self.subject, what, self._begin, end)
+        self._clock.note(self.subject, column, self._begin, end)
         return self.came
 
 

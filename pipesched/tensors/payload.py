@@ -254,7 +254,7 @@ def choose_rows(value: Any, choose: Callable[[Tensor], Tensor], rows: Sequence[i
     return pytree.tree_map(chosen, value, is_leaf=has_a_row_each)
 
 
-def rows_of(value: Any, dim: int | None, what: str) -> int | None:
+def rows_of(value: Any, dim: int | None, name: str) -> int | None:
     """The number of rows along ``dim`` in a value's tensors and lists of dicts; None if there is nothing to split.
 
     Raises:
@@ -268,24 +268,24 @@ def rows_of(value: Any, dim: int | None, what: str) -> int | None:
         if isinstance(leaf, list) and has_a_row_each(leaf):
             if rows is not None and len(leaf) != rows:
                 raise InputError(
-                    f"a list of dicts must have one dict for each row of a batch; {what} has a list of {len(leaf)} "
+                    f"a list of dicts must have one dict for each row of a batch; {name} has a list of {len(leaf)} "
                     f"dicts beside {rows} rows; make them match"
                 )
             rows = len(leaf)
         elif isinstance(leaf, Tensor) and leaf.dim() > 0:
             if leaf.layout != torch.strided:
                 raise InputError(
-                    f"only dense tensors can be split by rows; {what} has one of layout {leaf.layout}; make it dense, "
+                    f"only dense tensors can be split by rows; {name} has one of layout {leaf.layout}; make it dense, "
                     f"or set split_dims=None for this argument"
                 )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise InputError(
-                    f"{what} is split along dim {dim}; a tensor of shape {list(leaf.shape)} has no such dim; "
+                    f"{name} is split along dim {dim}; a tensor of shape {list(leaf.shape)} has no such dim; "
                     f"set split_dims for this argument, None to pass it whole"
                 )
             if rows is not None and leaf.shape[dim] != rows:
                 raise InputError(
-                    f"all tensors of a batch must have the same number of rows; {what} has one of {leaf.shape[dim]} "
+                    f"all tensors of a batch must have the same number of rows; {name} has one of {leaf.shape[dim]} "
                     f"rows beside one of {rows}; set split_dims=None for arguments that are not split"
                 )
             rows = leaf.shape[dim]

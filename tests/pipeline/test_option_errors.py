@@ -321,7 +321,11 @@ STATE = linears().state_dict()
 @pytest.mark.parametrize(
     ("init", "error", "match"),
     [
-        (STATE | {"0.weight": None}, InputError, r"tensors with contents, by name; '0\.weight' is None; pass a state"),
+        (
+            STATE | {"0.weight": None},
+            InputError,
+            r"tensors with contents, by name; '0\.weight' is None; pass the state",
+        ),
         (STATE | {"0.weight": [1.0]}, InputError, r"'0\.weight' is \[1\.0\]"),
         (STATE | {"0.weight": torch.ones(2, 3)}, InputError, r"shape \[3, 3\], given torch\.float32 of \[2, 3\]; use"),
         (STATE | {"0.weight": torch.ones(3, 3, device="meta")}, InputError, r"tensors with contents"),
@@ -329,7 +333,7 @@ STATE = linears().state_dict()
         ({}, InputError, r"of its 8 names missing: 0\.weight, .* and 3 more"),
         ([], InputError, "of its 8 names missing"),
         ([3], InputError, r"or safetensors files; got list; pass one of them"),
-        ("rest", InputError, "there is no rest; check the path"),
+        ("rest", InputError, "rest does not exist; check the path"),
         (3, InputError, "got int; pass one of them"),
         (lambda: None, ModelTypeError, r"init\(module\); got "),
         (nn.Linear, ModelTypeError, "got the class Linear"),
