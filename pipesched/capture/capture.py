@@ -103,7 +103,7 @@ class Capture:
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
     #: Each function call with its arguments, for measuring.
     functions: dict[int, FunctionCall] = field(default_factory=dict)
-    #: ``form_of`` the output.
+    #: The containers and enums of the output; see ``form_of``.
     output_form: Any = None
     #: Modules that must stay in one piece because of their own code.
     indivisible: set[str] = field(default_factory=set)

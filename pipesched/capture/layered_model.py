@@ -88,7 +88,7 @@ class LayeredModel(Protocol):
 
     @property
     def output_form(self) -> Any:
-        """``form_of`` the model's output if it is known before the first step, else None."""
+        """The form of the model's output (see ``form_of``) if it is known before the first step, else None."""
 
     def output(self) -> Any:
         """The model's output for the sample; the model must not be on the meta device."""

@@ -205,7 +205,7 @@ def _wrapped(
         if now is None or not kept <= set(inner.parameters()):
             raise GraphError(
                 f"wrap must leave a stage's layers in place, and must not change layers or weights with several uses; "
-                f"layer {name!r} of stage {stage} was {'removed or ' * (now is None)}changed; exclude it"
+                f"layer {name!r} of stage {stage} was {'removed or ' * (now is None)}changed; do not change it"
             )
         if now is not layer:
             body.layers[name] = now

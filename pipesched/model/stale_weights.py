@@ -111,7 +111,7 @@ class StaleHook:
             warn(self._said(f"state_dict() of {type(module).__name__} was called"))
 
     def loaded(self, module: nn.Module, incompatible: Any) -> None:
-        """Hook after load_state_dict(): loading a whole state dict ends the staleness.
+        """Hook after load_state_dict(): remove the hooks if a whole state dict was loaded.
 
         The table of hooks is copied first, because torch iterates over it now.
         """

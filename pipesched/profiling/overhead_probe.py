@@ -171,7 +171,9 @@ def probe_overheads(
     host = host_for(devices, mesh, 1, timeout, "all")
     try:
         if not host.devices:
-            raise DeviceCountError("overheads need at least one rank; got no devices; pass such as ['cpu', 'cpu']")
+            raise DeviceCountError(
+                "overheads need at least one rank; got no devices; pass a list such as ['cpu', 'cpu']"
+            )
         others = sorted({str(device) for device in host.devices if device.type != "cpu"})
         if others:
             raise InputError(

@@ -74,7 +74,8 @@ class TimingRun(nn.Module):
             Subject(name="", layer=nn.Identity(), given=Payload.of(((torch.empty(0, requires_grad=True),), {})))
             for _ in range(3)
         ]
-        self._blank = blanks[1]  # not the last layer, because the backward starts there
+        # Layers without work show the cost of noting times; not the last one, where the backward starts.
+        self._blank = blanks[1]
         self._all = [blanks[0], *subjects, *blanks[1:]]
         self._device = device
         self._caller = caller
