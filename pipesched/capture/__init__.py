@@ -1,1 +1,1 @@
-"""Any model to layers and stage bodies: its forward is recorded once, and replayed in parts."""
+"""From any model to layers and stage bodies: the forward is recorded once and replayed stage by stage."""

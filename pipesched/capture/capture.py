@@ -1,8 +1,8 @@
-"""Capture: what a model's forward does, seen once: the calls of its layers and the functions between them.
+"""Capture: a record of one forward, with each layer call, each function call between layers, and their data flow.
 
-The model's own code runs on a sample. Each call notes which earlier values it takes; a value is one tensor that a call
-gave. Replay runs the same code again for a part of the calls; so nothing is translated, and whatever Python the
-model's containers are written in, they run as they are.
+The model's own code runs on a sample. Each call lists the earlier values that it takes; a value is one tensor
+returned by a call. Replay runs the same code again for a part of the calls. No code is translated, so containers may
+use any Python.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -19,45 +19,49 @@ from pipesched.tensors.tree_structure import Pattern
 
 __all__ = ["INPUT", "Call", "Capture", "FunctionCall", "Value"]
 
-INPUT = -1  # in a value's place of a call: it is one of the model's inputs
+INPUT = -1  # the call index of a Value that is one of the model's inputs
 
-#: A tensor: (number of the call that gave it, which of the call's tensors), or (INPUT, its name among the inputs).
+#: A tensor: (index of the call that returned it, position among that call's tensors), or (INPUT, name of the input).
 Value = tuple[int, Any]
 
 
 @dataclass(kw_only=True)
 class Call:
-    """One thing that the model's code does: it calls a layer, or a torch function between layers.
-
-    layer: its name; empty for a function. number: of this layer's calls, or of the functions' that use any. takes:
-    the values among its arguments. uses: the parameters and buffers by name. gives: how many values, those it changes
-    in place included. changes: which of its arguments' tensors it changes -> which of its values that is. reads: it
-    gives plain Python. sealed: a function that runs without gradients, maybe in an autograd.Function. joined: it
-    stays in one stage with all calls from this one on. loose: those of ``uses`` that are not the layer's own. reached:
-    what a layer uses beside ``uses``, through a module or a reference.
-    """
+    """One call by the model's code: of a layer, or of a torch function between layers."""
 
     index: int
+    #: The layer's name; empty for a function.
     layer: str
+    #: The number of earlier calls of this layer; for a function that uses parameters or buffers, of such functions.
     number: int
     function: str
+    #: The values among its arguments.
     takes: tuple[Value, ...]
+    #: Names of the parameters and buffers that it uses.
     uses: tuple[str, ...]
+    #: How many values it returns or changes in place.
     gives: int
     pattern: Pattern
+    #: Position of each tensor argument that it changes in place -> index of the changed tensor among its values.
     changes: Mapping[int, int] = field(default_factory=dict)
+    #: The values of its tensor arguments, None for a tensor that is no value. Empty if it changes nothing in place.
     arguments: tuple[Value | None, ...] = ()
+    #: It returns plain Python values instead of tensors.
     reads: bool = False
     random: bool = False
+    #: A function that runs without gradients, possibly inside an autograd.Function.
     sealed: bool = False
+    #: The first call of a range that ends with this call and must stay in one stage.
     joined: int | None = None
-    outward: bool = False  # it changes memory that was there before, as of an input
+    outward: bool = False  # it changes memory that existed before the forward, such as an input
+    #: The names in ``uses`` that are not the layer's own parameters and buffers.
     loose: tuple[str, ...] = ()
+    #: Parameters and buffers beside ``uses`` that the layer reads through another module or a reference.
     reached: tuple[str, ...] = ()
 
     @property
     def place(self) -> Place:
-        """What tells it from others that use parameters, in both modes."""
+        """The key that identifies this call among those that use parameters, in training and evaluation mode."""
         return self.layer, self.number
 
     def __str__(self) -> str:
@@ -65,7 +69,7 @@ class Call:
 
 
 class FunctionCall(NamedTuple):
-    """A call of a function between layers. values: what the tensors among its arguments are, where they are any."""
+    """A call of a function between layers; ``values`` has the value of each tensor argument, or None."""
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -74,48 +78,52 @@ class FunctionCall(NamedTuple):
 
 @dataclass(kw_only=True)
 class Capture:
-    """What a forward does. quiet: functions that are no calls: they ask for shapes and the like.
-
-    looked_at: the values whose shape, type or the like the code between layers asked for.
-    output: the values of the model's output; nbytes: of each value, for the sample. examples: the arguments of each
-    layer's call, for measuring. outside: the layers that drew random numbers outside torch; "": the code between did.
-    hidden: calls of which the second takes what the first made and did not return.
-    changed: attributes of containers, and to what the forward has set them. results: the output's tensors.
-    output_form: ``form_of`` the output.
-    taken: for each layer's call, what the tensors of its example are, where they are any.
-    told: for a call of a layer, its attributes that were set before. functions: of each call of one, for measuring.
-    indivisible: modules whose own code needs the layers within them in one piece. deciding: modules whose own code
-    looks at contents of tensors, and then calls layers within them. changed_classes: as of ``class_state``.
-    """
+    """The record of one forward."""
 
     calls: list[Call] = field(default_factory=list)
+    #: The values of the model's output.
     output: tuple[Value, ...] = ()
+    #: Functions that are not recorded as calls because they only query shapes and the like.
     quiet: set[str] = field(default_factory=set)
+    #: The values of which the code between layers queried the shape, the type or the like.
     looked_at: set[Value] = field(default_factory=set)
+    #: The size of each value, for the sample.
     nbytes: dict[Value, int] = field(default_factory=dict)
+    #: Arguments of each layer call, for measuring.
     examples: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    #: Layers that drew random numbers outside torch; "" is the code between layers.
     outside: set[str] = field(default_factory=set)
+    #: Pairs of calls in which the second uses a tensor that the first made but did not return.
     hidden: list[tuple[Call, Call]] = field(default_factory=list)
+    #: Attributes of containers that the forward set, with their new values.
     changed: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
+    #: The tensors of the output.
     results: list[Tensor] = field(default_factory=list)
+    #: Attributes of a layer that other code set before its call.
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
+    #: Each function call with its arguments, for measuring.
     functions: dict[int, FunctionCall] = field(default_factory=dict)
+    #: The containers and enums of the output; see ``form_of``.
     output_form: Any = None
+    #: Modules that must stay in one piece because of their own code.
     indivisible: set[str] = field(default_factory=set)
+    #: Modules whose own code reads the contents of tensors and then calls layers inside the module.
     deciding: set[str] = field(default_factory=set)
+    #: Class attributes that each forward changes; see ``class_state``.
     changed_classes: tuple[ClassAttribute, ...] = ()
+    #: For each layer call, the value of each tensor in its example, or None.
     taken: dict[int, tuple[Value | None, ...]] = field(default_factory=dict)
 
     @cached_property
     def layer_calls(self) -> list[Call]:
-        """Those of layers."""
+        """The calls of layers."""
         return [call for call in self.calls if call.layer]
 
     @cached_property
     def free(self) -> frozenset[int]:
-        """The calls that any stage may run again instead of being sent what they give: they need no weights.
+        """The calls that any stage may repeat instead of receiving their values, such as positions and masks.
 
-        They take the model's inputs and what other free calls give, and draw no random numbers: positions, masks.
+        They use no weights, draw no random numbers, and take only the model's inputs and values of other free calls.
         """
         free: set[int] = set()
         for call in self.calls:
@@ -125,7 +133,7 @@ class Capture:
         return frozenset(free)
 
     def trained(self, parameters: Set[str]) -> set[Value]:
-        """The values that depend on one of these parameters: whose gradients are asked for where those are trained."""
+        """The values that depend on one of these parameters, and so get a gradient when the parameters are trained."""
         values: set[Value] = set()
         for call in self.calls:
             if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):
@@ -134,7 +142,7 @@ class Capture:
 
     @cached_property
     def crossing_bytes(self) -> list[int]:
-        """For each call: the bytes that cross where a stage begins with it."""
+        """For each call, the number of bytes that cross a stage boundary before it."""
         last: dict[Value, int] = {}
         for call in self.calls:
             if call.index not in self.free:
@@ -149,7 +157,7 @@ class Capture:
 
     @cached_property
     def legal_cuts(self) -> list[int]:
-        """The calls before which a stage may begin, without the first."""
+        """The calls before which a stage may begin, except the first call."""
         barred: set[int] = set()
         for call in self.calls:
             if call.joined is not None:

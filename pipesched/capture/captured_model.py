@@ -1,4 +1,4 @@
-"""Captured model: a model of any code as layers in the order of their calls, and the bodies of its stages."""
+"""Captured model: any model as layers in the order of their calls, and the bodies of its stages."""
 
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -32,11 +32,16 @@ __all__ = ["CapturedModel"]
 
 
 class CapturedModel:
-    """A model, seen once in each of its modes. sample: (args, kwargs).
+    """A model recorded once in training mode and once in evaluation mode.
 
-    layers: what may begin a stage, by name, in the order of calls: a layer's second call is ``name#2``. sample: as
-    given, of two rows at least. whole_layers: modules that are not opened. written: the names of weights and buffers
-    that forwards write to.
+    Args:
+        model: the user's module.
+        sample: (args, kwargs) of its forward. A sample of one row is repeated to two.
+        whole_layers: names of modules that are kept whole. Default: none.
+
+    ``layers`` maps names to the layers at which a stage may begin, in call order; the second call of a layer is named
+    ``name#2``. ``written`` has the names of weights and buffers that forwards write to.
+
     """
 
     def __init__(
@@ -49,14 +54,14 @@ class CapturedModel:
         try:
             self.modules, own = opened(model, look, whole_layers)
         except Exception:
-            if not installs_recorders(model):  # without which code between layers may miss what they record
+            if not installs_recorders(model):  # code between layers may miss what its hooks record
                 raise
             self.modules, own = opened(model, look, whole_layers)
         self.captures = {model.training: own}
-        self.missing: Exception | None = None  # why the model does not run in its other mode
+        self.missing: Exception | None = None  # the error of a model that does not run in the other mode
         try:
             other = self._recorded(not model.training, self.modules)
-        except Exception as error:  # as of a detector that takes targets only where it trains
+        except Exception as error:  # e.g. a detector that takes targets only in training
             self.missing = error
         else:
             if [_unit(call) for call in own.layer_calls] == [_unit(call) for call in other.layer_calls]:
@@ -68,8 +73,8 @@ class CapturedModel:
         self.written = {name for one in self.recordings.values() for name in one.written}
         if weights := [name for name, _ in model.named_parameters() if name in self.written]:
             warn(
-                f"making a pipeline leaves the weights as they are; forwards of {type(model).__name__} write to "
-                f"{len(weights)} of them, such as {weights[0]!r}; they were put back"
+                f"building a pipeline leaves the weights unchanged; forwards of {type(model).__name__} write to "
+                f"{len(weights)} of them, such as {weights[0]!r}; their values were restored"
             )
         self.calls = {_unit(call): call for call in own.layer_calls}
         self.layers = {
@@ -85,13 +90,13 @@ class CapturedModel:
         return self.recordings[mode].capture
 
     def check(self, program: Program) -> None:
-        """Raise ScheduleError for what stages of captured models cannot do, so far."""
+        """Raise GraphError or ScheduleError if the stages of this captured model cannot run the program."""
         hidden = self.captures[self.model.training].hidden
         if hidden and program.num_weights > len(self.layers):
             raise GraphError(
-                f"what passes between stages is what calls return; {hidden[0][0]} hands a tensor to {hidden[0][1]} by "
-                f"an attribute or in an object, so both stay in one stage, as in {len(hidden) - 1} other cases, and "
-                f"the model has {len(self.layers)} layers for {program.num_weights} stages; return it"
+                f"stages exchange only the values that calls return; {hidden[0][0]} passes a tensor to {hidden[0][1]} "
+                f"through an attribute or an object, so both must be in one stage (and {len(hidden) - 1} other pairs), "
+                f"which leaves {len(self.layers)} layers for {program.num_weights} stages; return the tensor"
             )
         calls = self.captures[self.model.training].calls
         named = dict(self.model.named_parameters())
@@ -99,14 +104,14 @@ class CapturedModel:
         tied = [name for name, count in users.items() if count > 1]
         if program.has_updates and tied:
             raise ScheduleError(
-                f"an asynchronous schedule updates each stage when it has its own gradients, and later stages go on "
-                f"with newer weights; {program.name!r} would leave the uses of {tied[0]!r}, which {users[tied[0]]} "
-                f"calls share, at different versions, and its gradients are whole only when the first use has its "
-                f"own; give each layer a weight of its own, or choose a synchronous schedule"
+                f"an asynchronous schedule updates each stage as soon as the stage's own gradients are complete; in "
+                f"{program.name!r} the {users[tied[0]]} calls that share {tied[0]!r} would use different versions of "
+                f"it, and its gradient is complete only after the backward of its first use; give each layer a weight "
+                f"of its own, or choose a synchronous schedule"
             )
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """The calls that use parameters, and on which rank each runs. ranks: of the stages."""
+        """The calls that use parameters, each with the rank that runs it. ``ranks`` has the rank of each stage."""
         parameters = {name for name, _ in self.model.named_parameters()}
         rank_of = {
             index: rank
@@ -120,9 +125,15 @@ class CapturedModel:
         ]
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
-        """Its own, and those behind it that begin no stage. again: they are to run again by themselves.
+        """The layer's own call, and the calls after it that cannot begin a stage.
 
-        Raises GraphError where a backward could not make one of them again: it depends on what is not passed to it.
+        Args:
+            layer: name of the layer.
+            again: True if each call will be recomputed in its backward.
+
+        Raises:
+            GraphError: a call cannot be recomputed because it uses tensors or attributes not passed as arguments.
+
         """
         begin = layer
         found: list[Call] = []
@@ -136,38 +147,36 @@ class CapturedModel:
             for call in found:
                 if call.place in apart:
                     raise GraphError(
-                        f"a layer that runs again in its backward takes all that it uses as arguments; {call} has "
-                        f"attributes that other code sets, or shares tensors with other layers in objects; take it "
-                        f"out of checkpoint=, or pass what it uses"
+                        f"a layer that is recomputed in its backward must get all that it uses as arguments; {call} "
+                        f"has attributes that other code sets, or shares tensors with other layers through objects; "
+                        f"take it out of checkpoint=, or pass those tensors as arguments"
                     )
         return [call.place for call in found]
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """Nothing: between its stages pass single tensors, and numbers."""
+        """Yield nothing: captured stages pass only single tensors and numbers."""
         yield from ()
 
     @property
     def output_form(self) -> Any:
-        """Of its output."""
         return self.captures[self.model.training].output_form
 
     def output(self) -> Any:
-        """What it gave; of several tensors nothing is known but these."""
+        """The model's output for the sample if it is a single tensor, else None."""
         results = self.captures[self.model.training].results
         return results[0].detach() if len(results) == 1 else None
 
     def begins(self, capture: Capture) -> dict[str, int]:
-        """The first call of each layer, with the code before it that belongs to it."""
+        """The index of the first call of each layer, including the code before it that belongs to it."""
         order = list(self.calls)
         return {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-        """The layers as a graph, with what is known of their costs."""
         capture = self.captures[self.model.training]
         return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
 
     def _parts(self, cut: StageLayers) -> dict[bool, list[Part]]:
-        """By mode, what each stage runs."""
+        """The part of each stage, by mode."""
         order = list(self.calls)
         begins = [order.index(names[0]) for names in cut[1:]]
         return {
@@ -176,7 +185,10 @@ class CapturedModel:
         }
 
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
-        """Functions between layers that read a buffer may lie in another stage than those that write to it."""
+        """The written buffers that each stage's own calls may write to.
+
+        A function between layers that only reads a buffer may lie in another stage than the calls that write to it.
+        """
         found: list[set[str]] = [set() for _ in cut]
         for mode, parts in self.parts(cut).items():
             calls = self.captures[mode].calls
@@ -185,7 +197,7 @@ class CapturedModel:
         return [names & self.written for names in found]
 
     def reached(self, cut: StageLayers) -> list[tuple[str, str, int]]:
-        """Of the mode in which it trains, or is now."""
+        """Layers that use another layer's trained parameter, recorded in the model's current mode."""
         parts = self.parts(cut)[self.model.training]
         calls = self.captures[self.model.training].calls
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -198,14 +210,13 @@ class CapturedModel:
         ]
 
     def edges(self, cut: StageLayers) -> list[tuple[int, int]]:
-        """Which stage gives to which."""
         along = set(pairwise(range(len(cut))))
         for parts in self.parts(cut).values():
             along |= {(giver, taker) for taker, part in enumerate(parts) for giver in part.receives}
         return sorted(along)
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
-        """The stages' bodies. What no call uses lies in the stage of what is registered before it."""
+        """The stages' bodies. An unused parameter lies in the stage of the parameter registered before it."""
         parts = self.parts(cut)
         edges = self.edges(cut)
         bodies = [ReplayedBody(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
@@ -216,7 +227,7 @@ class CapturedModel:
 
 
 def _trained(call: Call) -> Sequence[str]:
-    """What a call uses that may get a gradient by it."""
+    """Names of the parameters and buffers that may get a gradient from a call."""
     return () if call.reads else call.uses
 
 
@@ -229,7 +240,7 @@ def _unit(call: Call) -> str:
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A sample of one row is repeated: code may treat a single row apart."""
+    """Repeat a sample of one row, because code may treat a single row differently."""
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
     if not tensors or any(len(tensor) != 1 for tensor in tensors):
         return sample

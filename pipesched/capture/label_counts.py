@@ -1,9 +1,9 @@
-"""Label counts: what a micro-batch counts where a model computes a mean loss over its ``labels`` that are not ignored.
+"""Label counts: find out how a model averages its own loss over ``labels``, to weight the losses of micro-batches.
 
-Padding is ignored, so micro-batches have unequal numbers of labels, and a loss that is a mean over them counts as many
-as it has. Which ones the model's mean is over, its own code decides: a language model that shifts its labels drops the
-first of each row. So the model is asked: the loss of four rows beside those of two and two, with unequal numbers of
-labels, fits one way of counting.
+Micro-batches hold different numbers of labels that are not padding, so their mean losses need unequal weights. The
+model's own code decides which labels it averages over: a language model that shifts its labels drops the first of each
+row. A probe finds the rule: the loss of four rows, compared with the losses of two rows and the other two, fits only
+one way of counting.
 """
 
 import inspect
@@ -24,14 +24,17 @@ from pipesched.user_warning import warn
 
 __all__ = ["IGNORED", "counted_labels", "counts"]
 
-#: The label that torch's losses leave out.
+#: The label that torch's losses ignore.
 IGNORED = -100
 _NAME = "labels"
-_ROUNDING = 32  # units of the last place that losses may differ by
+_ROUNDING = 32  # tolerated difference of two losses, in units of the last place
 
 
 def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
-    """What a micro-batch of a model counts, as ``counted_labels`` found; None for its rows."""
+    """The weight of a micro-batch as a function of the model's inputs, for a way that ``counted_labels`` returned.
+
+    None stands for the default, the number of rows.
+    """
     if way is None:
         return None
     count = _WAYS[way]
@@ -43,26 +46,31 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
 
 
 def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
-    """Over which labels a model's own loss is a mean; None: over the rows, or there are none.
+    """Find the labels over which a model's own loss is a mean; None if it is a mean over rows, or there are no labels.
 
-    sample: (args, kwargs). Where no way of counting fits, or several do, a warning says so. The model runs three times,
-    in evaluation mode, and is left as it was; one without contents with stand-ins for what its layers give.
+    The model runs three times in evaluation mode and is left unchanged. A model on the meta device runs with stand-ins
+    for its layers' outputs. If no way of counting fits, or more than one, a warning says so and the result is None.
+
+    Args:
+        model: the user's module.
+        sample: (args, kwargs) of its forward.
+
     """
     given = _labels_of(model, sample)
     if given is None:
         return None
     try:
         losses = _losses(model, *_probe(model, sample, given)) if _may_try(model, given) else None
-    except Exception as error:  # whatever a model raises that does not take such labels
+    except Exception as error:  # any error of a model that does not accept such labels
         return _unknown(f"it failed on four rows with some labels {IGNORED}: {type(error).__name__}: {error}")
     if losses is None:
-        return _unknown("it gives no loss, or is not on a CPU and the sample has none to ignore")
+        return _unknown("it returns no scalar loss, or is not on a CPU and the sample has no ignored label")
     weights = {way: [count(part) for part in _marked(given)] for way, count in _WAYS.items()}
     fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
     if given.dim() == 1 and "labels" in fitting:
-        return "labels"  # one a row: what counts otherwise only where some are ignored
+        return "labels"  # one label a row: the same as rows unless some are ignored
     if len(fitting) != 1:
-        return _unknown(f"its loss fits {'none' if not fitting else 'each'} of: {', '.join(fitting or _WAYS)}")
+        return _unknown(f"its loss fits {'none' if not fitting else 'all'} of: {', '.join(fitting or _WAYS)}")
     return None if fitting[0] == "rows" else fitting[0]
 
 
@@ -71,7 +79,7 @@ def _count(labels: Tensor) -> float:
 
 
 def _count_shifted(labels: Tensor) -> float:
-    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # a way of no model
+    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # does not apply to one label a row
 
 
 _WAYS: Mapping[str, Callable[[Tensor], float]] = {
@@ -92,7 +100,7 @@ def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels of two rows and two more: many, and few."""
+    """Labels of two rows with many labels that count, and of two rows with few."""
     rows = labels[torch.arange(4) % len(labels)]
     valid = rows[rows != IGNORED]
     rows = torch.where(rows == IGNORED, valid[0] if len(valid) else 0, rows)
@@ -107,7 +115,7 @@ def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
 def _probe(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], labels: Tensor
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The model's inputs: four rows, and their halves."""
+    """The model's inputs: four rows, the first two, and the last two."""
     marked = torch.cat(_marked(labels))
 
     def rows(chosen: slice) -> Any:
@@ -115,7 +123,7 @@ def _probe(
             return tensor[torch.arange(4)[chosen] % len(tensor)] if tensor.dim() else tensor
 
         args, kwargs = pytree.tree_map_only(Tensor, of, sample)
-        if _NAME in kwargs:  # by its name: the same tensor may be another argument, too
+        if _NAME in kwargs:  # replaced by name: the tensor may be another argument, too
             return args, {**kwargs, _NAME: marked[chosen]}
         place = [*inspect.signature(model.forward).parameters].index(_NAME)
         return (*args[:place], marked[chosen], *args[place + 1 :]), kwargs
@@ -137,13 +145,13 @@ def _losses(model: nn.Module, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -
 
 
 def _may_try(model: nn.Module, labels: Tensor) -> bool:
-    """Whether a model may be run with labels to ignore: a label out of bounds ends a GPU's context."""
+    """Whether it is safe to run a model with ignored labels: a label out of bounds corrupts a GPU's context."""
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     return devices <= {"cpu", "meta"} or bool((labels == IGNORED).any())
 
 
 def _fits(weights: list[float], losses: list[Tensor]) -> bool:
-    """Whether the whole's loss is the mean of the parts', weighted so."""
+    """Whether the loss of all rows is the mean of the two halves' losses with these weights."""
     if min(weights) < 0:
         return False
     whole, *parts = (float(loss) for loss in losses)
@@ -153,15 +161,15 @@ def _fits(weights: list[float], losses: list[Tensor]) -> bool:
 
 def _unknown(why: str) -> str | None:
     warn(
-        f"micro-batches count as many labels as the model's own mean loss is over; which these are could not be told: "
-        f"{why}; each counts its rows; pass Numerics(loss_weight=...), or loss_reduction='sum' for a sum, or ignore "
-        f"this warning"
+        f"micro-batches are weighted by the number of labels that the model averages its own loss over; that "
+        f"number could not be determined: {why}; each micro-batch counts its rows instead; pass "
+        f"Numerics(loss_weight=...), or loss_reduction='sum' if the loss is a sum, or ignore this warning"
     )
     return None
 
 
 class _Outline(TorchFunctionMode):
-    """Called as the model. The rows of what a layer gives are all alike, so that a batch's parts are its rows."""
+    """The model with stand-ins for layer outputs; all their rows are alike, so a batch's loss is the mean over rows."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -170,7 +178,6 @@ class _Outline(TorchFunctionMode):
         self._inside = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives, of the form and with the rows that it has."""
         with self:
             return self._root(*args, **kwargs)
 

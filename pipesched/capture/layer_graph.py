@@ -1,6 +1,4 @@
-"""Layer graph: a captured forward as a graph of layers: where a stage may begin, and what each layer gives to later
-ones.
-"""
+"""Layer graph: a captured forward as a graph of layers, with stage boundaries and the tensors that layers exchange."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +15,10 @@ __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 
 
 def gap(capture: Capture, position: int) -> list[int]:
-    """Where a stage that begins with the position-th layer call may begin: after the layer call before it."""
+    """The possible first calls of a stage whose first layer call is the position-th.
+
+    They lie after the previous layer call and end with the layer call itself.
+    """
     legal = capture.legal_cuts
     before, own = capture.layer_calls[position - 1 : position + 1]
     first = before.index + 1
@@ -26,14 +27,21 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """Where in the gap before a layer the fewest bytes cross; the latest of several."""
+    """The call in a layer's gap at which a boundary sends the fewest bytes; the latest if several are equal."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 
 def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "nx.DiGraph[str]":
-    """The layers of a captured forward as a graph; see `pipesched.graph_of`. begins: the first call of each.
+    """The layers of a captured forward as a graph; see `pipesched.graph_of`.
 
-    Functions between layers belong to the layer in whose calls they lie; what any stage may compute makes no edge.
+    A function between layers belongs to the layer whose range of calls contains it. Values that any stage may compute
+    (see `Capture.free`) make no edge.
+
+    Args:
+        model: the captured model.
+        capture: the record of its forward.
+        begins: layer name -> index of the layer's first call.
+
     """
     names = list(begins)
     starts = list(begins.values())
@@ -62,7 +70,7 @@ def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "n
 
 
 def row_of(model: nn.Module, layers: Mapping[str, nn.Module], costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-    """Layers that feed each other in a row, as a graph."""
+    """A chain of layers as a graph."""
     own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     uses = {
         name: [own[id(tensor)] for tensor in (*layer.parameters(), *layer.buffers())] for name, layer in layers.items()
@@ -75,7 +83,7 @@ def row_of(model: nn.Module, layers: Mapping[str, nn.Module], costs: Mapping[str
 
 
 def with_costs(graph: "nx.DiGraph[str]", costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-    """The graph, its nodes with what was measured."""
+    """Add the measured costs of each layer to its node, and return the graph."""
     for name, own in costs.items():
         graph.nodes[name].update({key: value for key, value in own.figures().items() if key not in graph.nodes[name]})
     return graph
@@ -104,7 +112,7 @@ def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[s
 
 
 def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Sequence[str]) -> dict[str, list[str]]:
-    """The parameters and buffers of each layer by name; what no call uses lies with what is registered before it."""
+    """The parameters and buffers of each layer. An unused one belongs to the layer of the one registered before it."""
     uses: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in capture.calls:
         uses[layer_of[call.index]].update(dict.fromkeys(call.uses))
@@ -116,7 +124,7 @@ def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Se
 
 
 def unused(model: nn.Module, holders: Sequence[Iterable[Tensor]]) -> dict[int, list[str]]:
-    """The parameters and buffers that none holds, for each holder: of that which is registered before them."""
+    """The tensors without a holder, by name, assigned to the holder of the tensor registered before each of them."""
     holder_of: dict[Any, int] = {tensor: holder for holder, tensors in enumerate(holders) for tensor in tensors}
     found: dict[int, list[str]] = {}
     holder = 0

@@ -1,4 +1,4 @@
-"""Layered model: a model as layers in a row, whatever its code: what is measured and cut, and what its stages run."""
+"""Layered model: any model as a sequence of layers that can be measured, cut into stages, and run by the stages."""
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import suppress
@@ -33,66 +33,82 @@ __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
-    """A layer raised: a step says it better."""
+    """A layer raised; the original error is ``__cause__``. May be ignored: a step reports it in detail."""
 
 
 class LayeredModel(Protocol):
-    """A model as layers."""
+    """A model as a sequence of layers."""
 
     @property
     def layers(self) -> Mapping[str, nn.Module]:
-        """Those with which a stage may begin, by name, in the order in which they run."""
+        """The layers at which a stage may begin, by name, in the order in which they run."""
 
     @property
     def written(self) -> Collection[str]:
         """The names of weights and buffers that forwards write to."""
 
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
-        """Those of each stage's own calls."""
+        """For each stage, the names of weights and buffers that its own calls write to."""
 
     def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
-        """Layers that use another one's parameter without being given it: (layer, parameter, the layer's stage)."""
+        """Layers that use another layer's parameter without getting it as an argument.
+
+        Returns:
+            (layer, parameter, stage of the layer) for each.
+
+        """
 
     def check(self, program: Program) -> None:
-        """Raise ScheduleError for what its stages cannot do."""
+        """Raise ScheduleError or GraphError if the model's stages cannot run the program."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """The calls of layers, where several may share parameters. ranks: of the stages."""
+        """The calls of layers with their parameters; empty if layers share none. ``ranks``: of the stages."""
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
-        """The calls of modules that run as a layer, (name, how many of it came before). again: each is to run again by
-        itself. Raises GraphError where one cannot.
+        """The calls that run as one layer, as (module name, number of earlier calls of the module).
+
+        Args:
+            layer: name of the layer.
+            again: True if each call will be recomputed in its backward.
+
+        Raises:
+            GraphError: a call cannot be recomputed.
+
         """
 
     sample: tuple[tuple[Any, ...], dict[str, Any]]
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """What layers give that stages pass on as it is, with the sample: (name, value).
+        """Run the layers on the sample and yield (name, output) of each layer whose output is passed on unchanged.
 
-        Runs those layers. Raises LayerError for what one of them raises.
+        Raises:
+            LayerError: a layer raised.
+
         """
 
     @property
     def output_form(self) -> Any:
-        """Of the model's output, where that is known before it has run: ``form_of``."""
+        """The form of the model's output (see ``form_of``) if it is known before the first step, else None."""
 
     def output(self) -> Any:
-        """What it gives for the sample; of a model with contents."""
+        """The model's output for the sample; the model must not be on the meta device."""
 
     def graph(self, costs: Mapping[str, LayerCosts]) -> "nx.DiGraph[str]":
-        """The layers as a graph, with what was measured of them, or nothing; see ``graph_of``."""
+        """The layers as a graph, with their costs if ``costs`` is not empty; see ``graph_of``."""
 
     def edges(self, cut: StageLayers) -> list[tuple[int, int]]:
-        """Which stage gives to which."""
+        """The pairs (sending stage, receiving stage)."""
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
-        """What the stages run."""
+        """The bodies of the stages."""
 
 
 def as_model(model: Any) -> Any:
-    """A list of modules as a chain: each takes what the one before gives. Any other model is what it is.
+    """Turn a list of modules into an nn.Sequential; return any other model unchanged.
 
-    Raises ModelTypeError for a list of what are no modules.
+    Raises:
+        ModelTypeError: the list holds something that is not a module.
+
     """
     if not isinstance(model, list | tuple | nn.ModuleList):
         return model
@@ -100,13 +116,13 @@ def as_model(model: Any) -> Any:
         if not isinstance(part, nn.Module):
             raise ModelTypeError(
                 f"the model is an nn.Module, or a list of them; got {type(part).__name__} in a list; leave it out, or "
-                f"make a module of it"
+                f"wrap it in a module"
             )
     return nn.Sequential(*model)
 
 
 def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] | None:
-    """The first layers of the modules of a list, but for the first one's, where there are as many as stages."""
+    """The first layer of each module of a list except the first module; None unless there is one module per stage."""
     if not isinstance(model, list | tuple | nn.ModuleList) or len(model) != num_stages:
         return None
     firsts = [next((name for name in layers if f"{name}.".startswith(f"{part}.")), "") for part in range(len(model))]
@@ -116,16 +132,21 @@ def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] |
 def layered(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
 ) -> LayeredModel:
-    """Layers in a row as they are; any other module by what its forward does with the sample. whole_layers: modules
-    that stay in one piece.
+    """Find the layers of a model: those of a plain nn.Sequential directly, of any other module by recording a forward.
 
-    Raises ModelTypeError for what is no module, GraphError for one that cannot be cut, InputError for a sample that is
-    not what its forward takes.
+    Args:
+        model: the user's module.
+        sample: (args, kwargs) of its forward.
+        whole_layers: names of modules that are kept whole. Default: none.
+
+    Raises:
+        ModelTypeError: the model is not an nn.Module, or is compiled, scripted or wrapped.
+        GraphError: the model cannot be cut into stages.
+        InputError: the sample does not fit the model's forward.
+
     """
     if not isinstance(model, nn.Module):
-        raise ModelTypeError(
-            f"the model is an nn.Module, or a list of them; got {shown(model)}; pass the module itself"
-        )
+        raise ModelTypeError(f"the model is an nn.Module, or a list of them; got {shown(model)}; pass the module")
     _check_is_open(model)
     check_not_stale(model)
     check_hooks(model)
@@ -141,24 +162,27 @@ def layered(
 
 
 def _check_takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
-    """Asked once it did not run: what is around a forward may take more than its signature says."""
+    """Raise InputError if the sample does not fit the forward's signature.
+
+    Checked only after the forward failed, because code around a forward may accept more than its signature says.
+    """
     taken = signature(model.forward)
     try:
         taken.bind(*args, **kwargs)
     except TypeError as unlike:
         given = [f"{len(args)} positional"] * bool(args) + [f"keywords {', '.join(kwargs)}"] * bool(kwargs)
         raise InputError(
-            f"a sample is what the model's forward takes, {type(model).__name__}.forward{taken}; got "
+            f"a sample holds the arguments of the model's forward, {type(model).__name__}.forward{taken}; got "
             f"{' and '.join(given)}: {unlike}; pass a tensor, a tuple of arguments, a dict of keywords, or ({{...}},) "
             f"for an argument that is a dict"
         ) from error
 
 
 def _check_is_open(model: nn.Module) -> None:
-    """Raise ModelTypeError for a model whose layers are not called one by one by code of Python."""
-    for what, closed, remedy in (
-        ("compiled into one graph", is_compiled(model), "pass the model as it was before, with compile=True"),
-        ("scripted or traced", isinstance(model, torch.jit.ScriptModule), "pass the module that it was made of"),
+    """Raise ModelTypeError for a model that does not call its layers one by one from Python."""
+    for form, closed, remedy in (
+        ("compiled into one graph", is_compiled(model), "pass the original model, with compile=True"),
+        ("scripted or traced", isinstance(model, torch.jit.ScriptModule), "pass the original module"),
         (
             "wrapped to be replicated",
             isinstance(model, nn.DataParallel | DistributedDataParallel),
@@ -167,12 +191,12 @@ def _check_is_open(model: nn.Module) -> None:
     ):
         if closed:
             raise ModelTypeError(
-                f"stages call the model's layers one by one; this {type(model).__name__} is {what}; {remedy}"
+                f"stages call the model's layers one by one; this {type(model).__name__} is {form}; {remedy}"
             )
 
 
 class LayersInARow:
-    """An nn.Sequential whose layers share nothing."""
+    """An nn.Sequential whose layers share no parameters."""
 
     def __init__(
         self, model: nn.Sequential, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
@@ -184,7 +208,7 @@ class LayersInARow:
             self._check_class_state()
 
     def _check_class_state(self) -> None:
-        """Raise GraphError where layers share state by way of their class."""
+        """Raise GraphError if layers share state through their class."""
 
         def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             for _ in self._each(args, kwargs):
@@ -198,46 +222,40 @@ class LayersInARow:
         check_class_state(self._model, changed, self.layers, list(self.layers))
 
     def check(self, program: Program) -> None:
-        """Nothing: its stages can do everything."""
+        """A chain supports every program."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """None is shared."""
         return []
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
-        """Its own."""
         return [(layer, 0)]
 
     output_form = None
 
     @cached_property
     def written(self) -> Collection[str]:
-        """Found by a forward in each mode."""
         found: set[str] = set()
         for mode in (True, False):
             written: list[Tensor] = []
-            with suppress(Exception):  # it runs in the other mode only
+            with suppress(Exception):  # a model may run in one mode only
                 self._output(mode, written)
             found.update(names_of(self._model, written))
         return found
 
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
-        """No layer writes to another's."""
         return [self.written] * len(cut)
 
     def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
-        """Not known of layers in a row."""
+        """Empty: nothing is recorded for layers in a row."""
         return []
 
     def passed(self) -> Generator[tuple[str, Any]]:
-        """One layer after the other."""
         return self._run(self._model.training, [])
 
     def output(self) -> Any:
         return self._output(self._model.training, [])
 
     def _output(self, mode: bool, written: list[Tensor]) -> Any:
-        """The last layer's."""
         output = None
         try:
             for _, given in self._run(mode, written):
@@ -247,13 +265,13 @@ class LayersInARow:
         return output
 
     def _run(self, mode: bool, written: list[Tensor]) -> Generator[tuple[str, Any]]:
-        """Layers may lie on several devices. written: takes the tensors that they write to."""
+        """Run the layers in a mode and yield each output; ``written`` gets the tensors that they write to."""
         with untouched(self._model, mode) as changed, torch.no_grad():
             yield from self._each(*self.sample)
         written += changed
 
     def _each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[tuple[str, Any]]:
-        """Run the layers on copies of the inputs, which a layer may write to."""
+        """Run the layers, each on its own device, on copies of the inputs, because a layer may write to them."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda one: one.detach().clone(), (args, kwargs))
         for name, layer in self.layers.items():
             device = next((own.device for own in (*layer.parameters(), *layer.buffers())), None)

@@ -1,7 +1,8 @@
-"""Loss reduction: how a loss comes to one number, and so what the loss of each micro-batch counts in the batch's.
+"""Loss reduction: whether a loss is a mean or a sum, and the weight of each micro-batch in the loss of the batch.
 
-The losses of ``torch.nn`` and ``torch.nn.functional`` say it themselves. Most means are over elements: rows count.
-Cross entropy and ``nll_loss`` divide by the targets that they do not ignore, each with the weight of its class.
+Losses of ``torch.nn`` and ``torch.nn.functional`` carry this information. Most means are over elements, so a
+micro-batch counts its rows. Cross entropy and ``nll_loss`` divide by the targets that are not ignored, each with the
+weight of its class.
 """
 
 import inspect
@@ -19,7 +20,7 @@ from pipesched.errors import InputError
 __all__ = ["LossReduction", "reduces", "resolve_loss"]
 
 LossReduction = Literal["mean", "sum"]
-_Option = Callable[[str, Any], Any]  # (name, what it is where a loss has none)
+_Option = Callable[[str, Any], Any]  # (name, default) -> the option's value
 
 _MEANS: dict[str, LossReduction] = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
 _ABSENT = object()
@@ -34,29 +35,41 @@ def resolve_loss(
     split_dims: Any,
     agreed: Callable[[Callable[[], str | None]], str | None] = lambda make: make(),
 ) -> tuple[Callable[..., Any] | None, LossReduction]:
-    """What the loss of a micro-batch counts (None: its rows), and whether the batch's loss is a mean or a sum.
+    """Find the weight of a micro-batch's loss, and whether the batch's loss is a mean or a sum of them.
 
-    loss_weight, loss_reduction: as the user gave them; default: as the loss says, else rows and a mean. model: counts
-    its labels where it computes its own loss, loss_fn=None. sample: (args, kwargs) of it. agreed: runs a function once
-    for all ranks. Raises InputError for a loss that is not reduced, and where it contradicts what was given.
+    Args:
+        model: the user's module. With loss_fn=None its labels are counted if it averages its own loss over them.
+        sample: (args, kwargs) of its forward.
+        loss_fn: the user's loss, or None.
+        loss_weight: the user's function for the weight, or None to read it from the loss.
+        loss_reduction: "mean", "sum", or None to read it from the loss.
+        split_dims: the dimension in which the batch is split, or a mapping from argument to dimension.
+        agreed: runs a function once for all ranks. Default: on every rank.
+
+    Returns:
+        The function for the weight (None: the number of rows), and the reduction.
+
+    Raises:
+        InputError: the loss is not reduced, or contradicts the options.
+
     """
     if loss_reduction is not None and loss_reduction not in get_args(LossReduction):
         raise InputError(
             f"loss_reduction is one of {', '.join(get_args(LossReduction))}; got {loss_reduction!r}; "
-            f"say how loss_fn reduces over rows"
+            f"pass the one that loss_fn uses over rows"
         )
     option = _options(loss_fn)
     says = None if option is None else _reduction(loss_fn, option)
     if says is not None and loss_reduction not in (None, _MEANS[says]):
         raise InputError(
-            f"loss_reduction is how loss_fn reduces; {_name(loss_fn)} has reduction={says!r}; got "
+            f"loss_reduction must be the reduction of loss_fn; {_name(loss_fn)} has reduction={says!r}; got "
             f"loss_reduction={loss_reduction!r}; leave loss_reduction out, or change the loss"
         )
     reduction = loss_reduction or _MEANS[says or "mean"]
     if reduction == "sum" and loss_weight is not None:
         raise InputError(
-            "loss_weight is for a mean; this loss is a sum, in which all micro-batches count alike; leave loss_weight "
-            "out, or let loss_fn return a mean"
+            "loss_weight is for a mean; this loss is a sum, to which all micro-batches add with equal weight; leave "
+            "loss_weight out, or let loss_fn return a mean"
         )
     if reduction == "sum" or loss_weight is not None:
         return loss_weight, reduction
@@ -65,8 +78,8 @@ def resolve_loss(
     dim = split_dims.get("target", 0) if isinstance(split_dims, Mapping) else split_dims
     if says == "batchmean" and dim != 0:
         raise InputError(
-            f"reduction='batchmean' divides by dim 0, which is not that of the rows with split_dims={split_dims!r}; "
-            f"pass reduction='mean' or 'sum'"
+            f"reduction='batchmean' divides by the size of dim 0; with split_dims={split_dims!r} the rows of the "
+            f"target are in another dim; pass reduction='mean' or 'sum'"
         )
     if option is None or not _counts(option):
         return None, reduction
@@ -74,12 +87,12 @@ def resolve_loss(
 
 
 def reduces(loss_fn: Any) -> bool:
-    """Whether this is a loss of torch, which is known to be a sum, or a mean over what it counts."""
+    """Whether this is a loss of torch, whose options give its reduction and weights."""
     return _options(loss_fn) is not None
 
 
 def _options(loss_fn: Any) -> _Option | None:
-    """Reads the options of a loss of torch: of a module as they are now, of a function, or of a partial of one."""
+    """A reader of the options of a torch loss: a module (its current values), a function or a partial; else None."""
     if isinstance(loss_fn, nn.Module):
         inherited = type(loss_fn).forward.__module__ == "torch.nn.modules.loss"
         return partial(getattr, loss_fn) if inherited else None
@@ -91,13 +104,13 @@ def _options(loss_fn: Any) -> _Option | None:
 
 
 def _reduction(loss_fn: Any, option: _Option) -> str:
-    """Raises InputError for a loss that is not reduced."""
+    """The reduction of a loss of torch. Raises InputError if it is not reduced."""
     reduction, average, reduce = (option(name, None) for name in ("reduction", "size_average", "reduce"))
-    if average is not None or reduce is not None:  # the older options, which functions let take precedence
+    if average is not None or reduce is not None:  # the deprecated options; torch's functions give them precedence
         reduction = "none" if reduce is False else "sum" if average is False else "mean"
     if reduction not in _MEANS:
         raise InputError(
-            f"a loss is one number; {_name(loss_fn)} has reduction={reduction!r}; pass reduction='mean' or 'sum'"
+            f"a loss must be one number; {_name(loss_fn)} has reduction={reduction!r}; pass reduction='mean' or 'sum'"
         )
     return str(reduction)
 
@@ -108,27 +121,27 @@ def _name(loss_fn: Any) -> str:
 
 
 def _counts(option: _Option) -> bool:
-    """Whether a mean loss may divide by anything but its rows."""
+    """Whether a mean loss may divide by another number than its rows."""
     weights = (option(name, None) for name in ("weight", "pos_weight"))
     return option("ignore_index", _ABSENT) is not _ABSENT or any(weight is not None for weight in weights)
 
 
 @dataclass(frozen=True)
 class _Counted:
-    """Counts what a mean loss of torch divides by, of the target of a micro-batch. dim: of its rows."""
+    """Computes the divisor of a torch mean loss from a micro-batch's target."""
 
     name: str
     option: _Option
-    dim: int
+    dim: int  #: of the target's rows
     remedy = (
-        "a target counts unless it is ignore_index or its class has weight 0; with label smoothing a micro-batch of "
-        "nothing but classes of weight 0 does not; skip this batch, or use fewer micro-batches"
+        "a target counts unless it is ignore_index or its class has weight 0; with label smoothing, a micro-batch "
+        "whose classes all have weight 0 has no loss; skip this batch, or use fewer micro-batches"
     )
 
     def __call__(self, target: Any) -> Any:
         ignored = self.option("ignore_index", _ABSENT)
         if not isinstance(target, Tensor) or target.is_floating_point() or ignored is _ABSENT:
-            return self._rows(target)  # probabilities of classes, too: torch divides by the number of rows
+            return self._rows(target)  # for class probabilities, too, torch divides by rows
         target = target.long()
         weight = self.option("weight", None)
         kept = target != (IGNORED if ignored is None else ignored)
@@ -136,13 +149,13 @@ class _Counted:
             return kept.sum()
         weights = weight.detach().to(target.device)[target.masked_fill(~kept, 0)]
         total = weights.where(kept, 0).sum(dtype=torch.float64)
-        if self.option("label_smoothing", 0):  # adds a part of the loss that such a micro-batch divides by 0
+        if self.option("label_smoothing", 0):  # torch divides this part of the loss by 0 then
             total = total.masked_fill((total == 0) & kept.any(), torch.nan)
         return total
 
     def _rows(self, target: Any) -> int:
         if not isinstance(target, Tensor):
-            return 1  # torch says what is wrong
+            return 1  # torch's loss raises the error
         place = self.dim - target.dim() if self.dim >= 0 else self.dim
         for name in ("weight", "pos_weight") if target.is_floating_point() else ():
             weight = self.option(name, None)
@@ -156,7 +169,7 @@ class _Counted:
                 )
             ):
                 raise InputError(
-                    f"a loss's weights are not split with the batch; {self.name} has a {name} of shape "
+                    f"the weights of a loss are not split with the batch; {self.name} has a {name} of shape "
                     f"{list(weight.shape)}, one for each row, and a micro-batch targets of shape {list(target.shape)}; "
                     f"pass weights within target=, and multiply by them in loss_fn"
                 )

@@ -38,7 +38,7 @@ __all__ = ["record"]
 def record(
     model: nn.Module, layers: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Capture:
-    """Run the model once, as it is, in the caller's grad mode, and note what it does."""
+    """Run the model's forward once, in the caller's grad mode, and record its calls."""
     with Beside(torch.device("cpu")) if lacks_contents(model) else nullcontext():
         return _Recorder(model, layers).run(tuple(args), dict(kwargs))
 
@@ -51,24 +51,23 @@ class _Recorder(TorchFunctionMode):
         self._positional = positional(model.forward)
         self._shells = Shells(model, layers, self._layer, layers)
         self._value: dict[int, Value] = {}
-        self._alive: list[Tensor] = []  # so that no id is used again
-        self._memory: dict[int, dict[int, Value]] = {}  # where tensors lie -> the tensors there, and what they are
-        self._shared: list[tuple[Call, Value]] = []  # calls in place, and what else lies in the memory
+        self._alive: list[Tensor] = []  # keeps tensors alive so that no id is reused
+        self._memory: dict[int, dict[int, Value]] = {}  # address -> the values of the tensors there, by id
+        self._shared: list[tuple[Call, Value]] = []  # in-place calls, with other values in that memory
         self._counts: dict[str, int] = {}
         self._inside = False
         self._drawn = outside_state()
-        self._within: dict[
-            int, tuple[weakref.ref[Tensor], int]
-        ] = {}  # what functions inside layers made; in which call
-        self._by_the_way: set[Value] = set()  # what a layer takes that is not among its arguments
-        self._reached: set[str] = set()  # parameters and buffers likewise
+        #: id -> a tensor made by a function inside a layer, and the number of calls recorded until then
+        self._within: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._by_the_way: set[Value] = set()  # values used inside the running layer
+        self._reached: set[str] = set()  # parameters and buffers used inside the running layer
         self._hidden_from: int | None = None
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
-        self._first_use: dict[str, int] = {}  # of parameters and buffers between layers
-        self._elsewhere: set[int] = set()  # memory that no call of this forward has made
-        self._regions: dict[FrameType, tuple[Call, Call]] = {}  # what a backward runs as one: the first call, the last
-        self._readers: dict[str, int] = {}  # containers whose code follows contents, and the first call that it did so
-        self._arguments: set[int] | None = None  # of the layer that runs
+        self._first_use: dict[str, int] = {}  # the first call that uses a parameter or buffer
+        self._elsewhere: set[int] = set()  # memory not made by a call of this forward
+        self._regions: dict[FrameType, tuple[Call, Call]] = {}  # code whose backward is one: first, last call
+        self._readers: dict[str, int] = {}  # container that reads contents -> call index
+        self._arguments: set[int] | None = None  # ids of the running layer's arguments
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
         args, kwargs = self._inputs(args, kwargs)
@@ -85,7 +84,7 @@ class _Recorder(TorchFunctionMode):
         capture.output = tuple(self._value.get(id(tensor), (INPUT, INPUT)) for tensor in tensors_in(output))
         self._capture = Capture()
         self._regions.clear()
-        self._alive.clear()  # the memory is free at once, though the shells refer to each other
+        self._alive.clear()  # frees the memory now, despite the reference cycles of the shells
         capture.deciding.update(
             name
             for name, begin in self._readers.items()
@@ -97,14 +96,14 @@ class _Recorder(TorchFunctionMode):
         return capture
 
     def _note_outside(self, layer: str) -> None:
-        """Whether this layer, or the code between, has drawn outside torch."""
+        """Note whether this layer, or the code between layers (""), drew random numbers outside torch."""
         drawn = outside_state()
         if drawn != self._drawn:
             self._capture.outside.add(layer)
         self._drawn = drawn
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Note the inputs, as copies. One that is passed twice is another object there, to be told apart."""
+        """Copy the inputs and note them as values. An input passed twice becomes two tensors with their own ids."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for place, (name, leaf) in enumerate(named_leaves(self._positional, args, kwargs)):
             if isinstance(leaf, Tensor):
@@ -116,14 +115,18 @@ class _Recorder(TorchFunctionMode):
         return told_apart
 
     def _join(self) -> None:
-        """What is used again after another tensor in its memory was changed stays where that was."""
+        """Set ``joined`` on calls that must share a stage with earlier ones.
+
+        Code with one backward stays in one stage. So does memory that is changed in place and then used through
+        another tensor.
+        """
         for region, (first, call) in self._regions.items():
             call.joined = first.index if call.joined is None else min(call.joined, first.index)
             names = [
                 own.layer.split(".")[:-1] for own in self._capture.calls[first.index : call.index + 1] if own.layer
             ]
             if names and region.f_code is FUNCTION_APPLY:
-                self._capture.indivisible.add(".".join(commonprefix(names)))  # noqa: RUF071  # of lists, not of texts
+                self._capture.indivisible.add(".".join(commonprefix(names)))  # noqa: RUF071  # commonprefix of lists
         last = {value: call.index for call in self._capture.calls for value in call.takes}
         for call, value in self._shared:
             if last.get(value, INPUT) > call.index:
@@ -157,23 +160,23 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _differentiate(self, func: Any) -> None:
-        """A stage differentiates what it runs itself: a module whose code does that stays in one piece."""
+        """Keep the container that calls an autograd function whole: a stage differentiates only what it runs."""
         container = self._shells.running()
         if not container:
             layers = list(dict.fromkeys(call.layer for call in self._capture.calls if call.layer))
             raise GraphError(
-                f"a stage differentiates only what it runs itself; the model's own code calls {func.__name__} after "
-                f"{len(layers)} layers, {', '.join(layers[:2])} ...; move that code, and the layers that it "
-                f"differentiates, into a module of the model, which then stays in one piece"
+                f"a stage can differentiate only through layers that it runs itself; the model's own code calls "
+                f"{func.__name__} after {len(layers)} layers, {', '.join(layers[:2])} ...; move that code, and the "
+                f"layers that it differentiates, into a submodule, which then stays in one piece"
             )
         self._capture.indivisible.add(container)
 
     def _given(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether one of them was given by a call."""
+        """Whether one of the tensors was returned by a call."""
         return any(self._value.get(id(tensor), (INPUT,))[0] != INPUT for tensor in tensors)
 
     def _inner(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function inside a layer. What it takes from elsewhere comes by an attribute, or in an object."""
+        """Run a function inside a layer, and note tensors that reach it through attributes or objects."""
         if self._arguments is None:
             return func(*args, **kwargs)
         taken = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
@@ -181,7 +184,7 @@ class _Recorder(TorchFunctionMode):
             if value := self._value.get(id(tensor)):
                 self._by_the_way.add(value)
                 by_layer = value[0] != INPUT and self._capture.calls[value[0]].layer
-                if by_layer and id(tensor) not in self._arguments:  # it comes in an object of several layers
+                if by_layer and id(tensor) not in self._arguments:  # it reached the layer through a shared object
                     self._hidden_from = value[0] if self._hidden_from is None else min(self._hidden_from, value[0])
             else:
                 self._look_for(tensor)
@@ -189,12 +192,12 @@ class _Recorder(TorchFunctionMode):
         if any(True for _ in tensors_in(result)):
             self._reached.update(self._names[key] for key in taken.keys() & self._names.keys())
         for tensor in tensors_in(result):
-            if id(tensor) not in taken:  # what it only hands on was made elsewhere
+            if id(tensor) not in taken:  # a tensor that is only passed on was made elsewhere
                 self._within[id(tensor)] = weakref.ref(tensor), len(self._capture.calls)
         return result
 
     def _look_for(self, tensor: Tensor) -> None:
-        """A tensor that an earlier call of a layer made, but did not return, ties the call that is due to that one."""
+        """Note the earlier layer call that made this tensor but did not return it; the next call must join it."""
         made, call = self._within.get(id(tensor), (None, 0))
         if made is not None and made() is tensor and call < len(self._capture.calls):
             self._hidden_from = call if self._hidden_from is None else min(self._hidden_from, call)
@@ -235,7 +238,7 @@ class _Recorder(TorchFunctionMode):
             self._inside = False
             self._arguments = None
         if counted:
-            # what several calls count in buffers is counted in the calls' order
+            # calls that update the same buffers must keep their order
             call.joined = next(other.index for other in reversed(self._capture.calls[:-1]) if other.layer == name)
         call.loose = tuple(name for name in call.uses if name not in own)
         call.uses = tuple(dict.fromkeys([*call.uses, *own]))
@@ -249,7 +252,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
-        """Note a call. Returns its result; a tensor that it hands through is another object there, to be told apart."""
+        """Record a call and return its result. Tensors that it only passes on become views, so that ids differ."""
         takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
         number = 0
@@ -275,13 +278,13 @@ class _Recorder(TorchFunctionMode):
         for position in changed:
             if id(taken[position]) not in self._value and id(taken[position]) not in self._names:
                 raise GraphError(
-                    f"what is changed in place was made in this forward, or is an input or a buffer; {call} changes a "
+                    f"a forward may change in place only its own tensors, inputs and buffers; {call} changes a "
                     f"tensor of shape {tuple(taken[position].shape)} that is none of these; register it as a buffer"
                 )
         self._end_of_hidden(call)
         for name in uses:
             self._first_use.setdefault(name, call.index)
-        if any(id(taken[position]) in self._names for position in changed):  # it is the next forward's, too
+        if any(id(taken[position]) in self._names for position in changed):  # the next forward sees the change
             call.joined = min(self._first_use[name] for name in uses)
         self._capture.calls.append(call)
         if (region := backward_region()) is not None:

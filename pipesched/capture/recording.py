@@ -1,7 +1,7 @@
-"""Recording: a model seen once in a mode, whatever its first forward sets up or writes to; it is left as it was.
+"""Recording: the capture of a model in one mode, made without leaving a change on the model.
 
-Containers may make things in their first forward that later ones use, such as masks. Stages run as later forwards do;
-so those attributes are kept here until a step begins.
+The first forward of some models creates attributes that later forwards use, such as masks. Stages run like later
+forwards, so these attributes are stored here and set when a step begins.
 """
 
 import copy
@@ -29,17 +29,18 @@ _OF_ALL_MODULES = vars(nn.Module()).keys()
 
 @dataclass(kw_only=True)
 class Recording:
-    """A capture. made: attributes that the first forward of all sets, and to what; before: what they were, where there
-    was anything. written: names of weights and buffers that a forward writes to.
-    """
+    """The capture of a model in one mode, with the state that its forwards set."""
 
     capture: Capture
+    #: Attributes that only the first forward sets, with the values that it sets.
     made: _Attributes = field(default_factory=dict)
+    #: The values of these attributes before the first forward; a sentinel where there was none.
     before: _Attributes = field(default_factory=dict)
+    #: Names of weights and buffers that a forward writes to.
     written: tuple[str, ...] = ()
 
     def set_up(self) -> None:
-        """The model is as after its first forward; what has been set since stays."""
+        """Set the attributes that the first forward would set, except those that were changed since."""
         for (module, name), value in self.made.items():
             if getattr(module, name, _NOTHING) is self.before[module, name]:
                 setattr(module, name, value)
@@ -48,10 +49,21 @@ class Recording:
 def recorded(
     model: nn.Module, layers: Mapping[str, nn.Module], mode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Recording:
-    """One forward. Where it sets attributes of containers, also the next one that finds them, to see what that changes:
-    stages start each micro-batch with the attributes as they are now.
+    """Record a model in one mode: one forward, and more of them if it sets attributes of containers.
 
-    Raises GraphError where the next one gives something else, or finds other weights.
+    Stages start every micro-batch with the attributes as they are now, so a forward that finds the attributes set must
+    make the same calls and return the same result. If only the first forward differs, a later one is recorded.
+
+    Args:
+        model: the user's module.
+        layers: layer name -> layer, called as a whole.
+        mode: True for training mode, False for evaluation mode.
+        args: positional arguments of the forward.
+        kwargs: keyword arguments of the forward.
+
+    Raises:
+        GraphError: a later forward returns another result, or the first one changes weights.
+
     """
     written: dict[str, None] = {}
 
@@ -64,7 +76,7 @@ def recorded(
             made, changes = changed_classes(model, before, (args, kwargs), partial(record, model, layers))
         capture.changed_classes = changes
         written.update(dict.fromkeys(names_of(model, changed)))
-        again = made and not changes and on_classes is None  # as forwards that find what the first one made there
+        again = made and not changes and on_classes is None  # record a forward that finds the class attributes set
         return seen(found, made) if again else capture
 
     first = seen({})
@@ -72,7 +84,7 @@ def recorded(
         return Recording(capture=first, written=tuple(written))
     try:
         second = seen(first.changed)
-    except Exception:  # layers have changed, too
+    except Exception:  # the layers changed their attributes, too
         second = None
     if second is not None and _same_way(first, second):
         _check_kept(first, second)
@@ -91,7 +103,10 @@ def recorded(
 
 
 def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_Attributes, _Attributes]:
-    """What a forward leaves in the attributes that the capture saw change, and in those that were not there or None."""
+    """Run a forward and return the attributes that it sets: their values after it, and their values before it.
+
+    They are the attributes that the capture saw change, and those that were missing or None before the forward.
+    """
     before = {module: dict(module.__dict__) for module in model.modules()}
     known = {(module, name): getattr(module, name, _NOTHING) for module, name in first.changed}
     model(*args, **kwargs)
@@ -102,7 +117,8 @@ def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_At
                     (module, name), getattr(type(module), name, _NOTHING) if name not in attributes else None
                 )
     made = {key: getattr(*key) for key in known if getattr(*key, _NOTHING) is not _NOTHING}
-    filled = {key: copy.copy(value) for key, value in made.items() if value is known[key]}  # its contents are put back
+    # The contents of filled containers are restored afterwards, so they are copied.
+    filled = {key: copy.copy(value) for key, value in made.items() if value is known[key]}
     return made | filled, known
 
 
@@ -111,7 +127,7 @@ def _same_way(one: Capture, other: Capture) -> bool:
 
 
 def _check_kept(first: Capture, second: Capture) -> None:
-    """Raise GraphError where the second forward gives something else for what the first has left in attributes."""
+    """Raise GraphError if the second forward, which finds the attributes set by the first, returns other values."""
     buffers = [(value, module._buffers.get(name, value)) for (module, name), value in first.changed.items()]
     for one, other in (*buffers, *zip(first.results, second.results, strict=True)):
         if one is not other and not (isinstance(one, Tensor) and isinstance(other, Tensor) and _alike(one, other)):
@@ -125,16 +141,16 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 def _carried(capture: Capture) -> GraphError:
     module, name = next(iter(capture.changed))
     return GraphError(
-        f"code between layers carries nothing from one forward to the next; {type(module).__name__} sets its attribute "
-        f"{name!r}, and its next forward gives something else; let a layer keep it, a module that the forward calls, "
-        f"or a buffer that is changed in place"
+        f"code between layers must not carry state from one forward to the next; {type(module).__name__} sets its "
+        f"attribute {name!r}, and its next forward returns another result; keep the state in a layer, in another "
+        f"module that the forward calls, or in a buffer that is changed in place"
     )
 
 
 def _rescaled(model: nn.Module, mode: bool, names: list[str]) -> GraphError:
     called = "train()" if mode else "eval()"
     return GraphError(
-        f"making a pipeline leaves the weights as they are; the first forward of {type(model).__name__} after {called} "
-        f"writes to {len(names)} of them, such as {names[0]!r}, and later ones do not, so they were put back; run "
-        f"model.{called} and model(sample) once yourself before you make a pipeline in that mode"
+        f"building a pipeline leaves the weights unchanged; the first forward of {type(model).__name__} after {called} "
+        f"writes to {len(names)} of them, such as {names[0]!r}, and later ones do not, so their values were restored; "
+        f"call model.{called} and model(sample) once before you build a pipeline in that mode"
     )

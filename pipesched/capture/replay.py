@@ -1,8 +1,8 @@
-"""Replay: runs a stage's part of a model's forward, by running the model's own code with the other calls left out.
+"""Replay: run one stage's part of a forward by running the model's own code and skipping the calls of other stages.
 
-The code of the containers runs from its beginning in every stage. A call of another stage is not made: where this
-stage uses what it gives, that has been received; elsewhere its place is held by a tensor without contents. Once the
-stage's last call is done, the code is left. A way through the code that differs from the captured one is an error.
+Every stage runs the containers' code from its beginning. A call of another stage is skipped: its result is the received
+value if this stage uses it, else a meta tensor. The code is left after the stage's last call. Code that takes another
+path than the captured one raises an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,20 +27,20 @@ from pipesched.tensors.tree_structure import Pattern, named_leaves, positional, 
 
 __all__ = ["Look", "Looks", "Replay", "StandIns"]
 
-#: What calls take in the place of parameters.
+#: For each call, the tensors that replace its parameters.
 StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
-#: Type and shape of a value.
+#: Type and shape of a value that was not sent.
 Look = tuple[Any, ...]
 
-_NUMBERS = "numbers"  # in a value's place of a call: the look is those that it gave beside tensors
+_NUMBERS = "numbers"  # takes the position in a Value whose look is the numbers that a call returned
 
 _DEVICE = "torch.Tensor.device.__get__"
 
 
 class Looks:
-    """What values look like that were not sent; one leaf of what is. Never changed; equal ones are alike in types.
+    """Types and shapes of values that are not sent, as one leaf of the message. Immutable; compares types, too.
 
-    values: (value, its look) each.
+    ``values`` has pairs of a value and its look.
     """
 
     __slots__ = ("_key", "values")
@@ -49,11 +49,10 @@ class Looks:
         self.values = values
         self._key = tuple(
             [(value, repr(look) if value[1] == _NUMBERS else look) for value, look in values]
-        )  # 1 == True
+        )  # repr tells 1 from True
 
     @classmethod
     def of(cls, values: Mapping[Value, Look]) -> "Looks":
-        """Those by value."""
         return cls(*values.items())
 
     def __eq__(self, other: object) -> bool:
@@ -64,13 +63,22 @@ class Looks:
 
 
 class _Done(BaseException):
-    """The stage's last call has been made. No container may take it for an error of its own."""
+    """Raised to leave the model's code after the stage's last call. A BaseException, so that containers let it pass."""
 
 
 class Replay:
-    """One stage's part of a forward; used by one thread at a time. last: run to the end, and return the output.
+    """One stage's part of a forward; used by one thread at a time.
 
-    tied: what calls take in the place of weights that several use. called: the stage's own layers.
+    Args:
+        model: the user's module.
+        layers: layer name -> layer.
+        capture: the record of the forward.
+        part: the stage's part of it.
+        device: the stage's device.
+        tied: for each call, the stage's leaves of weights that several calls share.
+        called: layer name -> the module that this stage calls.
+        last: run the code to its end and return the model's output.
+
     """
 
     def __init__(
@@ -96,7 +104,7 @@ class Replay:
         self.wanted = {value for values in part.gives.values() for value in values}
         self.shells = Shells(model, layers, self._layer, called)
         self.refresh = self.shells.refresh
-        #: The run whose containers' code runs now; None while a layer runs.
+        #: The run whose container code is executing; None while a layer runs.
         self.running: _Run | None = None
         self._positional = positional(model.forward)
 
@@ -110,11 +118,20 @@ class Replay:
         call: CallLayer,
         random: KeyedRandom,
     ) -> tuple[dict[Value, Any], dict[Value, Look], Any]:
-        """Run it for one micro-batch. received: what earlier stages gave. looks: of what they did not give.
+        """Run the part for one micro-batch.
 
-        present: what stands for parameters and buffers that are no layer's own. call: calls a layer. random: knows the
-        micro-batch, and is told which function draws.
-        Returns (what is given to later stages, all looks, the output where this is the last stage).
+        Args:
+            args: positional inputs of the model.
+            kwargs: keyword inputs of the model.
+            received: values from earlier stages.
+            looks: types and shapes of values that earlier stages did not send.
+            present: replacements for parameters and buffers that belong to no layer.
+            call: calls a layer.
+            random: the micro-batch's random number generator.
+
+        Returns:
+            The values to send to later stages, all looks, and the output (None unless this is the last stage).
+
         """
         run = _Run(self, received, looks, present, call, random)
         args, kwargs = self._inputs(args, kwargs, run.given)
@@ -130,13 +147,13 @@ class Replay:
         finally:
             self.running = None
             if present:
-                self.refresh()  # `self.count += 1` has put what stands for a buffer in its place
+                self.refresh()  # `self.count += 1` stored the buffer's replacement
         return run.made, run.looks, run.ended(output)
 
     def _inputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[Value, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model's inputs; those that earlier stages have changed, as they were received."""
+        """The model's inputs, with received values in place of those that earlier stages changed."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         for place, (name, _) in enumerate(named_leaves(self._positional, args, kwargs)):
             leaves[place] = given.get((INPUT, name), leaves[place])
@@ -144,12 +161,12 @@ class Replay:
         return made
 
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the containers' code calls in the place of a layer."""
+        """Called by the containers' code in place of a layer."""
         return layer(*args, **kwargs) if self.running is None else self.running.layer(name, layer, args, kwargs)
 
 
 class _Run(TorchFunctionMode):
-    """One run of a replay, for one micro-batch: how far it is, and what was given so far."""
+    """One run of a replay for one micro-batch: its position among the calls, and the values so far."""
 
     def __init__(
         self,
@@ -173,7 +190,7 @@ class _Run(TorchFunctionMode):
         self._code = ExitStack()
         self._code_parts = 0
         self._error: GraphError | None = None
-        self._blank: dict[int, Tensor] = {}  # what nobody is to look at
+        self._blank: dict[int, Tensor] = {}  # tensors without known shape; a query of one is an error
         self._instead: dict[int, Tensor] = {}
         self._aliases: list[Tensor] = []
         self.given: dict[Value, Any] = {replay.roots.get(value, value): tensor for value, tensor in received.items()}
@@ -181,19 +198,19 @@ class _Run(TorchFunctionMode):
         self.looks = dict(looks)
 
     def ended(self, output: Any) -> Any:
-        """The model's output. Raises GraphError where the code has taken another way."""
+        """The model's output. Raises GraphError if the code left the captured path."""
         if self._error is None and self._position < min(self._replay.end + 1, len(self._calls)):
             self._lost("ends")
-        if self._error is not None:  # also where the model's code has caught it
+        if self._error is not None:  # raised again if the model's code caught it
             raise self._error
         if self._aliases:
             output = Pattern(output).build(self._instead.get(id(one), one) for one in tensors_in(output))
         return output
 
-    # ---- what the containers' code does --------------------------------------------------------------------------
+    # ---- called by the containers' code --------------------------------------------------------------------------
 
     def __enter__(self) -> "_Run":
-        """A part of the code between layers begins."""
+        """Begin a part of the code between layers."""
         if "" in self._replay.capture.outside:
             self._code.enter_context(self._random.outside("", self._code_parts))
             self._code_parts += 1
@@ -210,7 +227,7 @@ class _Run(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._calls[self._position] if self._position < len(self._calls) else None
         if (call is None or call.function != name) and (name in self._quiet or name == _DEVICE):
-            return self._ask(name, func, args, kwargs)  # also where no_grad ends
+            return self._ask(name, func, args, kwargs)  # no_grad may end in quiet functions
         if self._next() is None or call is None or call.function != name:
             raise self._lost(f"calls {name}")
         if call.index not in self._runs:
@@ -221,7 +238,7 @@ class _Run(TorchFunctionMode):
         return self._ran(call, func(*args, **kwargs), args, kwargs)
 
     def _next(self) -> Call | None:
-        """The call that is due. Only now is the one before surely over, with whatever code is around it."""
+        """The next call. Leaves the code only now, when the code around the previous call has ended."""
         if self._position > self._replay.end:
             raise _Done
         return self._calls[self._position] if self._position < len(self._calls) else None
@@ -230,11 +247,11 @@ class _Run(TorchFunctionMode):
         if name == _DEVICE and args[0].is_meta:
             return self._replay.device
         if any(id(tensor) in self._blank for tensor in tensors_in((args, kwargs))):
-            raise self._lost(f"asks for {name}")  # nobody asked with the sample
+            raise self._lost(f"asks for {name}")  # the sample's forward did not query it
         return func(*args, **kwargs)
 
     def layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The code calls a layer; what happens in it is not the code's."""
+        """Call a layer with this mode switched off, because functions inside a layer are not recorded."""
         self._replay.running = None
         self.__exit__(None, None, None)
         try:
@@ -256,8 +273,8 @@ class _Run(TorchFunctionMode):
         return self._ran(call, self._call(name, call.number, self._replay.called[name], args, kwargs), args, kwargs)
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
-        """The arguments of a call, with its own leaves of tied weights, and the present version of others."""
-        if self._instead:  # first: a buffer that an earlier stage has changed is what was received
+        """The arguments of a call, with tied weights and other parameters replaced by this stage's current ones."""
+        if self._instead:  # first, so that a buffer changed by an earlier stage is the received one
             arguments = pytree.tree_map_only(Tensor, lambda tensor: self._instead.get(id(tensor), tensor), arguments)
         given: dict[Any, Tensor] = {**self._present, **self._replay.tied.get(call.place, {})} if call.uses else {}
         taken: tuple[Any, Any] = with_stand_ins(arguments, given) if given else arguments
@@ -286,23 +303,23 @@ class _Run(TorchFunctionMode):
                 self.looks[value] = tensor.dtype, tuple(tensor.shape)
             if tensor.is_meta:
                 self._error = GraphError(
-                    f"what a call takes was given by another one, or by the model's inputs; {call} takes what none of "
-                    f"them gave, so it has no contents here; make it in torch functions (not inside vmap, or in "
-                    f"another library), or in a layer"
+                    f"a call may take only values of other calls and the model's inputs; {call} takes a tensor of "
+                    f"another origin, which has no contents in this stage; make that tensor by torch functions (not "
+                    f"inside vmap or another library), or in a layer"
                 )
                 raise self._error
         return result
 
     def _left_out(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """What stands for the result of a call of another stage."""
+        """Stand-ins for the result of a call of another stage."""
         self._position += 1
         if call.reads:
             return self.given[call.index, 0]
         places = [self._place((call.index, place)) for place in range(call.gives)]
-        if call.changes:  # what it changed is the object that it was
+        if call.changes:  # a tensor changed in place stays the same object
             taken = list(tensors_in((args, kwargs)))
             for position, place in call.changes.items():
-                if call.arguments[position] is None:  # a buffer, say, of the stage that changes it
+                if call.arguments[position] is None:  # e.g. a buffer of the stage that changes it
                     self._instead[id(taken[position])] = places[place]
                 places[place] = taken[position]
         return call.pattern.build(iter(places), self.looks.get((call.index, _NUMBERS)))
@@ -311,7 +328,7 @@ class _Run(TorchFunctionMode):
         if value in self.given:
             given = self.given[value]
             if self._grad and not torch.is_grad_enabled() and isinstance(given, Tensor) and given.requires_grad:
-                # in the forward of an autograd.Function of another stage: torch would make it a result of this one
+                # inside another stage's autograd.Function.forward, torch would treat it as a result of the function
                 self._instead[id(alias := given.detach())] = given
                 self._aliases.append(alias)
                 return alias
@@ -325,7 +342,7 @@ class _Run(TorchFunctionMode):
 
     def _other_form(self, call: Call) -> GraphError:
         self._error = GraphError(
-            f"what a call gives holds as many things, of the same kinds, as with the sample; {call} gives others now; "
+            f"a call must return the same structure of values as with the sample; {call} returns another one now; "
             f"{self._remedy()}"
         )
         return self._error
@@ -334,20 +351,23 @@ class _Run(TorchFunctionMode):
         count = len(self._calls)
         due = f"calls {self._calls[self._position]}" if self._position < count else "ends"
         self._error = GraphError(
-            f"a forward takes the way that it took with the sample; after {self._position} of {count} calls of layers "
-            f"and torch functions it {due} with the sample, and {now} with this batch; the model's code depends on "
-            f"the batch here, or on an attribute that has been set since: {self._remedy()}"
+            f"a forward must make the same calls as with the sample; after {self._position} of {count} calls of "
+            f"layers and torch functions it {due} with the sample, and {now} with this batch; the model's code "
+            f"depends on the batch here, or on an attribute that was set since: {self._remedy()}"
         )
         return self._error
 
     def _remedy(self) -> str:
         container = self._replay.shells.running()
         whole = f"keep it in one piece with whole_layers=[{container!r}], " if container else ""
-        return f"{whole}make the pipeline with such a sample and of the model as it is, or move that code into a layer"
+        return (
+            f"{whole}build the pipeline with a sample like this batch and with the model as it is now, or move that "
+            f"code into a layer"
+        )
 
 
 def _roots(capture: Capture) -> dict[Value, Value]:
-    """For what calls change in place: the value whose object it is."""
+    """For each value changed in place, the earliest value that is the same tensor object."""
     roots: dict[Value, Value] = {}
     for call in capture.calls:
         for position, place in call.changes.items():

@@ -1,4 +1,4 @@
-"""Replayed body: the body of a stage that runs its part of a model's own forward."""
+"""Replayed body: a stage body that runs the stage's part of a captured forward."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _BETWEEN = "(between layers)"
 
 
 class ReplayedBody:
-    """The body of a stage that runs its part of a model's own forward."""
+    """Runs a stage's part of a captured forward."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ReplayedBody:
         calls = captured.captures[captured.model.training].calls
         own, *others = sorted(parts[captured.model.training], key=lambda part: part is not self._part)
         away = [calls[index] for part in others for index in part.own]
-        looked_into = {name for call in away if not call.layer for name in call.uses}  # as self.embed.weight is
+        looked_into = {name for call in away if not call.layer for name in call.uses}  # e.g. self.embed.weight
         elsewhere = {call.layer for call in away}
         elsewhere |= {calls[index].layer for index in own.own if looked_into & {*calls[index].uses}}
         names = dict.fromkeys(calls[index].layer for index in sorted(own.own) if calls[index].layer)
@@ -79,7 +79,7 @@ class ReplayedBody:
         }
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "ReplayedBody":
-        """The same part. What is tied is not, here: what comes to each copy goes to its own use."""
+        """The same body over copied layers. Shared weights are not shared between copies; each use has its gradient."""
         other = copy.copy(self)
         other.layers = dict(layers)
         other._twins = {}
@@ -87,12 +87,12 @@ class ReplayedBody:
         return other
 
     def begin(self) -> None:
-        """Choose the part of the model's mode."""
+        """Choose the part for the model's current mode."""
         mode = self._model.training
         if mode not in self._replays:
             raise GraphError(
-                f"a model runs in the mode in which it was captured; with the sample it calls other layers, or fails, "
-                f"when training is {mode}; make a pipeline in that mode"
+                f"a pipeline runs only in modes in which the model was captured; with training={mode} the sample calls "
+                f"other layers, or fails; build the pipeline in that mode"
             ) from self._missing
         self._replay = self._replays[mode]
         self._part = self._parts[mode]
@@ -103,7 +103,7 @@ class ReplayedBody:
             twin.refresh()
 
     def inputs(self, inputs: Any) -> Any:
-        """Tensors that are not needed here have no contents."""
+        """The model's inputs; tensors that this stage does not need become meta tensors."""
         leaves, spec = pytree.tree_flatten(inputs)
         needed = self._parts.get(self._model.training, self._part).inputs
         for place, (name, leaf) in enumerate(named_leaves(self._positional, *inputs)):
@@ -112,7 +112,6 @@ class ReplayedBody:
         return pytree.tree_unflatten(leaves, spec)
 
     def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
-        """Run the part."""
         args, kwargs = inputs
         received: dict[Value, Any] = {}
         looks: Mapping[Value, Look] = {}
@@ -142,8 +141,9 @@ class ReplayedBody:
 
 
 class Loose(nn.Module):
-    """Parameters and buffers that are no layer's own, under names without dots. Called as a layer it gives what stands
-    for them now, such as an older version, or a copy for a recomputation.
+    """Parameters and buffers that belong to no layer, under names without dots.
+
+    Calling it as a layer returns the tensors to use now: an older version, or a copy for recomputation.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -157,5 +157,4 @@ class Loose(nn.Module):
                 self.register_buffer(name.replace(".", "/"), buffers[name])
 
     def forward(self) -> list[Tensor]:
-        """The tensors that stand for them now."""
         return [*self.parameters(), *self.buffers()]

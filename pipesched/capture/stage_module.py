@@ -1,7 +1,7 @@
-"""Stage module: a stage as one nn.Module, for what is done to a module as a whole, such as ``fully_shard``.
+"""Stage module: a stage as one nn.Module, for wrappers that act on a whole module, such as ``fully_shard``.
 
-Its layers lie in it under their qualified names; a call of it calls them one by one, as the model's code does. A stage
-then runs through the module that ``wrap`` returned, whose hooks see the stage's tensors.
+It holds the layers under their qualified names, and calling it runs them as the model's code does. The stage runs
+through the module that ``wrap`` returned, so the hooks of that module see the stage's tensors.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,12 +21,12 @@ from pipesched.tensors.tree_structure import Pattern, tensors_in
 
 __all__ = ["StageModule", "Wrap", "wrapped_bodies"]
 
-#: (a stage as a module, the stage's number) -> the module to run
+#: (stage module, stage number) -> the module to run
 Wrap = Callable[[nn.Module, int], nn.Module]
 
 
 class StageModule(nn.Module):
-    """The layers of a stage, each under its qualified name. It is called by the pipeline alone."""
+    """The layers of a stage under their qualified names. Only the pipeline calls it."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -41,16 +41,16 @@ class StageModule(nn.Module):
             holder.add_module(last, layer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layers one by one. Of an nn.Sequential's stage: the output of the one before -> the last one's."""
+        """Run the stage's layers on one micro-batch."""
         if self._turn is None:
             raise ExecutionError(
-                "a stage module is run by its pipeline, once for each micro-batch; this call came from elsewhere; "
+                "only its pipeline runs a stage module, once for each micro-batch; this call came from elsewhere; "
                 "call pipe.step, pipe.evaluate or the model itself"
             )
         return self._turn(*args, **kwargs)
 
     def run(self, module: nn.Module, turn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a module that calls this one, which then takes ``turn``."""
+        """Call ``module``, which must call this stage module once; that call runs ``turn``."""
         turns = []
 
         def once(*args: Any, **kwargs: Any) -> Any:
@@ -64,14 +64,14 @@ class StageModule(nn.Module):
             self._turn = None
         if len(turns) != 1:
             raise ExecutionError(
-                f"the module that wrap returns calls the stage module that it was given once; "
-                f"{type(module).__name__} called it {len(turns)} times; call it in forward, or return the module itself"
+                f"the module that wrap returns must call its stage module once; {type(module).__name__} called it "
+                f"{len(turns)} times; call it once in forward, or return the stage module itself"
             )
         return output
 
 
 class _Wrapped:
-    """A body that runs through a module."""
+    """A body that runs through the module returned by ``wrap``."""
 
     def __init__(self, body: Body, inner: StageModule, module: nn.Module) -> None:
         self._body = body
@@ -84,7 +84,6 @@ class _Wrapped:
         return self._body.layers
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> Body:
-        """Not asked for: ``wrap`` goes with one chain alone."""
         return self._body.over(layers, device)
 
     def begin(self) -> None:
@@ -94,7 +93,10 @@ class _Wrapped:
         return self._body.inputs(inputs)
 
     def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
-        """As the body. Of a row the module takes and gives what the layers do, else the tensors among it."""
+        """Run the body through the module.
+
+        The module of a chain gets and returns the layers' own arguments and output; any other one, the tensors in them.
+        """
         if not self._body.late_inputs:
             args, kwargs = (arrived, {}) if inputs is None else inputs
             return self._inner.run(
@@ -131,17 +133,30 @@ def wrapped_bodies(
     holds: Callable[[int], bool],
     tied: Collection[nn.Parameter],
 ) -> list[Body]:
-    """The bodies of a program's stages, as ``wrap`` makes them where they are in this process.
+    """The bodies of a program's stages; those in this process run through the modules that ``wrap`` returns.
 
-    layers: the model's; those that are replaced are replaced there. devices: of the stages. tied: parameters that
-    several calls use. Raises ScheduleError, ModelTypeError and GraphError for what cannot be wrapped, or not so.
+    Args:
+        wrap: the user's function, or None to leave the bodies unchanged.
+        model: the user's module.
+        layers: the model's layers by name; a layer that ``wrap`` replaces is replaced here, too.
+        bodies: the body of each stage.
+        program: the program to run.
+        devices: the device of each stage.
+        holds: whether a rank is in this process.
+        tied: parameters that several calls share.
+
+    Raises:
+        ScheduleError: the program runs copies of stages.
+        ModelTypeError: ``wrap`` returned something that is not a module.
+        GraphError: ``wrap`` changed layers in a way that is not supported.
+
     """
     if wrap is None:
         return list(bodies)
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"wrap= changes the layers of a stage; {program.name} runs {program.num_weights} stages and copies of "
-            f"them; choose a schedule of one chain, such as 1f1b or zb-v"
+            f"wrap= works only with one copy of each stage; {program.name} runs {program.num_stages} stages over "
+            f"{program.num_weights} weight copies; choose a schedule of one chain, such as 1f1b or zb-v"
         )
     made = list(bodies)
     for stage, body in enumerate(bodies):
@@ -167,21 +182,21 @@ def _wrapped(
     module = wrap(inner, stage)
     if not isinstance(module, nn.Module):
         raise ModelTypeError(
-            f"wrap(stage_module, stage) returns the module to run; for stage {stage} it returned "
-            f"{type(module).__name__}; return the stage module itself, or one that calls it"
+            f"wrap(stage_module, stage) must return the module to run; for stage {stage} it returned "
+            f"{type(module).__name__}; return the stage module itself, or a module that calls it"
         )
     if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         raise GraphError(
             f"DistributedDataParallel reduces gradients once, at the end of one backward through its module; stage "
-            f"{stage} runs a backward for each micro-batch, in parts, and would be reduced too early and too often; "
+            f"{stage} runs a backward for each micro-batch, in parts, so it would reduce too early and too often; "
             f"use fully_shard, or reduce the gradients after pipe.step"
         )
     extra = {id(p) for p in module.parameters()} - {id(p) for p in inner.parameters()}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in extra]
     if names:
         raise GraphError(
-            f"parameters that wrap adds belong to layers, so that they have names in the model; {names[0]!r} and "
-            f"{len(names) - 1} others of stage {stage} are the returned module's own; add them to the stage's layers"
+            f"parameters that wrap adds must belong to layers, so that they have names in the model; {names[0]!r} and "
+            f"{len(names) - 1} others of stage {stage} belong to the returned module; add them to the stage's layers"
         )
     for name, layer in list(body.layers.items()):
         now = dict(inner.named_modules()).get(name)
@@ -189,8 +204,8 @@ def _wrapped(
             now = None
         if now is None or not kept <= set(inner.parameters()):
             raise GraphError(
-                f"wrap leaves the layers of a stage in their places, and what several calls share as it is; layer "
-                f"{name!r} of stage {stage} was {'removed or ' * (now is None)}changed, and shares; exclude it"
+                f"wrap must leave a stage's layers in place, and must not change layers or weights with several uses; "
+                f"layer {name!r} of stage {stage} was {'removed or ' * (now is None)}changed; do not change it"
             )
         if now is not layer:
             body.layers[name] = now

@@ -1,4 +1,4 @@
-"""Stage parts: which calls of a captured forward each stage runs, and what the stages hand to each other."""
+"""Stage parts: the calls of a captured forward that each stage runs, and the values that stages send to each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,27 +12,31 @@ __all__ = ["Part", "cut_at"]
 
 @dataclass
 class Part:
-    """One stage's part. runs: the calls it runs, its own and the free ones that it needs; inputs: the model's inputs,
-    by name.
+    """One stage's part of a captured forward.
 
-    receives: from each earlier stage, what it takes; gives: to each later one. A value with several users goes from
-    user to user, so that its gradient comes back as one running sum, the last user's first, as autograd adds it up.
+    A value with several users travels from user to user. Its gradient returns on the same path as one running sum,
+    the last user's contribution first, in the order in which autograd adds.
     """
 
+    #: The calls that belong to this stage.
     own: frozenset[int]
+    #: The calls that it runs: its own, and the free calls that it needs.
     runs: frozenset[int] = frozenset()
+    #: Names of the model's inputs that it needs.
     inputs: frozenset[Any] = frozenset()
+    #: Earlier stage -> the values received from it.
     receives: dict[int, list[Value]] = field(default_factory=dict)
+    #: Later stage -> the values sent to it.
     gives: dict[int, list[Value]] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
-        """The last call that it runs for others."""
+        """The index of the stage's last own call."""
         return max(self.own)
 
 
 def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
-    """The parts that begin with these calls, the first with the first call."""
+    """Cut a capture into parts that begin with these calls; the first start is the first call."""
     free = capture.free
     ends = [*starts[1:], len(capture.calls)]
     parts = [
@@ -54,14 +58,14 @@ def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
 
 
 def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[frozenset[int], frozenset[Any], set[Value]]:
-    """(the calls to run, the model's inputs needed, what comes from other stages). last: it gives the output."""
+    """(calls to run, inputs needed, values needed from other stages). ``last``: the stage returns the output."""
     free = capture.free
     runs: set[int] = set()
     inputs: set[Any] = set()
     taken: set[Value] = set()
     end = len(capture.calls) if last else max(own, default=INPUT) + 1
     before = [call for call in capture.calls[:end] if call.index in free]
-    looked_at = {index for index, _ in capture.looked_at}  # no other stage tells what they look like
+    looked_at = {index for index, _ in capture.looked_at}  # other stages do not send the shapes of free calls' values
     asked = [*own, *(call.index for call in before if call.reads or not call.takes or call.index in looked_at)]
     values = list(capture.output) if last else []
     while asked or values:

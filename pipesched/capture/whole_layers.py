@@ -1,4 +1,4 @@
-"""Whole layers: which modules of a model stay in one piece, because the user names them or because of their code."""
+"""Whole layers: the modules of a model that stay in one piece, by the user's choice or because of their code."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -12,24 +12,25 @@ from pipesched.model.containers import as_whole, find_layers, is_small
 
 __all__ = ["as_whole_layers", "opened"]
 
-_LISTS = nn.ModuleList | nn.ModuleDict  # whose modules are called, and not they themselves
+_LISTS = nn.ModuleList | nn.ModuleDict  # containers that are never called themselves
 
 
 def as_whole_layers(model: nn.Module, names: Any) -> tuple[str, ...]:
-    """Names of modules of a model. Raises InputError for others, and for lists of modules, which are not called."""
-    remedy = "pass such as ['block.moe']"
+    """Check names of modules to keep whole. Raises InputError for unknown names and for lists, which are not called."""
+    remedy = "pass a list such as ['block.moe']"
     given = as_list(names, "whole_layers is a list of names of modules", remedy)
     known = dict(model.named_modules())
     for name in given:
         if not isinstance(name, str) or not name or name not in known:
             raise InputError(
-                f"whole_layers names modules within the model; {shown(name)} is none of its {len(known) - 1}; {remedy}"
+                f"whole_layers names modules within the model; {shown(name)} is none of its {len(known) - 1} modules; "
+                f"{remedy}"
             )
         if isinstance(known[name], _LISTS):
             above = name.rpartition(".")[0]
             raise InputError(
-                f"whole_layers names modules that are called; {name!r} is a {type(known[name]).__name__}, whose parts "
-                f"are; name {f'{above!r}, which holds it' if above else 'its parts'}"
+                f"whole_layers names modules that are called; {name!r} is a {type(known[name]).__name__}, which is "
+                f"never called itself; name {f'{above!r}, which holds it' if above else 'its parts'}"
             )
     return tuple(given)
 
@@ -37,9 +38,19 @@ def as_whole_layers(model: nn.Module, names: Any) -> tuple[str, ...]:
 def opened(
     model: nn.Module, look: Callable[[Mapping[str, nn.Module]], Capture], whole: Collection[str] = ()
 ) -> tuple[dict[str, nn.Module], Capture]:
-    """(the layers by name, what a forward does that calls them). look: runs such a forward. whole: modules that are not
-    opened. Nor are those whose code needs its layers in one piece, and parts of blocks whose code decides by contents
-    of tensors which layers it calls, such as mixtures of experts.
+    """Find the layers of a model and record a forward that calls them.
+
+    Three kinds of modules are kept whole: those that the user names, those that the recorder finds indivisible, and
+    parts of blocks that choose the layers to call by the contents of tensors, such as mixtures of experts.
+
+    Args:
+        model: the user's module.
+        look: records a forward with these layers.
+        whole: names of modules to keep whole. Default: none.
+
+    Returns:
+        The layers by name, and the capture of the forward.
+
     """
     closed = set(whole)
     while True:
@@ -56,14 +67,14 @@ def opened(
 
 
 def _is_in_a_block(model: nn.Module, name: str) -> bool:
-    """Whether a module is a small part of a model, in a list of modules."""
+    """Whether a module lies in a list of modules and is small enough for one layer."""
     parts = name.split(".")
     above = [model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts))]
     return any(isinstance(one, _LISTS) for one in above) and is_small(model.get_submodule(name), model)
 
 
 def _callable(model: nn.Module, name: str) -> str:
-    """The module itself, or the one above it that is called."""
+    """The module's name, or for a list the name of the nearest module above it that is called."""
     while name and isinstance(model.get_submodule(name), _LISTS):
         name = name.rpartition(".")[0]
     return name

@@ -1,1 +1,1 @@
-"""The user's nn.Module: its tree, containers, state, and where its weights come from."""
+"""The user's nn.Module: its tree, its containers, its state, and the source of its weights."""

@@ -1,4 +1,4 @@
-"""Class state: what forwards change on the classes of a model's modules, where several stages would share it."""
+"""Class state: detect attributes that forwards change on the classes of modules, which several stages would share."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -19,17 +19,20 @@ _PLAIN = int, float, complex, str, bytes, type(None), torch.dtype, torch.device 
 
 
 class ClassAttribute(NamedTuple):
-    """An attribute of a class."""
+    """An attribute of a class, by its owner and its name."""
 
     owner: type
     name: str
 
 
 class _Held(NamedTuple):
-    """What a class attribute holds. value: it, or a copy of a container. parts: so that no id is used again."""
+    """The content of a class attribute."""
 
+    #: The attribute's value, or a copy of it if it is a container.
     value: Any
+    #: Compares equal if a forward would find no difference.
     form: Any
+    #: Keeps the value's attributes alive, so that their ids are not reused.
     parts: tuple[Any, ...] = ()
 
 
@@ -37,7 +40,7 @@ ClassState = Mapping[ClassAttribute, _Held]
 
 
 class _Contents:
-    """A tensor's contents, compared by its version and its bits, which writes by way of ``.data`` change."""
+    """A tensor's contents, compared by version and bits; the bits also show writes through ``.data``."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -47,13 +50,14 @@ class _Contents:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Contents) or self._tensor is not other._tensor or self._version != other._version:
             return False
-        return same_bits(self._copy, other._copy) or not same_bits(self._copy, self._copy)  # it cannot be known
+        # Tensors whose bits cannot be compared count as unchanged.
+        return same_bits(self._copy, other._copy) or not same_bits(self._copy, self._copy)
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def class_state(model: nn.Module) -> ClassState:
-    """What the classes of a model's modules, torch's own excepted, hold now."""
+    """The attributes of the classes of a model's modules, except torch's own classes."""
     owners = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
     return {
         ClassAttribute(owner, name): _held(value)
@@ -64,7 +68,7 @@ def class_state(model: nn.Module) -> ClassState:
 
 
 def set_class_state(made: ClassState) -> None:
-    """Set attributes of classes to what they held."""
+    """Set class attributes to stored values."""
     for (owner, name), held in made.items():
         setattr(owner, name, held.value)
 
@@ -75,7 +79,7 @@ def _held(value: Any) -> _Held:
 
 
 def _form(value: Any, *, inside: bool = True) -> Any:
-    """Equal for values between which no forward could tell. inside: the contents of containers count."""
+    """A value that compares equal if a forward would find no difference. ``inside``: compare containers by contents."""
     if isinstance(value, Tensor):
         return _Contents(value)
     if inside and isinstance(value, dict):
@@ -100,10 +104,20 @@ def changed_classes(
     sample: tuple[tuple[Any, ...], dict[str, Any]],
     forward: Callable[[tuple[Any, ...], dict[str, Any]], Any],
 ) -> tuple[ClassState, tuple[ClassAttribute, ...]]:
-    """(what a forward that began with ``before`` has set, the class attributes that each forward changes).
+    """Find the class attributes that forwards change.
 
-    Where it has set any, another one runs, with other contents of the sample: what forwards make once, or set to a
-    constant, is not among the latter.
+    If a forward changed any, a second one runs with other tensor contents. Attributes that are set only once, or always
+    to the same value, do not count as changed by each forward.
+
+    Args:
+        model: the user's module.
+        before: the class state before the forward that has just run.
+        sample: (args, kwargs) of the forward.
+        forward: runs another forward.
+
+    Returns:
+        The attributes set by the first forward with their values, and the attributes that each forward changes.
+
     """
     first = class_state(model)
     changed = _differing(before, first)
@@ -111,14 +125,14 @@ def changed_classes(
     if not changed:
         return made, ()
     for inputs in (pytree.tree_map_only(Tensor, _other, sample), sample):
-        with suppress(Exception):  # such contents may be no input of the model
+        with suppress(Exception):  # the model may not accept these contents
             forward(*unchanged(inputs))
             return made, _differing(first, class_state(model))
     return made, changed
 
 
 def _other(tensor: Tensor) -> Tensor:
-    """Other contents of the same kind: numbers between 0 and 1 stay there."""
+    """Other contents of the same type and shape; floating-point numbers between 0 and 1 stay in that range."""
     rows = tensor.detach().flip(0) if tensor.dim() else tensor.detach().clone()
     return rows * 0.5 + 0.25 if rows.is_floating_point() else rows
 
@@ -126,9 +140,14 @@ def _other(tensor: Tensor) -> Tensor:
 def check_class_state(
     model: nn.Module, changed: Iterable[ClassAttribute], layers: Mapping[str, nn.Module], calls: Collection[str]
 ) -> None:
-    """Raise GraphError for an attribute that forwards change on a class whose modules are not all within one layer.
+    """Raise GraphError if forwards change an attribute of a class whose modules lie in more than one layer.
 
-    calls: the layer of each call.
+    Args:
+        model: the user's module.
+        changed: the class attributes that each forward changes.
+        layers: layer name -> layer.
+        calls: the layer name of each call.
+
     """
     for owner, name in changed:
         users = [key for key, module in model.named_modules() if isinstance(module, owner)]
@@ -139,7 +158,7 @@ def check_class_state(
         if len(homes) == 1 and (home := homes.pop()) and list(calls).count(home) == 1:
             continue
         raise GraphError(
-            f"layers run in the order of a schedule, so they share no state by way of their class; forwards change "
+            f"layers run in the order of a schedule, so they must not share state through their class; forwards change "
             f"{owner.__name__}.{name}, and {owner.__name__} is the class of {counted(len(users), 'module')}, such as "
             f"{users[0] or type(model).__name__!r}, not all within one layer that is called once; keep it on the "
             f"instance, as self.{name} or a buffer, or keep these modules in one piece with whole_layers=[...]"

@@ -1,8 +1,8 @@
-"""Containers: which modules of a model are its layers, and copies of the rest that hand each layer's call over.
+"""Containers: split a model into layers and the containers around them, and copy the containers to intercept calls.
 
-A container is a module whose forward we look into: the model itself, and what holds lists of blocks. Everything else
-is a layer and is called as one. The model's own code runs in shells: shallow copies of the containers, in which every
-layer is replaced by one that hands its call over. So the model stays as it is, and several threads may run it at once.
+A container is a module whose forward is followed into its children: the model itself, and modules with lists of blocks.
+Any other module is a layer, called as a whole. The containers' code runs in shells: shallow copies in which each layer
+is replaced by a stand-in that passes its call on. The model itself stays unchanged, and several threads may run it.
 """
 
 import functools
@@ -22,21 +22,21 @@ from pipesched.model.module_tree import hooks_of, is_compiled
 
 __all__ = ["Shells", "Twin", "as_whole", "find_layers", "is_small", "set_attributes"]
 
-_LARGEST = 4  # a layer holds at most a quarter of the parameters, where its module can be opened
+_LARGEST = 4  # a module with more than a quarter of the parameters is opened if it can be
 
-#: (the layer's name, the layer, args, kwargs) -> what its call returns
+#: (the layer's name, the layer, args, kwargs) -> the layer's output
 LayerCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def as_whole(model: nn.Module) -> dict[str, nn.Module]:
-    """A model whose forward calls no module, as one layer."""
+    """A model whose forward calls no submodule, as one layer."""
     return {"(model)": model}
 
 
 def find_layers(model: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.Module]:
-    """The layers by qualified name, in the order of registration; a module that is used twice, under its first name.
+    """The layers by qualified name, in the order of registration; a module used twice has its first name.
 
-    closed: modules that are not to be opened. It depends on the model alone: not on devices, stages or batches.
+    The result depends only on the model, not on devices, stages or batches. Modules in ``closed`` are kept whole.
     """
     total = _size(model)
     layers: dict[str, nn.Module] = {}
@@ -63,14 +63,14 @@ def _opens(module: nn.Module, total: int) -> bool:
     if _is_list(module):
         return True
     if hooks_of(module) or isinstance(module, torch.jit.ScriptModule):
-        return False  # they see the module's call as one
+        return False  # hooks and scripted code need the module's call as a whole
     if any(_is_list(inner) and _parametrised(inner) > 1 for inner in module.modules()):
         return not _is_parametrised_by_torch(module)
     return not _is_of_torch(module) and _size(module) * _LARGEST > total and _parametrised(module) > 1
 
 
 def is_small(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a module may be one layer of a model, by its size."""
+    """Whether a module is small enough to be one layer of a model."""
     return _size(module) * _LARGEST <= _size(model)
 
 
@@ -97,9 +97,9 @@ def _size(module: nn.Module) -> int:
 
 
 class _Copies:
-    """Copies of a model's modules, which refer to each other as those do."""
+    """Copies of a model's modules that refer to each other as the originals do."""
 
-    _shares = True  # lists and the like that refer to no module are those of the modules
+    _shares = True  # share lists and the like that refer to no module with the originals
 
     def __init__(self, model: nn.Module) -> None:
         self._translated: dict[int, tuple[Any, Any]] = {}
@@ -109,7 +109,7 @@ class _Copies:
         raise NotImplementedError
 
     def _in_copies(self, value: Any) -> Any:
-        """A list, function or the like that refers to modules of the model, referring to what stands for them."""
+        """A list, function or the like, rebuilt with the copies of the modules that it refers to."""
         if id(value) in self._own:
             return self._copy(value)
         if not isinstance(value, _REFERRING):
@@ -119,7 +119,7 @@ class _Copies:
                 return self._rebuilt(value)
             return value if self._shares else shallow(value)
         if id(value) not in self._translated:
-            self._translated[id(value)] = value, value  # where it refers to itself
+            self._translated[id(value)] = value, value  # for values that refer to themselves
             self._translated[id(value)] = value, self._rebuilt(value)
         return self._translated[id(value)][1]
 
@@ -131,10 +131,15 @@ class _Copies:
 
 
 class Shells(_Copies):
-    """Copies of a model's containers around its own layers, whose calls go to ``call``.
+    """Copies of a model's containers around its own layers; calls of layers go to ``call``.
 
-    called: by name, the modules that calls run here; their attributes are those of what stands for them in the
-    containers, whichever of both a forward changes.
+    Args:
+        model: the user's module.
+        layers: layer name -> layer.
+        call: called in place of each layer.
+        called: layer name -> the module that runs here. An attribute set on it, or on the layer's stand-in in the
+            containers, is set on both.
+
     """
 
     _shares = False
@@ -154,9 +159,9 @@ class Shells(_Copies):
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over what has changed in the containers: modes, flags, and other plain attributes.
+        """Take over changes of the original containers: modes, flags and other plain attributes.
 
-        Lists and the like are copied: each stage's code changes its own.
+        Lists and the like are copied, so that each stage's code changes its own copy.
         """
         for own, copy in self._pairs:
             _follow(own, copy, ("_modules", "_buffers"))
@@ -170,7 +175,7 @@ class Shells(_Copies):
             }
 
     def changed(self) -> dict[tuple[nn.Module, str], Any]:
-        """The attributes of containers, buffers among them, that the forward has set or filled, and with what."""
+        """The attributes of containers, including buffers, that the forward set or filled, with their new values."""
         changed: dict[tuple[nn.Module, str], Any] = {}
         for own, copy in self._pairs:
             before = self._before[id(copy)]
@@ -182,7 +187,7 @@ class Shells(_Copies):
         return changed
 
     def running(self) -> str:
-        """The innermost container whose code runs now, by name; empty for the model itself."""
+        """The name of the innermost container whose code is running; empty for the model itself."""
         names: dict[int, str] = {id(copy): self._own[id(own)] for own, copy in self._pairs}
         frame = currentframe()
         while frame is not None:
@@ -212,13 +217,13 @@ class Shells(_Copies):
 
 
 def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
-    """Set attributes of modules, buffers among them."""
+    """Set attributes of modules, including buffers."""
     for (module, name), value in values.items():
         setattr(module, name, value)
 
 
 class Twin(_Copies):
-    """A copy of a layer around its own tensors, so that two threads may call the layer with tensors in their place."""
+    """A copy of a layer around the same tensors, so that two threads can call the layer with replaced tensors."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)
@@ -228,7 +233,7 @@ class Twin(_Copies):
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over what has changed in the layer: tensors, modes, flags."""
+        """Take over changes of the original layer: tensors, modes and flags."""
         self._translated.clear()
         for own, copy in self._pairs:
             _follow(own, copy, ("_modules", "_parameters", "_buffers"))
@@ -250,12 +255,12 @@ class Twin(_Copies):
 
 
 def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
-    """Make a copy's attributes those of its own, but for some."""
+    """Copy a module's attributes to its copy, except those in ``kept``."""
     copy.__dict__.update({name: value for name, value in own.__dict__.items() if name not in kept})
 
 
 def _handing_over(name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module]) -> type[nn.Module]:
-    """The layer's own class, but for its call: code that asks for attributes or the type finds what it expects."""
+    """A subclass of the layer's class whose call is intercepted; its attributes and type look like the layer's."""
     seen = dict(layer.__dict__)
 
     def hand_over(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +288,7 @@ _REFERRING = list, tuple, dict, types.FunctionType, types.MethodType, functools.
 
 
 def _parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """What a value refers to, and what makes another one of other parts; nothing of a kind that is not known."""
+    """(the objects that a value refers to, a function that rebuilds it from others); none for an unknown type."""
     if type(value) in (list, tuple):
         return list(value), type(value)
     if type(value) is dict:
@@ -315,7 +320,7 @@ def _filled(cell: types.CellType) -> bool:
 
 
 def _function(function: types.FunctionType, cells: Sequence[types.CellType], parts: Sequence[Any]) -> Any:
-    """A function with other contents of its closure, and other defaults."""
+    """A function with other closure contents and other defaults."""
     *contents, defaults = parts
     new = {id(cell): types.CellType(content) for cell, content in zip(cells, contents, strict=True)}
     closure = tuple(new.get(id(cell), cell) for cell in function.__closure__ or ())

@@ -1,4 +1,4 @@
-"""Fingerprint: a digest of a model's form, and of what it is measured on: equal ones cost the same."""
+"""Fingerprint: a digest of a model and of the device that it was measured on; equal digests mean equal costs."""
 
 import hashlib
 import platform
@@ -15,13 +15,14 @@ __all__ = ["code_of", "device_name", "fingerprint", "form_of"]
 
 
 def fingerprint(*parts: Any) -> str:
-    """A digest of values, by how they are written."""
+    """A digest of the values' repr."""
     return hashlib.blake2b("\n".join(map(repr, parts)).encode(), digest_size=12).hexdigest()
 
 
 def form_of(value: Any) -> list[Any]:
-    """What of a module, or of a sample, decides what runs: classes and their code, settings, shapes and types; not the
-    numbers in tensors.
+    """Everything about a module or a sample that decides what runs, except the numbers in tensors.
+
+    For a module its classes, code and settings; for tensors their shapes and types.
     """
     if isinstance(value, nn.Module):
         return list(_of_module(value))
@@ -30,7 +31,7 @@ def form_of(value: Any) -> list[Any]:
 
 
 def code_of(function: Any) -> Any:
-    """What of a function decides what it does, as far as it can be told: its code and constants, or its name."""
+    """A function's code and constants, or its name if it has no Python code."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
@@ -67,7 +68,7 @@ def _plain(value: Any) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What computes there, such as a processor's name."""
+    """The name of the processor or GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

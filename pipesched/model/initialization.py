@@ -1,9 +1,8 @@
-"""Initialization: where the weights of a model on the meta device come from, once it is known which of them belong
-here.
+"""Initialization: fill a model on the meta device, each rank with the weights of its own stages.
 
 A model of any size is built without contents, captured and cut; then each rank makes the weights of its own stages.
-What a module draws for its weights is keyed by (seed, the module's name): the bits depend neither on the cut nor on who
-makes them.
+The random numbers for a module's weights are keyed by (seed, the module's name), so the bits depend neither on the cut
+nor on the rank that makes them.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ from pipesched.torch_checks import as_function
 
 __all__ = ["Init", "Initial", "built", "check_model"]
 
-#: What fills a model on the meta device: "reset", init_fn(module), tensors by name, or safetensors files.
+#: The source of weights: "reset", init_fn(module), tensors by name, or safetensors files.
 Init = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Tensor] | Callable[[nn.Module], Any]
 
 _RESET = "reset"
@@ -43,27 +42,27 @@ _SHOWN = 5
 
 
 def check_model(model: Any) -> None:
-    """Raise ModelTypeError for what is neither a module nor a function that can be called to build one."""
+    """Raise ModelTypeError unless the model is a module or a function without arguments."""
     if isinstance(model, nn.Module):
         return
     try:
         inspect.signature(model).bind()
-    except (TypeError, ValueError):  # of a class that is not written in Python nothing is known
+    except (TypeError, ValueError):  # ValueError: a built-in class without a signature
         raise ModelTypeError(
-            f"the model is an nn.Module; got {type(model).__name__}; pass the module itself, or a function without "
+            f"the model is an nn.Module; got {type(model).__name__}; pass the module, or a function without "
             f"arguments that builds it"
         ) from None
 
 
 def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """What a function builds, its parameters on the meta device and its buffers with contents; a module as it is.
+    """Build a model with its parameters on the meta device and its buffers filled; a module is returned unchanged.
 
-    Parameters lose their contents when modules register them, so that at most one at a time has any. Random numbers of
-    buffers are keyed by the seed. Raises ModelTypeError for a function that does not return a module.
+    Parameters move to the meta device when a module registers them, so at most one at a time uses memory. Random
+    numbers for buffers are keyed by the seed. Raises ModelTypeError if the function does not return a module.
     """
     if isinstance(model, nn.Module):
         return model
-    handle = register_module_parameter_registration_hook(_Emptying())  # type: ignore[arg-type]  # it may return one
+    handle = register_module_parameter_registration_hook(_Emptying())  # type: ignore[arg-type]  # or a parameter
     try:
         with _drawing(seed, "buffers"):
             made = model()
@@ -71,14 +70,14 @@ def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
         handle.remove()
     if not isinstance(made, nn.Module):
         raise ModelTypeError(
-            f"a function that builds the model returns an nn.Module; {model!r} returned {type(made).__name__}; pass "
-            f"the module, or such a function"
+            f"a function that builds the model must return an nn.Module; {model!r} returned {type(made).__name__}; "
+            f"pass the module, or a function that returns it"
         )
     return made
 
 
 class _Emptying:
-    """Hands modules of this thread parameters on the meta device; what is registered twice stays one."""
+    """Registration hook that moves parameters of this thread's modules to the meta device; shared ones stay shared."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -97,21 +96,29 @@ class _Emptying:
 
 @contextmanager
 def _drawing(seed: int, name: str) -> Iterator[None]:
-    """Random numbers on the CPU that depend on these alone."""
+    """Seed the CPU generator from the seed and the name, and restore it afterwards."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/init/{name}".encode(), digest_size=8).digest(), "little") >> 1
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(key)
         yield
 
 
-# ---- giving contents ----------------------------------------------------------------------------------------------
+# ---- filling ------------------------------------------------------------------------------------------------------
 
 
 class Initial:
-    """Fills a model. init: as ``Pipeline`` takes it; None is "reset". loss_fn: it is not filled.
+    """Fills a model on the meta device.
 
-    Raises InputError where there is nothing to fill, and for names and shapes that are not the model's; GraphError for
-    hooks on parameters without contents.
+    Args:
+        model: the user's module.
+        init: the source of weights, as ``Pipeline`` takes it; None means "reset".
+        seed: seed of the random numbers.
+        loss_fn: the loss, which must not be on the meta device.
+
+    Raises:
+        InputError: there is nothing to fill, or names or shapes do not fit the model.
+        GraphError: parameters without contents have hooks, or the loss module has no contents.
+
     """
 
     def __init__(self, model: nn.Module, init: Init | None, seed: int, loss_fn: Any = None) -> None:
@@ -120,13 +127,13 @@ class Initial:
         self._empty = lacks_contents(model)
         if init is not None and not self._empty:
             raise InputError(
-                f"init= fills a model without contents; every weight of this {type(model).__name__} has some; build it "
-                f"under torch.device('meta'), pass a function that builds it, or use load_state_dict"
+                f"init= fills a model on the meta device; every weight of this {type(model).__name__} has contents; "
+                f"build it under torch.device('meta'), pass a function that builds it, or use load_state_dict"
             )
         if isinstance(loss_fn, nn.Module) and lacks_contents(loss_fn):
             raise GraphError(
-                f"the stages of a model are filled; the loss module has no contents ({type(loss_fn).__name__}); build "
-                f"it outside torch.device('meta')"
+                f"init= fills only the model's stages; the loss module {type(loss_fn).__name__} is on the meta device; "
+                f"build it outside torch.device('meta')"
             )
         _check_hooks(model)
         self._init_fn = as_function(init, "init", ["module"]) if callable(init) else None
@@ -140,7 +147,7 @@ class Initial:
             isinstance(paths, Sequence) and all(isinstance(path, str | os.PathLike) for path in paths)
         ):
             raise InputError(
-                f"init is 'reset', a function of a module, tensors by name, or safetensors files; got "
+                f"init must be 'reset', a function of a module, tensors by name, or safetensors files; got "
                 f"{type(init).__name__}; pass one of them"
             )
         given = init if isinstance(init, Mapping) else WeightFiles(init)
@@ -148,20 +155,22 @@ class Initial:
         return given
 
     def _state(self) -> dict[str, Tensor]:
-        """The tensors of the model's state, the objects themselves, tied ones under all their names."""
+        """The tensors of the model's state dict, not detached; tied ones under all their names."""
         state = self._model.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
     def fill(self, owners: Owners, ranks: RankDevices) -> None:
-        """Make the contents of what belongs to the ranks of this process, and of the buffers that lie in no layer.
+        """Fill the tensors of this process's ranks, and the buffers that belong to no layer.
 
-        Raises GraphError that names what nothing fills; over a mesh other ranks hear of it.
+        Raises:
+            GraphError: some tensors are filled by nothing; other ranks of a mesh raise it, too.
+
         """
         if not self._empty:
             return
         recurrent = [module for module in self._model.modules() if isinstance(module, nn.RNNBase)]
         for module in recurrent:
-            module._flat_weight_refs.clear()  # weak references, with which no weight gets contents
+            module._flat_weight_refs.clear()  # its weak references would prevent filling the weights
         units = _units(self._model)
         wanted = {id(buffer): ranks.devices[0] for unit in units for buffer in unit.loose}
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
@@ -172,8 +181,8 @@ class Initial:
         except Exception as error:
             ranks.fail("filling the model", error)
         for module in recurrent:
-            module.to(next(module.parameters()).device)  # which makes them anew
-        self._empty = False  # it is filled once, whatever plans come
+            module.to(next(module.parameters()).device)  # creates the references again
+        self._empty = False  # a new plan does not fill the model again
         self._given = None
 
     def _fill(self, units: "Sequence[_Unit]", wanted: Mapping[int, torch.device]) -> None:
@@ -204,8 +213,13 @@ class Initial:
             raise
 
     def _drawn(self, unit: "_Unit") -> list[tuple[str, Tensor, Tensor]]:
-        """Run a unit's own code while all of its tensors have contents, and no other of the model has: so what it draws
-        does not depend on what else is made here. Returns (name, tensor, contents).
+        """Run a unit's own code while all tensors of the unit, and no others of the model, have contents.
+
+        So the random numbers do not depend on which other units are filled here.
+
+        Returns:
+            (name, tensor, contents) for each tensor of the unit.
+
         """
         held = [(place, tensor, _unwritten(tensor)) for place, tensor in unit.empty]
         for _, tensor, full in held:
@@ -229,8 +243,8 @@ def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise GraphError(
-                f"hooks of a parameter lie with its contents; {name!r} has hooks and no contents yet; register them "
-                f"when the pipeline is made"
+                f"register hooks only on parameters with contents; {name!r} has hooks and is on the meta device; "
+                f"register them after building the pipeline"
             )
 
 
@@ -240,10 +254,11 @@ def _check_names(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> No
     unexpected = [name for name in given if name not in state and not str(name).endswith("_extra_state")]
     if missing or unexpected:
         raise InputError(
-            f"weights have the names of the model's state_dict; of its {len(state)} names missing: {_some(missing)}; "
-            f"of {len(given)} given names unknown: {_some(unexpected)}; rename them, or leave them out"
+            f"weights must have the names of the model's state_dict; of its {len(state)} names missing: "
+            f"{_some(missing)}; of {len(given)} given names unknown: {_some(unexpected)}; rename them, or leave them "
+            f"out"
         )
-    if isinstance(given, dict | WeightFiles):  # others may have to make what they are asked for
+    if isinstance(given, dict | WeightFiles):  # another mapping may compute its tensors on access
         for name in given:
             if name in state:
                 _check_form(given, name, state[name])
@@ -253,16 +268,16 @@ def _check_form(given: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
     files = isinstance(given, WeightFiles)
     if not files and (not isinstance(given[name], Tensor) or given[name].is_meta):
         raise InputError(
-            f"weights are tensors with contents, by name; {name!r} is {shown(given[name])}; pass a state_dict of a "
-            f"model that has some"
+            f"weights must be tensors with contents, by name; {name!r} is {shown(given[name])}; pass the state_dict of "
+            f"a filled model"
         )
     shape = given.shape(name) if isinstance(given, WeightFiles) else tuple(given[name].shape)
     dtype = given.dtype(name) if isinstance(given, WeightFiles) else given[name].dtype
     if shape != tuple(tensor.shape) or dtype.is_floating_point != tensor.is_floating_point():
         raise InputError(
-            f"a weight is given in its shape, and numbers for numbers; {name!r} is {tensor.dtype} of shape "
-            f"{list(tensor.shape)}, {'in the files' if files else 'given'} {dtype} of {list(shape)}; use weights "
-            f"of such a model"
+            f"a weight must have the shape of the model's tensor, and be floating-point if that is; {name!r} is "
+            f"{tensor.dtype} of shape {list(tensor.shape)}, {'in the files' if files else 'given'} {dtype} of "
+            f"{list(shape)}; use weights of the same model"
         )
 
 
@@ -281,9 +296,9 @@ def _load(given: Mapping[str, Tensor], name: str, tensor: Tensor, device: torch.
 def _check_filled(unfilled: Sequence[str]) -> None:
     if unfilled:
         raise GraphError(
-            f"every weight of a model on the meta device is filled; nothing fills {_some(unfilled)}; give their "
+            f"every weight of a model on the meta device must be filled; nothing fills {_some(unfilled)}; give their "
             f"modules a reset_parameters, or pass init= a function of a module that fills them, or a state_dict; for "
-            f"buffers that __init__ computes pass a function that builds the model, such as lambda: Model(config)"
+            f"buffers that __init__ computes, pass a function that builds the model, such as lambda: Model(config)"
         )
 
 
@@ -296,19 +311,19 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-# ---- what is filled together ------------------------------------------------------------------------------------
+# ---- units that are filled together -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module holds a tensor."""
+    """The module and the key under which a tensor is registered."""
 
     module: nn.Module
     key: str
     name: str
 
     def put_back(self, tensor: Tensor) -> Tensor | None:
-        """The tensor is held here again; what the module's code has put here instead."""
+        """Register the tensor here again; return the tensor that the module's code registered instead, or None."""
         own: dict[str, Any] = self.module._parameters if isinstance(tensor, nn.Parameter) else self.module._buffers
         put: Tensor | None = own[self.key]
         own[self.key] = tensor
@@ -317,14 +332,13 @@ class _Place:
 
 @dataclass
 class _Unit:
-    """Modules that are filled together: a layer, or a container without what it contains.
+    """Modules that are filled together: a layer, or a container without its children."""
 
-    modules: those that lack contents, submodules first. empty: the tensors without contents that no unit before it
-    holds. loose: a container's own buffers.
-    """
-
+    #: The modules with unfilled tensors, submodules first.
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    #: The unfilled tensors that no earlier unit holds.
     empty: list[tuple[_Place, Tensor]] = field(default_factory=list)
+    #: A container's own buffers.
     loose: list[Tensor] = field(default_factory=list)
 
 
@@ -347,7 +361,7 @@ def _units(model: nn.Module) -> list[_Unit]:
 
 
 def _unwritten(tensor: Tensor) -> Tensor:
-    """The same on the CPU, with contents by which it is known whether anything was written."""
+    """A CPU tensor like this one, filled with a marker that shows whether it is written: NaN or the largest integer."""
     full = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if full.is_floating_point() or full.is_complex():
         return full.fill_(torch.nan)
@@ -355,7 +369,7 @@ def _unwritten(tensor: Tensor) -> Tensor:
 
 
 def _is_unwritten(tensor: Tensor) -> bool:
-    """Whether a tensor that was unwritten still is; it looks until it sees something else, nearly always at once."""
+    """Whether the tensor still holds only the marker. Reading stops at the first piece with another number."""
     if tensor.is_meta:
         return True
     if tensor.dtype == torch.bool:

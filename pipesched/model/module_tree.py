@@ -1,4 +1,4 @@
-"""Module tree: what a model is made of: layers in a row, what holds them, hooks, norms over rows."""
+"""Module tree: queries on a model's modules: chains of layers, containers, hooks, and norms over rows."""
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,14 +24,15 @@ __all__ = [
 
 
 def layers_of(model: nn.Module, whole: Collection[str] = ()) -> dict[str, nn.Module]:
-    """The layers of an nn.Sequential in order, by qualified name; nested plain Sequentials are flattened, but for those
-    that stay whole.
+    """The layers of an nn.Sequential in order, by qualified name.
+
+    Nested plain Sequentials are flattened, except those in ``whole``.
     """
     return dict(_flatten(model, "", whole))
 
 
 def is_in_a_row(model: nn.Module) -> bool:
-    """Whether a model is nothing but layers in a row, each with parameters and buffers of its own."""
+    """Whether a model is a chain of layers, each with parameters and buffers that no other layer uses."""
     if not _is_plain(model) or hooks_of(model):
         return False
     layers = list(layers_of(model).values())
@@ -41,33 +42,33 @@ def is_in_a_row(model: nn.Module) -> bool:
 
 
 def check_initialised(model: nn.Module) -> None:
-    """Raise ModelTypeError where parameters or buffers have no shapes yet."""
+    """Raise ModelTypeError if parameters or buffers have no shape yet."""
     lazy = [name for name, own in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(own)]
     if lazy:
         raise ModelTypeError(
-            f"a model has its shapes before it is cut; {lazy[0]!r} and {len(lazy) - 1} others are of lazy modules that "
-            f"have not run; call the model once with a sample, under torch.no_grad()"
+            f"a model must have its shapes before it is cut; {lazy[0]!r} and {len(lazy) - 1} others belong to lazy "
+            f"modules that have not run; call the model once with a sample, under torch.no_grad()"
         )
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise GraphError where the model itself has hooks on its backward: no stage runs all of it."""
+    """Raise GraphError if the model itself has backward hooks, which no stage would run."""
     hooks = [*model._backward_hooks.values(), *model._backward_pre_hooks.values()]
     if hooks:
         raise GraphError(
-            f"layers run backward in their stages, the model as a whole does not; it has {len(hooks)} hooks on its "
-            f"backward that would never run; register them on its first or last layer"
+            f"layers run backward in their stages, the model as a whole does not; it has {len(hooks)} backward hooks "
+            f"that would never run; register them on its first or last layer"
         )
 
 
 def normalised_over_rows(model: nn.Module) -> list[str]:
-    """The layers that normalise over the rows of a batch, such as BatchNorm, while they train."""
+    """The layers in training mode that normalise over the rows of a batch, such as BatchNorm."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is for replicas
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
 
 
 def with_running_statistics(model: nn.Module) -> list[str]:
-    """The layers that change buffers of theirs while they train: means and variances of what they have seen."""
+    """The layers in training mode that update running means and variances in their buffers."""
     return [name for name, module in model.named_modules() if _tracks(module) and module.training]
 
 
@@ -81,12 +82,12 @@ def _is_plain(module: Any) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module's calls are those of one compiled graph, by its ``compile()`` or by ``torch.compile``."""
+    """Whether a module is compiled, by its ``compile()`` or by ``torch.compile``."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """What the user has registered on a module's forward and backward."""
+    """The hooks that the user registered on a module's forward and backward."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for name in names for hook in getattr(module, name).values()]
     return [
@@ -98,12 +99,12 @@ _RECORDING = "transformers.utils.output_capturing"
 
 
 def recorders_of(module: nn.Module) -> list[Any]:
-    """The hooks by which transformers hands what layers give to the code of the module above."""
+    """The hooks with which transformers records outputs of layers for the code of the module above."""
     return [hook for hook in module._forward_hooks.values() if _is_recorder(hook)]
 
 
 def installs_recorders(model: nn.Module) -> bool:
-    """Register these hooks now, where transformers would do so in a forward. Returns whether there are any new ones."""
+    """Install transformers' recording hooks now instead of in the first forward. Returns whether any are new."""
     capturing = sys.modules.get(_RECORDING)
     before = sum(len(recorders_of(module)) for module in model.modules())
     if capturing is not None:
@@ -127,10 +128,10 @@ def _flatten(module: nn.Module, prefix: str, whole: Collection[str]) -> Iterator
 
 
 class Members:
-    """The modules that a model's containers hold on the way to its layers, as they are now.
+    """The modules that the containers around a model's layers hold, to detect later changes.
 
-    A pipeline runs the layers that there were when it was made: one that has taken a layer's place since would not be
-    trained, and nobody would know.
+    A pipeline runs the layers that the model had when the pipeline was built. A module that replaced a layer since then
+    would silently not be trained.
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[str]) -> None:
@@ -143,18 +144,18 @@ class Members:
         for name, keys in ways.items():
             holder = model.get_submodule(name)
             modules = holder._modules
-            # Of a list all that it holds runs; other code calls what it names.
+            # A Sequential or ModuleList may run all its modules; other containers call modules by name.
             own = None if isinstance(holder, nn.Sequential | nn.ModuleList) else list(keys)
             self._held.append((name, modules, own, list(modules.values() if own is None else map(modules.get, own))))
 
     def check(self) -> None:
-        """Raise GraphError where a module is another one, or gone."""
+        """Raise GraphError if a module was replaced or removed."""
         for name, modules, keys, known in self._held:
             now = list(modules.values() if keys is None else map(modules.get, keys))
             if now != known:
                 others = [key for key, module in zip(keys or modules, now, strict=False) if module not in known]
-                what = f"{others[0]!r} is another module" if others else f"it has {len(now)} modules of {len(known)}"
+                change = f"{others[0]!r} is another module" if others else f"it has {len(now)} modules of {len(known)}"
                 raise GraphError(
-                    f"a pipeline runs the layers that its model had when it was made; in {name or 'the model'} {what} "
-                    f"now; put the old ones back, or close this pipeline and make a new one of the model"
+                    f"a pipeline runs the layers that its model had when it was built; in {name or 'the model'} "
+                    f"{change} now; restore the old modules, or close this pipeline and build a new one"
                 )

@@ -1,7 +1,7 @@
-"""Safetensors files: tensors in safetensors files, read by name, and only when they are asked for.
+"""Safetensors files: read tensors by name, one at a time, from safetensors files.
 
-The library of that name reads them: it checks that a file's header fits the file. It maps a file into memory; a file is
-opened anew for each tensor, so at most one tensor is in memory twice.
+The safetensors library reads them and checks that a file's header fits the file. It maps a file into memory. A file is
+opened again for each tensor, so at most one tensor is in memory twice.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ from pipesched.json_files import parse_json
 __all__ = ["WeightFiles"]
 
 
-_LONGEST_NAME = 255  # bytes; what file systems take
+_LONGEST_NAME = 255  # bytes; the limit of common file systems
 
 
 class _Entry(NamedTuple):
-    """Where a tensor lies, and what it is."""
+    """A tensor's file, type and shape."""
 
     path: Path
     dtype: torch.dtype
@@ -32,10 +32,14 @@ class _Entry(NamedTuple):
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of safetensors files by name; each is read when it is asked for.
+    """The tensors of safetensors files as a mapping by name; each is read on access.
 
-    paths: a file, several, an index (``*.safetensors.index.json``), or a folder with an index or with files.
-    Raises InputError for files that are missing, broken, or hold a name twice.
+    Args:
+        paths: a file, several files, an index (``*.safetensors.index.json``), or a folder with an index or files.
+
+    Raises:
+        InputError: a file is missing or broken, or two files hold the same name.
+
     """
 
     def __init__(self, paths: str | PathLike[str] | Sequence[str | PathLike[str]]) -> None:
@@ -45,8 +49,8 @@ class WeightFiles(Mapping[str, Tensor]):
             for name, entry in _entries(path):
                 if name in self._entries:
                     raise InputError(
-                        f"each weight lies in one file; {name!r} is in {self._entries[name].path} and in {path}; "
-                        f"name the files that belong together"
+                        f"a weight must be in one file only; {name!r} is in {self._entries[name].path} and in {path}; "
+                        f"pass only the files that belong together"
                     )
                 self._entries[name] = entry
 
@@ -66,66 +70,66 @@ class WeightFiles(Mapping[str, Tensor]):
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, unread."""
+        """A tensor's shape, without reading the tensor."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """A tensor's type, unread."""
+        """A tensor's type, without reading the tensor."""
         return self._entries[name].dtype
 
     @torch.no_grad()
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor of the files into one of its shape, cast to that one's type."""
+        """Copy the tensor of this name into a tensor of the same shape, converted to its type."""
         _read(name, tensor, self._entries[name].path)
 
 
 def _files(path: Path) -> list[Path]:
-    """The files that a path stands for."""
+    """The safetensors files of a file, a folder or an index."""
     if path.is_dir():
         found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
         indices = [file for file in found if file.suffix == ".json"]
         if not found or len(indices) > 1:
             raise InputError(
-                f"a folder of weights holds one index or *.safetensors files; {path} holds "
-                f"{', '.join(file.name for file in indices) or 'none'}; name the files"
+                f"a folder of weights must hold one index or *.safetensors files; {path} holds "
+                f"{', '.join(file.name for file in indices) or 'none'}; pass the files"
             )
         return _files(indices[0]) if indices else found
     if not path.is_file():
-        raise InputError(f"weights are read from safetensors files; there is no {path}; check the path")
+        raise InputError(f"weights are read from safetensors files; {path} does not exist; check the path")
     if path.suffix == ".json":
         names = _named_files(path)
         for name in names:
             if name.is_absolute() or ".." in name.parts:
                 raise InputError(
-                    f"an index names safetensors files in its own folder; {path} names {str(name)!r}; move the file "
-                    f"there, or name the files themselves"
+                    f"an index must name safetensors files in its own folder; {path} names {str(name)!r}; move the "
+                    f"file there, or pass the files"
                 )
         return sorted(path.parent / name for name in names)
     return [path]
 
 
 def _named_files(path: Path) -> set[Path]:
-    """The files that an index names. Raises InputError where it is none."""
+    """The files that an index names. Raises InputError if the file is not an index."""
     try:
         index = parse_json(path.read_bytes())
     except ScheduleError as error:
-        raise InputError(f"an index of safetensors files has a weight_map; {path}: {error}") from None
+        raise InputError(f"an index of safetensors files must have a weight_map; {path}: {error}") from None
     weights = index.get("weight_map") if isinstance(index, dict) else None
     names: list[Any] = list(weights.values()) if isinstance(weights, dict) else [None]
     if not all(isinstance(name, str) and len(name.encode()) <= _LONGEST_NAME for name in names):
         raise InputError(
-            f"an index of safetensors files has a weight_map of names to files; that of {path} is {shown(weights)}; "
-            f"name the files themselves"
+            f"an index of safetensors files must have a weight_map of names to files; that of {path} is "
+            f"{shown(weights)}; pass the files"
         )
     return {Path(name) for name in names}
 
 
 def _entries(path: Path) -> Iterator[tuple[str, _Entry]]:
     if not path.is_file():
-        raise InputError(f"an index names safetensors files beside it; there is no {path}; fetch it")
+        raise InputError(f"an index names safetensors files beside it; {path} does not exist; download it")
     with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118  it is no mapping
-            tensor = file.get_tensor(name)  # whose memory is not read
+        for name in file.keys():  # noqa: SIM118  file is not a mapping
+            tensor = file.get_tensor(name)  # mapped, not read
             yield name, _Entry(path, tensor.dtype, tuple(tensor.shape))
 
 
@@ -140,14 +144,14 @@ def _opened(path: Path) -> Iterator[Any]:
         from safetensors import safe_open
     except ImportError:
         raise InputError(
-            f"safetensors files are read by the library safetensors; {path} needs it, and it is not installed; "
+            f"reading {path} needs the library safetensors; it is not installed; "
             f"pip install 'pipesched[safetensors]', or pass a state_dict"
         ) from None
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except Exception as error:  # the library's own, and what torch says of a type that it does not know
+    except Exception as error:  # the library's own errors, and torch's for an unknown type
         raise InputError(
             f"a safetensors file begins with a header of its tensors; {path} of {path.stat().st_size} bytes does not "
-            f"({error!r}); fetch it again, or convert it"
+            f"({error!r}); download it again, or convert it"
         ) from None

@@ -1,8 +1,8 @@
-"""Stale weights: a model over a mesh, whose other ranks' weights are not here: whoever reads or saves it is told so.
+"""Stale weights: errors for reading or saving a model over a mesh while other ranks hold newer weights.
 
-Each rank trains the weights of its own stages, in the user's own model. The rest of that model stays as it was. From
-the first step on, until the weights are gathered, hooks on the modules with such weights raise where the model is
-called, copied or saved outside the pipeline. Hooks are all that is kept: there are none before and none after.
+Each rank trains the weights of its own stages, in the user's own model. The rest of that model is not updated. From the
+first step until the weights are gathered, hooks on the modules with stale weights raise if the model is called, copied
+or saved outside the pipeline. The hooks exist only during that time.
 """
 
 from collections import OrderedDict
@@ -27,7 +27,7 @@ _REMEDY = (
 
 
 class Runs(Protocol):
-    """What runs a pipeline's ranks in this process."""
+    """Runs a pipeline's ranks in this process."""
 
     @property
     def busy(self) -> bool:
@@ -36,23 +36,23 @@ class Runs(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model's tensors are. group: the mesh's ranks, as the job counts them. here: this one's number in it.
+    """The ranks that hold a model's tensors."""
 
-    homes: the rank in the mesh of each parameter and buffer, by name.
-    """
-
+    #: The global ranks of the mesh.
     group: tuple[int, ...] = ()
+    #: This process's rank in the mesh.
     here: int = 0
+    #: The mesh rank of each parameter and buffer, by name.
     homes: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def away(self) -> list[str]:
-        """What other ranks hold."""
+        """The names of parameters and buffers that other ranks hold."""
         return [name for name, rank in self.homes.items() if rank != self.here]
 
 
 class StaleHook:
-    """The hook on all modules of one model. It lets pass what the pipelines over the model do themselves."""
+    """The hook on all modules of one model; it allows calls by the pipelines of the model."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -63,18 +63,18 @@ class StaleHook:
 
     @property
     def on(self) -> bool:
-        """Whether the model still lacks what other ranks have."""
+        """Whether the hook is registered: the model has stale weights."""
         return bool(self._removals)
 
     def allow(self, runs: Runs) -> None:
-        """Let pass what happens in its runs."""
+        """Allow calls during these runs."""
         self._runs = [known for known in self._runs if known() not in (None, runs)]
         self._runs.append(ref(runs))
 
     def put_on(self, roots: Mapping[str, nn.Module], run_here: Iterable[nn.Module]) -> None:
-        """Register it with all modules that hold something of other ranks, and with the roots, the model first.
+        """Register the hook on the roots (the model first) and on all modules that hold tensors of other ranks.
 
-        Modules of this rank's stages get no hook on their forward, which steps would call.
+        Modules of this rank's stages get no forward hook, because steps would call it.
         """
         own = set(run_here)
         others = set(self.placement.away)
@@ -91,17 +91,17 @@ class StaleHook:
         self._removals.append(model.register_load_state_dict_post_hook(self.loaded).remove)
 
     def remove(self) -> None:
-        """Unregister it everywhere."""
+        """Unregister the hook everywhere."""
         while self._removals:
             self._removals.pop()()
 
     def called(self, module: nn.Module, args: Any) -> None:
-        """Before a forward."""
+        """Forward pre-hook: refuse the call."""
         if not self._passes():
             self.refuse(f"{type(module).__name__} was called")
 
     def saved(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Before a state_dict. Where the others' weights have no contents, nobody can take them for newer ones."""
+        """Hook before state_dict(): refuse, or only warn if the stale weights are on the meta device."""
         if self._passes():
             return
         if not self._empty:
@@ -111,7 +111,10 @@ class StaleHook:
             warn(self._said(f"state_dict() of {type(module).__name__} was called"))
 
     def loaded(self, module: nn.Module, incompatible: Any) -> None:
-        """After load_state_dict of the model: a whole one makes it whole. Hooks that torch is going through stay."""
+        """Hook after load_state_dict(): remove the hooks if a whole state dict was loaded.
+
+        The table of hooks is copied first, because torch iterates over it now.
+        """
         if not incompatible.missing_keys and not self._empty and not self._passes():
             module._load_state_dict_post_hooks = OrderedDict(module._load_state_dict_post_hooks)
             self._removals.pop()
@@ -129,23 +132,23 @@ class StaleHook:
         self.refuse("it was pickled")
 
     def _passes(self) -> bool:
-        for known in self._runs:  # first: a step may call the model for each micro-batch
+        for known in self._runs:  # checked first: a step may call the model for each micro-batch
             runs = known()
             if runs is not None and runs.busy:
                 return True
         return self.passing > 0
 
-    def refuse(self, what: str) -> NoReturn:
-        """Raise what a reader is told."""
-        raise ExecutionError(self._said(what))
+    def refuse(self, event: str) -> NoReturn:
+        """Raise ExecutionError that says which weights are stale."""
+        raise ExecutionError(self._said(event))
 
-    def _said(self, what: str) -> str:
+    def _said(self, event: str) -> str:
         place = self.placement
         away = self.placement.away
         return (
-            f"over a mesh each rank trains the weights of its own stages, and the others' in its model are stale; on "
-            f"rank {place.here} {what}, where {len(away)} of {len(place.homes)} parameters and buffers are stale, such "
-            f"as {away[0]!r}, which rank {place.homes[away[0]]} trains; {_REMEDY}"
+            f"over a mesh each rank trains only the weights of its own stages, and the other weights in its model are "
+            f"stale; on rank {place.here} {event}, with {len(away)} of {len(place.homes)} parameters and buffers "
+            f"stale, such as {away[0]!r}, which rank {place.homes[away[0]]} trains; {_REMEDY}"
         )
 
 
@@ -158,46 +161,48 @@ def _hook_on(model: nn.Module) -> StaleHook | None:
 
 
 def release_model(model: nn.Module) -> None:
-    """The model is whole here: no reader is told anything any more."""
+    """Remove the hooks: all weights of the model are up to date."""
     if (hook := _hook_on(model)) is not None:
         hook.remove()
 
 
 def check_not_stale(model: nn.Module) -> None:
-    """Raise ExecutionError for a model of which other ranks have newer weights."""
+    """Raise ExecutionError for a model with stale weights."""
     hook = _hook_on(model)
     if hook is not None:
-        hook.refuse("its layers were looked for, to measure them or for a second pipeline")
+        hook.refuse("its layers were to be measured or used in a second pipeline")
 
 
 class StaleGuard:
-    """One pipeline's hold on the hooks of its model. roots: the modules by the prefix of their names, the model first.
+    """One pipeline's access to the hooks of its model, which pipelines with the same placement share.
 
-    Several pipelines over one model share the hooks, where the same ranks hold the same weights.
+    ``roots`` maps name prefixes to modules, the model first.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self._roots = roots
         self._hook: StaleHook | None = None
-        self._placement = Placement()  # all here
+        self._placement = Placement()  # everything is on this rank
 
     def place(self, placement: Placement, run_here: Iterable[nn.Module], runs: Runs) -> None:
-        """Say where the tensors are. run_here: the modules that this rank's stages run."""
+        """Set the placement of the tensors; ``run_here`` has the modules of this rank's stages."""
         self._placement = placement
         self._run_here = list(run_here)
         self._runs = runs
 
     def check(self, *, changes: bool) -> None:
-        """Before a call of the pipeline that may change weights or buffers, or not.
+        """Called before a pipeline runs; ``changes`` if the run may change weights or buffers.
 
-        Raises ExecutionError where another pipeline, which places layers otherwise, has trained the model.
+        Raises:
+            ExecutionError: a pipeline with another placement has trained the model.
+
         """
         if self._hook is not None and self._hook.on:
             return
         self._hook = hook = _hook_on(next(iter(self._roots.values())))
         if hook is not None and hook.placement != self._placement:
             self._hook = None
-            hook.refuse("a pipeline that places layers otherwise was used")
+            hook.refuse("a pipeline with another placement of layers was used")
         if hook is None and changes and self._placement.away:
             self._hook = hook = StaleHook(self._placement)
             hook.put_on(self._roots, self._run_here)
@@ -205,12 +210,12 @@ class StaleGuard:
             hook.allow(self._runs)
 
     def release(self) -> None:
-        """The model is whole here."""
+        """Remove the hooks: all weights of the model are up to date."""
         release_model(next(iter(self._roots.values())))
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """What is done in here may read the model."""
+        """Allow the enclosed code to read the model."""
         self.check(changes=False)
         hook = self._hook
         if hook is None:

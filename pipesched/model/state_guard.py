@@ -1,6 +1,4 @@
-"""State guard: runs that leave a model as it was: its tensors, gradients, hooks, modes, attributes and random
-numbers.
-"""
+"""State guard: context managers that restore a model's tensors, gradients, attributes and random state after a run."""
 
 import copy
 import types
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-# As in tensors/memory_tracker.py: no public mode sees operations on ``.data``, or those inside torch's functions.
+# As in tensors/memory_tracker.py: no public mode sees operations on ``.data`` or inside torch's functions.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched.tensors.keyed_random import outside_kept
@@ -37,15 +35,14 @@ __all__ = [
     "untouched",
 ]
 
-GROWING = (list, dict, set, deque)  # and what is derived from them, such as a module's own table of buffers
+GROWING = (list, dict, set, deque)  # and subclasses, such as a module's table of buffers
 
 
 def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
-    """The modules, containers, tensors, generators and classes that these hold, each object once, in no order.
+    """All modules, containers, tensors, generators and classes reachable from the roots, each once, in no order.
 
-    Modules hold their attributes and their classes, classes their attributes, containers their items, functions their
-    closures, their defaults and the globals that they name, methods and partials what they are made of. Other objects
-    are not looked into.
+    The search follows attributes of modules and classes, items of containers, and the closures, defaults and named
+    globals of functions, methods and partials. It does not look into other objects.
     """
     kinds = (*_HOLDERS, type, *(_FUNCTIONS if functions else ()))
     found: dict[int, Any] = {}
@@ -59,12 +56,12 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
 
 
 def is_of_user(kind: type) -> bool:
-    """Whether a class is the user's, or a library's, and not torch's or Python's."""
+    """Whether a class is the user's or a library's, not torch's or Python's."""
     return kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing")
 
 
 def attributes_of(kind: type) -> dict[str, Any]:
-    """A class's own attributes, without those that Python sets."""
+    """A class's own attributes, without the dunder names that Python sets."""
     return {key: value for key, value in vars(kind).items() if not key.startswith("__")}
 
 
@@ -73,7 +70,7 @@ _HOLDERS = (nn.Module, tuple, Tensor, torch.Generator, *GROWING)
 
 
 def _parts(one: Any) -> Iterable[Any]:
-    if isinstance(one, nn.Module):  # a scripted one has its own tables
+    if isinstance(one, nn.Module):  # scripted modules have tables of their own
         scripted = [*one.parameters(False), *one.buffers(False), *one.children()]
         return [*one.__dict__.values(), *scripted, *filter(is_of_user, type(one).__mro__)]
     if isinstance(one, dict | type):
@@ -100,16 +97,17 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
     for cell in function.__closure__ or ():
         try:
             parts.append(cell.cell_contents)
-        except ValueError:  # not filled yet
+        except ValueError:  # an empty cell
             continue
     return parts
 
 
 @contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Afterwards each attribute, of modules and of their classes, is the object that it was, lists, dicts and sets hold
-    what they held, objects in attributes, such as configurations, have the attributes that they had, and generators
-    draw what they would have.
+    """Restore the attributes of modules afterwards, with everything that they hold.
+
+    Attributes of modules and classes are the same objects as before. Lists, dicts and sets have the same items, objects
+    such as configurations the same attributes, and random generators the same state.
     """
     held = _held_by(modules)
     tables: list[Any] = [one.__dict__ for one in held if isinstance(one, nn.Module)]
@@ -131,7 +129,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def has_attributes(value: Any) -> bool:
-    """Whether an object is of a class of the user's, or of a library's, with attributes in a table."""
+    """Whether an object of a user's or library's class stores its attributes in a ``__dict__``."""
     inner = isinstance(value, (*_HOLDERS, *_FUNCTIONS, type, types.ModuleType))
     return not inner and hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] != "torch"
 
@@ -162,7 +160,7 @@ def _restore_class(kind: type, content: dict[str, Any]) -> None:
 
 
 def _memory(tensor: Tensor) -> int:
-    """As ``memory_of``; 0 also for what has no memory of its own: wrappers, and what is not initialised."""
+    """``memory_of``, but 0 also for wrappers and uninitialised tensors, which have no memory of their own."""
     try:
         return memory_of(tensor)
     except (RuntimeError, ValueError):
@@ -170,7 +168,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _Copies:
-    """Takes copies of tensors before they are written to, by whatever operation of this thread."""
+    """Copies tensors before an operation of this thread writes to them."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -192,15 +190,15 @@ class _Copies:
 
 
 class _CopiesOfWritten(_Copies, TorchDispatchMode):
-    """Its method is of another class for the reason that tensors/memory_tracker.py gives."""
+    """The dispatch mode; a separate class for the reason given in tensors/memory_tracker.py."""
 
     supports_higher_order_operators = True
 
 
 @lru_cache(maxsize=4096)
 def _written(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Which arguments an operator writes to: their positions and names."""
-    schema = getattr(operator, "_schema", None)  # operators of higher order have none
+    """The arguments that an operator writes to, as (position, name)."""
+    schema = getattr(operator, "_schema", None)  # higher-order operators have no schema
     arguments = schema.arguments if schema is not None and schema.is_mutable else ()
     return tuple(
         (position, argument.name)
@@ -211,10 +209,10 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 @contextmanager
 def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
-    """Afterwards tensors have the bits that they had. Gives a list, in which those are then that were written to.
+    """Restore the bits of tensors afterwards; yields a list that is then filled with the tensors that were written to.
 
-    copied: those that are copied now, whichever thread writes to them, by whatever means; of the others those to which
-    an operation of this thread is about to write.
+    Tensors in ``copied`` are copied beforehand, so writes by any thread are found. Other tensors are copied just before
+    an operation of this thread writes to them.
     """
     before = {id(tensor): copy.deepcopy(tensor.data) for tensor in copied if not is_expanded(tensor)}
     own = [(tensor, tensor.data) for tensor in tensors if not (is_lazy(tensor) or is_expanded(tensor))]
@@ -226,7 +224,7 @@ def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iter
         for tensor, data in own:
             replaced = tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape
             if replaced:
-                tensor.data = data  # code has given it other memory
+                tensor.data = data  # the code replaced its memory
             known = before.get(id(tensor), watch.taken.get(id(tensor)))
             differs = known is not None and not same_bits(data, known)
             if known is not None and differs:
@@ -237,17 +235,17 @@ def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iter
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors of one shape hold the same bits; not where that cannot be known."""
+    """Whether two tensors of one shape hold the same bits; False if this cannot be determined."""
     if one.is_meta:
         return True
     if type(one) is not Tensor or one.layout is not torch.strided or one.is_quantized or one.is_conj():
-        return False  # or it is not known
+        return False  # cannot be determined
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 @contextmanager
 def _gradients_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within, leaves have no gradients, and their hooks do not fire; afterwards they have those that they had."""
+    """Remove gradients and hooks of leaf tensors, and restore them afterwards."""
     leaves = [tensor for tensor in tensors if tensor.is_leaf]
     grads = [leaf.grad for leaf in leaves]
     hooks = [own for leaf in leaves for own in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if own]
@@ -275,15 +273,15 @@ def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
             module.training = training
 
 
-# ---- what is run ---------------------------------------------------------------------------------------------------
+# ---- runs that leave a model unchanged -----------------------------------------------------------------------------
 
 
 @contextmanager
 def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
-    """Run the model in a mode, in this thread, and leave it as it was: attributes, modes, weights, buffers, random
-    numbers. Gives a list, in which the weights and buffers are afterwards that were written to, or replaced.
+    """Run the model in a mode, in this thread, and restore it: attributes, modes, weights, buffers and random state.
 
-    Buffers are copied, weights only where they are written to.
+    Yields a list that is filled at the end with the weights and buffers that were written to or replaced. Buffers are
+    copied beforehand, weights only when they are written to.
     """
     held = _held_by([model])
     tensors = [one for one in held if isinstance(one, Tensor)]
@@ -307,17 +305,17 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
 
 
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
-    """The names of a model's parameters and buffers that are among these."""
+    """The names of those of a model's parameters and buffers that are in ``tensors``."""
     known = set(map(id, tensors))
     return [name for name, own in (*model.named_parameters(), *model.named_buffers()) if id(own) in known]
 
 
 @contextmanager
 def set_aside(*roots: Any) -> Iterator[None]:
-    """Around measuring, whichever threads it uses: the tensors that these hold have no gradients, and no hooks that
-    fire; all is left as it was. Weights must not be written to: who measures runs layers on copies of theirs.
+    """Suspend gradients and hooks while measuring on any threads, then restore everything reachable from ``roots``.
 
-    A layer may reach any weight of its model: through a module among its arguments, or a reference of its own.
+    Weights must not be written to: measure layers on copies of their weights. All weights count, because a layer may
+    reach any weight of its model through an argument or a reference.
     """
     held = _held_by(roots)
     tensors = [one for one in held if isinstance(one, Tensor)]
@@ -331,7 +329,7 @@ def set_aside(*roots: Any) -> Iterator[None]:
 
 @contextmanager
 def no_graph(model: nn.Module) -> Iterator[None]:
-    """Run the model in grad mode, but keep nothing for a backward: its parameters require no gradient."""
+    """Run the model in grad mode without storing anything for a backward: no parameter requires a gradient."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
@@ -344,14 +342,14 @@ def no_graph(model: nn.Module) -> Iterator[None]:
 
 
 class _SharedTensors(TorchFunctionMode):
-    """Copies share tensors."""
+    """Lets deepcopy share tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
 def unchanged(value: Any) -> Any:
-    """The value with copies, around the same tensors, of objects that a layer may change: caches of keys grow."""
+    """Copy the objects in a value that a layer may change, such as key caches; tensors are shared."""
     leaves, spec = pytree.tree_flatten(value)
     plain = Tensor, int, float, str, bytes, type(None), nn.Module
     with _SharedTensors():

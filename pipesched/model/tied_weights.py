@@ -1,8 +1,8 @@
-"""Tied weights: weights that several calls use, each through a leaf of its own, so that their gradients have one order.
+"""Tied weights: one leaf tensor per use of a shared weight, to add gradients in an order independent of the plan.
 
-A leaf shares the Parameter's memory, or is a copy on its stage's device. It sums over micro-batches; after a run the
-sums are added in the order of the calls and handed to the Parameter, whose hooks fire once. So the result does not
-depend on which stages the calls lie in.
+A leaf shares the Parameter's memory, or is a copy on its stage's device. It accumulates over micro-batches. After a run
+the leaves' sums are added in call order and passed to the Parameter, whose hooks fire once. So the result does not
+depend on the stages of the calls.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,17 +20,17 @@ from pipesched.tensors.payload import pytree
 
 __all__ = ["Place", "Ties", "Use", "deliver", "with_stand_ins"]
 
-#: (layer, number of its call); of a function between layers the layer is empty.
+#: (layer, number of the layer's call); the layer is empty for a function between layers.
 Place = tuple[str, int]
 
 
 def with_stand_ins(value: Any, stand_ins: Mapping[nn.Parameter, Tensor] | Mapping[Tensor, Tensor]) -> Any:
-    """A value with others in the place of tied weights, or of buffers."""
+    """Replace tied weights or buffers in a value by other tensors."""
     return pytree.tree_map_only(Tensor, lambda tensor: stand_ins.get(tensor, tensor), value)
 
 
 def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None:
-    """A leaf is what its weight is, on its stage's device; without contents as long as the weight has none."""
+    """Point a leaf at its weight's current memory, or a copy on the stage's device; meta while the weight is meta."""
     if leaf.is_meta and not parameter.is_meta:
         give_contents(leaf, parameter.data.to(device))
     elif leaf.data_ptr() != parameter.data_ptr():
@@ -38,7 +38,7 @@ def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None
 
 
 def deliver(parameter: nn.Parameter, grads: Iterable[Tensor | None]) -> None:
-    """Add up gradients in their order, and hand the sum to the parameter."""
+    """Add gradients in their order and pass the sum to the parameter's autograd hooks and ``.grad``."""
     total: Tensor | None = None
     for grad in grads:
         if grad is not None:
@@ -50,7 +50,7 @@ def deliver(parameter: nn.Parameter, grads: Iterable[Tensor | None]) -> None:
 
 @dataclass(frozen=True)
 class Use:
-    """A call: the parameters that it uses, by their names in the model, and the rank where it runs."""
+    """A call that uses parameters, with their names in the model and the rank that runs the call."""
 
     place: Place
     rank: int
@@ -59,9 +59,10 @@ class Use:
 
 @dataclass(frozen=True)
 class _Tie:
-    """A weight, the rank of its first use, where its gradients go, and a leaf for each use."""
+    """A shared weight with a leaf for each use."""
 
     parameter: nn.Parameter
+    #: The rank of the first use, which gets the gradient.
     home: int
     ranks: Mapping[Place, int]
     leaves: Mapping[Place, Tensor]
@@ -70,7 +71,7 @@ class _Tie:
         return sorted({*self.ranks.values()} - {self.home})
 
     def taken(self, rank: int) -> list[Tensor | None]:
-        """The gradients of the uses on a rank, which then have none."""
+        """The gradients of the uses on a rank, removed from their leaves."""
         leaves = [leaf for place, leaf in self.leaves.items() if self.ranks[place] == rank]
         grads = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -78,13 +79,13 @@ class _Tie:
         return grads
 
     def deliver(self, grads: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Add up what came to the uses, by rank, in the order of the calls."""
+        """Add the gradients of all uses, given by rank, in call order."""
         left = {rank: iter(values) for rank, values in grads.items()}
         deliver(self.parameter, [next(left[rank]) for rank in self.ranks.values()])
 
 
 class Ties:
-    """The tied weights of a model. uses: in the order of the calls."""
+    """The tied weights of a model. ``uses`` are in call order."""
 
     def __init__(self, model: nn.Module, uses: Sequence[Use], trade: Trade) -> None:
         self._trade = trade
@@ -106,16 +107,15 @@ class Ties:
         }
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
         return bool(self._all)
 
     @property
     def parameters(self) -> Collection[nn.Parameter]:
-        """Those that several calls use."""
+        """The parameters that several calls use."""
         return self._all.keys()
 
     def for_layers(self, layers: Mapping[str, nn.Module], device: torch.device) -> dict[Place, dict[str, Tensor]]:
-        """What calls of these layers use in place of their own, on a device."""
+        """For each call of these layers, the leaves that replace tied weights, on this device."""
         own: dict[Place, dict[str, Tensor]] = {}
         for name, layer in layers.items():
             for key, parameter in layer.named_parameters():
@@ -128,7 +128,7 @@ class Ties:
         return own
 
     def stand_ins(self, place: Place, device: torch.device) -> dict[nn.Parameter, Tensor]:
-        """What a call uses in place of tied weights, wherever they come from: also as its arguments."""
+        """The leaves that replace tied weights in a call, including weights passed as arguments."""
         given = {tie.parameter: tie.leaves[place] for tie in self._all.values() if place in tie.leaves}
         self._devices[place] = device
         for parameter, leaf in given.items():
@@ -136,17 +136,17 @@ class Ties:
         return given
 
     def leaves(self, rank: int) -> list[Tensor]:
-        """Those of the uses on a rank."""
+        """The leaves of the uses on a rank."""
         return [leaf for tie in self._all.values() for place, leaf in tie.leaves.items() if tie.ranks[place] == rank]
 
     def own(self, parameter: nn.Parameter, rank: int) -> Tensor:
-        """What takes a parameter's gradients on a rank: of a tied one the leaf of a use there, if there is one."""
+        """The tensor that accumulates a parameter's gradient on a rank: a leaf if it is tied and used there."""
         tie = self._all.get(parameter)
         places = [] if tie is None else [place for place, at in tie.ranks.items() if at == rank]
         return tie.leaves[places[0]] if tie and places else parameter
 
     def refresh(self) -> None:
-        """Before a run: parameters are what they are at home, and leaves what the parameters are. Collective."""
+        """Before a run: send tied weights from their home ranks to the others, and update the leaves. Collective."""
         moves: list[Move] = [
             (tie.home, rank, tie.parameter.detach) for tie in self._all.values() for rank in tie.others()
         ]
@@ -162,7 +162,7 @@ class Ties:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """After a run that has not failed the gradients go to the parameters, at home. Collective."""
+        """After a successful run: send gradients to the home ranks and add them to the parameters. Collective."""
         yield
         pairs = [(tie, rank) for tie in self._all.values() for rank in tie.others()]
         moves: list[Move] = [(rank, tie.home, partial(tie.taken, rank)) for tie, rank in pairs]

@@ -1,4 +1,4 @@
-"""Weight owners: on which rank each of a model's parameters and buffers lives."""
+"""Weight owners: the rank that holds each parameter and buffer of a model."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -10,11 +10,19 @@ __all__ = ["Owners"]
 
 
 class Owners:
-    """The ranks of a model's tensors, by name; those of a loss module are called ``loss_fn.…``.
+    """The ranks of a model's tensors, by name; names of a loss module's tensors begin with ``loss_fn.``.
 
-    stages: the rank and the layers of each stage that holds weights of its own, in order. What several use belongs to
-    the first. tied: the parameters that several may hold. loss: the rank where the loss is computed.
-    Raises GraphError for a parameter or buffer that no stage holds, or a parameter that several hold and is not tied.
+    A tensor that several stages use belongs to the first of them.
+
+    Args:
+        model: the user's module.
+        stages: rank and layers of each stage that holds weights, in order.
+        loss: the rank that computes the loss.
+        tied: parameters that several stages may hold.
+
+    Raises:
+        GraphError: no stage holds a parameter or buffer, or several hold a parameter that is not tied.
+
     """
 
     def __init__(
@@ -41,18 +49,18 @@ class Owners:
             held = holders.get(id(tensor), {})
             if not held or (len(held) > 1 and name in parameters and id(tensor) not in shared):
                 raise GraphError(
-                    f"every parameter and buffer is in exactly one stage, if it is not tied; {name!r} is in "
+                    f"every parameter and buffer that is not tied must be in exactly one stage; {name!r} is in "
                     f"{' and '.join(map(str, held)) or 'none'} of {len(stages)}; register it with a layer that the "
-                    f"model calls, before the pipeline is made"
+                    f"model calls, before the pipeline is built"
                 )
             self._ranks[name] = next(iter(held.values()))
 
     def stage(self, parameter: nn.Parameter) -> int | None:
-        """The first that holds a parameter; None for one of a loss module."""
+        """The first stage that holds a parameter; None for a parameter of a loss module."""
         return self._stages.get(id(parameter))
 
     def rank(self, name: str) -> int:
-        """Of a parameter, a buffer, or whatever else a layer keeps in its state."""
+        """The rank of a parameter, a buffer, or another entry of a layer's state dict."""
         if name.startswith("loss_fn.") and name not in self._ranks:
             return self._loss
         if name in self._ranks:

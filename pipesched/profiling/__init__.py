@@ -1,1 +1,1 @@
-"""Measures layers, losses, optimizers, links and overheads."""
+"""Measure layers, losses, optimizers, links and overheads."""

@@ -1,5 +1,7 @@
-"""Contention: how much longer layers take while another rank computes beside them. They share memory and its caches, by
-how much depends on the layers: products of small matrices hinder each other little, what streams through memory does.
+"""Contention: measure how much longer layers take while another rank of the same machine computes.
+
+Ranks share memory and caches. Products of small matrices slow each other down little; layers that stream data through
+memory slow each other down much.
 """
 
 import copy
@@ -19,12 +21,23 @@ __all__ = ["crowd"]
 def crowd(
     subjects: Sequence[Subject], device: torch.device, caller: Caller, threads: int, rounds: int, enough_s: float
 ) -> list[float]:
-    """How many times as long a lap of these layers takes beside one of copies of them, by round; none where they cannot
-    be copied. So many rounds, of which no further one begins once so many seconds are spent.
+    """Measure how many times as long these layers take while copies of them run in another thread.
+
+    Args:
+        subjects: the layers.
+        device: the device to run on.
+        caller: the thread-local settings to use.
+        threads: intra-op threads of each of the two threads.
+        rounds: the maximum number of measurements.
+        enough_s: no measurement begins after this time, in seconds.
+
+    Returns:
+        The ratio of each round; empty if the layers cannot be copied.
+
     """
     try:
         twins = [replace(subject, layer=copy.deepcopy(subject.layer)) for subject in subjects]
-    except Exception:  # of whatever modules hold: locks, graphs, files
+    except Exception:  # modules may hold objects that cannot be copied: locks, graphs, files
         return []
     laps = [
         TimingRun([replace(one, seconds={}, waited={}) for one in own], device, caller) for own in (subjects, twins)
@@ -39,7 +52,7 @@ def crowd(
 
             return list(pool.map(go, those))
 
-        for lap in laps:  # for the caches
+        for lap in laps:  # warm-up
             ran(lap)
         found: list[float] = []
         begin = perf_counter()
@@ -54,8 +67,9 @@ def crowd(
 
 
 def _round(lap: TimingRun) -> float:
-    """What its layers take of a whole forward and backward and of a split one; not what is done between layers to
-    measure them, which hinders others more than they do.
+    """The time of the layers in one whole and one split backward with their forwards.
+
+    The work between layers that only serves the measurement is not included: it slows other threads down more.
     """
     lap.round()
     lap.weight_round(apart=True)

@@ -1,4 +1,4 @@
-"""Layer memory probe: runs one layer and measures what it needs in memory, to the byte, by the books of its device."""
+"""Layer memory probe: measure the exact memory needs of one layer by running it under its device's memory tracker."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# As in tensors/memory_tracker.py: operations of backwards are seen by no public mode.
+# As in tensors/memory_tracker.py: no public mode sees the operations of backwards.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched.runtime.stage.recompute import is_dear
@@ -23,36 +23,36 @@ __all__ = ["Layer", "Sizes", "sizes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer that is a stage of its own, or a whole stage, and has learnt to split its backward."""
+    """A layer as a stage of its own, or a whole stage, that has run once with a split backward."""
 
     stage: Stage
-    #: (input, whether weight gradients are left to W) -> output, or PerConsumer one for each taker.
+    #: (input, whether to leave weight gradients to W) -> output; a PerConsumer if consumers get different ones.
     run: Callable[[Payload, bool], Payload | PerConsumer]
-    #: Drops what a pass has kept of inputs and of their gradients.
+    #: Frees the inputs and the input gradients that a pass has kept.
     release: Callable[[], None]
-    #: What is trained.
+    #: The trained parameters.
     weights: Sequence[Tensor]
     buffer_bytes: int
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a stage needs."""
+    """The memory needs of a stage."""
 
     memory: LayerMemory
-    #: What goes to each taker; its gradients are the taker's to tell.
+    #: The message to each consumer; `Message.back` is set by the consumer.
     gives: tuple[Message, ...]
-    #: The bytes of the gradients for each giver.
+    #: The bytes of the gradients for each producer.
     backs: tuple[int, ...]
 
 
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """Run the layer forward and backward, whole and split, with copies of what arrived. Its gradients are dropped."""
+    """Measure the layer's memory in whole and split passes over copies of its input. Its gradients are dropped."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None
     with books.watching():
-        first, whole = (_Pass(layer, arrived, books, split=False) for _ in range(2))  # the first makes gradients
+        first, whole = (_Pass(layer, arrived, books, split=False) for _ in range(2))  # the first allocates gradients
         split = _Pass(layer, arrived, books, split=True)
     trained = [weight for weight in layer.weights if weight.grad is not None]
     for weight in trained:
@@ -82,7 +82,7 @@ def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
 
 
 class _Notes:
-    """Of a class of its own, as `pipesched.tensors.memory_tracker` has one, for the same reason."""
+    """A separate class, for the reason given in `pipesched.tensors.memory_tracker`."""
 
     results: list[tuple[int, int]]
 
@@ -94,9 +94,7 @@ class _Notes:
 
 
 class _Dear(_Notes, TorchDispatchMode):
-    """Notes memory and bytes of what `pipesched.runtime.stage.recompute` keeps of a layer that runs again where that is
-    cheap.
-    """
+    """Notes the memory of results that `pipesched.runtime.stage.recompute` keeps under "recompute-cheap"."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,11 +102,14 @@ class _Dear(_Notes, TorchDispatchMode):
 
 
 class _Pass:
-    """A forward and a backward, and what was there meanwhile; of the input and the output only what the stage keeps.
+    """Measures one forward and one backward, whole or split.
 
-    forward: the most that the forward had, with its input. backward: the most beyond what was kept, with the gradients
-    of the output. left, delivery: of a split one, what I leaves for W, and the most that W had beyond it; left_input,
-    left_grad: of it what lies in inputs, and what are gradients of products; deferred: the gradients that are W's.
+    Only the parts of the input and output that the stage keeps count. Bytes by attribute:
+
+    - ``forward``: peak of the forward, including its input.
+    - ``backward``: peak of B or I beyond the kept activations, including the output's gradients.
+    - ``left``, ``left_input``, ``left_grad``: kept by I for W; the parts of it in inputs, and in gradients.
+    - ``delivery``: peak of W beyond ``left``. ``deferred``: the weight gradients that W makes.
     """
 
     def __init__(self, layer: Layer, arrived: Payload, books: Books, *, split: bool) -> None:
@@ -136,7 +137,7 @@ class _Pass:
         held = books.bytes
         del given
         layer.release()
-        self.kept_input = max(0, inputs - self._dropped(held))  # caches may go with the input, too
+        self.kept_input = max(0, inputs - self._dropped(held))  # caches may be freed with the input, too
         self.kept_output += min(self.kept_input, sum(size for memory, size in made.items() if memory in own))
         self.gives = [one._replace(kept=min(one.kept, self.kept_output)) for one in self.gives]
         base = books.bytes - came
@@ -163,7 +164,7 @@ class _Pass:
             self.delivery = books.peak - left
 
     def _given(self, outputs: list[Payload]) -> Message:
-        """What goes to the first taker that is left, which then lets go of it."""
+        """Drop the next output; return the message to its consumer, measured by the memory that this frees."""
         before = self._books.bytes
         one = outputs.pop(0)
         arriving = sum(tensor.nbytes for tensor in one.tensors)
@@ -176,5 +177,5 @@ class _Pass:
 
 
 def _memories(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The memory that tensors lie in, each once, and its bytes."""
+    """The memory of the tensors: address -> size in bytes."""
     return {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -1,6 +1,4 @@
-"""Layer profiler: layers + one micro-batch -> measured costs. The model is left as it was: weights, buffers, grads,
-RNG.
-"""
+"""Layer profiler: measure the costs of layers for one micro-batch, leaving the model unchanged."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,27 +28,28 @@ from pipesched.user_warning import warn
 
 __all__ = ["QUICK", "Between", "Effort", "measure_calls", "measure_layers"]
 
-#: By name: a layer, and its arguments; None for what the one before it gives.
+#: Name -> a layer and its arguments; None stands for the output of the layer before it.
 Calls = Mapping[str, tuple[nn.Module, Payload | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How well layers are measured."""
+    """How thoroughly layers are measured."""
 
+    #: Maximum number of rounds.
     rounds: int = 3
-    #: No further round begins once layers that are measured together have taken so long.
+    #: No further round begins after layers measured together have taken this time, in seconds.
     enough_s: float = 0.5
-    #: Whether what cannot be true is measured again. If it still cannot, a warning names it.
+    #: Whether to repeat implausible measurements, and warn of those that remain implausible.
     checks: bool = False
-    #: Whether it is also measured how much longer layers take beside others.
+    #: Whether to measure also how much longer layers take beside another rank.
     crowds: bool = False
 
 
-#: Enough to cut a model by.
+#: Enough to choose stage boundaries.
 QUICK = Effort()
 
-#: Layers are measured together up to so many bytes, so that caches do not keep what they would not keep in a step.
+#: Layers are measured in groups of about this size, so that weights leave the caches between rounds, as in a step.
 _TOGETHER_BYTES = 1 << 26
 
 
@@ -61,11 +60,18 @@ def measure_layers(
     intra_op_threads: int,
     effort: Effort = QUICK,
 ) -> dict[str, LayerCosts]:
-    """Run one micro-batch through the layers on ``device``, several times; the medians count. Of equal layers that
-    get equal shapes the first ones are measured, for all.
+    """Measure a chain of layers on one micro-batch; the medians of several runs count.
 
-    sample: (args, kwargs) of the first layer. Layers are measured in training mode; where some train and some do not,
-    each in its own.
+    Layers of the same kind with inputs of the same shapes are measured once for all. Layers run in training mode; if
+    only some of the model's modules are in training mode, each module keeps its mode.
+
+    Args:
+        layers: layer name -> layer, in the order of the chain.
+        sample: (args, kwargs) of the first layer.
+        device: the device to run on.
+        intra_op_threads: the number of intra-op threads.
+        effort: how thoroughly to measure. Default: enough to choose stage boundaries.
+
     """
     arrived = Payload.of(pytree.tree_map_only(Tensor, stand_in, sample))
     calls = {name: (layer, None if at else arrived) for at, (name, layer) in enumerate(layers.items())}
@@ -79,9 +85,16 @@ def measure_calls(
     intra_op_threads: int,
     effort: Effort = QUICK,
 ) -> dict[str, LayerCosts]:
-    """As ``measure_layers``, for layers that are called with arguments of their own.
+    """Measure layers that are called with arguments of their own; otherwise as ``measure_layers``.
 
-    wanted: the calls of whose arguments all gradients are asked for; of others those of tensors that require them.
+    Args:
+        calls: name -> a layer and its (args, kwargs).
+        wanted: the calls whose floating-point arguments all need gradients; in other calls only tensors that require
+            them do.
+        device: the device to run on.
+        intra_op_threads: the number of intra-op threads.
+        effort: how thoroughly to measure. Default: enough to choose stage boundaries.
+
     """
     given = {
         name: (layer, Payload.of(pytree.tree_map_only(Tensor, _wanting if name in wanted else _as_given, arguments)))
@@ -91,7 +104,7 @@ def measure_calls(
 
 
 def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) -> dict[str, LayerCosts]:
-    """In a thread of its own, as ranks are: allocators differ between threads."""
+    """Measure in a separate thread, as ranks run: memory allocators differ between threads."""
     caller = replace(Caller.here([device.type], grad=True), inference=False)
     layers = [layer for layer, _ in calls.values()]
 
@@ -115,33 +128,33 @@ def _wanting(tensor: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class _Kind:
-    """Calls that cost the same."""
+    """Calls with equal costs."""
 
     memory: LayerMemory = field(default_factory=LayerMemory)
     parameter_bytes: int = 0
-    #: What each gives; None if it does not run alone.
+    #: The output of each call; None if the function does not run by itself.
     output: Payload | None = None
-    #: Those that are measured.
+    #: The calls that are measured.
     subjects: list[Subject] = field(default_factory=list)
-    #: How many times as long they took beside others, by round.
+    #: For each round, how many times as long they took beside other layers.
     crowding: list[float] = field(default_factory=list)
 
     def costs(self) -> LayerCosts:
-        """The medians."""
-        seconds: dict[str, list[float]] = {what: [] for what in TIMES}
+        """The medians of all measured calls."""
+        seconds: dict[str, list[float]] = {column: [] for column in TIMES}
         for subject in self.subjects:
-            for what in TIMES:
-                seconds[what] += subject.seconds[what]
-        medians: dict[str, Any] = {what: median(took_s or [0.0]) for what, took_s in seconds.items()}
+            for column in TIMES:
+                seconds[column] += subject.seconds[column]
+        medians: dict[str, Any] = {column: median(took_s or [0.0]) for column, took_s in seconds.items()}
         split_s = medians["input_grad_s"] + medians["weight_grad_s"]
-        if 0 < split_s < medians["backward_s"]:  # two parts do at least the work of the whole: the rest is noise
+        if 0 < split_s < medians["backward_s"]:  # I and W do at least the work of B: the rest is noise
             for part in ("input_grad_s", "weight_grad_s"):
                 medians[part] *= medians["backward_s"] / split_s
         wholes = [medians["forward_s"], medians["backward_s"]]
         spread = _spread(seconds["forward_s"]) * wholes[0] + _spread(seconds["backward_s"]) * wholes[1]
         waiting_s = sum(
-            min((waited_s for subject in self.subjects for waited_s in subject.waited[what]), default=0.0)
-            for what in ("forward_s", "backward_s")
+            min((waited_s for subject in self.subjects for waited_s in subject.waited[column]), default=0.0)
+            for column in ("forward_s", "backward_s")
         )
         return LayerCosts(
             **medians,
@@ -153,7 +166,7 @@ class _Kind:
         )
 
     def measured(self, costs: LayerCosts) -> Measured:
-        """What is asked whether it can be true."""
+        """The data for the plausibility check."""
         each_s = [
             median(subject.seconds["forward_s"]) + median(subject.seconds["backward_s"]) for subject in self.subjects
         ]
@@ -165,34 +178,32 @@ class _Kind:
 
 
 def _spread(seconds: Sequence[float]) -> float:
-    """How far the middle half of some times lies apart, over their median."""
+    """The interquartile range of the times over their median."""
     if len(seconds) < 2 or not median(seconds):
         return 0.0
     low, _, high = quantiles(seconds, n=4, method="inclusive")
     return (high - low) / median(seconds)
 
 
-_WAITS = 0.1  # the part of its time from which on a layer counts as one that waits: others are interrupted at times
+_WAITS = 0.1  # fraction of waiting from which a layer counts as waiting; smaller ones are interruptions
 
 
 class Between(nn.Module):
-    """A function that a model's code calls between layers, as a layer. One that does not run alone costs nothing."""
+    """A function called between layers, as a layer. A function that cannot run by itself costs nothing."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self._function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
         return self._function(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """The function's name."""
         return str(self._function)
 
 
 class _Survey:
-    """Measures the calls of a model."""
+    """Measures the calls of a model, those of equal cost once."""
 
     def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
         self._device = device
@@ -203,7 +214,7 @@ class _Survey:
         self._laps: list[Sequence[Subject]] = []
 
     def of(self, calls: Calls) -> dict[str, LayerCosts]:
-        """Layers are taken together in the order of their calls; of known kinds only as many as there is room for."""
+        """Measure the calls in their order, in groups that exceed the caches."""
         kinds: dict[str, Any] = {}
         together: list[Subject] = []
         room = _TOGETHER_BYTES
@@ -246,12 +257,12 @@ class _Survey:
                 self._time(lap, known=True)
         for name, why in self._doubts(kinds).items():
             warn(
-                f"a profile is of layers on a machine that does nothing else; of layer {name!r} {why}, measured twice; "
-                f"measure again on an idle machine; where that is how it is, ignore this"
+                f"profile on an idle machine; layer {name!r}: {why}, in two measurements; measure again when the "
+                f"machine is idle, or ignore this if the layer does behave so"
             )
 
     def _doubts(self, kinds: Mapping[str, Any]) -> dict[str, str]:
-        """What cannot be true, of the first layer of each kind."""
+        """The implausible figures, by the first layer of each kind."""
         costs = {kind: known.costs() for kind, known in self._kinds.items()}
         all_s = sum(costs[kind].forward_s + costs[kind].backward_s for kind in kinds.values())
         first: dict[Any, str] = {}
@@ -314,7 +325,7 @@ class _Survey:
 
 
 class _Held(nn.Module):
-    """Calls a layer whose parameters are held by somebody else: a stage that saw copies would take them for shards."""
+    """Calls a layer without registering its parameters, because a stage would take their copies for shards."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -325,37 +336,37 @@ class _Held(nn.Module):
 
 
 class _Alone:
-    """A layer as a stage of its own, which has learnt to split its backward. caller: whose autocast holds."""
+    """A layer as a stage that has run once with a split backward; ``caller`` has the autocast settings."""
 
     def __init__(self, lap: TimingRun, subject: Subject, device: torch.device, caller: Caller) -> None:
         self._lap = lap
         self._layer = lap.modules_of[subject]
         self.stage = Stage({subject.name: _Held(self._layer)}, device)
         self._caller = caller
-        self._step_data = StepData(0, 0, [])
+        self._step = StepData(0, 0, [])
         output = self.forward(subject.given.map_tensors(lambda tensor: tensor.to(device, copy=True)), split=True)
         self.stage.input_grad(0, tuple(torch.ones_like(tensor) for tensor in output.wanted))
         self.stage.weight_grad(0)
 
     def forward(self, given: Payload, split: bool) -> Payload:
-        """Run it, in a step of its own."""
+        """Run the layer as the forward of a new step."""
         self._lap.forget_graphs(self._layer)
         wanted = [tensor.detach().requires_grad_() for tensor in given.wanted]
-        self._step_data = StepData(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
-        self.stage.begin(self._step_data)
+        self._step = StepData(0, 0, [unchanged(given.with_wanted(wanted))], autocast=self._caller.autocast)
+        self.stage.begin(self._step)
         output: Payload = self.stage.forward(0, split=split)
         return output
 
     def release(self) -> None:
-        """Drop what the step has kept of its input, and of its gradients."""
-        self._step_data.inputs = [None]
-        self._step_data.input_grads.clear()
+        """Free the input and the input gradients that the step has kept."""
+        self._step.inputs = [None]
+        self._step.input_grads.clear()
 
 
 def _kind(layer: nn.Module, given: Payload) -> Any:
-    """What decides what a call costs: types, shapes, settings, and which parameters are trained.
+    """A key that is equal for calls of equal cost: types, shapes, settings, and which parameters are trained.
 
-    Whole numbers are no settings here: blocks of one kind have their own as names.
+    Integer attributes are not compared, because blocks often store their own index.
     """
     modules = tuple((name, type(module), repr(module), _settings(module)) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
@@ -376,7 +387,7 @@ def _training(layers: Any) -> Iterator[None]:
     modules = [module for layer in layers for module in layer.modules()]
     flags = [module.training for module in modules]
     for module in modules:
-        module.training = module.training or not any(flags)  # a frozen BatchNorm in a model that trains stays frozen
+        module.training = module.training or not any(flags)  # a frozen BatchNorm stays frozen
     try:
         with attributes_kept(modules):
             yield

@@ -1,4 +1,4 @@
-"""Layered costs: what the layers of a model cost, measured, and the layers as a graph with these costs."""
+"""Layered costs: the measured costs of a model's layers, and the graph of layers with these costs."""
 
 from bisect import bisect_right
 from collections.abc import Collection, Set
@@ -25,18 +25,35 @@ __all__ = ["graph_of", "measure"]
 def graph_of(
     model: nn.Module, sample: Any, *, measured: bool = True, device: Any = "cpu", whole_layers: Collection[str] = ()
 ) -> "nx.DiGraph[str]":
-    """The layers of a model as a graph, as they are cut into stages.
+    """Return the layers of a model as a graph, optionally with measured costs, for `pipesched.partition`.
 
-    sample: one micro-batch, as for ``Pipeline``. Nodes are layers with which a stage may begin, under their names and
-    in the order of their calls: a layer's second call is ``name#2``; what runs between layers belongs to one of them.
-    Nodes have ``parameters`` and ``buffers`` (their names in the model; a tied one is in several nodes),
-    ``num_parameters``, ``parameter_bytes``, and ``output_bytes`` (what later layers use, and the model's output). An
-    edge leads from a layer to one that uses what it gives: ``bytes``, and ``tensors``, the bytes of each by a name: a
-    tensor that several layers use has one name. What every stage computes by itself, such as masks, makes no edge.
-    measured: each layer is run several times on ``device``, by one thread: nodes then also have ``forward_s``,
-    ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and ``activation_bytes`` (held from forward to backward).
-    whole_layers: modules that are one layer each, as for ``Pipeline``. `pipesched.partition` cuts such a graph. The
-    model is left as it was. Raises GraphError, ModelTypeError, InputError.
+    ::
+
+        graph = pipesched.graph_of(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(8, 64))
+        graph.nodes["0"]["forward_s"], graph.edges["0", "1"]["bytes"]
+
+    Nodes are the layers at which a stage may begin, in call order; the second call of a layer is named ``name#2``.
+    Code between layers belongs to one of them. The model is left unchanged.
+
+    Args:
+        model: nn.Module, or a list of modules that form a chain.
+        sample: one micro-batch: a tensor, a tuple of arguments, or a dict of keywords.
+        measured: bool; whether to run each layer several times, with one thread, to measure it. Default: True.
+        device: the torch device to measure on. Default: "cpu".
+        whole_layers: names of modules that are kept as one layer. Default: none.
+
+    Returns:
+        networkx.DiGraph. Nodes have ``parameters`` and ``buffers`` (names; a tied one is in several nodes),
+        ``num_parameters``, ``parameter_bytes`` and ``output_bytes`` (values used by later layers or by the output). If
+        measured, also ``forward_s``, ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and ``activation_bytes``.
+        An edge from a layer to a user of its output has ``bytes`` and ``tensors`` (name -> bytes; a tensor has the same
+        name on all its edges). Values that every stage computes itself, such as masks, make no edge.
+
+    Raises:
+        ModelTypeError: the model is not an nn.Module, or its layers cannot be seen because it is compiled or wrapped.
+        GraphError: the model cannot be cut into stages.
+        InputError: the sample does not fit the model, or a name in ``whole_layers`` is unknown.
+
     """
     where = as_device(device)
     whole = as_model(model)
@@ -51,7 +68,7 @@ def graph_of(
 def measure(
     known: LayeredModel, device: torch.device, intra_op_threads: int, effort: Effort = QUICK
 ) -> dict[str, LayerCosts]:
-    """What each layer costs."""
+    """The measured costs of each layer."""
     if isinstance(known, CapturedModel):
         return _measure_captured(known, device, intra_op_threads, effort)
     return measure_layers(known.layers, known.sample, device, intra_op_threads, effort)
@@ -60,7 +77,7 @@ def measure(
 def _measure_captured(
     known: CapturedModel, device: torch.device, intra_op_threads: int, effort: Effort
 ) -> dict[str, LayerCosts]:
-    """Of each layer, with those after it that no stage may begin with, and the functions between."""
+    """The costs of each layer, with those of the calls after it that cannot begin a stage."""
     capture = known.captures[known.model.training]
     trained = capture.trained({name for name, parameter in known.model.named_parameters() if parameter.requires_grad})
     calls = {}
@@ -88,7 +105,7 @@ def _measure_captured(
 
 
 def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
-    """The layer with the attributes that code between layers had given to it."""
+    """The layer with the attributes that code between layers had set before this call."""
     if call.index not in capture.told:
         return layer
     copy = Twin(layer).layer
@@ -97,7 +114,7 @@ def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
 
 
 def _with_grads(between: FunctionCall, trained: Set[Value]) -> Any:
-    """The arguments of a function; of what is trained gradients are asked for."""
+    """The arguments of a call; tensors that depend on trained parameters require gradients."""
     leaves, spec = pytree.tree_flatten(between.arguments)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     for place, value in zip(places, between.values, strict=False):

@@ -1,8 +1,8 @@
-"""Link probe: measures latency and bandwidth between ranks, by programs whose messages go there and back.
+"""Link probe: measure latency and bandwidth between ranks by programs that send messages back and forth.
 
-The programs run as all programs do, so what is measured is what a step's messages take: packing, sending and
-unpacking included. Three stages, on rank a, on rank b and on a again, and one micro-batch after the other: what lies
-between the end of the first stage and the start of the third is a round trip, and a's clock alone tells it.
+The programs run like any program, so the figures include packing, sending and unpacking. A chain of three stages lies
+on rank a, rank b and rank a again. The time from the end of the first stage to the start of the third is a round trip,
+measured by a's clock alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,28 +27,43 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["find_links", "measure_links", "probe_links"]
 
-_SHORT_TRIPS = 10  # of empty messages
-_LONG_TRIPS = 5  # of messages of each size
+_SHORT_TRIPS = 10  # round trips of empty messages
+_LONG_TRIPS = 5  # round trips of messages of each size
 _FIRST_BYTES = 1 << 16
-_GROWTH = 8  # times as long is the next size
+_GROWTH = 8  # ratio of successive sizes
 _MOST_BYTES = 1 << 22
-_LONG_S = 0.02  # a message that travels so long shows its link's bandwidth, whatever its latency and a burst's start
+_LONG_S = 0.02  # seconds; a transfer this long shows the bandwidth despite latency and start of a burst
 
-#: Runs a program whose stages' outputs have so many bytes. Returns the spans of all ranks.
+#: Runs a program whose stages have outputs of these sizes in bytes, and returns the spans of all ranks.
 Run = Callable[[Program, Sequence[int]], Iterable[Span]]
 Pair = tuple[int, int]
 
 
 @collective
 def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
-    """Measure the links between all ranks of a one-dimensional mesh, such as ``mesh["pp"]``. Collective.
+    """Measure latency and bandwidth between all ranks of a mesh, for ``Costs(links=...)``. Collective.
 
-    Returns on every rank the same: for each pair of ranks and each direction latency_s, half of the median round trip
-    of an empty message; bytes_per_s, from the median of messages long enough to take 20 ms, of 4 MiB at most; and
-    spread, by which to see whether they were disturbed. For ``Costs(links=...)``; ``to_dict`` gives what JSON takes.
-    Takes about a second a rank, more where links are slow: every rank talks to one other at a time, all such pairs at
-    once, so pairs that share a cable show what they have of it then. timeout: how long a rank waits for another one,
-    in seconds. Raises DeviceCountError for a mesh of several dimensions, ExecutionError where a rank does not come.
+    ::
+
+        links = pipesched.probe_links(mesh["pp"])
+        links.to_dict()  # for JSON
+
+    Takes about one second per rank, more on slow links. Every rank talks to one other rank at a time and all such pairs
+    run at once, so pairs that share a cable show their share of it.
+
+    Args:
+        mesh: a one-dimensional torch DeviceMesh.
+        timeout: how long a rank waits for another one, in seconds. Default: 60.
+
+    Returns:
+        Links, the same on every rank, with three figures for each pair and direction: ``latency_s``, half of the median
+        round trip of an empty message; ``bytes_per_s``, from messages that take 20 ms, but have at most 4 MiB;
+        ``spread``, the range of these round trips over their median, which is large if the measurement was disturbed.
+
+    Raises:
+        DeviceCountError: the mesh has several dimensions.
+        ExecutionError: a rank did not answer in time.
+
     """
     host = MeshRanks(mesh, 1, timeout)
     try:
@@ -58,7 +73,7 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
 
 
 def measure_links(executor: ProcessExecutor) -> Links:
-    """The same over an executor that is there already. Collective."""
+    """Measure the links between the ranks of an existing executor. Collective."""
 
     def run(program: Program, sizes: Sequence[int]) -> Iterable[Span]:
         stages = {
@@ -67,14 +82,14 @@ def measure_links(executor: ProcessExecutor) -> Links:
         }
         run_spec = RunSpec(program, stages)
         looks = [tuple(sizes)] * program.num_microbatches
-        executor.run(run_spec, grad=False, looks=looks)  # from now on the messages' forms are foreseen
+        executor.run(run_spec, grad=False, looks=looks)  # warm-up: later runs can predict the form of messages
         return executor.gather(executor.run(run_spec, grad=False, looks=looks))
 
     return find_links(executor.num_ranks, run)
 
 
 def find_links(num_ranks: int, run: Run) -> Links:
-    """The links between so many ranks, as the programs that ``run`` runs show them."""
+    """Measure the links between this number of ranks with the programs that ``run`` runs."""
     special: dict[Pair, Link] = {}
     for pairs in _rounds(num_ranks):
         for directed in (pairs, [(b, a) for a, b in pairs]):
@@ -83,7 +98,7 @@ def find_links(num_ranks: int, run: Run) -> Links:
 
 
 def _rounds(num_ranks: int) -> Iterator[list[Pair]]:
-    """Every pair once, in rounds in which each rank is in at most one: all but one rank go around a table."""
+    """All pairs of ranks, in rounds with each rank in at most one pair (the circle method of tournaments)."""
     seats = list(range(num_ranks + num_ranks % 2))
     half = len(seats) // 2
     for _ in range(1, len(seats) if num_ranks > 1 else 0):
@@ -93,7 +108,7 @@ def _rounds(num_ranks: int) -> Iterator[list[Pair]]:
 
 
 def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
-    """The links from the first rank of each pair to the second."""
+    """The links from the first rank to the second rank of each pair."""
     empty = _trips(dict.fromkeys(pairs, 0), num_ranks, _SHORT_TRIPS, run)
     links: dict[Pair, Link] = {}
     sizes = dict.fromkeys(pairs, _FIRST_BYTES)
@@ -113,14 +128,14 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 
 
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
-    """How long so many trips took between each pair: so many bytes there, none back."""
+    """The times of ``count`` round trips for each pair: a message of the given size there, an empty one back."""
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])
     times = {span.action: (span.start_s, span.end_s) for span in spans}
     return {
         pair: [
             times[Action(first + 2, Kind.F, trip)][0] - times[Action(first, Kind.F, trip)][1]
-            for trip in range(1, 1 + count)  # in the first one the other rank may not have been there yet
+            for trip in range(1, 1 + count)  # not the first, in which the other rank may have started late
         ]
         for first, pair in zip(range(0, program.num_stages, 3), sizes, strict=True)
     }
@@ -138,7 +153,7 @@ def _there_and_back(pairs: list[Pair], num_ranks: int, trips: int) -> Program:
 
 
 class _Gives(StageLike):
-    """A stage that only runs forward, and always gives the same bytes."""
+    """A stage that only runs forward and returns an output of fixed size."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._output = Payload.of(torch.empty(nbytes, dtype=torch.uint8, device=device))

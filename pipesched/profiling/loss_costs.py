@@ -1,4 +1,4 @@
-"""Loss costs: what a loss of a model's outputs costs: with its target, or with one that it seems to take."""
+"""Loss costs: measure a loss of a model's outputs, with its target or with a guessed one."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,13 +24,13 @@ def loss_costs(
     threads: int,
     effort: Effort = QUICK,
 ) -> LayerCosts:
-    """What a loss of such an output costs."""
+    """Measure the costs of a loss for this output and target."""
     call: tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = _OfTarget(loss_fn, target, device), ((output,), {})
     return measure_calls({"loss_fn": call}, {"loss_fn"}, device, threads, effort)["loss_fn"]
 
 
 def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
-    """The last layer's costs with what its loss needs in memory."""
+    """The last layer's costs, with the memory that the loss needs."""
     measured = LossMemory(
         kept_bytes=loss.memory.activation_bytes,
         kept_input_bytes=loss.memory.kept_input_bytes,
@@ -43,16 +43,17 @@ def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
 def with_supposed_loss(
     costs: LayerCosts, loss_fn: Callable[[Any, Any], Any], output: Any, device: torch.device, threads: int
 ) -> LayerCosts:
-    """As ``with_loss_bytes``, where no target is known: with one class a row, or what is like the output, whichever the
-    loss takes; of both that with which it needs less. Unchanged where it takes neither.
+    """``with_loss_bytes`` for an unknown target: try one class per row, and a tensor like the output.
+
+    If the loss accepts both, the one that needs less memory counts; if it accepts neither, the costs stay unchanged.
     """
     found = []
     for target in _supposed(output):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # as of shapes that only broadcasting makes equal
+                warnings.simplefilter("error")  # e.g. of shapes that only match by broadcasting
                 found.append(loss_costs(loss_fn, output, target, device, threads))
-        except Exception:  # whatever a loss says of a target that is none of its own
+        except Exception:  # any error of a loss that does not accept this target
             continue
     taken = [with_loss_bytes(costs, own) for own in found if own.memory.backward_transient_bytes]
     return min(taken, key=lambda own: own.loss.kept_bytes + own.loss.backward_bytes, default=costs)
@@ -66,7 +67,7 @@ def _supposed(output: Any) -> Iterator[Tensor]:
 
 
 class _OfTarget(nn.Module):
-    """A loss of outputs alone: its target lies in the batch, and is nothing that a layer keeps."""
+    """A loss with a fixed target. The target belongs to the batch, so its memory is not the layer's."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], target: Any, device: torch.device) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Optimizer costs: what an optimizer's step takes, and what it keeps of each parameter, asked of itself.
+"""Optimizer costs: measure the time of an optimizer's step and the memory of its state, for each parameter.
 
-Times are those of real steps; bytes are asked of `pipesched.profiling.optimizer_memory`, which needs no memory for it.
+Times are those of real steps. Bytes come from `pipesched.profiling.optimizer_memory`, which allocates no memory.
 """
 
 import time
@@ -19,17 +19,18 @@ from pipesched.tensors.caller_context import intra_op
 
 __all__ = ["Update", "measure_updates"]
 
-_STANDS_IN_BYTES = 1 << 26  # of parameters that an optimizer is tried on: caches hold no more
+_STANDS_IN_BYTES = 1 << 26  # bytes of parameters to time an optimizer on; more than caches hold
 _ROUNDS = 7
 
 
 class Update(NamedTuple):
-    """Of one parameter: its part of the optimizer's step, in seconds; what the optimizer keeps of it, in bytes, and
-    what its step needs for it alone.
-    """
+    """The costs of updating one parameter."""
 
+    #: Its share of the optimizer's step, in seconds.
     update_s: float
+    #: The optimizer's state for it.
     optimizer_bytes: int
+    #: The peak of memory that its step needs beyond the state.
     update_transient_bytes: int
 
 
@@ -39,9 +40,16 @@ def measure_updates(
     device: torch.device,
     intra_op_threads: int,
 ) -> dict[str, Update]:
-    """Make an optimizer for parameters of these shapes, as many as a cache does not hold, and let it step.
+    """Time an optimizer's step on parameters of these shapes, up to a size that exceeds the caches.
 
-    Parameters that are not trained have no update. Times of further ones are in proportion to their bytes.
+    Parameters beyond that size get times in proportion to their bytes. Frozen parameters have no entry.
+
+    Args:
+        optimizer: parameters -> Optimizer.
+        parameters: the model's parameters by name.
+        device: the device to run on.
+        intra_op_threads: the number of intra-op threads.
+
     """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     stands_in: dict[str, nn.Parameter] = {}
@@ -57,9 +65,9 @@ def measure_updates(
         made = optimizer(weights)
         if not isinstance(made, Optimizer):
             raise ModelTypeError(
-                f"optimizer(params) returns a torch.optim.Optimizer; got {shown(made)}; return the optimizer"
+                f"optimizer(params) must return a torch.optim.Optimizer; got {shown(made)}; return the optimizer"
             )
-        _step(made, weights, device)  # the first makes states
+        _step(made, weights, device)  # the first step creates the state
         seconds = [_step(made, weights, device) for _ in range(_ROUNDS)]
     total = sum(parameter.nbytes for parameter in stands_in.values())
     each_s = median(seconds) / total

@@ -1,8 +1,7 @@
-"""Optimizer memory: what optimizers hold beside the weights, and what their steps need: asked of the optimizer's own
-class.
+"""Optimizer memory: find the bytes of an optimizer's state, and the peak of its step, for any parameters.
 
-By steps of stand-ins that need no memory: so any stage can be asked about, and what a step needs meanwhile is seen.
-`pipesched.profiling.optimizer_costs` makes real steps, since it times them.
+The optimizer's own class makes steps on meta tensors, which need no memory, so any stage can be examined. Times need
+real steps; see `pipesched.profiling.optimizer_costs`.
 """
 
 import inspect
@@ -18,29 +17,33 @@ from pipesched.tensors.memory_tracker import Ledger
 
 __all__ = ["Upkeep", "another", "upkeep_of"]
 
-_SMALL = 8  # of each dim of a stand-in that has contents
+_SMALL = 8  # largest dim of a stand-in with contents
 
 
 class Upkeep(NamedTuple):
-    """Bytes of an optimizer's state, and the most that its step needs beyond it."""
+    """Bytes of an optimizer's state, and the peak that its step needs beyond the state."""
 
     state_bytes: int
     transient_bytes: int
 
 
 def another(optimizer: Optimizer) -> Callable[[list[Any]], Optimizer]:
-    """What makes optimizers like this one: of its class, with those of its defaults that the class takes."""
+    """A function that makes optimizers of the same class with the same defaults."""
     taken = inspect.signature(type(optimizer)).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
     return lambda parameters: type(optimizer)(parameters, **defaults)
 
 
 def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor]) -> Upkeep:
-    """What an optimizer of such parameters needs once it has made a step.
+    """Find the memory that an optimizer needs for these parameters after its first step.
 
-    make: parameters -> Optimizer, as for ``Pipeline``. It is called with stand-ins, which have no contents where the
-    optimizer's step can do without, and are small where it cannot: then the state is as much larger as they are, dim by
-    dim, and what the step needs is in proportion.
+    Stand-ins replace the parameters: meta tensors if the optimizer's step accepts them, else small tensors. The bytes
+    of small ones are scaled up, the state dim by dim, the peak in proportion.
+
+    Args:
+        make: parameters -> Optimizer.
+        parameters: the parameters, of which only the trained ones count.
+
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
@@ -55,7 +58,7 @@ def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tenso
 def _stepped(
     make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor], stand_ins: Sequence[Tensor]
 ) -> Upkeep:
-    """From two steps of stand-ins."""
+    """The memory needs of two steps on stand-ins, scaled up to the parameters."""
     ledger = Ledger(stand_ins[0].device.type)
     weights = [nn.Parameter(tensor) for tensor in stand_ins]
     for weight in weights:
@@ -78,8 +81,10 @@ def _stepped(
 
 
 def _enlarged(value: Tensor, stand_in: Tensor, parameter: Tensor) -> int:
-    """The bytes of what is kept of a parameter. value: what is kept of its stand-in: each dim as large as the
-    stand-in's is as large as the parameter's; what has other dims, and is no scalar, is in proportion.
+    """The bytes of a state tensor for the parameter, from its size for the stand-in.
+
+    A dim as large as the stand-in's becomes as large as the parameter's. A tensor with another number of dims is scaled
+    in proportion, unless it is a scalar.
     """
     if value.dim() != stand_in.dim():
         return math.ceil(value.nbytes * parameter.nbytes / max(1, stand_in.nbytes)) if value.dim() else value.nbytes

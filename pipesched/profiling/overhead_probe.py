@@ -1,12 +1,11 @@
-"""Overhead probe: measures what ranks take beside the work of their stages, by programs of stages that do known work.
+"""Overhead probe: measure the time that ranks need besides the work of their stages.
 
-The programs run as all programs do, by the executor and the stages of every step. A stage's layer times its own work,
-so what else its actions take is known; what lies between the actions of a rank, with and without messages, and between
-those of two ranks, follows from which of them waits for the other: the work of two neighbours is 1 to 2, or 2 to 1.
+The programs run like any program, on the usual executors and stages. A stage's layer times its own work, so the rest of
+an action is overhead. Two neighbours with work in the ratio 1 to 2 or 2 to 1 show which of them waits, and so the
+overhead between actions of one rank, with and without messages, and between actions of two ranks.
 
-Ranks that wait, as for devices, run a whole pipeline: each goes on when it and its neighbour are done, so that what one
-of them comes late by now and then adds up, more than it would in any rank alone. What it takes longer than simulated
-is what waking up costs.
+The cost of waking up is measured on a pipeline of ranks that wait, as for a GPU: delays that alternate between
+neighbours add up to more than the delays of any single rank. It is the difference from the simulated time.
 """
 
 import os
@@ -47,23 +46,23 @@ __all__ = ["Ran", "find_overheads", "probe_overheads", "waited_s"]
 
 _MICROBATCHES = 6
 _MICROBATCHES_ASLEEP = 16
-_DISTURBED = 0.02  # a run is made again if other work had such a share of it
-_TRIES = 5  # of a run
-# The work: some 3 ms, with as much computed for a byte as layers do.
+_DISTURBED = 0.02  # a run is repeated if other processes took this share of it
+_TRIES = 5  # attempts at an undisturbed run
+# The work: about 3 ms, with as much computation per byte as usual layers.
 _ROWS = 128
 _WIDTH = 512
 _PRODUCTS = 4
-_AGAIN = 4  # as often ranks work side by side: how they slow each other is a few percent
-_AGAIN_ASLEEP = 2  # as often all wait: how late they wake changes from run to run
-_SLEEP_S = 0.01  # a part of work that waits
-_SHORT = 16  # rows of a message
+_AGAIN = 4  # runs of ranks that work side by side, whose slowdown is only a few percent
+_AGAIN_ASLEEP = 2  # runs of waiting ranks, whose wake-up delays vary from run to run
+_SLEEP_S = 0.01  # seconds of one part of waiting
+_SHORT = 16  # rows of a short message
 _LONG = 512
 _ROW_BYTES = 1024
 _KINDS = Kind.F, Kind.B
 
 
 class _Worked(torch.autograd.Function):
-    """Work forward and work backward."""
+    """Runs the same work forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
@@ -76,12 +75,12 @@ class _Worked(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """So many parts of work, timed, in which it computes or waits. seconds: of each call, forward or backward."""
+    """A layer that computes or waits for a number of parts of work; ``seconds`` has the time of each call."""
 
     def __init__(self, parts: int, waits: bool, device: torch.device) -> None:
         super().__init__()
         self._sleep_s = parts * _SLEEP_S if waits else 0.0
-        self.weight = nn.Parameter(torch.zeros(1, device=device))  # so that there is a backward
+        self.weight = nn.Parameter(torch.zeros(1, device=device))  # so that a backward runs
         self.seconds: list[float] = []
         generator = torch.Generator().manual_seed(0)
         self._given = torch.randn(_ROWS, _WIDTH, generator=generator).to(device)
@@ -104,24 +103,29 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Ran:
-    """A program that has run: its spans, and how long each action's work took."""
+    """A program's run: its spans, and the time of each action's work."""
 
     trace: Trace
     work_s: dict[Action, float]
 
 
 class Run(Protocol):
-    """Runs programs of stages that work."""
+    """Runs programs of stages with timed work."""
 
     def __call__(self, program: Program, parts: Sequence[int], rows: int, *, waits: bool = False) -> Ran:
-        """In each action a stage does so many parts of work, and hands on so many rows of 1 KiB.
+        """Run a program.
 
-        waits: it only waits, all that time.
+        Args:
+            program: the program.
+            parts: for each stage, the number of parts of work in each of its actions.
+            rows: the size of each message, in rows of 1 KiB.
+            waits: wait instead of computing. Default: False.
+
         """
 
 
 def _chains(over: Sequence[tuple[int, ...]], num_ranks: int, num_microbatches: int = _MICROBATCHES) -> Program:
-    """Chains of stages over these ranks, side by side: all forwards, then all backwards."""
+    """A program of chains of stages over these ranks, side by side: all forwards, then all backwards."""
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     placement = tuple(rank for ranks in over for rank in ranks)
     for stage, rank in enumerate(placement):
@@ -138,24 +142,43 @@ def probe_overheads(
     timeout: float | None = None,
     rounds: int = 5,
 ) -> Overheads:
-    """Measure what ranks take beside the work of their stages: ranks on CPUs, as ``devices`` or over a ``mesh``.
+    """Measure the time that ranks on CPUs need besides the work of their stages. Collective under a mesh.
 
-    Collective under a mesh; every rank returns the same. For a profile's ``Machine(threads=...)``, or ``processes=``:
-    predictions then have it in them. Takes some seconds; ranks beyond the machine's cores stay idle. timeout: how long
-    a rank of a mesh waits for another one, in seconds. rounds: of which the medians count. Raises InputError,
-    DeviceCountError, ExecutionError.
+    ::
+
+        threads = pipesched.probe_overheads(devices=["cpu"] * 4)
+
+    Put the result into a profile's ``Machine(threads=...)``, or ``processes=`` for a mesh, and predictions include it.
+    Takes some seconds. Ranks beyond the number of cores do not compute.
+
+    Args:
+        devices: one CPU device for each rank, for ranks in this process. Pass this or ``mesh``.
+        mesh: a one-dimensional torch DeviceMesh, for one process per rank.
+        timeout: how long a rank of a mesh waits for another one, in seconds.
+        rounds: int; the number of measurements, of which the medians count. Default: 5.
+
+    Returns:
+        Overheads, the same on every rank.
+
+    Raises:
+        InputError: ``rounds`` is not a positive integer, or a device is not a CPU.
+        DeviceCountError: there are no devices, or the mesh has several dimensions.
+        ExecutionError: a rank did not answer in time.
+
     """
     if not is_count(rounds):
-        raise InputError(f"the medians of at least one round count; got rounds={shown(rounds)}; pass 1 or more")
+        raise InputError(f"rounds must be at least 1; got rounds={shown(rounds)}; pass 1 or more")
     host = host_for(devices, mesh, 1, timeout, "all")
     try:
         if not host.devices:
-            raise DeviceCountError("overheads are of at least one rank; got no devices; pass such as ['cpu', 'cpu']")
+            raise DeviceCountError(
+                "overheads need at least one rank; got no devices; pass a list such as ['cpu', 'cpu']"
+            )
         others = sorted({str(device) for device in host.devices if device.type != "cpu"})
         if others:
             raise InputError(
-                f"overheads are measured of ranks that compute on processors; got {', '.join(others)}; "
-                f"use probe_links for what lies between devices"
+                f"overheads are measured only for ranks on CPUs; got {', '.join(others)}; "
+                f"use probe_links for the links between devices"
             )
         host.start()
         num_cores = host.agreed(lambda: os.cpu_count() or 1)
@@ -173,12 +196,12 @@ def _runner(host: RankHost) -> Run:
         stages = {stage: Stage({"work": layer}, device) for stage, layer in layers.items()}
         x = torch.zeros(rows, _ROW_BYTES // 4, device=device)
         count = program.num_microbatches
-        step_data = StepData(0, 0, [((x,), {})] * count, output_grads=[(x,)] * count)
+        step = StepData(0, 0, [((x,), {})] * count, output_grads=[(x,)] * count)
 
         def prepare(caller: Caller) -> None:
             for layer, stage in zip(layers.values(), stages.values(), strict=True):
                 layer.seconds.clear()
-                stage.begin(step_data)
+                stage.begin(step)
 
         batch = Batch([((x,), {})] * count, [], [rows] * count)
 
@@ -201,7 +224,7 @@ def _runner(host: RankHost) -> Run:
             trace = Trace(spans, program.num_ranks)
             return Ran(trace, seconds), waits or lost_s < _DISTURBED * trace.makespan_s
 
-        once()  # from now on the messages' forms are foreseen, and memory is there
+        once()  # warm-up: later runs can predict the form of messages, and have their memory
         for _ in range(_TRIES):
             ran, undisturbed = once()
             if undisturbed:
@@ -212,10 +235,10 @@ def _runner(host: RankHost) -> Run:
 
 
 def waited_s() -> float:
-    """For how long this process's threads have waited for a core that others had, as Linux tells it; 0 elsewhere."""
+    """How long this process's threads have waited for a busy core, in seconds, by Linux's statistics; 0 elsewhere."""
     waited_ns = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError):  # of a thread that has ended meanwhile
+        with suppress(OSError):  # the thread has ended meanwhile
             waited_ns += int(path.read_text().split()[1])
     return waited_ns * 1e-9
 
@@ -225,8 +248,8 @@ def _of_stage(program: Program, stage: int) -> list[Action]:
 
 
 def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) -> Overheads:
-    """The overheads of so many ranks on so many cores, as the programs that ``run`` runs show them."""
-    most = max(2, min(num_ranks, num_cores)) if num_ranks > 1 else 1  # of ranks that all compute
+    """Measure the overheads of this number of ranks on this number of cores with the programs that ``run`` runs."""
+    most = max(2, min(num_ranks, num_cores)) if num_ranks > 1 else 1  # the number of ranks that compute at once
     seen = _Seen()
     everybody = _chains([tuple(range(num_ranks))], num_ranks, _MICROBATCHES_ASLEEP)
     asleep: list[tuple[Ran, Ran]] = []
@@ -237,7 +260,7 @@ def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) ->
         for rows in (_SHORT, _LONG) if pairs else ():
             seen.first_waits(run(_chains(pairs, num_ranks), [1, 2] * len(pairs), rows), pairs, rows)
             seen.second_waits(run(_chains(pairs, num_ranks), [2, 1] * len(pairs), rows), pairs, rows)
-        for _ in range(_AGAIN_ASLEEP):  # of all ranks: what waits needs no core
+        for _ in range(_AGAIN_ASLEEP):  # with all ranks, because waiting needs no core
             alone = run(_chains([(0,)], num_ranks), [1], _SHORT, waits=True)
             asleep.append((alone, run(everybody, [1] * num_ranks, _SHORT, waits=True)))
     awake = seen.overheads()
@@ -245,9 +268,14 @@ def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) ->
 
 
 def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float:
-    """What each action takes longer where all ranks wait than it does awake, along the longest way through the program.
+    """The extra time per action of waiting ranks, along the longest path through the program.
 
-    alone: one rank, whose work takes what it does in a profile.
+    Args:
+        alone: a run of one waiting rank, whose work takes the time that a profile would have.
+        program: the program of all ranks.
+        ran: its run with all ranks waiting.
+        awake: the other overheads, which are subtracted.
+
     """
     work_s = median(alone.work_s.values())
     costs = Costs.uniform(
@@ -268,22 +296,24 @@ def _pairs(num_ranks: int) -> list[tuple[int, int]]:
 
 
 class _Seen:
-    """What programs have shown, in seconds: of actions with nothing else, with a message sent, with one received, and
-    of two of which the second waits for the first; by the kind of the action, and the rows of the message.
+    """Collects overheads in seconds, by kind of action and rows of the message.
+
+    There are four cases: an action without messages, with a message sent, with one received, and two actions of which
+    the second waits for the first.
     """
 
     def __init__(self) -> None:
-        self._work: dict[int, list[float]] = {}  # each run's, by how many ranks work at once
+        self._work: dict[int, list[float]] = {}  # the work of each run, by the number of ranks that work at once
         self._lost: dict[tuple[str, Kind, int], list[float]] = {}
 
     def side_by_side(self, ran: Ran, count: int) -> None:
-        """So many ranks, none of which waits for another."""
+        """Add a run of ``count`` ranks without dependencies between ranks."""
         self._work.setdefault(count, []).append(median(ran.work_s.values()))
         for kind in _KINDS:
             self._note("action", kind, 0, _per_action(ran, range(count), kind))
 
     def first_waits(self, ran: Ran, pairs: Sequence[tuple[int, int]], rows: int) -> None:
-        """Pairs of ranks whose second one has more to do: it finds what it receives, and the first one waits for it."""
+        """Add a run in which the second rank of each pair has more work, so the first waits and the second does not."""
         firsts, seconds = zip(*pairs, strict=True)
         self._note("send", Kind.F, rows, _per_action(ran, firsts, Kind.F))
         self._note("receive", Kind.F, rows, _per_action(ran, seconds, Kind.F))
@@ -291,15 +321,15 @@ class _Seen:
         self._note("chained", Kind.B, rows, _chained(ran, Kind.B))
 
     def second_waits(self, ran: Ran, pairs: Sequence[tuple[int, int]], rows: int) -> None:
-        """The other way round."""
+        """Add a run in which the first rank of each pair has more work."""
         self._note("receive", Kind.B, rows, _per_action(ran, [first for first, _ in pairs], Kind.B))
         self._note("chained", Kind.F, rows, _chained(ran, Kind.F))
 
-    def _note(self, what: str, kind: Kind, rows: int, seconds: list[float]) -> None:
-        self._lost.setdefault((what, kind, rows), []).extend(seconds)
+    def _note(self, case: str, kind: Kind, rows: int, seconds: list[float]) -> None:
+        self._lost.setdefault((case, kind, rows), []).extend(seconds)
 
     def overheads(self) -> Overheads:
-        """The medians, and what follows from them."""
+        """The medians, and the overheads that follow from them."""
         action_s = self._seconds("action", 0)
         crowding = [1.0]
         for count in sorted(self._work)[1:]:
@@ -322,19 +352,19 @@ class _Seen:
             crowding=tuple(crowding),
         )
 
-    def _seconds(self, what: str, rows: int) -> float:
-        return sum(median(self._lost[what, kind, rows]) for kind in _KINDS) / len(_KINDS)
+    def _seconds(self, case: str, rows: int) -> float:
+        return sum(median(self._lost[case, kind, rows]) for kind in _KINDS) / len(_KINDS)
 
 
 def _line(seconds: Sequence[float]) -> Link:
-    """The line through what a short message takes and what a long one does."""
+    """The line through the times of a short and a long message, as latency and bandwidth."""
     short_s, long_s = (max(0.0, took_s) for took_s in seconds)
     byte_s = (long_s - short_s) / ((_LONG - _SHORT) * _ROW_BYTES)
     return Link(max(0.0, short_s - byte_s * _SHORT * _ROW_BYTES), 1 / byte_s) if byte_s > 0 else Link(short_s)
 
 
 def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
-    """What lies between the starts of two actions of one kind in a row, beside the work of the first."""
+    """The times between the starts of two consecutive actions of one kind, minus the work of the first."""
     found = []
     for rank in ranks:
         for one, other in pairwise(ran.trace.by_rank[rank]):
@@ -344,7 +374,7 @@ def _per_action(ran: Ran, ranks: Sequence[int], kind: Kind) -> list[float]:
 
 
 def _chained(ran: Ran, kind: Kind) -> list[float]:
-    """What lies between the start of an action and the end of the one that waits for it, beside the work of both."""
+    """The times from the start of an action to the end of the action that waits for it, minus the work of both."""
     spans = {span.action: span for rank in ran.trace.by_rank for span in rank}
     found = []
     for action, span in spans.items():

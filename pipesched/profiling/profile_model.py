@@ -1,4 +1,4 @@
-"""Profile model: a model and a sample -> a Profile: what its layers cost for micro-batches of several sizes."""
+"""Profile model: measure the costs of a model's layers for micro-batches of several sizes, as a Profile."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -34,14 +34,14 @@ from pipesched.user_warning import warn
 
 __all__ = ["as_loss", "profile", "put_updates"]
 
-_FACTORS = (0.25, 0.5, 1, 2)  # of the sample's rows, that are measured unless sizes are given
-_PASSES = 3  # over all sizes: a machine that others slow down does so for seconds, and then a pass lies between two
+_FACTORS = (0.25, 0.5, 1, 2)  # default sizes, in times of the sample's rows
+_PASSES = 3  # passes over all sizes: a disturbance of some seconds then affects one pass of a size
 _EFFORT = Effort(rounds=5, enough_s=2.0)
 _CROWDED = replace(_EFFORT, crowds=True)
-_LARGEST_BYTES = 1 << 31  # of parameters, of a model that is also measured in one piece
+_LARGEST_BYTES = 1 << 31  # bytes of parameters up to which the model is also measured in one piece
 _ROWS = "rows is a list of sizes of micro-batches"
 _MEDIANS = (*TIMES, "waiting_s", "crowded_s")
-_FEWEST = 2  # code may treat a single row apart: that is not what is measured
+_FEWEST = 2  # code may treat a single row differently
 
 
 def profile(
@@ -58,16 +58,44 @@ def profile(
     whole_layers: Collection[str] = (),
     cache: str | PathLike[str] | None = None,
 ) -> Profile:
-    """Measure what the layers of a model cost, for `pipesched.tune` and ``Search(profile=)``.
+    """Measure the time and memory of each layer of a model, for micro-batches of several sizes.
 
-    sample: one micro-batch, as for ``Pipeline``. loss_fn: as there, with the sample's target; what it takes belongs to
-    the last layer. optimizer: as there; layers then have ``update_s`` and ``optimizer_bytes``. rows: the sizes of
-    micro-batches to measure, made from the sample's rows: a quarter, half and twice as many beside its own unless
-    given; single rows are measured as two. split_dims, whole_layers: as for ``Pipeline``. Layers run several
-    times on ``device`` with so many threads, forward and backward, one after the other as in a step. What cannot be
-    true of a layer is measured again, and then named in a warning. cache: a folder of profiles: one of an equal model,
-    sample, device and torch is read and not measured again; numbers in weights and inputs do not count. The model is
-    left as it was. Raises InputError, GraphError, ModelTypeError; ScheduleError for a file there that is no profile.
+    ::
+
+        profile = pipesched.profile(model, torch.randn(8, 64))
+        plan = pipesched.tune(profile, num_ranks=4, batch_size=64)
+        profile.save("profile.json")
+
+    Each layer runs forward and backward several times, in the order of a step. Implausible times are measured again; a
+    warning names layers that stay implausible. The model is left unchanged, including gradients and random state.
+
+    Args:
+        model: nn.Module, or a list of modules that form a chain. It may be on the meta device.
+        sample: one micro-batch: a tensor, a tuple of arguments, or a dict of keywords.
+        loss_fn: (output, target) -> scalar tensor; its costs are added to the last layer. Default: None, no loss.
+        target: the sample's target, required with ``loss_fn``. Default: None.
+        optimizer: parameters -> torch.optim.Optimizer. Layers then also have ``update_s`` and ``optimizer_bytes``.
+            Default: None.
+        rows: the micro-batch sizes to measure, in rows, made from the sample's rows. A size of 1 is measured as 2.
+            Default: a quarter, half, one and two times the sample's rows.
+        device: the torch device to measure on. Default: "cpu".
+        intra_op_threads: int; threads of each operation on a CPU. Default: 1.
+        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name; None
+            passes an argument whole. Default: 0.
+        whole_layers: names of modules that are kept as one layer. Default: none.
+        cache: a folder of profiles. A profile of an equal model, sample, device and torch version is loaded from it
+            instead of measured; the numbers in weights and inputs may differ. Default: None, no cache.
+
+    Returns:
+        Profile, for `pipesched.tune` and ``Search(profile=...)``.
+
+    Raises:
+        InputError: the sample does not fit the forward's signature, or a loss comes without a target.
+        ModelTypeError: the model is not an nn.Module, or is compiled or wrapped.
+        GraphError: the model cannot be cut into stages.
+        ScheduleError: a file in ``cache`` is not a profile.
+        Exception: any error of the model's own code, with a note that names the layer.
+
     """
     chain = as_model(model)
     args, kwargs = as_call(sample)
@@ -117,11 +145,11 @@ def profile(
 
 
 def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
-    """A loss as a layer of two arguments. Raises InputError where one of both is missing."""
+    """A loss as a module of two arguments, or None. Raises InputError if only one of loss and target is given."""
     if (loss_fn is None) != (target is None):
         raise InputError(
-            f"a loss is measured with the sample's target; got {'a target' if loss_fn is None else 'a loss_fn'} alone; "
-            f"pass loss_fn= and target=, or neither"
+            f"loss_fn= and target= go together; got {'a target' if loss_fn is None else 'a loss_fn'} alone; "
+            f"pass both, or neither"
         )
     function = as_function(loss_fn, "loss_fn")
     return function if function is None or isinstance(function, nn.Module) else Between(function)
@@ -130,20 +158,20 @@ def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
 def _with_loss(
     costs: LayerCosts, model: nn.Module, batch: Batch, loss: nn.Module, device: torch.device, threads: int
 ) -> LayerCosts:
-    """The last layer's costs with the loss's."""
+    """The last layer's costs plus those of the loss."""
     args, kwargs = batch.inputs[0]
     with untouched(model, model.training), torch.no_grad():
         output = model(*unchanged(args), **unchanged(kwargs))
     own = loss_costs(loss, output, batch.targets[0], device, threads, _EFFORT)
-    times = {what: getattr(costs, what) + getattr(own, what) for what in TIMES}
+    times = {column: getattr(costs, column) + getattr(own, column) for column in TIMES}
     return with_loss_bytes(replace(costs, **times), own)
 
 
 def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts]:
-    """The medians of what was measured several times."""
+    """The medians over several passes."""
     found = {}
     for name, first in passes[0].items():
-        times = {what: median(getattr(costs[name], what) for costs in passes) for what in _MEDIANS}
+        times = {column: median(getattr(costs[name], column) for costs in passes) for column in _MEDIANS}
         least, most = (pick(costs[name].forward_s + costs[name].backward_s for costs in passes) for pick in (min, max))
         took_s = times["forward_s"] + times["backward_s"]
         spread = max(median(costs[name].spread for costs in passes), (most - least) / took_s if took_s else 0.0)
@@ -154,20 +182,20 @@ def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts
 def _check_sum(
     costs: Mapping[str, LayerCosts], model: nn.Module, batch: Batch, device: torch.device, threads: int
 ) -> None:
-    """Warn where the layers do not take what the model takes in one piece; not of a large one."""
+    """Warn if the layers' times do not add up to the model's time; very large models are not checked."""
     if lacks_contents(model) or sum(parameter.nbytes for parameter in model.parameters()) > _LARGEST_BYTES:
         return
     calls = {"model": (model, unchanged(batch.inputs[0]))}
     whole = measure_calls(calls, (), device, threads, _EFFORT)["model"]
     if why := doubt_of_sum(costs, whole):
         warn(
-            f"layers and functions between them are all that a model takes; {why}; measure again on an idle machine; "
-            f"where that is how it is, what the model's code does besides is not in the profile"
+            f"layer times should add up to the model's time; {why}: the machine may have been busy; measure again when "
+            f"it is idle; if the difference stays, the model's own code takes time that is not in the profile"
         )
 
 
 def put_updates(graphs: Iterable["nx.DiGraph[str]"], updates: Mapping[str, Update]) -> None:
-    """Each parameter's update belongs to the first layer that uses it."""
+    """Add the costs of each parameter's update to the first layer that uses the parameter."""
     for graph in graphs:
         left = dict(updates)
         for _, node in graph.nodes(data=True):
@@ -181,7 +209,11 @@ def _sizes(rows: Collection[int] | None, has: int) -> list[int]:
     given = [int(has * factor) for factor in _FACTORS] if rows is None else as_list(rows, _ROWS, "pass such as [4, 8]")
     for count in given:
         if rows is not None and not is_count(count):
-            raise InputError(f"micro-batches have whole numbers of rows; got rows={shown(rows)}; pass such as [4, 8]")
+            raise InputError(
+                f"rows must be whole numbers, at least 1; got rows={shown(rows)}; pass a list such as [4, 8]"
+            )
     if not given:
-        raise InputError("a profile has at least one size of micro-batches; got rows=[]; leave it out, or name some")
+        raise InputError(
+            "a profile needs at least one size of micro-batches; got rows=[]; leave it out, or pass [4, 8]"
+        )
     return sorted({max(_FEWEST, count) for count in given})

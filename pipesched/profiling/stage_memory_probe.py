@@ -1,7 +1,7 @@
-"""Stage memory probe: runs each stage of a captured model in one piece, and measures what it needs in memory.
+"""Stage memory probe: measure the memory of each stage of a captured model by running the stage in one piece.
 
-The layers of a stage do not add up to it: a view keeps all that it lies in, what skips layers is held meanwhile, its
-gradients wait for each other, and code between layers holds on to what it names.
+A stage needs more than the sum of its layers: a view keeps its whole storage, values that skip layers are held
+meanwhile, their gradients wait for each other, and variables of code between layers keep tensors alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +36,14 @@ __all__ = ["StageSizes", "costs_with", "messages_of", "stage_sizes"]
 
 @dataclass(frozen=True, kw_only=True)
 class StageSizes:
-    """What a stage needs."""
+    """The memory needs of a stage."""
 
     memory: LayerMemory
-    #: What its forward needs beyond its input, if it keeps nothing else.
+    #: Peak of a forward beyond its input if nothing is kept for a backward.
     dropping_bytes: int
-    #: Bytes by name.
+    #: Parameter name -> bytes.
     parameters: Mapping[str, int]
-    #: To each taker.
+    #: Consumer stage -> the message to it.
     messages: Mapping[int, Message]
 
 
@@ -56,8 +56,18 @@ def stage_sizes(
     *,
     own_loss: bool,
 ) -> list[StageSizes]:
-    """Run the sample through the stages, each on its device, several times, forward and backward. The model is left as
-    it was: its parameters' memory is used, their gradients and hooks are not. own_loss: the last stage computes it.
+    """Measure the memory of each stage by running the sample through the stages, each on its device.
+
+    The model is left unchanged: the memory of its parameters is shared, but their gradients and hooks are not used.
+
+    Args:
+        captured: the model.
+        cut: the layers of each stage.
+        devices: the device of each stage.
+        trade: exchange of values between ranks, for tied weights.
+        checkpoint_of_call: the checkpointing of layers.
+        own_loss: whether the last stage computes the loss itself.
+
     """
     caller = replace(Caller.here({device.type for device in devices}, grad=True), inference=False)
     model = captured.model
@@ -103,7 +113,7 @@ def stage_sizes(
 
 
 def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[int, int], Message]:
-    """What the stages of a program give each other. stages: those with weights of their own."""
+    """The messages between the stages of a program; ``stages`` are those with weights of their own."""
     own = program.weights
     return {
         (giver, taker): stages[own[giver]].messages[own[taker]]
@@ -113,7 +123,7 @@ def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[in
 
 
 def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], loss: LayerMemory | None) -> Costs:
-    """Costs of a program's stages with what these need. loss: what that of the last stage needs beside, if it does."""
+    """The costs of a program's stages with measured memory; ``loss`` is the memory of a separate loss, if any."""
     rows = []
     for index, part in enumerate(program.weights):
         memories = [stages[part].memory]
@@ -128,24 +138,23 @@ def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], los
     columns["weight_bytes"] = weight_bytes(program, [stage.parameters for stage in stages])
     for index, size in enumerate(costs.input_bytes):
         if not program.graph.producers[index]:
-            columns["input_bytes"][index] = size  # the batch's
+            columns["input_bytes"][index] = size  # the size of the batch
     return replace(costs, **columns)
 
 
 class _Holder(nn.Module):
-    """Acts while the model uses other parameters."""
+    """Runs code while the model uses other parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, act: Callable[[], Any]) -> Any:
-        """What is to be done."""
         return act()
 
 
 class _Alone:
-    """A stage apart from others. arrived: what comes to it, by giver."""
+    """A stage that runs by itself; ``arrived`` has the payload from each producer."""
 
     def __init__(self, stage: Stage, sample: Any, caller: Caller, arrived: Sequence[Payload]) -> None:
         self._stage = stage
@@ -153,13 +162,13 @@ class _Alone:
         self._arrived = arrived
         self._sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(stage.device), sample)
         self._given = Payload.joined(arrived)
-        self._step_data = StepData(0, 0, [])
+        self._step = StepData(0, 0, [])
         grads = [tuple(torch.ones_like(leaf) for leaf in one.wanted) for one in self._outputs(split=True)]
-        stage.input_grad(0, *grads)  # so it learns to split
+        stage.input_grad(0, *grads)  # the first pass finds out how to split
         stage.weight_grad(0)
 
     def sizes(self, leaves: Sequence[Tensor]) -> Sizes:
-        """leaves: what takes its gradients."""
+        """Measure the stage's memory; ``leaves`` are the tensors that accumulate its gradients."""
         buffers = {buffer for module in self._stage.modules.values() for buffer in module.buffers()}
         layer = Layer(
             stage=self._stage,
@@ -171,11 +180,11 @@ class _Alone:
         return sizes_of(layer, self._given)
 
     def dropping_bytes(self, buffer_bytes: int) -> int:
-        """What a checkpointed forward needs beyond its input, and copies of its buffers."""
+        """The peak of a checkpointed forward beyond its input and the copies of its buffers."""
         books = books_of(self._stage.device)
         with books.watching():
             given = self._given.map_tensors(Tensor.clone)
-            for _ in range(2):  # the first sees whether the input is modified
+            for _ in range(2):  # the first run finds out whether the input is modified
                 held = books.bytes
                 books.mark()
                 self._forward(given, checkpointed=True)
@@ -183,14 +192,14 @@ class _Alone:
         return max(0, books.peak - held - buffer_bytes)
 
     def output(self) -> list[Payload]:
-        """What it gives to each taker."""
+        """The output for each consumer."""
         outputs = self._outputs()
         self._end()
         return outputs
 
     def _release(self) -> None:
-        """Drop what a pass has kept of the model's inputs."""
-        self._step_data.inputs = [None]
+        """Free the model's inputs that a pass has kept."""
+        self._step.inputs = [None]
 
     def _end(self) -> None:
         self._stage.begin(StepData(0, 0, []))
@@ -204,8 +213,8 @@ class _Alone:
 
     def _forward(self, given: Payload, **how: bool) -> Payload | PerConsumer:
         factors: list[float | None] | None = None if self._stage.head is None else [1.0]
-        self._step_data = StepData(0, 0, [unchanged(self._sample)], factors=factors, autocast=self._caller.autocast)
-        self._stage.begin(self._step_data)
+        self._step = StepData(0, 0, [unchanged(self._sample)], factors=factors, autocast=self._caller.autocast)
+        self._stage.begin(self._step)
         leaves = iter(given.leaves)
         parts = [
             Payload(tuple(next(leaves) for _ in one.leaves), one.places, one.spec, one.needs_grad)

@@ -1,8 +1,8 @@
-"""Timing run: layers that are measured together, forwards in their order and then backwards in the reverse one.
+"""Timing run: measure layers together, forwards in order and then backwards in reverse order.
 
-So each layer finds the caches as it does in a step: its input has just been written, its weights have not been used
-since the lap before. What a stage does between layers is not counted: one backward runs through all of them, and notes
-when it comes to each. Layers run on copies of their weights.
+So each layer finds the caches in the same state as in a step: its input has just been written, and its weights were
+last used in the previous round. Work between layers is not counted: one backward runs through all layers and notes the
+time at which it reaches each of them. Layers run on copies of their weights.
 """
 
 import copy
@@ -37,35 +37,35 @@ _TOGETHER = "weight_grads_together_s"
 
 @dataclass(eq=False, kw_only=True)
 class Subject:
-    """A call of a layer that is measured."""
+    """A measured call of a layer."""
 
     name: str
     layer: nn.Module
-    #: Its (args, kwargs).
+    #: The call's (args, kwargs).
     given: Payload
-    #: Of each round, by what took them.
+    #: Kind of time, such as "forward_s" -> the time of each round.
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    #: For how many of these seconds the thread left the processor to others.
+    #: Kind of time -> the part of each round's time in which the thread did not run on a processor.
     waited: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """Layers between their forwards and their backwards; each list has one entry a layer."""
+    """The state between forwards and backwards; each list has one entry per layer."""
 
     #: Whether weight gradients are left to W.
     deferred: bool
-    #: Of the last layer.
+    #: The last layer's output.
     output: Any = None
     turns: list["_Turn"] = field(default_factory=list)
-    #: What the backward begins with, of the layers that have one.
+    #: The start of the backward of each layer that has one.
     roots: list[Tensor] = field(default_factory=list)
-    #: What waits for the weight gradients.
+    #: The deferred weight gradients.
     products: list[list[Product]] = field(default_factory=list)
 
 
 class TimingRun(nn.Module):
-    """See the module. caller: whose autocast holds in forwards."""
+    """Measures layers together on copies of their weights; ``caller`` has the autocast settings for forwards."""
 
     def __init__(self, subjects: Sequence[Subject], device: torch.device, caller: Caller) -> None:
         super().__init__()
@@ -74,7 +74,8 @@ class TimingRun(nn.Module):
             Subject(name="", layer=nn.Identity(), given=Payload.of(((torch.empty(0, requires_grad=True),), {})))
             for _ in range(3)
         ]
-        self._blank = blanks[1]  # behind it comes one more, since the last one to go forward begins the backward
+        # Layers without work show the cost of noting times; not the last one, where the backward starts.
+        self._blank = blanks[1]
         self._all = [blanks[0], *subjects, *blanks[1:]]
         self._device = device
         self._caller = caller
@@ -92,27 +93,26 @@ class TimingRun(nn.Module):
         }
 
     def forward(self, act: Callable[[], Any]) -> Any:
-        """What ``held`` calls."""
         return act()
 
     def held(self, act: Callable[[], Any]) -> Any:
-        """Act while the layers use the copies."""
+        """Call ``act`` while the layers use the copies."""
         return torch.func.functional_call(self, self.tensors, (act,))
 
     def forget(self) -> None:
-        """Free the copies; at once where there may be no room for those of several laps."""
+        """Free the copies, immediately if there may be no memory for several sets of copies."""
         for layer in self.layers:
             self.forget_graphs(layer)
         for tensor in self.tensors.values():
             tensor.grad = None
         self.tensors.clear()
         if any(map(lacks_contents, self.layers)):
-            gc.collect()  # graphs and modules refer to each other
+            gc.collect()  # graphs and modules form reference cycles
 
-    # ---- rounds, each of which notes what it took -------------------------------------------------------------------
+    # ---- rounds, each of which adds its times to the subjects ------------------------------------------------------
 
     def round(self, *, split: bool = False, clock: "Clock | None" = None) -> Run:
-        """Forwards, and whole backwards, or input gradients."""
+        """Run all forwards, and then all whole backwards or, with ``split``, all input gradients."""
         own = clock or Clock(self._device)
         self._deferral.begin()
         run = Run(deferred=split and self._deferral.decide(0, lambda: None))
@@ -123,7 +123,7 @@ class TimingRun(nn.Module):
         return run
 
     def weight_round(self, *, apart: bool) -> None:
-        """Forwards, input gradients, and weight gradients: layer by layer, or at once as a stage does them."""
+        """Run forwards, input gradients and weight gradients, these in one call or ``apart`` for each layer."""
         clock = Clock(self._device)
         run = self.round(split=True, clock=clock)
         if apart:
@@ -139,33 +139,36 @@ class TimingRun(nn.Module):
         clock.settle()
 
     def clear(self) -> None:
-        """What was measured so far was for the caches."""
+        """Discard the times so far, which were warm-up."""
         for subject in self._all:
             subject.seconds.clear()
             subject.waited.clear()
 
     def correct(self) -> None:
-        """Take away what it costs to note when a backward comes to a layer, and that weight gradients layer by layer
-        begin again each time: of what all took together each layer has its share. What slows a processor for a moment
-        is in no layer's median but in every step: layers together take what they took in the median round.
+        """Correct the times for effects of the measurement.
+
+        - Noting the start of a backward takes time: the time of a blank layer is subtracted.
+        - Weight gradients of single layers take longer than one call for all: each layer gets its share of the call.
+        - A short disturbance is in no layer's median but in every step: the layers' times are scaled so that their sum
+          is the median round.
         """
-        for what in ("backward_s", "input_grad_s"):
-            blank_s = median(self._blank.seconds[what])
+        for column in ("backward_s", "input_grad_s"):
+            blank_s = median(self._blank.seconds[column])
             for subject in self.subjects:
-                subject.seconds[what] = [max(0.0, took_s - blank_s) for took_s in subject.seconds[what]]
-        for what in ("forward_s", "backward_s", "input_grad_s"):
-            rounds = zip(*(subject.seconds[what] for subject in self.subjects), strict=True)
-            self._share(what, median(map(sum, rounds)))
+                subject.seconds[column] = [max(0.0, took_s - blank_s) for took_s in subject.seconds[column]]
+        for column in ("forward_s", "backward_s", "input_grad_s"):
+            rounds = zip(*(subject.seconds[column] for subject in self.subjects), strict=True)
+            self._share(column, median(map(sum, rounds)))
         self._share("weight_grad_s", median(self.subjects[0].seconds.pop(_TOGETHER)), most=1)
 
-    def _share(self, what: str, together_s: float, most: float = math.inf) -> None:
-        apart_s = sum(median(subject.seconds[what]) for subject in self.subjects)
+    def _share(self, column: str, together_s: float, most: float = math.inf) -> None:
+        apart_s = sum(median(subject.seconds[column]) for subject in self.subjects)
         share = min(most, together_s / apart_s) if apart_s else 1.0
         for subject in self.subjects:
-            subject.seconds[what] = [share * took_s for took_s in subject.seconds[what]]
+            subject.seconds[column] = [share * took_s for took_s in subject.seconds[column]]
 
     def forwards(self, run: Run, clock: "Clock", *, split: bool = False) -> None:
-        """Call all layers."""
+        """Call all layers and note their times."""
         noted = run.deferred or (split and self._deferral.learning)
         counts = [0]
         for subject, layer in self.modules_of.items():
@@ -177,7 +180,7 @@ class TimingRun(nn.Module):
                 output = layer(*args, **kwargs)
                 clock.note(subject, "forward_s", begin)
             if subject is self.subjects[-1]:
-                run.output = output  # the others are free as far as no backward needs them
+                run.output = output  # other outputs are freed if no backward needs them
             leaves = trainable_leaves(output)
             run.turns.append(_Turn(subject, clock, leaves))
             if leaves:
@@ -187,8 +190,9 @@ class TimingRun(nn.Module):
         run.products = [products[begin:end] for begin, end in pairwise(counts)]
 
     def forget_graphs(self, layer: nn.Module) -> None:
-        """What an earlier round has left in attributes of a layer, such as a state, and what its graph is of, is not
-        there for the next one, as it would not be in a model that puts its state back before each forward.
+        """Reset attributes that hold a graph of an earlier round, such as a recurrent state.
+
+        A model would reset such a state before each forward.
         """
         for module in layer.modules():
             before = self._attributes.get(module, {})
@@ -200,58 +204,58 @@ class TimingRun(nn.Module):
         given = subject.given.map_tensors(lambda tensor: tensor.to(self._device, copy=True))
         return unchanged(given.with_wanted(enter(given.wanted) if given.wanted else ()))
 
-    def backwards(self, run: Run, clock: "Clock", what: str) -> None:
-        """Whole backwards, or input gradients, of all layers: of the last one first."""
+    def backwards(self, run: Run, clock: "Clock", column: str) -> None:
+        """Run the whole backwards, or the input gradients, of all layers, the last layer first."""
         with self._backward_mode[run.deferred], self._deferral.unnoted():
             if run.roots:
                 with _naming_turn(run.turns, self._device):
-                    edges = [edge_of(root) for root in run.roots]  # of tensors torch would run it with the mode left
+                    edges = [edge_of(root) for root in run.roots]  # given tensors, torch would leave the mode
                     torch.autograd.backward(edges, [root.detach() for root in run.roots])
         end = clock.now()
-        for turn in run.turns:  # each ends where the one before it in the model begins
-            end = turn.note(what, end)
+        for turn in run.turns:  # each ends where the backward of the layer before it begins
+            end = turn.note(column, end)
 
     def weight_grads(self, products: Sequence[Product]) -> None:
-        """The weight gradients that the input gradients have left."""
+        """Compute the weight gradients that the input gradients have deferred."""
         with self._backward_mode[False]:
             weight_grad(products)
 
 
 class Clock:
-    """Times on a device: of this thread, or between events of its stream."""
+    """Times on a device: those of this thread, or of events on its CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._noted: list[tuple[Subject, str, Any, Any]] = []
 
     def now(self) -> Any:
-        """A point in time, and of the thread's own."""
+        """The current wall time and the thread's processor time, or a CUDA event."""
         if self._device.type != "cuda":
             return time.perf_counter(), time.thread_time()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def note(self, subject: Subject, what: str, begin: Any, end: Any = None) -> None:
-        """It took from begin to end, which is now unless given."""
-        self._noted.append((subject, what, begin, self.now() if end is None else end))
+    def note(self, subject: Subject, column: str, begin: Any, end: Any = None) -> None:
+        """Note a time for a subject. Default end: now."""
+        self._noted.append((subject, column, begin, self.now() if end is None else end))
 
     def settle(self) -> None:
-        """Give the subjects their times."""
+        """Store the noted times in the subjects."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        for subject, what, begin, end in self._noted:
+        for subject, column, begin, end in self._noted:
             if self._device.type == "cuda":
                 took_s, ran_s = (begin.elapsed_time(end) * 1e-3,) * 2
             else:
                 took_s, ran_s = (until - since for since, until in zip(begin, end, strict=True))
-            subject.seconds.setdefault(what, []).append(took_s)
-            subject.waited.setdefault(what, []).append(took_s - ran_s)
+            subject.seconds.setdefault(column, []).append(took_s)
+            subject.waited.setdefault(column, []).append(took_s - ran_s)
         self._noted.clear()
 
 
 class _Turn:
-    """When a backward comes to a layer, and with gradients of which form."""
+    """The start of one layer's backward, with the form of the gradients that it gets."""
 
     def __init__(self, subject: Subject, clock: Clock, leaves: Sequence[Tensor]) -> None:
         self.subject = subject
@@ -262,28 +266,28 @@ class _Turn:
         self._begin: Any = None
 
     def come(self) -> list[Tensor]:
-        """The gradients of the layer's output, just written as those of a layer behind it would be."""
+        """Make the gradients of the layer's output, freshly written as those from a later layer would be."""
         self.came = self._clock.now()
         ones = [torch.ones_like(form, device=self._device) for form in self._forms]
         self._begin = self._clock.now()
         return ones
 
-    def note(self, what: str, end: Any) -> Any:
-        """The layer's backward ends there; returns when the one behind it ended."""
+    def note(self, column: str, end: Any) -> Any:
+        """Note the backward of the layer, which ended at ``end``; return the end of the backward before it."""
         if self.came is None:
-            self._clock.note(self.subject, what, end, end)
+            self._clock.note(self.subject, column, end, end)
             return end
-        self._clock.note(self.subject, what, self._begin, end)
+        self._clock.note(self.subject, column, self._begin, end)
         return self.came
 
 
 class _Begin(torch.autograd.Function):
-    """Where the backward of a layer begins. The turn does not hold the graph: no garbage collector sees through it."""
+    """Marks the start of a layer's backward. The turn must not hold the graph: the garbage collector cannot find it."""
 
     @staticmethod
     def forward(ctx: Any, turn: _Turn, *leaves: Tensor) -> Tensor:
         ctx.turn = turn
-        return torch.empty(0, device=leaves[0].device)  # so that autograd knows the stream
+        return torch.empty(0, device=leaves[0].device)  # on the device, so that autograd uses its stream
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -301,7 +305,7 @@ def _naming(subject: Subject, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _naming_turn(turns: Sequence[_Turn], device: torch.device) -> Iterator[None]:
-    """As ``_naming``, of the layer to which a backward has come."""
+    """Like ``_naming``, for the layer that the backward has reached."""
     try:
         yield
     except Exception as error:
@@ -311,7 +315,7 @@ def _naming_turn(turns: Sequence[_Turn], device: torch.device) -> Iterator[None]
 
 
 def _callable(layer: nn.Module, device: torch.device) -> nn.Module:
-    """The layer; a copy of one that is scripted, which takes no other tensors than its own."""
+    """The layer, or a copy of a scripted layer, which cannot be called with other tensors."""
     if not _is_scripted(layer):
         return layer
     with torch.no_grad():

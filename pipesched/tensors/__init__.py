@@ -1,1 +1,1 @@
-"""Values of torch as such: payloads, meta tensors, keyed random numbers. No model, stage or rank."""
+"""Tools for torch tensors in general: payloads, meta tensors, keyed random numbers. No model, stage or rank."""

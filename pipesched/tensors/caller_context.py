@@ -1,6 +1,6 @@
-"""Caller context: the thread-local settings of the thread that calls a step, to hold in the ranks' threads too.
+"""Caller context: apply the thread-local settings of the thread that calls step() in the ranks' threads.
 
-(Default dtype, deterministic algorithms and matmul precision are the process's own and hold everywhere.)
+Default dtype, deterministic algorithms and matmul precision belong to the whole process and need no copying.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ __all__ = ["Caller", "intra_op"]
 
 @dataclass(frozen=True)
 class Caller:
-    """Grad mode and inference mode, and the autocast settings of forwards."""
+    """Grad mode, inference mode and the autocast settings for forwards."""
 
     grad: bool
     inference: bool
@@ -23,12 +23,12 @@ class Caller:
 
     @classmethod
     def here(cls, device_types: Iterable[str], *, grad: bool) -> "Caller":
-        """The settings of this thread, with grad mode as given."""
+        """The settings of the current thread, with this grad mode."""
         autocasts = tuple(
             {
                 "device_type": kind,
                 "dtype": torch.get_autocast_dtype(kind),
-                "cache_enabled": False,  # the cache of casts is the process's, and any rank that leaves clears it
+                "cache_enabled": False,  # the process has one cache of casts, which any rank clears on exit
             }
             for kind in sorted({"cpu", *device_types})
             if torch.is_autocast_enabled(kind)
@@ -37,7 +37,7 @@ class Caller:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For all that a rank does. Backwards of CUDA tensors, too, run in the rank's own thread."""
+        """Apply grad and inference mode to all that a rank runs, and keep backwards in the rank's own thread."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -46,7 +46,7 @@ class Caller:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """For forwards alone: a backward computes in the types of its forward."""
+        """Apply autocast, only in forwards: a backward computes in the types of its forward."""
         with ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(**settings))
@@ -55,7 +55,7 @@ class Caller:
 
 @contextmanager
 def intra_op(threads: int) -> Iterator[None]:
-    """Compute with so many threads in this one."""
+    """Compute with this number of intra-op threads in the current thread."""
     before = torch.get_num_threads()
     if before == threads:
         yield

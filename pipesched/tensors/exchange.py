@@ -1,4 +1,4 @@
-"""Exchange: what ranks give each other beside a program's messages, all that one has for another in one message."""
+"""Exchange: values that ranks send each other outside the schedule, such as gradients of tied weights."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
@@ -10,36 +10,39 @@ from pipesched.tensors.meta_tensors import is_expanded
 
 __all__ = ["Move", "RankDevices", "Trade", "copy_into", "moved"]
 
-#: (rank that has a value, rank that gets it, what makes it)
+#: (rank that has a value, rank that gets it, function that makes it)
 Move = tuple[int, int, Callable[[], Any]]
 
 
 class Trade(Protocol):
-    """How ranks in different processes exchange values beside a program's."""
+    """Exchanges values between ranks of different processes, outside the schedule."""
 
     def holds(self, rank: int) -> bool:
         """Whether the rank runs in this process."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Give values to other ranks, and take what those in ``sources`` give to this one."""
+        """Send ``given`` to other ranks, by rank, and return the values that the ``sources`` send to this one."""
 
 
 class RankDevices(Protocol):
-    """Which device each rank has, and which ranks run in this process."""
+    """The device of each rank, and the ranks that run in this process."""
 
     @property
     def devices(self) -> Sequence[torch.device]:
-        """One a rank."""
+        """The device of each rank."""
 
     def holds(self, rank: int) -> bool:
         """Whether the rank runs in this process."""
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise the error, and tell the ranks of other processes."""
+        """Raise the error here and make the ranks of other processes raise, too."""
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
-    """For each move what its source made, where its target is here; else None. Collective over processes."""
+    """For each move, the value if its target is in this process, else None. Collective over processes.
+
+    All values from one rank to another travel in one message.
+    """
     holds = trade.holds
     given: dict[int, list[Any]] = {}
     for source, target, make in moves:
@@ -56,7 +59,7 @@ def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
 
 @torch.no_grad()
 def copy_into(mine: Tensor, theirs: Tensor) -> None:
-    """Not counted as a modification: passes that are open still see the values that they saw, or the home tells."""
+    """Overwrite a tensor without counting it as an in-place modification, which running backwards would refuse."""
     if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and not is_expanded(mine):
         mine.data.copy_(theirs)
     else:

@@ -1,7 +1,7 @@
-"""Function mode: one TorchFunctionMode that sees every torch function a stage calls, and a table of what to do.
+"""Function mode: one TorchFunctionMode that intercepts all torch functions of a stage, with a table of handlers.
 
-Keyed random numbers and deferred weight gradients both need to see calls; they are providers of one table, so that
-a call is looked up once.
+Keyed random numbers and deferred weight gradients both intercept calls. One table serves both, so that a call is looked
+up only once.
 """
 
 import types
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["COMPOSITES", "Handler", "Intercept"]
 
-#: Functions that multiply by weights inside a body of Python: the calls in the body are handled one by one.
+#: Python functions with weight products in their body; the calls in the body are intercepted one by one.
 COMPOSITES = frozenset({functional.multi_head_attention_forward})
 
 #: (function, args, kwargs) -> result, in place of the call
@@ -21,14 +21,14 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Provider(Protocol):
-    """Says which functions it wants to handle."""
+    """Selects the functions that it handles."""
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
-        """The handler for a torch function, or None to leave it alone."""
+        """The handler for a torch function, or None if the function is not intercepted."""
 
 
 class Intercept(TorchFunctionMode):
-    """While entered, each torch function goes to the first provider that wants it; about 1 us a call."""
+    """While entered, passes each torch function to the first provider that handles it; costs about 1 us a call."""
 
     def __init__(self, *providers: _Provider) -> None:
         super().__init__()
@@ -48,8 +48,9 @@ class Intercept(TorchFunctionMode):
         return handler(func, args, kwargs or {})
 
     def passes(self, function: Any) -> bool:
-        """Whether this function has been seen here and is left alone. Then it need not be called in here: what its body
-        calls is not seen, since torch runs it with the mode left.
+        """Whether this function was seen before and is not intercepted.
+
+        Such a function need not be called within the mode, because torch leaves the mode while its body runs.
         """
         return isinstance(function, types.FunctionType) and self._table.get(function, self) is None
 
@@ -63,9 +64,9 @@ class Intercept(TorchFunctionMode):
         return self._opened(func)(*args, **kwargs)
 
     def _opened(self, func: types.FunctionType) -> Callable[..., Any]:
-        """A copy of a function of torch.nn.functional in which each function that a provider wants is its handler.
+        """A copy of a function of torch.nn.functional in which the functions with handlers are replaced by these.
 
-        What else the body calls goes straight to torch: a body of fifty calls has three that matter.
+        All other calls in the body go straight to torch: of fifty calls only about three need a handler.
         """
         if func not in self._copies:
             named = {**func.__globals__, **_ANSWERS}
@@ -77,7 +78,7 @@ class Intercept(TorchFunctionMode):
         return self._copies[func]
 
     def _within(self, func: types.FunctionType, other: Any) -> Any:
-        """What stands in the copy of a function for another one that it calls."""
+        """The replacement for a function called by the copied one."""
         handler = self._find(other)
         if handler is not None:
             return lambda *args, **kwargs: handler(other, args, kwargs)
@@ -89,5 +90,5 @@ def _no(*_: Any) -> bool:
     return False
 
 
-#: By these a function of Python hands itself over to the mode before its first line; a copy never does.
+#: Replaces the checks by which a Python function enters the mode on its first line; a copy must not enter it.
 _ANSWERS = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)

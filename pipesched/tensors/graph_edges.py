@@ -1,4 +1,4 @@
-"""Graph edges: where a stage's autograd graph begins and where it ends."""
+"""Graph edges: the start and the end of a stage's autograd graph."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ __all__ = ["edge_of", "enter"]
 
 
 class _Entry(torch.autograd.Function):
-    """Where a graph begins: tensors of which only their gradients' way out is known.
+    """The start of a graph, where the gradients of its inputs are stored.
 
-    Unlike a leaf, what comes out may be modified in place, as the first layer of a stage may do.
+    Unlike a leaf, the resulting tensors may be modified in place, for example by the first layer of a stage.
     """
 
     @staticmethod
@@ -32,14 +32,15 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-#: What a graph begins with needs a gradient where one of its node's arguments does; no gradient ever comes to this one.
+#: An argument that requires a gradient, so that the results do. Its own gradient is always None.
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
 def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) -> tuple[Tensor, ...]:
-    """The same tensors, now requiring gradients, which a backward writes into ``into`` (None: not used).
+    """The same tensors as the inputs of a new graph; a backward writes their gradients into ``into`` (None: dropped).
 
-    A list, and no callback: who holds the graph must not be held by it, since no garbage collector sees through graphs.
+    ``into`` is a list instead of a callback, because a callback could create a reference cycle through the graph, which
+    the garbage collector cannot find.
     """
     detached = tuple([tensor.detach() for tensor in tensors])
     entered: tuple[Tensor, ...] = _Entry.apply(_ANCHOR, detached, into)  # type: ignore[no-untyped-call]
@@ -47,7 +48,7 @@ def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) ->
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """As ``get_gradient_edge``, whose care leaves and nodes of Python alone need."""
+    """A faster ``get_gradient_edge``: only leaves and Python nodes need torch's function."""
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(tensor)

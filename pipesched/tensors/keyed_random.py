@@ -1,9 +1,9 @@
-"""Keyed random: random numbers that depend on where they are drawn, never on the plan.
+"""Keyed random: random numbers that depend on the place where they are drawn, never on the plan.
 
-Each draw is keyed by (seed, step, micro-batch, layer, call, op): the same bits in whatever stage, thread or order the
-layer runs, and again when it is recomputed. Dropout draws from a generator of its own; every other random function
-runs with the default generator seeded for it alone, under a lock, since all threads share that generator. So do the
-layers, and the parts of the code between them, that draw outside torch, from Python's and numpy's global generators.
+Each draw is keyed by (seed, step, micro-batch, layer, call, op). It gives the same bits in every stage, thread and
+order, and again when the layer is recomputed. Dropout uses its own generator. Every other random function runs with the
+default generator seeded for this one call, under a lock, because all threads share that generator. The same holds for
+layers, and code between layers, that draw from the global generators of Python and numpy.
 """
 
 import functools
@@ -25,7 +25,7 @@ from pipesched.tensors.function_mode import Handler
 __all__ = ["InBackward", "Key", "KeyedRandom", "Place", "draws", "is_random", "outside_kept", "outside_state"]
 
 _DROPOUTS = frozenset({nn.functional.dropout, torch.dropout, torch.dropout_})
-#: Functions of Python that draw inside their body, and so have no operator with a tag.
+#: Python functions that draw inside their body and therefore have no operator with a tag.
 _DRAW_INSIDE = frozenset(
     {
         nn.functional.dropout1d,
@@ -43,7 +43,7 @@ _OUTSIDE = threading.RLock()
 
 
 class Key(NamedTuple):
-    """Where in training a forward runs. ``microbatch`` counts over all replicas."""
+    """The point in training at which a forward runs. ``microbatch`` counts over all replicas."""
 
     seed: int
     step: int
@@ -51,18 +51,19 @@ class Key(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where draws belong: to which call of which layer, behind how many others. outside: of those outside torch."""
+    """The place of a draw: a call of a layer, and the number of draws before it in that call."""
 
     key: Key
     layer: str
     call: int = 0
     op: int = 0
+    #: The key of draws from the generators of Python and numpy, if the code may draw from them.
     outside: str | None = None
 
 
 @functools.cache
 def is_random(function: Callable[..., Any]) -> bool:
-    """Whether a torch function draws from a generator: as torch's own operator tags say, or inside its body."""
+    """Whether a torch function draws from a generator, by torch's operator tags or inside its body."""
     if function in _DRAW_INSIDE or getattr(function, "__module__", "") == nn.init.__name__:
         return True
     packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
@@ -73,23 +74,23 @@ def is_random(function: Callable[..., Any]) -> bool:
 
 
 def draws(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws random numbers that are not the caller's own."""
+    """Whether this call draws random numbers without a generator of the caller's own."""
     if not (function in _DROPOUTS or is_random(function)):
         return False
     return kwargs.get("generator") is None and not _is_quiet(function.__name__, args, kwargs)
 
 
 def outside_state() -> Hashable:
-    """Of the generators outside torch: another one once somebody has drawn."""
+    """The state of Python's and numpy's global generators; it changes with every draw."""
     _, numbers, *rest = np.random.get_state(legacy=True)
     return random.getstate(), np.asarray(numbers).tobytes(), *rest
 
 
 @contextmanager
 def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[None]:
-    """Within, the generators outside torch are this thread's, seeded if asked for; then they are what they were.
+    """Seed Python's and numpy's global generators if a seed is given, and restore their states afterwards.
 
-    alone: other threads that draw by key wait meanwhile.
+    With ``alone``, other threads with keyed draws from these generators wait meanwhile.
     """
     with _OUTSIDE if alone else nullcontext():
         states = random.getstate(), np.random.get_state()
@@ -104,7 +105,7 @@ def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[Non
 
 
 class KeyedRandom:
-    """A provider of handlers that draw by key. One a stage: it is used by one thread at a time."""
+    """Provides handlers for keyed random functions. Each stage has one, used by one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,10 +115,10 @@ class KeyedRandom:
         self._call = 0
         self._op = 0
         self._outside: str | None = None
-        self.again = False  # a layer runs again, in a backward
+        self.again = False  # a layer is being recomputed in a backward
 
     def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
-        """From now on draws belong to this call of this layer. op: how many came before."""
+        """Set the place of the next draws; ``op`` is the number of earlier draws in this call of the layer."""
         self.key = key
         self._layer = layer
         self._call = call
@@ -125,12 +126,12 @@ class KeyedRandom:
 
     @property
     def place(self) -> Place:
-        """Where draws belong now."""
+        """The place of the next draw."""
         return Place(self.key, self._layer, self._call, self._op, self._outside)
 
     @contextmanager
     def repeated(self, place: Place) -> Iterator[None]:
-        """Within, what drew at a place draws the same numbers again."""
+        """In this context, draws repeat the numbers that were drawn from ``place`` on."""
         before = self.place
         again = self.again
         self.enter(*place[:-1])
@@ -144,18 +145,18 @@ class KeyedRandom:
 
     @property
     def op(self) -> int:
-        """How many draws there were since ``enter``, and before."""
+        """The number of draws since ``enter``, plus the ``op`` that it got."""
         return self._op
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
-        """Dropout, and every function that torch tags as random."""
+        """The handler for dropout and for every function that torch tags as random."""
         if function in _DROPOUTS:
             return self._dropout
         return self._seeded if is_random(function) else None
 
     @contextmanager
     def outside(self, layer: str, call: int) -> Iterator[None]:
-        """Within, draws outside torch belong to this call of this layer, or to this part of the code between layers."""
+        """In this context, key draws outside torch by this call of a layer, or this part of the code between layers."""
         before = self._outside
         self._outside = f"{layer}/{call}/outside"
         try:
@@ -200,7 +201,7 @@ class KeyedRandom:
 
     @contextmanager
     def _default_generators(self) -> Iterator[list[torch.Generator]]:
-        """Within, what draws from a default generator draws by key; no other thread does meanwhile."""
+        """Seed the default generators by key for one draw; other threads cannot draw from them meanwhile."""
         generators = [torch.default_generator]
         if self._device.type == "cuda":
             generators.append(torch.cuda.default_generators[self._device.index or 0])
@@ -216,7 +217,7 @@ class KeyedRandom:
                     generator.set_state(state)
 
     def keyed(self, act: Callable[[], Any]) -> tuple[Any, bool]:
-        """What is done, by key where it draws from a default generator; and whether it did."""
+        """Call ``act`` with keyed default generators; return its result and whether it drew from them."""
         with self._default_generators() as generators:
             before = [generator.get_state() for generator in generators]
             output = act()
@@ -225,35 +226,34 @@ class KeyedRandom:
 
 
 def _not_compiling() -> AbstractContextManager[Any]:
-    """Within, no other thread compiles: torch puts the default generators back as they were before it compiled."""
-    compiler = sys.modules.get("torch._dynamo.convert_frame")  # where it is not loaded nobody compiles
+    """Keep other threads from compiling: compilation restores the default generators to their earlier state."""
+    compiler = sys.modules.get("torch._dynamo.convert_frame")  # not loaded: nothing compiles
     return getattr(compiler, "compile_lock", nullcontext())
 
 
 def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of a function that may draw does not: no dropout, or not in training."""
+    """Whether this call of a random function draws nothing: dropout probability 0, or not in training mode."""
     if name == "scaled_dot_product_attention":
         return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        at = next(i for i, value in enumerate(args) if isinstance(value, float))  # dropout; whether training follows
+        at = next(i for i, value in enumerate(args) if isinstance(value, float))  # dropout, then the training flag
         return not (args[at] and args[at + 1])
     if name in ("rrelu", "rrelu_"):
         return not kwargs.get("training", args[3] if len(args) > 3 else False)
     if "dropout" in name:
-        default = "alpha" not in name  # of the functions of Python; the others are always told
+        default = "alpha" not in name  # default of Python functions; others always pass the flag
         training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else default))
         return not (training and kwargs.get("p", args[1] if len(args) > 1 else 0.5))
     return False
 
 
 class InBackward:
-    """A provider for backwards: what runs again there draws what it drew; a key of any other draw is not known."""
+    """Provides handlers for backwards: recomputation repeats its draws; any other draw has no key and is an error."""
 
     def __init__(self, random: KeyedRandom) -> None:
         self._random = random
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
-        """The same functions as KeyedRandom."""
         keyed = self._random.handler_for(function)
         if keyed is None:
             return None
@@ -270,8 +270,7 @@ class InBackward:
 
 def _refuse_draw(name: str) -> NoReturn:
     raise ExecutionError(
-        f"random numbers are drawn in forwards, where their key is known; {name} was called during a backward, "
-        f"recomputed by torch.utils.checkpoint inside the model or by an autograd.Function of a layer, or by a hook; "
-        f"checkpoint with Pipeline(checkpoint=...) instead, set the dropout to 0, or give the hook a generator of its "
-        f"own"
+        f"random numbers must be drawn in forwards, where they have a key; {name} was called during a backward, "
+        f"by torch.utils.checkpoint inside the model, by a layer's autograd.Function, or by a hook; "
+        f"checkpoint with Pipeline(checkpoint=...) instead, set the dropout to 0, or give the hook its own generator"
     )

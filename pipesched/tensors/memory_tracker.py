@@ -1,9 +1,8 @@
-"""Memory tracker: the memory of tensors that lives, to the byte: of one thread on the host, or of a GPU by its
-allocator.
+"""Memory tracker: exact bytes of live tensors, for the threads watched on a CPU, or for a GPU by its allocator.
 
-Every operation that torch runs in the thread is seen, those of backwards too, and so is every storage that comes out of
-one; it is in the books until it is freed, by whichever thread. What a kernel allocates and frees within itself is not
-seen on the host. Storages that only go into operations are others'.
+On a CPU a dispatch mode sees every operation of the thread, including those of backwards. Each storage that an
+operation creates is counted until it is freed, by any thread. Memory that a kernel allocates and frees internally is
+not seen. Storages that are only read are not counted.
 """
 
 import threading
@@ -15,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# Public modes see calls of torch's functions, but not the operations of backwards. Torch's guide to extending it names
-# this one, and there is no public module for it.
+# Public modes do not see the operations of backwards. Torch's guide to extending it names this mode, which has no
+# public module.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipesched.tensors.payload import pytree
@@ -25,37 +24,37 @@ __all__ = ["Books", "Ledger", "books_of"]
 
 
 class Books(Protocol):
-    """Bytes that live, and the most that did since ``mark``."""
+    """Counts live bytes, and their peak since the last ``mark``."""
 
     @property
     def bytes(self) -> int:
-        """What lives."""
+        """The live bytes."""
 
     @property
     def peak(self) -> int:
-        """The most that lived at once since the last mark."""
+        """The peak of live bytes since the last ``mark``."""
 
     def mark(self) -> None:
-        """The peak is what lives now."""
+        """Reset the peak to the live bytes."""
 
     def watching(self) -> AbstractContextManager[Any]:
-        """A context in which what this thread allocates is written down."""
+        """A context in which allocations of the current thread are counted."""
 
 
 def books_of(device: torch.device) -> Books:
-    """The books of a device."""
+    """The memory counter for a device."""
     return _Allocator(device) if device.type == "cuda" else Ledger()
 
 
 class Ledger:
-    """The storages that operations of the watched threads have made, and those that were added; of one sort of device.
+    """Counts storages made by operations of watched threads, or added, on devices of one type.
 
-    Those of the meta device, which have no contents, count as what they stand for.
+    Storages on the meta device count with the size that they would have elsewhere.
     """
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
-        self._lock = threading.RLock()  # a storage may be freed while another one is written down
+        self._lock = threading.RLock()  # a storage may be freed while another one is added
         self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._others: dict[int, weakref.ref[Any]] = {}
         self._bytes = self._peak = 0
@@ -75,13 +74,14 @@ class Ledger:
         return _Watch(self)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Write down what was made before."""
+        """Count the storages of these tensors."""
         for storage in self._storages(tensors):
             self._write(storage)
 
     def leave_out(self, given: Iterable[Any]) -> None:
-        """These tensors and storages are others', whatever is made of them in place; so are views of a storage's part,
-        which are storages of their own.
+        """Never count these tensors and storages, even if operations return them again.
+
+        Views of a part of a storage, which are storages of their own, can be left out, too.
         """
         parts = [one for one in given if isinstance(one, torch.UntypedStorage)]
         for storage in (*parts, *self._storages([one for one in given if isinstance(one, Tensor)])):
@@ -90,7 +90,7 @@ class Ledger:
                 self._others[key] = weakref.ref(storage, lambda _, key=key: self._others.pop(key, None))  # type: ignore[misc]
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Their storages. One that is known by its object stays the same object as long as it lives."""
+        """The storages of the tensors on this device. A storage keeps its Python object while it lives."""
         mine = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.device.type == self._device]
         return [tensor.untyped_storage() for tensor in mine]
 
@@ -110,7 +110,7 @@ class Ledger:
 
 
 class _Writes:
-    """Of a class of its own: a mode's own method would be wrapped by torch.compile, which takes a second to import."""
+    """Holds the dispatch method: torch would wrap a mode's own one in torch.compile, whose import takes a second."""
 
     _ledger: Ledger
 
@@ -122,7 +122,7 @@ class _Writes:
 
 
 class _Watch(_Writes, TorchDispatchMode):
-    """Writes down what operations make."""
+    """The dispatch mode that adds the results of operations to a ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class _Watch(_Writes, TorchDispatchMode):
 
 
 class _Allocator:
-    """A GPU's own books."""
+    """Memory counters of a GPU's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

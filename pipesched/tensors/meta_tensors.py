@@ -1,8 +1,7 @@
-"""Meta tensors: code that runs where some tensors have none: they lie on the meta device, with a shape and a type
-alone.
+"""Meta tensors: run code with some tensors on the meta device, which have only a shape and a type.
 
-What is computed from the model's inputs keeps its contents; what is computed with weights that have none has none. So
-code that looks at masks or lengths goes its usual way.
+Results computed only from the model's inputs keep their contents; results computed with meta weights have none. So code
+that reads masks or lengths takes its usual path.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,13 +30,13 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether several of its numbers are one in memory; then none can be written."""
+    """Whether several elements share one address; such a tensor cannot be written to."""
     steps = tensor.stride() if tensor.layout == torch.strided else ()
     return any(step == 0 and size > 1 for size, step in zip(tensor.shape, steps, strict=False))
 
 
 def give_contents(tensor: Tensor, full: Tensor) -> None:
-    """A tensor on the meta device takes another's contents; it stays the object that it is, with its attributes."""
+    """Give a meta tensor the contents of another one; it stays the same object with the same attributes."""
     full.__class__ = type(tensor)
     full.__dict__.update(tensor.__dict__)
     full.requires_grad_(tensor.requires_grad)
@@ -45,30 +44,30 @@ def give_contents(tensor: Tensor, full: Tensor) -> None:
         torch.utils.swap_tensors(tensor, full)
     except RuntimeError as error:
         raise GraphError(
-            f"a weight without contents gets them in place; views of one of shape {list(tensor.shape)} are kept, which "
-            f"would get none ({error}); make them in the forward"
+            f"a weight on the meta device is filled in place; the model keeps views of one of shape "
+            f"{list(tensor.shape)}, which would stay empty ({error}); make the views in the forward"
         ) from error
 
 
 def apart(value: Any) -> Any:
-    """A value with tensors of its own in place of those without contents, which may be views of weights."""
+    """Replace the meta tensors in a value by new ones, because they may be views of weights."""
     return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor) if tensor.is_meta else tensor, value)
 
 
 def put_on(module: nn.Module, device: torch.device) -> None:
-    """Move a module to a device; zeros are there for what has no contents, such as a weight that another rank sends."""
+    """Move a module to a device; meta tensors become zeros, for example weights that another rank will send."""
     elsewhere = [tensor for tensor in _tensors_of(module) if tensor.device != device]
     for tensor in elsewhere:
         if tensor.is_meta:
             give_contents(tensor, torch.zeros_like(tensor, device=device, requires_grad=False))
-    if elsewhere:  # `to` makes attributes of some modules anew, such as those of RNNs
+    if elsewhere:  # `to` also renews attributes of modules such as RNNs
         module.to(device)
 
 
 def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool = False) -> Tensor:
-    """Some contents for a tensor that has none, to run a layer with them; other tensors as they are.
+    """Harmless contents for a meta tensor, to run a layer with them; any other tensor is returned unchanged.
 
-    The numbers are harmless ones: small and positive in weights, indices of what is there; and all rows are alike.
+    Weights get small positive numbers, integer tensors zeros (valid indices), and all rows are alike.
     """
     if not tensor.is_meta:
         return tensor
@@ -82,9 +81,9 @@ def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool
 
 
 class Beside(TorchFunctionMode):
-    """While entered, tensors without contents go together with others, which join them for the call.
+    """While entered, functions accept meta tensors together with others, which become meta for the call.
 
-    claimed: the device that a tensor without contents says it is on. Raises GraphError where contents are read.
+    ``claimed`` is the device that a meta tensor reports. Raises GraphError if code reads contents that do not exist.
     """
 
     def __init__(self, claimed: torch.device) -> None:
@@ -102,9 +101,9 @@ class Beside(TorchFunctionMode):
             return _apply(func, args, kwargs, [tensor for tensor in tensors if not tensor.is_meta])
         except (RuntimeError, TypeError) as error:
             raise GraphError(
-                f"a model on the meta device runs without its weights' contents; its code calls "
-                f"{getattr(func, '__name__', func)} on what depends on them ({error}); move that code into a layer, or "
-                f"build the model with contents"
+                f"a model on the meta device runs without the contents of its weights; its code calls "
+                f"{getattr(func, '__name__', func)} on a value computed from them ({error}); move that code into a "
+                f"layer, or build the model with contents"
             ) from error
 
 
@@ -118,14 +117,14 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor])
     there = pytree.tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), (args, kwargs))
     try:
         result = func(*there[0], **there[1])
-    except NotImplementedError:  # how much there is depends on the contents of what has them, such as a mask
+    except NotImplementedError:  # the result's shape depends on contents that exist, such as a mask
         return func(*args, **kwargs)
     changed = [(tensor, copies[id(tensor)]) for tensor in full if copies[id(tensor)]._version != versions[id(tensor)]]
     return _with_changes(result, changed)
 
 
 def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
-    """Tensors that a call has changed have no contents any more."""
+    """Make tensors that the call changed in place meta tensors, because their new contents are unknown."""
     back = {}
     for tensor, copy in changed:
         if tensor._base is not None:
@@ -136,7 +135,7 @@ def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
 
 
 def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A tensor keeps its contents, or keeps having none, wherever it is sent."""
+    """Convert a tensor's type but leave it on its device, so that it keeps its contents or stays a meta tensor."""
     tensor = args[0]
     if func is not Tensor.to:
         return tensor
@@ -153,9 +152,9 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def call_beside(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
 ) -> Any:
-    """Call a layer that may lack contents, or be given what does. One that reads them runs alone, with stand-ins.
+    """Call a layer whose weights or arguments may be meta tensors; if it reads contents, call it with stand-ins.
 
-    again: its arguments once more, as they were before the call.
+    ``again`` returns the arguments as they were before the call.
     """
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not any(tensor.is_meta for tensor in (*given, *_tensors_of(layer))):

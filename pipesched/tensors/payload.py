@@ -1,4 +1,4 @@
-"""Payload: what passes between stages, and what a micro-batch is: any pytree of tensors and plain values."""
+"""Payload: the values that stages exchange, and the batches they come from: any pytree of tensors and plain values."""
 
 import dataclasses
 from collections import Counter
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Private, as pytrees have no public home yet.
+# Private, because torch has no public module for pytrees yet.
 from torch.utils import _pytree as pytree
 
 from pipesched.errors import InputError
@@ -39,43 +39,44 @@ __all__ = [
     "used_here",
 ]
 
-#: One entry for each leaf of a payload that needs a gradient; None where none came.
+#: The gradient of each payload leaf that needs one; None for a leaf that got none.
 Gradients = tuple[Tensor | None, ...]
 
 
 class PerConsumer(tuple[Any, ...]):
-    """A value for each taker, where takers get different ones."""
+    """One value for each consuming stage, if they receive different ones."""
 
 
 def used_here(tensor: Tensor) -> Tensor:
-    """A tensor that the current stream uses, though the memory is another's: that waits before it uses it again."""
+    """Mark a tensor as used by the current stream, so that its memory is not reused too early by another stream."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The address of a tensor's memory; 0 where it is not strided."""
+    """The address of a tensor's memory; 0 if it is not strided."""
     return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 
 @dataclass(slots=True, eq=False)
 class Payload:
-    """A value taken apart. A tensor that stands in several places is one leaf.
+    """A flattened value. A tensor that appears in several places is one leaf.
 
-    places[i] is the leaf at place i of the value. needs_grad: for each leaf, whether it is a tensor whose gradient is
-    to be sent back. Never changed once made (not frozen: that takes as long again to make one).
+    Immutable by convention; a frozen dataclass would take twice as long to make.
     """
 
     leaves: tuple[Any, ...]
+    #: For each place in the value, the index of its leaf.
     places: tuple[int, ...]
     spec: pytree.TreeSpec
+    #: For each leaf, whether it is a tensor whose gradient must be sent back.
     needs_grad: tuple[bool, ...]
 
     @classmethod
     def of(cls, value: Any, detached: Callable[[Tensor], Tensor] = Tensor.detach) -> "Payload":
-        """Take a value apart; its tensors are detached, sharing memory and version, or what ``detached`` says."""
-        if isinstance(value, Tensor):  # as nearly always
+        """Flatten a value; ``detached`` is applied to its tensors. Default: detach, sharing memory and version."""
+        if isinstance(value, Tensor):  # the usual case
             return cls((detached(value),), (0,), _LEAF, (value.requires_grad,))
         leaves, places, spec = _distinct(value)
         needs_grad = tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
@@ -84,7 +85,7 @@ class Payload:
 
     @classmethod
     def joined(cls, payloads: "Sequence[Payload]") -> "Payload":
-        """Several payloads as one, whose value is the tuple of theirs. What stands in two of them is two leaves."""
+        """Join payloads into one, for the tuple of their values. A tensor in two of them becomes two leaves."""
         leaves: list[Any] = []
         places: list[int] = []
         for payload in payloads:
@@ -108,18 +109,18 @@ class Payload:
 
     @property
     def value(self) -> Any:
-        """The value put together again."""
+        """The value rebuilt from the leaves."""
         return self._together(self.leaves)
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
-        """The tensors whose gradient is to be sent back."""
+        """The tensors whose gradient must be sent back."""
         if len(self.leaves) == 1:
             return self.leaves if self.needs_grad[0] else ()
         return tuple(leaf for leaf, needs in zip(self.leaves, self.needs_grad, strict=True) if needs)
 
     def with_wanted(self, tensors: Sequence[Tensor]) -> Any:
-        """The value put together again, with other tensors in place of those whose gradient is wanted."""
+        """The value rebuilt with other tensors in place of those whose gradient must be sent back."""
         if self.spec is _LEAF:
             return (tensors or self.leaves)[0]
         if not tensors or len(self.leaves) == 1:
@@ -130,11 +131,11 @@ class Payload:
         )
 
     def same_form(self) -> "Callable[[Sequence[Any]], Any]":
-        """What puts other leaves together as these are; it does not hold these."""
+        """A function that rebuilds a value of this form from other leaves; it does not hold this payload's leaves."""
         return Payload((), self.places, self.spec, ())._together
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
-        """The same payload with each tensor changed, as by a copy to another device."""
+        """The same payload with each tensor changed, e.g. copied to another device."""
         leaves = tuple(change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return Payload(leaves, self.places, self.spec, self.needs_grad)
 
@@ -150,7 +151,7 @@ _LEAF = pytree.tree_structure(0)
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """As ``pytree.tree_flatten``; at once for the usual values: a tensor, and a call (args, kwargs) of tensors."""
+    """``pytree.tree_flatten`` with a fast path for a single tensor and for (args, kwargs) of tensors."""
     if isinstance(value, Tensor):
         return [value], _LEAF
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
@@ -188,7 +189,7 @@ def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
 
 
 class Opened:
-    """A dataclass that pytrees do not know, as a node of its fields. Put together again, it is the dataclass."""
+    """A pytree node for a dataclass that is not registered as one; unflattening returns the dataclass."""
 
     def __init__(self, values: Iterable[Any], kind: type) -> None:
         self.values = list(values)
@@ -196,7 +197,7 @@ class Opened:
 
     @staticmethod
     def closed(values: Iterable[Any], kind: Any) -> Any:
-        """An object of a dataclass with these values of its fields. None of its own code runs."""
+        """An object of the dataclass with these field values, made without running its code."""
         made: Any = object.__new__(kind)
         for item, value in zip(dataclasses.fields(kind), values, strict=True):
             object.__setattr__(made, item.name, value)
@@ -205,16 +206,16 @@ class Opened:
 
 pytree.register_pytree_node(Opened, lambda one: (one.values, one.kind), Opened.closed)
 
-_NO_RECORDS = Enum, dict, list, tuple, set, frozenset, str, bytes, int, float  # their own contents are no fields
+_NO_RECORDS = Enum, dict, list, tuple, set, frozenset, str, bytes, int, float  # they hold contents besides fields
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value is an object of a dataclass that holds nothing but its fields."""
+    """Whether a value is an object of a dataclass that holds nothing besides its fields."""
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, *_NO_RECORDS))
 
 
 def opened(value: Any) -> Any:
-    """A value whose dataclasses are open to pytrees."""
+    """Replace the dataclasses in a value by pytree nodes."""
 
     def open_one(leaf: Any) -> Any:
         if not is_record(leaf):
@@ -225,25 +226,25 @@ def opened(value: Any) -> Any:
 
 
 def form_of(value: Any) -> tuple[pytree.TreeSpec, list[type]]:
-    """A value without its leaves: its containers, and of which types its enums are."""
+    """A value without its leaves: its tree of containers, and the types of its enums."""
     leaves, spec = pytree.tree_flatten(opened(value))
     return spec, [type(leaf) for leaf in leaves if isinstance(leaf, Enum)]
 
 
 def trainable_leaves(value: Any) -> list[Tensor]:
-    """The tensors of a value that require a gradient, each once, in the order of a Payload's leaves."""
+    """The distinct tensors of a value that require a gradient, in the order of a Payload's leaves."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad else []
     return [leaf for leaf in _distinct(value)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def has_a_row_each(value: Any) -> bool:
-    """Whether a value is a list of dicts, as detectors take targets: one a row, whatever is in them."""
+    """Whether a value is a list of dicts, one for each row, in the form in which detection models take targets."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
 def choose_rows(value: Any, choose: Callable[[Tensor], Tensor], rows: Sequence[int]) -> Any:
-    """A value of other rows: its tensors as chosen, and of lists of dicts those of these rows."""
+    """Select rows of a value: ``choose`` is applied to its tensors, ``rows`` to its lists of dicts."""
 
     def chosen(leaf: Any) -> Any:
         if has_a_row_each(leaf):
@@ -253,11 +254,12 @@ def choose_rows(value: Any, choose: Callable[[Tensor], Tensor], rows: Sequence[i
     return pytree.tree_map(chosen, value, is_leaf=has_a_row_each)
 
 
-def rows_of(value: Any, dim: int | None, what: str) -> int | None:
-    """How many rows the tensors of a value have along ``dim``; None where there is nothing to split. A list of dicts
-    has a dict a row.
+def rows_of(value: Any, dim: int | None, name: str) -> int | None:
+    """The number of rows along ``dim`` in a value's tensors and lists of dicts; None if there is nothing to split.
 
-    Raises InputError where they differ.
+    Raises:
+        InputError: the numbers of rows differ, or a tensor cannot be split along ``dim``.
+
     """
     if dim is None:
         return None
@@ -266,35 +268,35 @@ def rows_of(value: Any, dim: int | None, what: str) -> int | None:
         if isinstance(leaf, list) and has_a_row_each(leaf):
             if rows is not None and len(leaf) != rows:
                 raise InputError(
-                    f"a list of dicts has a dict for each row of a batch; {what} has one of {len(leaf)} dicts beside "
-                    f"{rows} rows; make them match"
+                    f"a list of dicts must have one dict for each row of a batch; {name} has a list of {len(leaf)} "
+                    f"dicts beside {rows} rows; make them match"
                 )
             rows = len(leaf)
         elif isinstance(leaf, Tensor) and leaf.dim() > 0:
             if leaf.layout != torch.strided:
                 raise InputError(
-                    f"a batch is split by rows, as dense tensors are; {what} has one of layout {leaf.layout}; pass it "
-                    f"dense, or set split_dims=None for this argument"
+                    f"only dense tensors can be split by rows; {name} has one of layout {leaf.layout}; make it dense, "
+                    f"or set split_dims=None for this argument"
                 )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise InputError(
-                    f"{what} is split along dim {dim}; a tensor of shape {list(leaf.shape)} has no such dim; "
+                    f"{name} is split along dim {dim}; a tensor of shape {list(leaf.shape)} has no such dim; "
                     f"set split_dims for this argument, None to pass it whole"
                 )
             if rows is not None and leaf.shape[dim] != rows:
                 raise InputError(
-                    f"all tensors of a batch have as many rows; {what} has one of {leaf.shape[dim]} rows "
-                    f"beside one of {rows}; set split_dims=None for what is not split"
+                    f"all tensors of a batch must have the same number of rows; {name} has one of {leaf.shape[dim]} "
+                    f"rows beside one of {rows}; set split_dims=None for arguments that are not split"
                 )
             rows = leaf.shape[dim]
     return rows
 
 
 def split(value: Any, dim: int | None, parts: int) -> list[Any]:
-    """Cut every tensor along ``dim`` as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1); views, no copies.
+    """Split every tensor along ``dim`` as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1), into views.
 
-    A list of dicts is cut between its dicts. Other leaves, tensors without dimensions, and all of it where dim is None
-    go to every part as they are.
+    A list of dicts is split between its dicts. Other leaves and scalar tensors go to every part. With dim None the
+    whole value does.
     """
     if isinstance(value, Tensor) and value.dim() and dim is not None:
         return list(torch.tensor_split(value, parts, dim))
@@ -316,16 +318,22 @@ def _parts_of(leaf: Any, dim: int, parts: int) -> Sequence[Any] | None:
 
 
 def gather(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
-    """The inverse of ``split`` for outputs: tensors are concatenated, those without dimensions stacked.
+    """The inverse of ``split`` for outputs: concatenate tensors, and stack scalar ones.
 
-    rows: of each value. A tensor that has not so many along ``dim`` is concatenated along dim 0. Of other leaves the
-    first micro-batch's is taken.
+    A tensor whose size along ``dim`` is not its micro-batch's number of rows is concatenated along dim 0. Other leaves
+    are taken from the first micro-batch.
+
+    Args:
+        values: the output of each micro-batch.
+        rows: the number of rows of each micro-batch.
+        dim: the dimension of the rows. Default: 0.
+
     """
     trees = [
         pytree.tree_flatten(opened(value), is_leaf=partial(_has_a_dict_each, count))
         for value, count in zip(values, rows, strict=True)
     ]
-    if any(spec != trees[0][1] for _, spec in trees):  # a list of dicts that has a micro-batch's rows by chance
+    if any(spec != trees[0][1] for _, spec in trees):  # a list of dicts has a micro-batch's number of rows by chance
         trees = [pytree.tree_flatten(opened(value)) for value in values]
     merged = [_merge(column, rows, dim) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
     return pytree.tree_unflatten(merged, trees[0][1])
@@ -340,12 +348,12 @@ def _merge(column: tuple[Any, ...], rows: Sequence[int], dim: int) -> Any:
         return [item for piece in column for item in piece]
     if not isinstance(column[0], Tensor):
         return column[0]
-    pieces = [piece.to(column[0].device) for piece in column]  # several chains of stages end on several devices
+    pieces = [piece.to(column[0].device) for piece in column]  # chains of stages may end on different devices
     return torch.stack(pieces) if pieces[0].dim() == 0 else torch.cat(pieces, row_dim(pieces, rows, dim))
 
 
 def row_dim(pieces: Sequence[Tensor], rows: Sequence[int], dim: int) -> int:
-    """``dim`` where each piece has its rows there, else 0."""
+    """``dim`` if each piece has its number of rows there, else 0."""
     fits = all(
         -piece.dim() <= dim < piece.dim() and piece.shape[dim] == count
         for piece, count in zip(pieces, rows, strict=True)

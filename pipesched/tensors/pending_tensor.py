@@ -1,4 +1,4 @@
-"""Pending tensor: a tensor that is still on its way. Whoever looks at it waits; whoever does not, need not."""
+"""Pending tensor: a tensor whose value is still being received. The first use blocks until it has arrived."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,10 @@ __all__ = ["pending"]
 
 
 def pending(take: Callable[[], Tensor]) -> Tensor:
-    """A tensor that its first use turns into what ``take`` returns, a plain torch.Tensor; raises what that raises.
+    """A tensor that receives its value from ``take`` on first use and then is a plain torch.Tensor.
 
-    Any operation, attribute, conversion or collective is a use. ``torch.tensor`` alone, which asks no subclass, copies
-    nan before the first one.
+    Any operation, attribute, conversion or collective counts as a use, and raises any error of ``take``. Only
+    ``torch.tensor``, which calls no subclass method, copies nan before the first use.
     """
     with torch.inference_mode(False):
         tensor = torch.tensor(nan).as_subclass(_Pending)
@@ -26,14 +26,14 @@ def pending(take: Callable[[], Tensor]) -> Tensor:
 
 
 class _Pending(Tensor):
-    """It becomes its value in place, and a plain tensor, as torch's own uninitialised parameters do."""
+    """A tensor that becomes a plain tensor in place, as torch's own uninitialised parameters do."""
 
     _awaited: tuple[Callable[[], Tensor], threading.Lock]
 
     def _arrive(self) -> None:
         take, lock = self._awaited
         with lock, torch.inference_mode(False):
-            if type(self) is _Pending:  # another thread may have been first
+            if type(self) is _Pending:  # another thread may have received the value
                 value = take()
                 self.__class__ = Tensor  # type: ignore[assignment]
                 self.data = value

@@ -1,4 +1,4 @@
-"""Torch functions: which torch functions read contents of tensors, change them in place, or differentiate."""
+"""Torch functions: tables and checks of functions that read contents, change tensors in place, or differentiate."""
 
 from collections.abc import Callable, Sequence
 from inspect import currentframe
@@ -25,17 +25,17 @@ __all__ = [
 ]
 
 READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"}
-READS |= {"__complex__", "__contains__", "__array__", "__format__", "__repr__"}  # plain Python of a tensor's contents
+READS |= {"__complex__", "__contains__", "__array__", "__format__", "__repr__"}  # contents as plain Python values
 _SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
-#: What is asked of a tensor, and not known of one that is in another stage.
+#: Queries of a tensor that cannot be answered for a tensor in another stage.
 ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
-#: What differentiates, within a forward.
+#: Functions that differentiate, called within a forward.
 DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A torch function's name; of a property the whole name."""
+    """A torch function's name; for a property the full name."""
     name = getattr(function, "__name__", "")
     return (resolve_name(function) or name) if name in ("__get__", "") else name
 
@@ -48,7 +48,7 @@ def is_shaped_by_contents(name: str, args: Sequence[Any]) -> bool:
 
 
 def changed_in_place(tensors: list[Tensor], versions: list[int]) -> list[int]:
-    """The positions of those that were changed in place."""
+    """The positions of the tensors that were changed in place."""
     return [
         position
         for position, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
@@ -57,7 +57,7 @@ def changed_in_place(tensors: list[Tensor], versions: list[int]) -> list[int]:
 
 
 def memory_at(tensor: Tensor) -> int:
-    """What identifies a tensor's memory."""
+    """A key that is equal for tensors in the same memory."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr() or id(storage)
@@ -66,7 +66,7 @@ def memory_at(tensor: Tensor) -> int:
 
 
 def backward_region() -> FrameType | None:
-    """The outermost call under way of torch.utils.checkpoint, or of an autograd.Function: its backward is one piece."""
+    """The frame of the outermost running torch.utils.checkpoint or autograd.Function, whose backward is one piece."""
     found = None
     frame = currentframe()
     while frame is not None:

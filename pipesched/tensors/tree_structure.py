@@ -1,6 +1,4 @@
-"""Tree structure: the form of a value, dataclasses of users among it: where its tensors are, and what is beside
-them.
-"""
+"""Tree structure: the form of a value, including users' dataclasses: the places of its tensors, and everything else."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,12 +13,12 @@ from pipesched.tensors.payload import has_a_row_each, is_record, pytree
 
 __all__ = ["Pattern", "named_leaves", "positional", "tensors_in"]
 
-#: What beside tensors may follow the batch, as sizes do.
+#: Types besides tensors that may depend on the batch, such as sizes.
 _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set, frozenset
 
 
 class Pattern:
-    """The form of a value: what it holds beside tensors, and where they go. numbers: those that it holds."""
+    """The form of a value: the places of its tensors, and everything else. ``numbers`` has its numbers in order."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
@@ -28,13 +26,13 @@ class Pattern:
         self.numbers = tuple(_numbers_in(value))
 
     def is_like(self, other: "Pattern") -> bool:
-        """Whether the same kinds of things are in the same places."""
+        """Whether two values have objects of the same types in the same places."""
         kinds = [type(part) for part in self._parts]
         others = [type(part) for part in other._parts]
         return self._spec == other._spec and kinds == others
 
     def build(self, tensors: Iterator[Any], numbers: Iterable[Any] | None = None) -> Any:
-        """The value with these tensors, and other numbers where they are given."""
+        """The value rebuilt with these tensors, and with other numbers if given."""
         present = iter(self.numbers if numbers is None else numbers)
         kinds = _Place | _Number | _Record
         leaves = [part.build(tensors, present) if isinstance(part, kinds) else part for part in self._parts]
@@ -42,14 +40,14 @@ class Pattern:
 
 
 class _Place:
-    """Where a tensor goes."""
+    """The place of a tensor."""
 
     def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
         return next(tensors)
 
 
 class _Number:
-    """Where a number goes."""
+    """The place of a number."""
 
     def build(self, tensors: Iterator[Any], numbers: Iterator[Any]) -> Any:
         return next(numbers)
@@ -57,7 +55,7 @@ class _Number:
 
 @dataclass(frozen=True)
 class _Record:
-    """A dataclass that pytrees do not know."""
+    """The form of a dataclass that is not registered as a pytree."""
 
     kind: type
     parts: Mapping[str, Pattern]
@@ -81,12 +79,12 @@ def _part(leaf: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a value, each place of it once, in the order of ``Pattern.build``."""
+    """The tensors of a value, once for each place, in the order of ``Pattern.build``."""
     return _leaves_in(value, Tensor)
 
 
 def _numbers_in(value: Any) -> Iterator[Any]:
-    """Its numbers, likewise."""
+    """The numbers of a value, once for each place."""
     return _leaves_in(value, _NUMBERS)
 
 
@@ -100,7 +98,7 @@ def _leaves_in(value: Any, kinds: Any) -> Iterator[Any]:
 
 
 def positional(forward: Callable[..., Any]) -> list[str]:
-    """The names of the arguments that may be passed by position."""
+    """The names of the parameters that may be passed by position."""
     kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     return [name for name, parameter in signature(forward).parameters.items() if parameter.kind in kinds]
 
@@ -108,10 +106,16 @@ def positional(forward: Callable[..., Any]) -> list[str]:
 def named_leaves(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[str, int], Any]]:
-    """The leaves of a call, in the order of the pytree (args, kwargs), each with (its argument's name, number in it).
+    """The leaves of a call, in the order of the pytree (args, kwargs), each with (argument name, index within it).
 
-    names: of positional arguments. So a leaf has one name, by position or by keyword, in whatever order. The dicts of a
-    list, one a row, have the same names: there may be more of them, or fewer, than in a sample.
+    A leaf has the same name whether its argument is passed by position or by keyword. The dicts in a list of one per
+    row share names, because another batch may have more or fewer rows.
+
+    Args:
+        names: the names of positional arguments.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+
     """
     more = (f"argument {position}" for position in range(len(names), len(args)))
     for name, value in (*zip((*names, *more), args, strict=False), *kwargs.items()):

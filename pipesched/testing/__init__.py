@@ -1,4 +1,4 @@
-"""What tests of schedules and pipelines use. ``reference_step`` is the loop that a pipeline must equal."""
+"""Tools for tests of schedules and pipelines: ``reference_step`` is the plain loop that every pipeline must equal."""
 
 from pipesched.testing.fake_executor import FakeStage
 from pipesched.testing.memory_meter import MemoryMeter

@@ -1,7 +1,7 @@
-"""Fake executor: the same interpreter over stages that only check and count, on a virtual clock or sleeping.
+"""Fake executor: run a program on stages that only check and count, on a virtual clock or with sleeps.
 
-Runs a program in one thread and in milliseconds, and says what is wrong with one that was not validated: a deadlock,
-work that is missing or done twice, a value that is not the one needed.
+The real interpreter runs the program in one thread, within milliseconds. For a program that was not validated it
+reports what is wrong: a deadlock, missing work, work done twice, or a message to the wrong action.
 """
 
 import time
@@ -23,32 +23,32 @@ __all__ = ["FakeStage", "run_virtual"]
 
 
 class _VirtualClock:
-    """One rank's clock: it moves when told."""
+    """The virtual clock of one rank."""
 
     def __init__(self) -> None:
         self.time_s: float = 0
-        self._copied: dict[Kind, float] = {}  # when the copies in one direction have ended
+        self._copied: dict[Kind, float] = {}  # kind of copy -> the end of the last copy of that kind
 
     def now(self) -> float:
-        """The present."""
+        """The current time."""
         return self.time_s
 
     def pass_time(self, seconds: float) -> None:
-        """Compute for so long."""
+        """Advance the clock by a computation of this time."""
         self.time_s += seconds
 
     def copy(self, kind: Kind, seconds: float) -> float:
-        """Begin a copy behind others in its direction; when it will have ended."""
+        """Start a copy after earlier ones of its kind, and return the time at which it ends."""
         self._copied[kind] = max(self.now(), self._copied.get(kind, 0)) + seconds
         return self._copied[kind]
 
     def reach(self, moment_s: float) -> None:
-        """Wait until a moment that may lie in the past."""
+        """Wait until this time; no effect if it is in the past."""
         self.time_s = max(self.time_s, moment_s)
 
 
 class _HostClock(_VirtualClock):
-    """The host's own time, which passes by itself."""
+    """The wall clock of the host; waiting means sleeping."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -61,10 +61,16 @@ class _HostClock(_VirtualClock):
 
 
 class FakeStage:
-    """A stage that computes nothing, takes the time its costs say, and checks what it is asked to do.
+    """A stage for tests that computes nothing, takes the time given by its costs, and checks the order of its actions.
 
-    clock: whose time passes; without one the stage sleeps, as an accelerator would compute: the processor is free.
-    versions: of the weights that each micro-batch uses, as a program's; the newest unless given.
+    Its methods are those of a real stage, one for each kind of action.
+
+    Args:
+        index: int; the stage's number.
+        costs: Costs; the times of its actions, in seconds.
+        clock: the virtual clock of its rank. Default: None; the stage sleeps, so that the processor stays free.
+        versions: int for each micro-batch; the weight version that it uses. Default: (), the newest for all.
+
     """
 
     def __init__(
@@ -78,14 +84,14 @@ class FakeStage:
         self._num_producers = 0
         self._versions = versions
         self._gradients: list[int] = []
-        self.updates: list[list[int]] = []  # the micro-batches that each was of
+        self.updates: list[list[int]] = []  # the micro-batches of each update
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Action:
-        """F. What it gives is the action: enough to see whether the right one came."""
+        """Run F. The output is the action itself, by which the receiver checks the message."""
         if self._versions and microbatch >= len(self._versions):
             raise ExecutionError(
-                f"stage {self.index} has a version for each of {len(self._versions)} micro-batches; micro-batch "
-                f"{microbatch} has none; give as many"
+                f"stage {self.index} has weight versions for {len(self._versions)} micro-batches; micro-batch "
+                f"{microbatch} has none; pass a version for each micro-batch"
             )
         if self._versions and self._versions[microbatch] > len(self.updates):
             raise ExecutionError(
@@ -98,11 +104,11 @@ class FakeStage:
         return Action(self.index, Kind.F, microbatch)
 
     def recompute(self, microbatch: int, *, split: bool) -> None:
-        """R."""
+        """Run R."""
         self._run(Kind.R, microbatch, after=(Kind.F,))
 
     def backward(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """B."""
+        """Run B."""
         self._wait_for_copy(microbatch)
         self._run(Kind.B, microbatch, after=(Kind.F,))
         self._gradients.append(microbatch)
@@ -110,28 +116,28 @@ class FakeStage:
         return PerConsumer([Action(self.index, Kind.B, microbatch)] * self._num_producers)
 
     def input_grad(self, microbatch: int, *grads: Any) -> PerConsumer:
-        """I."""
+        """Run I."""
         self._wait_for_copy(microbatch)
         self._run(Kind.I, microbatch, after=(Kind.F,))
         self._check(grads, Kind.B, microbatch)
         return PerConsumer([Action(self.index, Kind.B, microbatch)] * self._num_producers)
 
     def weight_grad(self, microbatch: int) -> None:
-        """W."""
+        """Run W."""
         self._run(Kind.W, microbatch, after=(Kind.F, Kind.I))
         self._gradients.append(microbatch)
 
     def offload(self, microbatch: int) -> None:
-        """OFFLOAD."""
+        """Start the copy of OFFLOAD."""
         self._begin_copy(Kind.OFFLOAD, microbatch, after=Kind.F)
 
     def free(self, microbatch: int) -> None:
-        """FREE."""
+        """Run FREE, after the copy of OFFLOAD has ended."""
         self._note(Kind.FREE, microbatch, (Kind.OFFLOAD,))
         self._clock.reach(self._copied[microbatch])
 
     def fetch(self, microbatch: int) -> None:
-        """FETCH."""
+        """Start the copy of FETCH."""
         self._begin_copy(Kind.FETCH, microbatch, after=Kind.FREE)
 
     def _begin_copy(self, kind: Kind, microbatch: int, after: Kind) -> None:
@@ -141,14 +147,14 @@ class FakeStage:
     def _wait_for_copy(self, microbatch: int) -> None:
         done = self._state.get(microbatch, ())
         if Kind.OFFLOAD in done and Kind.FETCH not in done:
-            raise ExecutionError(f"stage {self.index} has not fetched what micro-batch {microbatch} needs")
+            raise ExecutionError(f"stage {self.index} has not fetched the activations of micro-batch {microbatch}")
         self._clock.reach(self._copied.pop(microbatch, self._clock.now()))
 
     def update(self, number: int) -> None:
-        """UPDATE."""
+        """Run UPDATE."""
         action = Action(self.index, Kind.UPDATE, number)
         if number != len(self.updates):
-            raise ExecutionError(f"updates follow each other; due is number {len(self.updates)}, but {action} comes")
+            raise ExecutionError(f"updates must run in order; number {len(self.updates)} is due, but {action} runs")
         if not self._gradients:
             raise ExecutionError(f"{action} has no gradients to apply")
         self.updates.append(sorted(self._gradients))
@@ -162,9 +168,9 @@ class FakeStage:
         done = self._state.setdefault(microbatch, [])
         action = Action(self.index, kind, microbatch)
         if kind in done or (kind in (Kind.B, Kind.I) and (Kind.B in done or Kind.I in done)):
-            raise ExecutionError(f"{action} would be done twice; it has done {_names(done)}")
+            raise ExecutionError(f"{action} would be done twice; done so far: {_names(done)}")
         if not all(need in done for need in after):
-            raise ExecutionError(f"{action} needs {_names(after)} before it; it has done {_names(done)}")
+            raise ExecutionError(f"{action} needs {_names(after)} before it; done so far: {_names(done)}")
         done.append(kind)
         return action
 
@@ -174,17 +180,17 @@ class FakeStage:
     def _check(self, values: tuple[Any, ...], kind: Kind, microbatch: int) -> None:
         wrong = [value for value in values if value.kind is not kind or value.microbatch != microbatch]
         if wrong:
-            raise ExecutionError(f"stage {self.index} got {wrong[0]} for micro-batch {microbatch}")
+            raise ExecutionError(f"stage {self.index} received {wrong[0]} for micro-batch {microbatch}")
 
     def missing(self, program: Program) -> Iterator[str]:
-        """What the stage has not done of the program's micro-batches."""
+        """Describe the program's actions that the stage has not done."""
         whole = ({Kind.F},) if program.forward_only else ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W})
         for microbatch, visits in enumerate(program.visits[self.index].tolist()):
             done = set(self._state.get(microbatch, ())) - {Kind.R, Kind.OFFLOAD, Kind.FREE, Kind.FETCH}
             if done not in (whole if visits else (set(),)):
                 yield f"stage {self.index} has done {_names(done)} for micro-batch {microbatch}"
         if self._gradients and program.has_updates:
-            yield f"stage {self.index} has applied no gradients of micro-batch {self._gradients[0]}"
+            yield f"stage {self.index} has not applied the gradients of micro-batch {self._gradients[0]}"
 
 
 def _names(kinds: Any) -> str:
@@ -192,13 +198,13 @@ def _names(kinds: Any) -> str:
 
 
 class _Mail:
-    """Transport on virtual time: a message carries the moment at which it arrives."""
+    """Message transport in virtual time: a message carries its arrival time."""
 
     def __init__(self, program: Program, clocks: list[_VirtualClock], costs: Costs) -> None:
         self._placement = program.placement
         self._clocks = clocks
         self._costs = costs
-        self._free: dict[tuple[int, int], float] = {}  # when each contended link has carried its last message
+        self._free: dict[tuple[int, int], float] = {}  # link -> the time at which it has carried its last message
         self._channels: dict[tuple[int, int, bool], deque[tuple[float, Any]]] = {}
 
     def _channel(self, giver: int, taker: int, forward: bool) -> deque[tuple[float, Any]]:
@@ -209,16 +215,16 @@ class _Mail:
         return self._channel(action.peer or 0, action.stage, action.kind is Kind.RECV_F)
 
     def has_arrived(self, action: Action) -> bool:
-        """Whether an action need not wait for a message that has not been sent."""
+        """Whether the action can start: its message, if it receives one, has been sent."""
         return action.kind not in (Kind.RECV_F, Kind.RECV_B) or bool(self._incoming(action))
 
     def sender(self, action: Action) -> Callable[[Any], None]:
-        """Puts a message on its way."""
+        """A function that sends a message."""
         channel = self._channel(action.stage, action.peer or 0, action.kind is Kind.SEND_F)
         return lambda value: channel.append((self._arrival(action) + self._costs.transfer_s, value))
 
     def _arrival(self, action: Action) -> float:
-        """When the link has brought a message."""
+        """The time at which the link has delivered a message sent now."""
         ends = self._placement[action.stage], self._placement[action.peer or 0]
         start = self._clocks[ends[0]].now()
         links = self._costs.links
@@ -232,7 +238,7 @@ class _Mail:
         return self._free[ends] + link.latency_s
 
     def receiver(self, action: Action) -> Callable[[], Any]:
-        """Takes the channel's first message, waiting for its arrival."""
+        """A function that receives the channel's next message, waiting for its arrival."""
         channel = self._incoming(action)
         clock = self._clocks[self._placement[action.stage]]
 
@@ -245,11 +251,19 @@ class _Mail:
 
 
 def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
-    """Run a program, lowered if it is not yet, with fake stages on a virtual clock; unit costs unless given.
+    """Run a program with fake stages on a virtual clock; it is lowered first if necessary.
 
-    Nothing is validated before, but that stages lie on ranks and that routes go through stages (ScheduleError). Raises
-    DeadlockError where ranks wait for ever, ExecutionError where work is missing, done twice, or done without what it
-    needs.
+    Only placement and routes are validated beforehand.
+
+    Args:
+        program: Program.
+        costs: Costs. Default: unit costs.
+
+    Raises:
+        ScheduleError: a stage has no rank, or a route is wrong.
+        DeadlockError: ranks wait forever.
+        ExecutionError: work is missing, done twice, or done before the work that it needs.
+
     """
     costs = costs or Costs.uniform(program.num_stages)
     check_routes(program)
@@ -266,7 +280,7 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
         raise ExecutionError(f"work is missing at the end: {missing[0]}")
     for index, stage in stages.items():
         if not program.routes and stage.updates != stages[0].updates:
-            raise ExecutionError(f"stages 0 and {index} have updates of other micro-batches")
+            raise ExecutionError(f"stages 0 and {index} have updates with different micro-batches")
     spans = tuple(
         Span(action, rank, start, end, action.lane)
         for rank, own in enumerate(stamps)
@@ -276,7 +290,7 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
 
 
 def _drive(ranks: list[Iterator[Action]], mail: _Mail) -> None:
-    """Resume ranks as long as one can go on."""
+    """Resume the ranks in turn until all have ended or none can go on."""
     at = [next(loop, None) for loop in ranks]
     while any(action is not None for action in at):
         moved = False

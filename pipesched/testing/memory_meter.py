@@ -1,6 +1,4 @@
-"""Memory meter: what the ranks of a pipeline hold while it runs, to the byte, to be compared with what was
-predicted.
-"""
+"""Memory meter: measure the exact memory of each rank of a running pipeline, to compare it with the prediction."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,13 +19,22 @@ __all__ = ["MemoryMeter"]
 
 
 class MemoryMeter:
-    """Counts the memory of a pipeline's ranks that run in this process, from now on; make it before the first step. A
-    context manager, behind which it counts no more.
+    """Measure the memory of the ranks of a pipeline that run in this process.
 
-    On the host: every storage that an operation of a rank has made, and those of its stages' parameters, buffers,
-    gradients and optimizers, as long as they live; not the batch, nor what kernels use within themselves. What comes
-    from another rank on the same device is copied, as it is between devices: so each rank has its own. On a GPU what
-    its allocator says, of all ranks on that device together.
+    ::
+
+        with MemoryMeter(pipe) as meter:  # before the first step
+            pipe.step(x, target=y)
+            print(meter.peak_bytes, pipe.predicted_memory)
+
+    On a CPU it counts live storages made by a rank's operations, and the stages' parameters, buffers, gradients and
+    optimizer state; not the batch, nor memory used inside kernels. Messages between ranks on one device are copied, as
+    they are between devices, so that each rank has its own. On a GPU it reads the allocator, which counts all ranks on
+    that device together.
+
+    Args:
+        pipe: Pipeline; the meter counts from now on, and stops when the ``with`` block ends.
+
     """
 
     def __init__(self, pipe: Pipeline) -> None:
@@ -42,12 +49,12 @@ class MemoryMeter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Count no more; what was counted can still be read."""
+        """Stop counting. The figures can still be read."""
         while self._put_back:
             self._put_back.pop()()
 
     def mark(self) -> None:
-        """Begin anew, also after ``replan``: what is there now is the most so far."""
+        """Restart the peak from the memory in use now; also call it after ``replan``."""
         if self._host is not self._pipe._running.host or not self._books:
             self.__exit__()
             self._attach()
@@ -60,7 +67,7 @@ class MemoryMeter:
             books.mark()
 
     def _attach(self) -> None:
-        """New books, for the ranks that there are now."""
+        """Start counting for the pipeline's current ranks."""
         self._books.clear()
         self._host = host = self._pipe._running.host
         if isinstance(host, ThreadRanks):
@@ -86,12 +93,15 @@ class MemoryMeter:
 
     @property
     def peak_bytes(self) -> dict[int, int]:
-        """The most that each rank has held at once since the last mark, by rank. Raises ExecutionError after a
-        ``replan``, whose ranks are others.
+        """The peak of memory since the last ``mark``, in bytes by rank.
+
+        Raises:
+            ExecutionError: ``replan`` has replaced the ranks; call ``mark`` after it.
+
         """
         if self._host is not self._pipe._running.host:
             raise ExecutionError(
-                f"a meter counts the ranks that there were at its last mark; these {len(self._books)} are gone since "
+                f"a meter counts the ranks of its last mark; these {len(self._books)} ranks were replaced by "
                 f"replan(); call mark() after it"
             )
         return {rank: books.peak for rank, books in self._books.items()}
@@ -110,7 +120,7 @@ def _own(stage: Stage) -> Iterable[Tensor]:
 
 
 class _Metered:
-    """A lane whose rank's allocations are written down."""
+    """A lane that counts the allocations of its rank."""
 
     def __init__(self, streams: DeviceStreams, books: Books, *, copies: bool) -> None:
         self._streams = streams

@@ -1,4 +1,4 @@
-"""Reference step: a training step without a pipeline, micro-batch by micro-batch: what every plan equals to the bit."""
+"""Reference step: a training step without a pipeline, which every pipeline with an exact program equals to the bit."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -46,20 +46,49 @@ def reference_step(
     whole_layers: Collection[str] = (),
     **kwargs: Any,
 ) -> Tensor:
-    """One step of the model without a pipeline: the same micro-batches, one after the other.
+    """Run one training step without a pipeline, one micro-batch after the other, as the reference for tests.
 
-    Forward, then ``(loss * factor).backward()``, with the pipeline's split, weights, keyed random numbers and order of
-    sums. Gradients are added to ``.grad``; returns the loss of the mini-batch, a 0-d tensor, detached.
-    seed: the default generator's unless given. step: how many steps ran before.
+    ::
+
+        loss = reference_step(model, x, loss_fn=loss_fn, target=y, num_microbatches=4, seed=0)
+        assert torch.equal(pipe.step(x, target=y), loss)  # pipe over a copy of the model
+
+    Each micro-batch runs forward and then ``(loss * factor).backward()``, with the pipeline's split, loss weights,
+    keyed random numbers and order of sums. Gradients are added to ``.grad``.
+
+    Args:
+        model: nn.Module, or a list of modules that form a chain.
+        *args: the model's positional inputs, for the whole mini-batch.
+        loss_fn: (output, target) -> scalar tensor. Default: None; the model's output, or its "loss" entry, is the loss.
+        target: the target of the mini-batch. Default: None.
+        num_microbatches: int, at least 1; how many parts the mini-batch is split into. Default: 1.
+        step: int; the number of steps that ran before, part of the key of random numbers. Default: 0.
+        seed: int; the seed of keyed random numbers. Default: that of torch's default generator.
+        loss_weight: maps a micro-batch's target (its inputs if there is no target) to its weight in the loss.
+            Default: its number of rows, or of targets that the loss averages over.
+        loss_reduction: "mean" or "sum"; how the loss reduces over rows. Default: read from ``loss_fn``, else "mean".
+        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name; None
+            passes an argument whole. Default: 0.
+        batch_norm: "micro-batch" or "mini-batch"; the rows over which BatchNorm updates its running statistics.
+            Default: "micro-batch".
+        intra_op_threads: int; threads of each operation on a CPU. Default: 1.
+        whole_layers: names of modules that are kept as one layer, as in ``Pipeline``. Default: none.
+        **kwargs: the model's keyword inputs, for the whole mini-batch.
+
+    Returns:
+        The loss of the mini-batch: a detached tensor of shape [].
+
+    Raises:
+        ModelTypeError: the model is not an nn.Module.
+        InputError: the batch cannot be split, or the loss is not reduced.
+
     """
     whole = as_model(model)
     if not isinstance(whole, nn.Module):
-        raise ModelTypeError(
-            f"the model is an nn.Module, or a list of them; got {shown(whole)}; pass the module itself"
-        )
+        raise ModelTypeError(f"the model is an nn.Module, or a list of them; got {shown(whole)}; pass the module")
     check_initialised(whole)
     if not is_count(num_microbatches):
-        raise InputError(f"a batch is cut into at least one micro-batch; got {shown(num_microbatches)}; pass 1 or more")
+        raise InputError(f"num_microbatches must be at least 1; got {shown(num_microbatches)}; pass 1 or more")
     loss_fn = as_function(loss_fn, "loss_fn")
     loss_weight = as_function(loss_weight, "loss_weight")
     intra_op_threads = as_threads(intra_op_threads)
@@ -83,7 +112,7 @@ def reference_step(
                 root = torch.zeros_like(loss) if factor == 0 else loss if factor is None else loss * factor
                 if factor != 0:
                     with _without_autocast(), run.in_backward:
-                        torch.autograd.backward((edge_of(root),))  # of a tensor torch would leave the mode
+                        torch.autograd.backward((edge_of(root),))  # given a tensor, torch would leave the mode
                 total = root.detach() if total is None else total + root.detach()
         run.deliver()
     finally:
@@ -93,7 +122,7 @@ def reference_step(
 
 
 class _Unpipelined:
-    """The model's forward and loss; weights that several calls use have a leaf for each use."""
+    """The model's forward and loss; shared weights have a leaf for each use."""
 
     def __init__(
         self,
@@ -146,14 +175,14 @@ class _Unpipelined:
         return own
 
     def deliver(self) -> None:
-        """Add what came to the uses of each weight, in the order of the calls."""
+        """Add the gradients of the uses of each shared weight, in call order."""
         for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
             deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
 
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """A backward computes in the types of its forward."""
+    """Switch autocast off, because a backward computes in the types of its forward."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

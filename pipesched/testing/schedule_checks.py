@@ -1,4 +1,4 @@
-"""Schedule checks: a schedule is proved, simulated and run by stages that check, over ranks and micro-batches."""
+"""Schedule checks: validate, simulate and run schedules for many numbers of ranks and micro-batches."""
 
 from itertools import product
 
@@ -23,13 +23,30 @@ _ROW = "{:>6}{:>15}{:>10}{:>8}{:>13}{:>16}"
 
 
 def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = False) -> Trace:
-    """Run a program, lowered if it is not yet, with fake stages; unit costs unless given.
+    """Run a program with fake stages, on a virtual clock or with sleeps, and return its trace.
 
-    On a virtual clock, in this thread, and without validating before; or sleeping: through the local executor, each
-    stage sleeping for its time, as an accelerator would leave the processor free. On the clock no message overtakes
-    another of its channel: over links a large one may delay those behind it, unlike in ``simulate``. Raises
-    DeadlockError where ranks wait for ever (virtual clock), ExecutionError where work is missing, done twice, or done
-    without what it needs.
+    ::
+
+        trace = run_fake(pipesched.schedules.get("1f1b").program(4, 8))
+        print(trace.makespan_s, trace.bubble_ratio)
+
+    The virtual clock needs no threads and no validation, so it also shows what is wrong with an invalid program. In one
+    channel messages arrive in order, so over links a large message may delay later ones, unlike in ``simulate``.
+
+    Args:
+        program: Program; it is lowered first if necessary.
+        costs: Costs; times in seconds. Default: unit costs.
+        sleeping: bool; validate the program and run it in one thread per rank, with stages that sleep for their time.
+            Default: False, the virtual clock.
+
+    Returns:
+        Trace.
+
+    Raises:
+        DeadlockError: ranks wait forever (virtual clock).
+        ExecutionError: work is missing, done twice, or done before the work that it needs.
+        ScheduleError: the program is not valid (``sleeping``).
+
     """
     check_program(program)
     if costs is not None:
@@ -37,7 +54,7 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
     if not sleeping:
         return run_virtual(program, costs)
     costs = costs or Costs.uniform(program.num_stages)
-    validate(program)  # threads that deadlock would wait for ever
+    validate(program)  # a deadlock of threads would never end
     stages = {index: FakeStage(index, costs) for index in range(program.num_stages)}
     executor = ThreadExecutor([torch.device("cpu")] * program.num_ranks, intra_op_threads=1)
     try:
@@ -55,27 +72,39 @@ def check_schedule(
     exact: bool = True,
     report: bool = True,
 ) -> None:
-    """Prove a schedule for every shape up to so many ranks and micro-batches, and print what it costs.
+    """Validate a schedule for all numbers of ranks and micro-batches up to a limit, and print its costs.
 
-    schedule: a Schedule, or a plain function (rank, shape) -> Order, taken under its own name with one stage a rank.
-    exact: also demand ascending micro-batch order (see ``Program.exact``). report: print makespan, bubble, how far the
-    makespan is above what no schedule of these stages can beat (``lower_bound``, backwards whole or split, any memory)
-    and peak in flight, for some shapes, at unit costs of a rank (a chunk costs 1/v). A schedule of several chains is
-    never exact, and may refuse numbers of ranks. Raises what ``validate`` or the function raises, and notes the shape;
-    ScheduleError for what is neither.
+    ::
+
+        check_schedule(pipesched.schedules.get("zb-h1"), max_ranks=4)
+
+    Args:
+        schedule: Schedule, or a function (rank, shape) -> Order, which is checked under its own name with one stage per
+            rank.
+        max_ranks: int; the largest number of ranks. Default: 8.
+        max_microbatches: int; the largest number of micro-batches. Default: 16.
+        exact: bool; also require ascending micro-batch order, see ``Program.exact``. Schedules of several chains are
+            never exact and are not required to be. Default: True.
+        report: bool; print makespan, bubble, the distance from ``lower_bound`` (backwards whole or split, any memory)
+            and peak in flight, for some shapes, at unit costs of a rank (a chunk costs 1/v). Default: True.
+
+    Raises:
+        ScheduleError: a program is not valid (a note names its shape), or ``schedule`` is no schedule. Errors of the
+            schedule's function are raised unchanged, with the same note.
+
     """
     schedule = _as_schedule(schedule)
     if not is_count(max_ranks) or not is_count(max_microbatches):
-        schedule.program(max_ranks, max_microbatches)  # which says why
+        schedule.program(max_ranks, max_microbatches)  # raises the error
     ranks = [count for count in range(1, max_ranks + 1) if schedule.num_chains == 1 or _builds(schedule, count)]
     if not ranks:
-        schedule.program(max_ranks, max_microbatches)  # which says why
+        schedule.program(max_ranks, max_microbatches)  # raises the error
     for num_ranks, num_microbatches in product(ranks, range(1, max_microbatches + 1)):
         try:
             program = schedule.program(num_ranks, num_microbatches)
             validate(program, exact=exact and schedule.num_chains == 1)
             validate(lower(program))
-        except Exception as error:  # whatever the author's function raises
+        except Exception as error:  # any error of the author's function
             error.add_note(f"schedule {schedule.name!r} with {num_ranks} ranks and {num_microbatches} micro-batches")
             raise
     if report:
@@ -91,7 +120,7 @@ def _as_schedule(given: Schedule | OrderFunction) -> Schedule:
         return given
     if not callable(given):
         raise ScheduleError(
-            f"what is checked is a Schedule or a function (rank, shape) -> Order; got {given!r}; "
+            f"schedule must be a Schedule or a function (rank, shape) -> Order; got {given!r}; "
             f"pass pipesched.schedules.get(name), or the function"
         )
     return schedule_of(getattr(given, "__name__", type(given).__name__))(given)

@@ -1,4 +1,4 @@
-"""Unsplit model: a model's forward as one piece, with the keyed random numbers and the tied weights of a pipeline."""
+"""Unsplit model: a model that runs in one piece, with the keyed random numbers and tied weights of a pipeline."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -20,12 +20,12 @@ from pipesched.tensors.tree_structure import tensors_in
 __all__ = ["Unsplit"]
 
 
-#: (layer, number of its call, parameters) -> what to use in place of some of them; functions between layers have none
+#: (layer, number of its call, its parameters) -> replacements for some of them; the layer is "" for a function
 StandIns = Callable[[str, int, Collection[nn.Parameter]], Mapping[nn.Parameter, Tensor]]
 
 
 class _Functions(TorchFunctionMode):
-    """Each torch function goes to ``call``."""
+    """Passes each torch function to ``call``."""
 
     def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
@@ -36,8 +36,14 @@ class _Functions(TorchFunctionMode):
 
 
 class Unsplit:
-    """A model that is called with a key. stand_ins(layer, number of its call, parameters that it uses): tensors to use
-    in place of some of them. norms: what keeps statistics of whole mini-batches.
+    """A model that is called with a key for its random numbers.
+
+    Args:
+        model: the user's module.
+        layers: layer name -> layer.
+        stand_ins: for each call, tensors that replace some of its parameters. Default: none.
+        norms: collects statistics over whole mini-batches. Default: None.
+
     """
 
     def __init__(
@@ -55,7 +61,7 @@ class Unsplit:
         self._random = KeyedRandom(device)
         self._norms = norms
         self._intercept = Intercept(self._random) if norms is None else Intercept(self._random, norms)
-        self.in_backward = Intercept(InBackward(self._random))  # around a backward: nothing draws there
+        self.in_backward = Intercept(InBackward(self._random))  # for backwards, which must draw no new random numbers
         self._key = Key(0, 0, 0)
         self._counts: dict[str, int] = {}
         self._inside = self._running = False
@@ -63,7 +69,6 @@ class Unsplit:
         self._code_parts = 0
 
     def __call__(self, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The model's output."""
         self._key = key
         self._counts = {}
         self._inside = False
@@ -83,25 +88,25 @@ class Unsplit:
         return output
 
     def _begin_code(self) -> None:
-        """A part of the code between layers begins."""
+        """Begin a part of the code between layers."""
         self._code.enter_context(self._random.outside("", self._code_parts))
         self._code_parts += 1
 
     def _row(self, *args: Any, **kwargs: Any) -> Any:
-        """As a pipeline calls them: the first layer takes what the model is given."""
+        """Run a chain of layers; the first gets the model's inputs."""
         for name, layer in self._layers.items():
             args = (self._call(name, layer, args, kwargs),)
             kwargs = {}
         return args[0]
 
     def loss(self, loss_fn: Callable[[Any, Any], Any], key: Key, output: Any, target: Any) -> Any:
-        """The loss function's, drawing as it does in a pipeline."""
+        """Compute the loss, with the same random numbers as in a pipeline."""
         self._random.enter(key, "loss_fn")
         with self._intercept:
             return loss_fn(output, target)
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function; one that takes parameters uses them, as the call of a layer does."""
+        """Call a torch function; one that uses parameters counts as a call, like that of a layer."""
         used = [] if self._inside else [leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if used:
             number = self._counts[""] = self._counts.get("", -1) + 1
@@ -110,7 +115,7 @@ class Unsplit:
         return func(*args, **kwargs)
 
     def _call(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._inside or not self._running:  # as when a backward recomputes
+        if self._inside or not self._running:  # e.g. a backward recomputes it
             return layer(*args, **kwargs)
         drawn = self._random.op
         number = self._counts.get(name, 0)

@@ -42,7 +42,7 @@ SCHEDULES = ["1f1b", "zb-h1", "interleaved-1f1b"]
 def test_any_model_trains_as_the_loop_bit_by_bit(name: str, schedule: str) -> None:
     own, plain = made(name)[0], made(name)[0]
     with pipeline(name, own, devices=["cpu"] * 3, schedule=schedule) as pipe:
-        for step, rows in enumerate((ROWS, 7, ROWS)):  # ragged in between
+        for step, rows in enumerate((ROWS, 7, ROWS)):  # a batch of another size in between
             args, kwargs, target = inputs_of(name, rows)
             due = reference_step(
                 plain, *args, **kwargs, **target, loss_fn=pipe.loss_fn, num_microbatches=3, seed=3, step=step
@@ -62,7 +62,7 @@ def train(group: places.Group, name: str, schedule: str, inputs: str) -> None:
                 plain, *args, **kwargs, **target, loss_fn=pipe.loss_fn, num_microbatches=3, seed=3, step=step
             )
             assert torch.equal(pipe.step(*args, **kwargs, **target) if told else pipe.step(), due)
-            if any(True for _ in pipe.parameters()):  # a rank may have nothing but uses of tied weights
+            if any(True for _ in pipe.parameters()):  # a rank may hold only uses of tied weights
                 assert_as(pipe, plain)
             with torch.no_grad():
                 for model in (own, plain):
@@ -117,7 +117,7 @@ def test_outputs_are_the_models_own(name: str) -> None:
 
 
 class Gives(nn.Module):
-    """Its output holds an input, and what needs no weights."""
+    """Its output holds an input, and a value computed without weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_boundaries_are_layers_in_the_order_of_their_calls() -> None:
 
 
 def optimize(group: places.Group, name: str, schedule: str, kind: Callable[..., torch.optim.Optimizer]) -> None:
-    """Tied weights, too, have one state, at their first use, and stay one weight."""
+    """A tied weight has one optimizer state, at its first use, and stays one weight."""
     own, plain = made(name)[0], made(name)[0]
     loop = kind(plain.parameters())
     with pipeline(name, own, schedule=schedule, optimizer=kind, **places.place(group)) as pipe:
@@ -243,7 +243,9 @@ def test_weights_after_steps_are_those_of_one_optimizer(run: places.Run, name: s
 
 def test_tied_weights_have_no_versions() -> None:
     for name in ("tied", "loose"):
-        with pytest.raises(ScheduleError, match=r"updates each stage when it has its own .* calls share, at different"):
+        with pytest.raises(
+            ScheduleError, match=r"updates each stage as soon as .* calls that share .* different versions"
+        ):
             pipeline(name, made(name)[0], devices=["cpu"] * 3, schedule="pipedream", optimizer=sgd)
 
 
@@ -268,7 +270,7 @@ def test_updates_in_flight_are_those_of_the_same_layers_in_a_row(schedule: str) 
 
 
 class Patches(nn.Module):
-    """Gives how many there are, beside them."""
+    """Returns the number of patches beside the patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +282,7 @@ class Patches(nn.Module):
 
 
 class Sized(nn.Module):
-    """What a layer says of sizes counts in the code at the end."""
+    """A size returned by a layer is used by the code at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +316,7 @@ def test_numbers_that_layers_give_follow_the_batch(run: places.Run) -> None:
 
 
 class Chooses(nn.Module):
-    """Goes another way for other numbers."""
+    """Takes another path for other numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +332,7 @@ def test_a_way_that_depends_on_the_batch_is_an_error() -> None:
     rows = torch.ones(4, 8)
     with Pipeline(Chooses(), rows, devices=["cpu", "cpu"], loss_fn=square, num_microbatches=1, schedule="1f1b") as pipe:
         pipe.step(rows, target=rows)
-        with pytest.raises(GraphError, match="takes the way that it took with the sample"):
+        with pytest.raises(GraphError, match="must make the same calls as with the sample"):
             pipe.step(-rows, target=rows)
         pipe.zero_grad()
         pipe.step(rows, target=rows)

@@ -1,4 +1,4 @@
-"""What a micro-batch counts where a model takes a mean over its own labels: those that are not ignored."""
+"""The weight of a micro-batch of a model that averages its own loss over the labels that are not ignored."""
 
 import copy
 import warnings
@@ -20,7 +20,7 @@ VOCABULARY = 11
 
 
 class Language(nn.Module):
-    """A small model that computes its own loss from labels. how: over which labels it takes the mean."""
+    """A small model that computes its own loss from labels; ``how``: the labels that it averages over."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Language(nn.Module):
         cross_entropy = functional.cross_entropy
         if self.how == "shifted":
             return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        if self.how == "rolled":  # as where labels are padded at their end: the same labels, another code
+        if self.how == "rolled":  # the same labels as when shifted, by other code
             labels = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         if self.how == "rows":
             one_by_one = cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1)
@@ -63,7 +63,7 @@ def text(rows: int, columns: int = 6) -> Tensor:
 
 
 def padded(rows: int) -> Tensor:
-    """Labels, the last of which are ignored: one in the first row, two in the second, and so on."""
+    """Labels with ignored ones at the end of each row: one in the first row, two in the second, and so on."""
     labels = text(rows).clone()
     for row in range(rows):
         labels[row, 6 - min(row % 5, 4) :] = IGNORED
@@ -109,7 +109,7 @@ def sample(how: str, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("columns", [3, 700])
 def test_the_way_is_told_from_the_losses(how: str, rows: int, columns: int) -> None:
-    """Of short and long rows; the model is left as it was, and its random numbers too."""
+    """For short and long rows. The model and its random state are left unchanged."""
     model = made(how)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     labels = torch.arange(rows) if how == "classes" else text(rows, columns)
@@ -125,7 +125,7 @@ def test_the_way_is_told_from_the_losses(how: str, rows: int, columns: int) -> N
 
 @pytest.mark.parametrize("how", WAYS)
 def test_the_text_may_be_its_own_labels(how: str) -> None:
-    """One tensor, passed twice."""
+    """One tensor is passed as two arguments."""
     x = text(2)
     assert counted_labels(made(how), ((), {"text": x, "labels": x})) == WAYS[how]
     assert counted_labels(made(how), ((x, x), {})) == WAYS[how]
@@ -148,7 +148,7 @@ def test_losses_that_are_all_equal_tell_nothing() -> None:
     model = made("plain")
     for parameter in model.head.parameters():
         nn.init.zeros_(parameter)
-    with pytest.warns(UserWarning, match="its loss fits each of"):
+    with pytest.warns(UserWarning, match="its loss fits all of"):
         assert counted_labels(model, sample("plain", 2)) is None
 
 
@@ -165,14 +165,14 @@ def test_without_labels_nothing_is_run() -> None:
 
 @dataclass
 class Output:
-    """As Hugging Face's, but none that pytrees know."""
+    """An output class like Hugging Face's that is not registered as a pytree."""
 
     logits: Tensor
     loss: Tensor | None
 
 
 class End(nn.Module):
-    """The loss as a layer: the way through the model is the same with labels and without them."""
+    """The loss as a layer, so that the model's path is the same with and without labels."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class End(nn.Module):
 
 
 class Told(Language):
-    """form: in which its output is given."""
+    """Returns its output in the given form."""
 
     def __init__(self, form: str) -> None:
         super().__init__("plain")
@@ -202,7 +202,7 @@ def loss_in(output: Any) -> Any:
 
 
 def some_without_labels() -> Tensor:
-    """Of four micro-batches of two rows the second has nothing to count."""
+    """Of four micro-batches of two rows, the second has no label that counts."""
     labels = padded(8)
     labels[2:4] = IGNORED
     return labels
@@ -218,7 +218,7 @@ def told(request: pytest.FixtureRequest) -> Iterator[tuple[Pipeline, Told]]:
 
 
 def test_the_loss_in_outputs_is_the_batchs(told: tuple[Pipeline, Told]) -> None:
-    """Not one for each micro-batch: a scalar, and to the bit the one that is returned beside it."""
+    """One scalar instead of one per micro-batch, with the same bits as the returned loss."""
     pipe, whole = told
     x, labels = text(8), some_without_labels()
     expected = loss_in(whole(x, labels)).detach()
@@ -235,7 +235,7 @@ def test_the_loss_in_outputs_is_the_batchs(told: tuple[Pipeline, Told]) -> None:
 
 
 def test_the_loss_in_outputs_goes_backward(told: tuple[Pipeline, Told]) -> None:
-    """With the gradients of the whole batch; those of micro-batches that count nothing are none, and not NaN."""
+    """Its gradients are those of the whole batch; micro-batches without labels give no gradients instead of NaN."""
     pipe, whole = told
     x, labels = text(8), some_without_labels()
     (2 * loss_in(pipe(text=x, labels=labels))).backward()

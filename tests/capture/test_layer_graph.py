@@ -1,4 +1,4 @@
-"""The graph of a model's layers: names, parameters, and the bytes that pass from layer to layer."""
+"""The graph of a model's layers: names, parameters, and the bytes on its edges."""
 
 import copy
 from itertools import pairwise
@@ -18,8 +18,8 @@ FLOAT = 4
 
 
 class Mixed(nn.Module):
-    """A skip over two blocks, a value that two use, a pair, a mask that every stage may compute, and a result of the
-    first block that is part of the output.
+    """A skip over two blocks, a value with two users, a pair, a mask that every stage computes, and a block output that
+    is part of the model's output.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def test_a_tied_weight_is_named_by_all_that_use_it() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_crosses_a_cut_is_what_its_stages_receive(name: str) -> None:
-    """Between neighbours, the bytes over a cut of the graph are those that the parts behind it take from before."""
+    """For every cut, the bytes on the graph's edges are the bytes that the later stages receive from earlier ones."""
     model, args, kwargs, _ = made(name, 3)
     if name == "attends":
         args, kwargs = (), {"x": args[0], "y": args[1], **kwargs}

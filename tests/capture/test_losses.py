@@ -1,4 +1,4 @@
-"""Losses of torch: each counts what it is a mean over, so that micro-batches give the loss of the whole batch."""
+"""Losses of torch: micro-batches are weighted so that they give the loss of the whole batch."""
 
 import copy
 import functools
@@ -33,7 +33,7 @@ X = torch.randn(ROWS, 3, generator=generator())
 INDICES = torch.randint(CLASSES, (ROWS,), generator=generator())
 PROBABILITIES = torch.rand(ROWS, CLASSES, generator=generator()).softmax(1)
 SIGNS = torch.randint(2, (ROWS, CLASSES), generator=generator()) * 2.0 - 1
-#: Of four micro-batches of 2, 2, 2 and 1 rows: none, both, one and one is counted.
+#: Of four micro-batches of 2, 2, 2 and 1 rows, these targets count: none, both, one and one.
 SOME = torch.tensor([-100, -100, 1, 2, -100, 4, 0])
 
 
@@ -59,7 +59,7 @@ def piped(own: nn.Module, loss_fn: Any, *, num_microbatches: int = 4, **choices:
 def assert_trains_as_the_whole_batch(
     loss_fn: Any, target: Any, end: Callable[[Tensor], Tensor] = lambda x: x, x: Tensor = X, **choices: Any
 ) -> None:
-    """The loss and gradients of plain PyTorch over the whole batch; and to the bit those of the loop."""
+    """Compare loss and gradients with plain PyTorch over the whole batch, and bit by bit with the reference loop."""
     own, whole, loop = (model(end) for _ in range(3))
     fns = [copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn for _ in range(2)]
     with piped(own, loss_fn, **choices) as pipe:
@@ -83,7 +83,7 @@ def assert_trains_as_the_whole_batch(
 
 @dataclass
 class Case:
-    """A loss by its class and its function, with a target. end: makes of a model's output what the loss takes."""
+    """A loss by its class and its function, with a target; ``end`` turns a model's output into the loss's input."""
 
     module: str
     function: str
@@ -114,7 +114,7 @@ CASES = [
     Case("NLLLoss", "nll_loss", SOME, lambda x: x.log_softmax(1)),
     Case("NLLLoss2d", "nll_loss", SOME, lambda x: x.log_softmax(1)),
 ]
-#: Called with more than an output and a target, or no loss by themselves.
+#: Losses with other arguments than output and target, or not complete losses.
 OTHERS = {
     "GaussianNLLLoss",
     "CosineEmbeddingLoss",
@@ -122,7 +122,7 @@ OTHERS = {
     "TripletMarginLoss",
     "TripletMarginWithDistanceLoss",
     "CTCLoss",
-    "LinearCrossEntropyLoss",  # below, where there is one
+    "LinearCrossEntropyLoss",  # tested below if torch has it
 }
 
 
@@ -240,7 +240,7 @@ def test_a_weight_that_has_changed_counts_as_it_is_now() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_micro_batch_that_counts_nothing_gives_no_nan(schedule: str) -> None:
-    """Its loss is 0 / 0; the batch's is a number, and so are all gradients."""
+    """Its own loss is 0 / 0; the batch's loss and all gradients are finite."""
     own = model()
     with piped(own, nn.CrossEntropyLoss(), schedule=schedule) as pipe:
         loss, output = pipe.step(X, target=SOME, return_outputs=True)
@@ -276,7 +276,7 @@ def test_a_batch_that_counts_nothing_is_refused(loss_fn: nn.Module) -> None:
 
 
 def test_smoothed_labels_of_classes_without_weight_are_refused() -> None:
-    """Plain torch adds what smoothing costs there; a micro-batch of nothing else divides it by 0."""
+    """Plain torch adds the smoothing term there; a micro-batch with only such labels divides it by 0."""
     loss_fn = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1)
     with piped(model(), loss_fn) as pipe:
         assert pipe.step(X, target=torch.tensor([1, 3, 3, 0, 2, 4, -100])).isfinite()
@@ -343,29 +343,31 @@ def test_weights_of_a_sum_are_refused(loss_fn: Any) -> None:
 
 
 def test_a_weight_of_each_row_is_refused() -> None:
-    """The batch's weights would be cut with it in none, and broadcast to every single row."""
+    """The weights would be split with no micro-batch, and broadcast to micro-batches of one row."""
     loss_fn = nn.BCEWithLogitsLoss(weight=torch.rand(ROWS, 1))
     with piped(model(), loss_fn) as pipe, pytest.raises(InputError, match=r"shape \[7, 1\].*multiply .* in loss_fn"):
         pipe.step(X, target=PROBABILITIES)
 
 
 def test_a_batch_mean_over_another_dim_than_rows_is_refused() -> None:
-    with pytest.raises(InputError, match=r"'batchmean' divides by dim 0, .* split_dims=1; .*reduction='mean'"):
+    with pytest.raises(
+        InputError, match=r"'batchmean' divides by the size of dim 0; .* split_dims=1 .*reduction='mean'"
+    ):
         piped(model(), nn.KLDivLoss(reduction="batchmean"), numerics=Numerics(split_dims=1))
 
 
-# ---- what is known of a loss -----------------------------------------------------------------------------------------
+# ---- losses that are recognised --------------------------------------------------------------------------------------
 
 
 class Reshaping(nn.CrossEntropyLoss):
-    """With a forward of its own: torch does not say what it is a mean over."""
+    """With its own forward, so torch's options do not tell what it averages over."""
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return super().forward(output.flatten(0, -2), target.flatten())
 
 
 class Inheriting(nn.CrossEntropyLoss):
-    """Torch's own forward."""
+    """With torch's own forward."""
 
 
 def test_a_class_that_inherits_its_forward_counts_as_its_parent() -> None:
@@ -389,7 +391,7 @@ def test_a_search_may_choose_micro_batches_where_the_loss_is_known_to_add_up(los
 
 
 def test_every_loss_function_of_torch_is_one_of_these() -> None:
-    """That of one class each."""
+    """Each is the function of one loss class."""
     functions = [
         name
         for name, function in vars(functional).items()

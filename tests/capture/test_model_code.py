@@ -1,4 +1,4 @@
-"""What models' own code does: each trains as the loop does, to the bit, or is an error that says what to do."""
+"""Unusual code in models: each model trains like the reference loop, to the bit, or raises an error with a remedy."""
 
 import weakref
 from typing import Any
@@ -46,7 +46,7 @@ def test_layers_that_recompute_a_part_of_themselves_have_their_weight_gradients_
 
 
 class Cell(nn.Module):
-    """A part of a layer that goes on from its state."""
+    """A part of a layer that continues from its stored state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Stateful(nn.Module):
 
 
 class BeginsAnew(Blocks):
-    """Puts back the states of its blocks before it runs them, as recurrent language models do."""
+    """Resets the states of its blocks before it runs them, as recurrent language models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_states_that_a_model_puts_back_before_each_forward() -> None:
 
 
 class Caching(nn.Module):
-    """Holds memory for as long as its input is there."""
+    """Holds memory while its input exists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_memory_that_goes_with_an_input_is_not_counted_below_zero() -> None:
 
 
 class Compares(nn.Module):
-    """What was found in each row with as many boxes as that row has."""
+    """Compares the box found in each row with the row's own boxes, whose number varies."""
 
     def forward(self, found: Tensor, labels: list[dict[str, Tensor]]) -> Tensor:
         losses = [(label["boxes"] - box).pow(2).mean() for box, label in zip(found, labels, strict=True)]
@@ -153,7 +153,7 @@ def test_outputs_that_are_a_dict_a_row_are_gathered_in_the_order_of_rows() -> No
 
 
 class Pads(nn.Module):
-    """Writes on pieces of what its mask is copied to; the mask is an input, and needs no gradient."""
+    """Writes to pieces of a copy of its mask; the mask is an input and needs no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,14 +182,14 @@ def test_only_what_needs_a_gradient_requires_one_where_a_layer_is_measured() -> 
     check(Masked, FLOATS, FLOATS.abs())
 
 
-@pytest.mark.filterwarnings("ignore:a profile is of layers", "ignore:layers and functions")
+@pytest.mark.filterwarnings("ignore:profile on an idle machine", "ignore:layer times should add up")
 def test_profiles_have_as_many_dicts_as_rows() -> None:
     found = profile(Detects(), {"x": FLOATS[:2], "labels": boxes(1, 2)}, rows=[2, 3])
     assert sorted(found.graphs) == [2, 3]
 
 
 class Forces(nn.Module):
-    """The gradient of an energy by its input."""
+    """Returns the gradient of an energy with respect to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_a_module_that_differentiates_its_layers_stays_in_one_piece() -> None:
 
 
 def test_a_model_that_differentiates_across_all_layers_says_so() -> None:
-    message = r"the model's own code calls grad after 3 layers, layers\.0, layers\.1 .* into a module of the model"
+    message = r"the model's own code calls grad after 3 layers, layers\.0, layers\.1 .* into a submodule"
     with pytest.raises(GraphError, match=message):
         Pipeline(Forces(), FLOATS, devices=["cpu"] * 2, loss_fn=square)
     with pytest.raises(GraphError, match=message):
@@ -231,12 +231,12 @@ def test_a_model_that_differentiates_across_all_layers_says_so() -> None:
 
 @pytest.mark.parametrize("kind", [nn.Sequential, lambda *layers: nn.ModuleList(layers)])
 def test_lazy_modules_that_have_not_run_say_so(kind: Any) -> None:
-    with pytest.raises(ModelTypeError, match=r"'0\.weight' and 3 others are of lazy modules .* call the model once"):
+    with pytest.raises(ModelTypeError, match=r"'0\.weight' and 3 others belong to lazy modules .* call the model once"):
         Pipeline(kind(nn.LazyLinear(8), nn.LazyLinear(8)), FLOATS, devices=["cpu"] * 2, loss_fn=square)
 
 
 class Listed(nn.Module):
-    """A layer that calls its parts by a list of its own."""
+    """A layer that calls its parts through a list of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Listed(nn.Module):
 
 
 class Returns(nn.Module):
-    """Comes to one layer in several stages."""
+    """Calls one layer in several stages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Odd models: each trains as the loop does, to the bit, or is an error that says what is wrong with it."""
+"""Odd models: each trains like the reference loop, to the bit, or raises an error that says what is wrong."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def test_the_shape_of_what_a_later_stage_uses() -> None:
 
 
 class Remembering(nn.Module):
-    """A layer that keeps things as plain attributes, and puts a new tensor in the place of a buffer."""
+    """A layer that stores plain attributes, and replaces a buffer by a new tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_layers_that_remember() -> None:
 
 
 class OnlyTrains(nn.Module):
-    """Fails in the mode in which it is not used, as a detector does without targets."""
+    """Fails in evaluation mode, like a detector without targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,13 +97,15 @@ def test_a_model_that_runs_in_one_mode() -> None:
         due = reference_step(plain, FLOATS, target=FLOATS, loss_fn=square, num_microbatches=4, seed=5)
         assert torch.equal(pipe.step(FLOATS, target=FLOATS), due)
         pipe.eval()
-        with pytest.raises(GraphError, match="captured; with the sample it calls other layers, or fails") as caught:
+        with pytest.raises(
+            GraphError, match="captured; with training=False the sample calls other layers, or fails"
+        ) as caught:
             pipe.evaluate(FLOATS, target=FLOATS)
         assert "only in training" in str(caught.value.__cause__)
 
 
 class Told(nn.Module):
-    """Puts what it makes into an object, and takes what the layer before has put there, and an attribute."""
+    """Stores a tensor in an object, and reads the tensor that the layer before stored there, and an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ class Told(nn.Module):
 
 
 class Tells(nn.Module):
-    """Layers that hand each other tensors in objects, two by two, and are told something by an attribute."""
+    """Layers that pass each other tensors through objects, in pairs, and get an attribute set by the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +136,7 @@ class Tells(nn.Module):
 
 def test_layers_that_hand_things_on_stay_together() -> None:
     check(Tells, FLOATS)
-    with pytest.raises(GraphError, match=r"what passes between stages is what calls return; blocks\.0 hands"):
+    with pytest.raises(GraphError, match=r"stages exchange only the values that calls return; blocks\.0 passes"):
         Pipeline(Tells(), FLOATS[:2], devices=["cpu"] * 5, schedule="1f1b", loss_fn=square)
 
 
@@ -146,7 +148,7 @@ class Silent(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes on what it is given."""
+    """Writes to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,8 +159,8 @@ class InPlace(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A layer that returns nothing, one that writes on its input, which is used again, one without parameters, and
-    parameters and a layer that nothing uses.
+    """A layer that returns nothing, a layer that writes to an input used again, one without parameters, and parameters
+    and a layer that nothing uses.
     """
 
     def __init__(self) -> None:
@@ -191,7 +193,7 @@ class Row(nn.Module):
 
 
 class Adds(Row):
-    """Changes what it is given, which all layers use."""
+    """Changes its input, which all layers use."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.add_(1)
@@ -201,7 +203,7 @@ class Adds(Row):
 
 
 class Asks(Row):
-    """Asks an early tensor whether it is trained, and how it lies, at the end."""
+    """At the end, queries whether an early tensor requires a gradient, and its strides."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = first = self.layers[0](x).t().contiguous().t()
@@ -211,7 +213,7 @@ class Asks(Row):
 
 
 class Stores(nn.Linear):
-    """Keeps what it returns where another finds it."""
+    """Stores its output in an attribute that another layer reads."""
 
     def __init__(self, store: dict[str, Tensor]) -> None:
         super().__init__(8, 8)
@@ -240,7 +242,7 @@ class Stored(Row):
 
 
 class Recomputes(Row):
-    """torch.utils.checkpoint over two layers each: no stage begins between them."""
+    """torch.utils.checkpoint over pairs of layers; no stage may begin between the two."""
 
     def forward(self, x: Tensor) -> Tensor:
         for first in (0, 2, 4):
@@ -265,7 +267,7 @@ def test_no_stage_begins_within_what_is_recomputed_as_one() -> None:
 
 
 class Remembered(Row):
-    """A tensor that nobody knows is changed."""
+    """Changes a tensor that is no input, buffer or result of a call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +280,7 @@ class Remembered(Row):
 
 
 class Unbound(Row):
-    """As many tensors as rows."""
+    """Returns one tensor per row."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
@@ -289,7 +291,7 @@ class Unbound(Row):
 
 
 class Measures(Row):
-    """Asks for a shape, but not of the sample's."""
+    """Queries a shape that the sample's forward does not query."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = first = self.layers[0](x)
@@ -301,7 +303,7 @@ class Measures(Row):
 def test_what_follows_the_batch_otherwise_than_with_the_sample_is_an_error() -> None:
     with pytest.raises(GraphError, match=r"mul_ changes a tensor of shape \(8,\) that is none of these; register it"):
         Pipeline(Remembered(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, schedule="1f1b")
-    for kind, message in ((Unbound, "unbind gives others now"), (Measures, "takes the way that it took with")):
+    for kind, message in ((Unbound, "unbind returns another one now"), (Measures, "must make the same calls as with")):
         pipe = Pipeline(kind(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4, schedule="1f1b")
         with pipe, pytest.raises(GraphError, match=message):
             pipe.step(torch.randn(12, 8), target=torch.zeros(12, 8))
@@ -344,12 +346,12 @@ def test_a_list_of_stages(kind: Callable[[list[nn.Module]], Any]) -> None:
 def test_hooks_on_the_models_backward_are_an_error() -> None:
     model = Blocks()
     model.register_full_backward_hook(lambda module, given, taken: None)
-    with pytest.raises(GraphError, match="it has 1 hooks on its backward"):
+    with pytest.raises(GraphError, match="it has 1 backward hooks that would never run"):
         Pipeline(model, FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
 
 
 class Vmapped(Blocks):
-    """Functions of the model inside vmap, where nobody sees them."""
+    """Functions of the model inside vmap, where they are not recorded."""
 
     def after(self, number: int, x: Tensor) -> Tensor:
         return torch.vmap(lambda row: row * row.sum())(x)

@@ -1,4 +1,4 @@
-"""Buffers that forwards write to, and that backwards read: gradients are the loop's, to the bit, in every schedule."""
+"""Buffers that forwards write and backwards read: gradients equal the reference loop's bits in every schedule."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 
 
 class Scaling(nn.Module):
-    """Divides by the largest number that it has seen lately."""
+    """Divides by the largest recent number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class Scaling(nn.Module):
 
 
 class Uncounted(Scaling):
-    """The same by way of .data, which autograd does not notice."""
+    """Writes through .data, which autograd does not notice."""
 
     def see(self, x: Tensor) -> None:
         self.amax.data.mul_(0.9).add_(x.detach().abs().amax(0), alpha=0.1)
 
 
 class Divided(torch.autograd.Function):
-    """x over the module's buffer, which the backward reads once more."""
+    """x divided by the module's buffer, which the backward reads again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
@@ -65,14 +65,14 @@ class Reads(Scaling):
 
 
 class Replaces(Reads):
-    """The same, where each forward puts a new tensor in the buffer's place."""
+    """Its forward replaces the buffer by a new tensor."""
 
     def see(self, x: Tensor) -> None:
         self.amax = self.amax * 0.9 + x.detach().abs().amax(0) * 0.1
 
 
 class Hooks(Scaling):
-    """A hook on a gradient reads it."""
+    """A hook on a gradient reads the buffer."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.see(x)
@@ -83,7 +83,7 @@ class Hooks(Scaling):
 
 
 class Between(Blocks):
-    """The model's own buffer, used between two of its layers."""
+    """The model's own buffer is used between two of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Between(Blocks):
 
 
 class Twice(nn.Module):
-    """One layer, called twice; what its first backward reads is what its second forward has left, as in the loop."""
+    """One layer called twice; its first backward reads the buffer written by its second forward, as in the loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_also_of_a_pass_that_the_caller_differentiates() -> None:
 
 
 class ScaledLoss(Scaling):
-    """A loss that remembers."""
+    """A loss with a running statistic."""
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         self.see(output)
@@ -169,7 +169,7 @@ def test_also_of_a_loss_module() -> None:
 
 
 class Written(torch.autograd.Function):
-    """A backward that counts in the buffer in which the forward counts."""
+    """Its backward counts in the same buffer as its forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:

@@ -1,4 +1,4 @@
-"""State that layers keep on their class: it trains as the loop does, to the bit, or is an error that names it."""
+"""State that layers store on their class: it trains like the reference loop, to the bit, or an error names it."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -67,7 +67,7 @@ class ByData(Layer):
 
 
 class FromInput(Layer):
-    """Sets what its input says: two forwards of one sample set the same."""
+    """Sets a value computed from its input, so two forwards on one sample set the same value."""
 
     largest = 1.0
 
@@ -78,7 +78,7 @@ class FromInput(Layer):
 
 
 class InBase(Counts):
-    """Has an attribute of its own from its first forward on."""
+    """Its class has an attribute from its first forward on."""
 
 
 def in_a_row(kind: type[nn.Module]) -> nn.Sequential:
@@ -86,7 +86,7 @@ def in_a_row(kind: type[nn.Module]) -> nn.Sequential:
 
 
 def held(kind: type) -> dict[str, Any]:
-    """What a class and its bases hold, with copies of contents."""
+    """The attributes of a class and its bases, with copies of their contents."""
     own = {
         f"{base.__name__}.{name}": value
         for base in kind.__mro__
@@ -132,7 +132,7 @@ def test_classes_are_left_as_they_were(kind: Any, make: Callable[[Any], nn.Modul
 
 
 class OneCounts(nn.Module):
-    """One module of a class, which keeps state there."""
+    """The only module of its class, with state on the class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Group(nn.Module):
 
 
 class CountsItself(nn.Module):
-    """The model's own code keeps state on its class."""
+    """The model's own code stores state on the model's class."""
 
     forwards = 0
 
@@ -205,7 +205,7 @@ def test_state_on_the_class_of_a_container_is_refused() -> None:
 
 
 class Cached(Layer):
-    """Makes a mask once, a table of masks, and sets a constant each time."""
+    """Makes a mask and a table of masks once, and sets a constant in every forward."""
 
     mask: Tensor | None = None
     masks: dict[int, Tensor] = {}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""Models without contents: captured, planned, and only then filled, each rank its own stages."""
+"""Models on the meta device: captured and planned first, then filled, each rank with its own stages."""
 
 import json
 import struct
@@ -32,7 +32,7 @@ def test_weights_do_not_depend_on_who_makes_them(run: places.Run) -> None:
 
 
 def files_of(folder: Path, form: str) -> Any:
-    """The weights of a model in files; a tied one lies there once."""
+    """The weights of a model in files; a tied weight is stored once."""
     state = {name: value.contiguous() for name, value in jobs.real_gpt().state_dict().items() if name != "head.weight"}
     if form == "file":
         save_file(state, folder / "all.safetensors")
@@ -69,7 +69,7 @@ def test_copies_and_optimizers_are_of_the_weights_that_were_made(run: places.Run
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a program's own peak")
 def test_a_rank_never_holds_more_than_its_share(ranks: Ranks, tmp_path: Path) -> None:
-    """Of a model of 168 MB each of two ranks has half; one that was ever whole would have held 84 MB more."""
+    """Two ranks hold half of a 168 MB model each; a rank with the whole model would peak 84 MB higher."""
     slack = 16 << 20  # a layer of 4 MB, measured or with its gradient on its way, and what code takes: 4 to 8 MB
     names = [f"{layer}.weight" for layer in range(jobs.DEPTH)]
     save_file({name: torch.ones(jobs.WIDTH, jobs.WIDTH) for name in names}, tmp_path / "all.safetensors")
@@ -114,14 +114,14 @@ def test_a_model_without_contents_is_captured_as_one_with_contents(name: str) ->
 
 
 class Kept:
-    """What layers keep, each for itself."""
+    """An object for values that layers store, one for each layer."""
 
     def __init__(self) -> None:
         self.values: dict[int, list[Tensor]] = {}
 
 
 class Routed(nn.Module):
-    """A layer that looks at what it computes, once it has changed what it was given."""
+    """A layer that reads a computed value after it has changed its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,9 @@ def test_code_between_layers_that_reads_what_weights_make_is_an_error() -> None:
             x = self.layers[0](x, Kept())
             return self.layers[1](x, Kept()) if x.sum() > 0 else x
 
-    with pytest.raises(GraphError, match=r"calls __bool__ on what depends on them .* move that code into a layer"):
+    with pytest.raises(
+        GraphError, match=r"calls __bool__ on a value computed from them .* move that code into a layer"
+    ):
         jobs.row_pipeline(Reads, devices=["cpu"])
 
 
@@ -200,7 +202,7 @@ def test_a_function_builds_parameters_without_contents_and_buffers_with() -> Non
 
 
 def test_what_was_full_stays_as_it_is() -> None:
-    """Adapters beside a model without contents; objects stay what they are."""
+    """Adapters beside a model on the meta device; the adapters' tensors stay the same objects."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     model[1] = nn.Linear(8, 4)
@@ -244,13 +246,13 @@ def empty_gpt() -> jobs.GPT:
 @pytest.mark.parametrize(
     ("model", "init", "kind", "text"),
     [
-        (jobs.row, "reset", InputError, "every weight of this Sequential has some"),
+        (jobs.row, "reset", InputError, "every weight of this Sequential has contents"),
         (jobs.empty_row, without("4.bias"), InputError, r"missing: 4\.bias; of 13 given names unknown: none"),
         (jobs.empty_row, {**without(""), "9.x": torch.ones(1)}, InputError, r"missing: none; .* unknown: 9\.x"),
         (jobs.empty_row, {**without(""), "0.bias": torch.ones(3)}, InputError, r"'0\.bias' is .*\[8\], .* of \[3\]"),
         (jobs.empty_row, {**without(""), "0.bias": torch.ones(8).int()}, InputError, r"given torch\.int32 of \[8\]"),
-        (jobs.empty_row, 7, InputError, "init is 'reset', a function of a module.* got int"),
-        (jobs.empty_row, "nowhere.safetensors", InputError, "there is no nowhere.safetensors"),
+        (jobs.empty_row, 7, InputError, "init must be 'reset', a function of a module.* got int"),
+        (jobs.empty_row, "nowhere.safetensors", InputError, "nowhere.safetensors does not exist"),
         (empty_hooked, None, GraphError, r"'0\.weight' has hooks"),
         (empty_custom, None, GraphError, r"nothing fills 0\.shift; give their modules a reset_parameters"),
         (lambda: 3, None, ModelTypeError, "the model is an nn.Module; got int"),
@@ -273,7 +275,7 @@ def test_a_function_that_builds_no_module_and_a_loss_without_contents_say_so() -
         jobs.row_pipeline(lambda: 3, devices=["cpu"])
     with torch.device("meta"):
         loss = nn.CrossEntropyLoss(weight=torch.ones(4))
-    with pytest.raises(GraphError, match="the loss module has no contents"):
+    with pytest.raises(GraphError, match="the loss module CrossEntropyLoss is on the meta device"):
         jobs.row_pipeline(jobs.row, devices=["cpu"], loss_fn=loss)
 
 
@@ -342,10 +344,10 @@ def broken(folder: Path) -> dict[str, Path]:
         ("empty.safetensors", "of 0 bytes does not"),
         ("text.safetensors", "begins with a header"),
         ("dtype.safetensors", "F99"),
-        ("bad.json", "has a weight_map"),
-        ("none.json", r"there is no .*absent\.safetensors"),
+        ("bad.json", "must have a weight_map"),
+        ("none.json", r"absent\.safetensors does not exist; download it"),
         ("void", "holds none"),
-        ("absent", "there is no"),
+        ("absent", "absent does not exist; check the path"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, text: str) -> None:
@@ -354,7 +356,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, text: str) -> None:
 
 
 def with_offsets(**offsets: tuple[int, int]) -> bytes:
-    """A file of three floats, of which each tensor takes those between its offsets in bytes."""
+    """A file of three floats with tensors at these offsets in bytes."""
     header = {
         name: {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": own}
         for name, own in offsets.items()
@@ -379,7 +381,7 @@ def with_offsets(**offsets: tuple[int, int]) -> bytes:
 def test_tensors_lie_in_their_file_side_by_side(tmp_path: Path, offsets: Any) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(with_offsets(**offsets))
-    with pytest.raises(InputError, match=r"begins with a header of its tensors; .* does not .*; fetch it again"):
+    with pytest.raises(InputError, match=r"begins with a header of its tensors; .* does not .*; download it again"):
         WeightFiles(path)
 
 
@@ -398,7 +400,9 @@ def test_an_index_names_files_of_its_own_folder(tmp_path: Path, name: str) -> No
     save_file({"x": torch.ones(4)}, outside)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": str(outside) if name == "absolute" else name}}))
-    with pytest.raises(InputError, match=r"names safetensors files in its own folder; .*outside\.safetensors'; move"):
+    with pytest.raises(
+        InputError, match=r"must name safetensors files in its own folder; .*outside\.safetensors'; move"
+    ):
         WeightFiles(index)
 
 

@@ -1,4 +1,4 @@
-"""Odd code between layers: each trains as the loop does, to the bit, or is an error that says what is wrong with it."""
+"""Odd code between layers: it trains like the reference loop, to the bit, or an error says what is wrong."""
 
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("every_product_deferred")
 
 
 class Counts(Blocks):
-    """A buffer of the model that its code between layers changes in place, and uses at the end."""
+    """Code between layers changes a buffer of the model in place, and uses it at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Counts(Blocks):
 
 
 class CountsOn(Blocks):
-    """The same, counted by ``+=``, which sets the attribute to what it is, and asked for in between."""
+    """Counts by ``+=``, which sets the attribute to the same object, and reads the buffer in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_buffers_between_layers_are_counted_once_where_stages_recompute(kind: ty
 
 
 class Lazy(Blocks):
-    """A mask that the first forward makes, late."""
+    """Makes a mask late in its first forward."""
 
     mask: Tensor | None = None
 
@@ -62,7 +62,7 @@ class Lazy(Blocks):
 
 
 class Keeps(Blocks):
-    """What was made goes through attributes and lists of the model."""
+    """Passes tensors through attributes and lists of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Keeps(Blocks):
 
 
 class Refers(nn.Module):
-    """Layers in plain lists, closures and partials; one is called by its forward."""
+    """Layers in plain lists, closures and partials; one is called through its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Hooked(Blocks):
 
 
 class Tries(Blocks):
-    """A call that fails is no call."""
+    """Catches the error of a failing call, which must not be recorded."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -131,7 +131,7 @@ class Tries(Blocks):
 
 
 class Frozen(Blocks):
-    """The first layers run without gradients, and a stage ends among them."""
+    """Runs its first layers without gradients; a stage ends among them."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -143,7 +143,7 @@ class Frozen(Blocks):
 
 
 class Tripled(torch.autograd.Function):
-    """x * 2, in two calls; its gradient is another one."""
+    """x * 2 in two calls, with a gradient of its own."""
 
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def test_what_containers_do(kind: type[nn.Module]) -> None:
 
 
 class Carries(Blocks):
-    """A number that grows from forward to forward."""
+    """Stores a number that grows with every forward."""
 
     count = 0
 
@@ -177,5 +177,7 @@ class Carries(Blocks):
 
 
 def test_code_between_layers_that_counts_is_an_error() -> None:
-    with pytest.raises(GraphError, match=r"carries nothing from one forward to the next; Carries sets its .*'count'"):
+    with pytest.raises(
+        GraphError, match=r"must not carry state from one forward to the next; Carries sets its .*'count'"
+    ):
         Pipeline(Carries(), FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")

@@ -1,4 +1,4 @@
-"""Every parameter and every layer is in exactly one stage, whether anything calls it or not; ties excepted."""
+"""Every parameter and every layer is in exactly one stage, even if no call uses it; tied weights excepted."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.support.rank_processes import Ranks
 
 
 class Spare(nn.Module):
-    """Blocks, and before, among and behind them what no call uses."""
+    """Blocks, with unused parameters before, among and behind them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def adam(parameters):
 
 
 def owned(group: Group) -> tuple[list[str], list[str], list[int]]:
-    """The names of this process, of which its optimizers have parameters; and the number of those."""
+    """The names in this process, the names of its optimizers' parameters, and the numbers of these parameters."""
     with spare(group, optimizer=adam) as pipe:
         pipe.step(X, target=X)
         held = [
@@ -95,7 +95,9 @@ def test_a_tensor_in_no_stage_or_in_two_is_named() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     one, two, three = ({str(at): layer} for at, layer in enumerate(model))
     Owners(model, [(0, one), (1, {**two, **three})], loss=1)
-    with pytest.raises(GraphError, match=r"exactly one stage, if it is not tied; '2.weight' is in none of 2; register"):
+    with pytest.raises(
+        GraphError, match=r"that is not tied must be in exactly one stage; '2.weight' is in none of 2; register"
+    ):
         Owners(model, [(0, one), (1, two)], loss=1)
     with pytest.raises(GraphError, match=r"'1.weight' is in 0 and 1 of 2"):
         Owners(model, [(0, {**one, **two}), (1, {**two, **three})], loss=1)

@@ -1,4 +1,4 @@
-"""Modules that no stage begins within: found by themselves, or named with whole_layers=."""
+"""Modules that are never cut: recognised by their code, or named with whole_layers=."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("every_product_deferred"), pytest.mark.tim
 
 
 class Recomputed(torch.autograd.Function):
-    """Runs layers without a graph, and again in the backward, as reversible networks do."""
+    """Runs layers without a graph, and recomputes them in the backward, as reversible networks do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: list[nn.Module]) -> Tensor:
@@ -40,7 +40,7 @@ class Recomputed(torch.autograd.Function):
 
 
 class Pair(nn.Module):
-    """Two layers within one function."""
+    """Two layers inside one autograd.Function."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Pairs(nn.Module):
 
 
 class Reversible(nn.Module):
-    """Most layers are within one function."""
+    """Most layers are inside one autograd.Function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_layers_within_a_function_that_has_its_own_backward_stay_together() -> N
 
 def test_what_draws_in_a_backward_is_refused_in_a_pipeline_and_in_the_loop() -> None:
     options: dict[str, Any] = {"loss_fn": square, "seed": 5}
-    message = r"random numbers are drawn in forwards.* dropout was called during a backward"
+    message = r"random numbers must be drawn in forwards.* dropout was called during a backward"
     with pytest.raises(ExecutionError, match=message):
         Pipeline(Pairs(0.5), FLOATS[:2], devices=["cpu"] * 2, schedule="1f1b", **options)
     with pytest.raises(ExecutionError, match=message):
@@ -89,7 +89,7 @@ def test_what_draws_in_a_backward_is_refused_in_a_pipeline_and_in_the_loop() -> 
 
 
 class Experts(nn.Module):
-    """Tokens go to experts; one that gets none is not called."""
+    """Sends tokens to experts; an expert without tokens is not called."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -160,10 +160,10 @@ def test_layers_in_a_row_may_be_kept_whole() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["block.0"], r"'block\.0' is none of its \d+"),
+        (["block.0"], r"'block\.0' is none of its \d+ modules"),
         ("first", r"whole_layers is a list of names of modules; got 'first'"),
-        (["blocks"], r"'blocks' is a ModuleList, whose parts are; name its parts"),
-        (["blocks.1"], r"'blocks\.1' is a ModuleDict, whose parts are"),
+        (["blocks"], r"'blocks' is a ModuleList, which is never called itself; name its parts"),
+        (["blocks.1"], r"'blocks\.1' is a ModuleDict, which is never called itself"),
     ],
 )
 def test_what_is_no_whole_layer_says_so(given: Any, message: str) -> None:

@@ -30,7 +30,8 @@ def test_three_ranks_gather(ranks: Ranks) -> None:
 def test_who_reads_or_saves_a_stale_model_is_told(ranks: Ranks, kind: str) -> None:
     for rank, found in enumerate(ranks.run(2, jobs.readings, kind)):
         for name, text in found.items():
-            assert text.startswith("ExecutionError: over a mesh each rank trains the weights of its own stages"), name
+            rule = "over a mesh each rank trains only the weights of its own stages, and the other weights in its model"
+            assert text.startswith(f"ExecutionError: {rule} are stale"), name
             assert f"on rank {rank} " in text
             assert f"which rank {1 - rank} trains; call gather_model() of its pipeline on every rank" in text
 
@@ -45,8 +46,8 @@ def test_a_second_pipeline_works_or_is_refused_by_name(ranks: Ranks) -> None:
         for name, text in found.items():
             assert text.startswith("ExecutionError: over a mesh"), name
             assert "gather_model()" in text
-        assert "a pipeline that places layers otherwise was used" in found["step"]
-        assert "for a second pipeline" in found["new"]
+        assert "a pipeline with another placement of layers was used" in found["step"]
+        assert "used in a second pipeline" in found["new"]
 
 
 def test_where_and_what_cannot_be_gathered(ranks: Ranks) -> None:

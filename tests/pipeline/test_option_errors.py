@@ -184,9 +184,9 @@ def compiled_in_place(model):
 @pytest.mark.parametrize(
     ("wrapped", "match"),
     [
-        (torch.compile, "OptimizedModule is compiled into one graph; pass the model as it was before, with compile=Tr"),
+        (torch.compile, "OptimizedModule is compiled into one graph; pass the original model, with compile=True"),
         (compiled_in_place, "is compiled into one graph"),
-        (lambda model: torch.jit.trace(model, torch.ones(2, 3)), "is scripted or traced; pass the module that it was"),
+        (lambda model: torch.jit.trace(model, torch.ones(2, 3)), "is scripted or traced; pass the original module"),
         (nn.DataParallel, r"DataParallel is wrapped to be replicated; pass its \.module"),
     ],
 )
@@ -238,7 +238,7 @@ class TakesADict(nn.Module):
 )
 @pytest.mark.parametrize("take", [graph_of, profile, lambda *taken: Pipeline(*taken, devices=["cpu"])])
 def test_a_sample_is_what_the_forward_takes(take, sample, got):
-    match = rf"what the model's forward takes, TakesADict\.forward\(batch\); got {got}.*; pass .* that is a dict"
+    match = rf"the arguments of the model's forward, TakesADict\.forward\(batch\); got {got}.*; pass .* that is a dict"
     with pytest.raises(InputError, match=match):
         take(TakesADict(), sample)
 
@@ -287,7 +287,9 @@ def test_a_layer_that_was_replaced_since_is_not_trained_silently(kind, change, m
         pipe.step(ONES, target=ONES)
         change(model)
         for use in (lambda: pipe.step(ONES, target=ONES), lambda: pipe.evaluate(ONES, target=ONES), lambda: pipe(ONES)):
-            with pytest.raises(GraphError, match=rf"had when it was made; .*{match}; put the old ones back, or close"):
+            with pytest.raises(
+                GraphError, match=rf"had when it was built; .*{match}; restore the old modules, or close"
+            ):
                 use()
 
 
@@ -317,7 +319,11 @@ STATE = linears().state_dict()
 @pytest.mark.parametrize(
     ("init", "error", "match"),
     [
-        (STATE | {"0.weight": None}, InputError, r"tensors with contents, by name; '0\.weight' is None; pass a state"),
+        (
+            STATE | {"0.weight": None},
+            InputError,
+            r"tensors with contents, by name; '0\.weight' is None; pass the state",
+        ),
         (STATE | {"0.weight": [1.0]}, InputError, r"'0\.weight' is \[1\.0\]"),
         (STATE | {"0.weight": torch.ones(2, 3)}, InputError, r"shape \[3, 3\], given torch\.float32 of \[2, 3\]; use"),
         (STATE | {"0.weight": torch.ones(3, 3, device="meta")}, InputError, r"tensors with contents"),
@@ -325,7 +331,7 @@ STATE = linears().state_dict()
         ({}, InputError, r"of its 8 names missing: 0\.weight, .* and 3 more"),
         ([], InputError, "of its 8 names missing"),
         ([3], InputError, r"or safetensors files; got list; pass one of them"),
-        ("rest", InputError, "there is no rest; check the path"),
+        ("rest", InputError, "rest does not exist; check the path"),
         (3, InputError, "got int; pass one of them"),
         (lambda: None, ModelTypeError, r"init\(module\); got "),
         (nn.Linear, ModelTypeError, "got the class Linear"),
@@ -388,7 +394,7 @@ def test_links_are_at_hand():
 def test_a_batch_that_is_not_dense():
     with (
         build(boundaries=[2]) as pipe,
-        pytest.raises(InputError, match=r"has one of layout torch\.sparse_coo; pass it d"),
+        pytest.raises(InputError, match=r"has one of layout torch\.sparse_coo; make it d"),
     ):
         pipe.step(ONES.to_sparse(), target=ONES)
 

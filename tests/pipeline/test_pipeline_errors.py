@@ -244,7 +244,7 @@ def test_an_unknown_loss_reduction_names_the_two():
     refused(
         InputError,
         ValueError,
-        r"one of mean, sum; got 'none'; say how loss_fn reduces",
+        r"one of mean, sum; got 'none'; pass the one that loss_fn uses over rows",
         numerics=Numerics(loss_reduction="none"),
     )
 
@@ -412,7 +412,7 @@ def test_a_loss_that_is_no_scalar(loss_fn, got):
 
 
 def test_a_model_without_a_loss_of_its_own():
-    match = r"model's output, or its 'loss', .* got a tensor .*; pass loss_fn="
+    match = r"model's output or its 'loss' entry must be a scalar loss; got a tensor .*; pass loss_fn="
     with build(boundaries=[2], loss_fn=None) as pipe, pytest.raises(InputError, match=match):
         pipe.step(ONES)
 

@@ -124,7 +124,7 @@ def test_the_model_is_as_it_was() -> None:
     assert model.last.weight is model.first.weight
 
 
-@pytest.mark.filterwarnings("ignore:layers and functions")  # of the profile, on a busy machine
+@pytest.mark.filterwarnings("ignore:layer times should add up")  # of the profile, on a busy machine
 @pytest.mark.parametrize("name", ["tied", "towers", "unet"])
 @pytest.mark.usefixtures("few_rounds")
 def test_any_model_runs_with_its_own_loss_or_without_one(name: str) -> None:
@@ -135,7 +135,7 @@ def test_any_model_runs_with_its_own_loss_or_without_one(name: str) -> None:
     assert plan.alternatives[0].measured_s
 
 
-@pytest.mark.filterwarnings("ignore:layers and functions", "ignore:a profile is of layers")
+@pytest.mark.filterwarnings("ignore:layer times should add up", "ignore:profile on an idle machine")
 @pytest.mark.usefixtures("few_rounds")
 @pytest.mark.parametrize(
     "setting", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
@@ -220,7 +220,7 @@ def test_what_fails_while_a_plan_runs_leaves_the_model_too() -> None:
         ({"ranks_are": "processes"}, r"where their ranks run; ranks_are is 'processes', with confirm=2; pass mesh="),
         ({"confirm": -1}, r"how many plans run, a whole number; got -1; pass 0 for none"),
         ({"confirm": 1.5}, r"how many plans run, a whole number; got 1\.5"),
-        ({"target": Y}, r"a loss is measured with the sample's target; got a target alone"),
+        ({"target": Y}, r"loss_fn= and target= go together; got a target alone"),
     ],
 )
 def test_what_cannot_be_confirmed(asked: dict[str, Any], match: str) -> None:

@@ -1,4 +1,4 @@
-"""How much longer layers take beside others."""
+"""Measuring how much longer layers take beside others."""
 
 import threading
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_layers_and_their_copies_run_alone_in_turn_and_then_at_once(monkeypatch)
             ran.append(lap)
             alone = len(ran) <= 2 or (len(ran) - 3) % 4 < 2
         if not alone:
-            both.wait(30)  # the other one is here, too
+            both.wait(30)  # the other thread has arrived, too
         return 2.0 if alone else 3.0
 
     monkeypatch.setattr(crowding, "_round", timed)
@@ -65,7 +65,7 @@ def test_what_is_done_between_layers_does_not_count(monkeypatch):
 
         def note(self, *names):
             for name in names:
-                for subject in self._all:  # those between which the layers lie, too
+                for subject in self._all:  # including the blank layers around them
                     subject.seconds.setdefault(name, []).append(took_s[name])
 
         def clear(self):
@@ -74,7 +74,7 @@ def test_what_is_done_between_layers_does_not_count(monkeypatch):
 
     monkeypatch.setattr(crowding, "TimingRun", Told)
     lap = Told(subjects(nn.Linear(4, 4), nn.GELU()), CPU, Caller.here(["cpu"], grad=True))
-    assert [crowding._round(lap) for _ in range(2)] == [2 * 16.0] * 2  # of two layers; each round is its own
+    assert [crowding._round(lap) for _ in range(2)] == [2 * 16.0] * 2  # of two layers; every round counts by itself
     assert crowded(nn.Linear(4, 4)) == [1.0] * 3
     assert len(rounds) == 2 + 2 + 3 * 4
 

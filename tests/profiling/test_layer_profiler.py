@@ -1,4 +1,4 @@
-"""What layers cost: sizes to the byte, and times in their order. No test depends on how long anything takes."""
+"""Costs of layers: exact sizes, and the order of times. No test depends on how long anything takes."""
 
 import time
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def measure(model, *args, threads=1, **kwargs):
 
 
 class Twice(nn.Module):
-    """Gives a pair, of which one needs no gradient."""
+    """Returns a pair of which one tensor needs no gradient."""
 
     def forward(self, x):
         return x * 2, x.detach()
@@ -136,7 +136,7 @@ def test_layers_on_a_device_are_measured_there():
 
 
 class Activated(nn.Module):
-    """A function between two layers, and one behind them."""
+    """A function between two layers, and one after them."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ class Activated(nn.Module):
     ("input_grad_s", "weight_grad_s", "both"), [(1, 2, (2, 4)), (3, 4, (3, 4)), (0, 3, (0, 6)), (0, 0, (0, 0))]
 )
 def test_two_parts_of_a_backward_take_no_less_than_the_whole(input_grad_s, weight_grad_s, both):
-    """What is below is noise, and is raised in proportion."""
+    """A smaller sum is noise and is scaled up."""
     seconds = {
         "forward_s": [2],
         "backward_s": [5, 6, 7],
@@ -209,7 +209,7 @@ def test_an_optimizer_is_asked_what_it_takes_and_keeps():
 
 @pytest.mark.parametrize("missing", [{"loss_fn": nn.MSELoss()}, {"target": torch.rand(2, 4)}])
 def test_a_loss_needs_a_target(missing):
-    with pytest.raises(InputError, match="sample's target"):
+    with pytest.raises(InputError, match="loss_fn= and target= go together"):
         pipesched.profile(nn.Linear(4, 4), torch.rand(2, 4), **missing)
 
 
@@ -223,10 +223,10 @@ def test_the_costs_of_a_stage_are_the_sums_of_its_layers():
         backward_s=(22, 0, 20),
         input_grad_s=(33, 0, 30),
         weight_grad_s=(44, 0, 40),
-        activation_bytes=(77, 0, 71),  # the loss is taken to keep as much as its input
+        activation_bytes=(77, 0, 71),  # the loss is assumed to keep as much as its input
         buffer_bytes=(0, 0, 128),  # and some scalars
         forward_transient_bytes=(0, 0, 7),  # the last stage's input, which no layer keeps, and the loss
-        dropping_transient_bytes=(70, 0, 64),  # what one layer needs that keeps nothing, beyond the stage's input
+        dropping_transient_bytes=(70, 0, 64),  # the need of one layer that keeps nothing, beyond the stage's input
         backward_transient_bytes=(0, 0, 2),
         first_backward_transient_bytes=(0, 0, 2),
         input_grad_transient_bytes=(11, 0, 2),

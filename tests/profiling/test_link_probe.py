@@ -1,4 +1,4 @@
-"""The link probe: exact on a virtual clock, right on real connections, and which network a host's address is of."""
+"""The link probe: exact on a virtual clock, correct on real connections, and right about a host's network."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def probed(num_ranks: int, links: Links) -> Links:
-    """What the probe finds where these are the links."""
+    """The links that the probe measures if these are the true ones."""
 
     def run(program: Any, sizes: Any) -> Any:
         validate(program)
@@ -81,7 +81,7 @@ def test_a_link_that_delays_is_found_among_others(ranks: Ranks) -> None:
 def test_overheads_of_ranks_in_processes_are_the_same_for_all(ranks: Ranks) -> None:
     answers = ranks.run(2, jobs.overheads)
     assert answers == [answers[0]] * 2
-    assert answers[0].action_s > 0  # how much is known on a virtual clock alone
+    assert answers[0].action_s > 0  # the exact value is tested on the virtual clock
     assert len(answers[0].crowding) == 2
 
 

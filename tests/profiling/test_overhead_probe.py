@@ -1,4 +1,4 @@
-"""Overheads that are measured: known ones are found on a virtual clock; over real ranks, all see the same."""
+"""Measured overheads: known ones are found on a virtual clock; over real ranks, all ranks get the same."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from pipesched.simulation.overheads import Overheads
 
 
 def virtual(overheads):
-    """Ranks that take this beside their work, on the simulator's clock."""
+    """Runs programs on the simulator's clock, with ranks that have these overheads."""
 
     def run(program, parts, rows, *, waits=False):
         zeros, sizes = [0] * len(parts), [rows * 1024] * len(parts)

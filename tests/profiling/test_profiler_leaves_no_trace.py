@@ -1,4 +1,4 @@
-"""Measuring leaves nothing behind: weights, buffers, gradients, modes, generators and threads are as they were."""
+"""Measuring leaves the model unchanged: weights, buffers, gradients, modes and generators; and no threads remain."""
 
 import copy
 import random
@@ -45,7 +45,7 @@ def test_measuring_leaves_no_trace(grad):
 
 
 class Recomputed(nn.Module):
-    """Runs its layer again in its backward: then too it must not use the weights themselves."""
+    """Recomputes its layer in its backward, which must not use the original weights either."""
 
     def __init__(self):
         super().__init__()

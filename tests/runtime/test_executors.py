@@ -88,7 +88,7 @@ def test_fake_updates_follow_each_other() -> None:
     stage.update(0)
     with pytest.raises(ExecutionError, match="uses version 2 of stage 2, which has been updated 1 times"):
         stage.forward(1, split=False, checkpointed=False)
-    with pytest.raises(ExecutionError, match="due is number 1, but 2UPDATE2 comes"):
+    with pytest.raises(ExecutionError, match="number 1 is due, but 2UPDATE2 runs"):
         stage.update(2)
 
 

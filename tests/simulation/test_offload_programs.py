@@ -120,7 +120,7 @@ def test_copies_that_do_not_fit_together_are_errors(order: str, match: str) -> N
     with pytest.raises(ScheduleError, match=match):
         validate(program)
     if "FETCH0" not in order:
-        with pytest.raises(ExecutionError, match=r"has not fetched what micro-batch 0 needs"):
+        with pytest.raises(ExecutionError, match=r"has not fetched the activations of micro-batch 0"):
             run_fake(program)
 
 
