@@ -190,8 +190,8 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
             continue
         where = f"{listed.count(name)} times in the stages" if name in layers else "in a stage, but not in the profile"
         raise ScheduleError(
-            f"stages contain every layer of the profile once; {name!r}, of {len(layers)} layers, is {where}; "
-            f"list each layer once, or measure this model"
+            f"stages contain every layer of the profile once; {name!r} is {where}; the profile has {len(layers)} "
+            f"layers; list each layer once, or measure this model"
         )
     for name, how in keep.items():
         if name not in layers or how not in get_args(Keep):

@@ -412,7 +412,7 @@ def _check_read(trace: Trace) -> None:
     ):
         if largest >= count:
             raise ScheduleError(
-                f"spans use the trace's {name}, numbered from 0; the trace has {count} {name}, and a span with number "
+                f"spans use the trace's {name}, numbered from 0; the trace has {count}, but a span has number "
                 f"{largest}; correct one of them"
             )
     for rank, row in enumerate(trace._holding):
