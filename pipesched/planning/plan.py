@@ -243,8 +243,8 @@ class Plan:
 def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
     if len(stages) != program.num_weights:
         raise ScheduleError(
-            f"a plan has one stage for each weight copy of its program; it lists {len(stages)} stages, the program has "
-            f"{program.num_weights} weight copies; correct one of them"
+            f"a plan has one stage for each weight copy of its program; it lists {counted(len(stages), 'stage')}, the "
+            f"program has {program.num_weights}; correct one of them"
         )
     if () in stages:
         raise ScheduleError(

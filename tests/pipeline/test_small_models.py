@@ -22,7 +22,10 @@ from tests.support import synthetic_profiles as profile_graphs
 from tests.support.jobs import unused as jobs
 from tests.support.rank_processes import Ranks
 
-SAID = r"too small to gain from a pipeline: one device takes [\d.]+ [mu]?s per step, the best plan for several devices [\d.]+ [mu]?s"
+SAID = (
+    r"too small to gain from a pipeline: one device takes [\d.]+ [mu]?s per step, "
+    r"the best plan for several devices [\d.]+ [mu]?s"
+)
 
 
 def profile(layer_s: float, machine: Machine | None = None) -> Profile:

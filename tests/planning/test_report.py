@@ -146,7 +146,8 @@ def test_steps_of_other_lengths_are_compared_action_by_action():
     found = compared(plan.predicted(), measured_of(other, 1, 1.5))
     assert found.step_s is None
     assert str(found) == (
-        "the predicted and the measured step differ in their numbers of actions; largest error on stage 1 (+50.0%), by median times"
+        "the predicted and the measured step differ in their numbers of actions; "
+        "largest error on stage 1 (+50.0%), by median times"
     )
     assert found.worst.work_s == pytest.approx((12e-3, 18e-3))
     assert str(found) in Report(plan, measured_of(other, 1, 1.5)).lines
@@ -193,9 +194,10 @@ def test_a_report_says_what_was_found():
         "1f1b on 2 ranks: 2 stages, 4 micro-batches, checkpoint never",
         "predicted 15 ms per step, measured 17.4 ms (+16.0%), largest error on stage 1 (+20.0%)",
         "of this difference: stage compute +16.0%, gaps between actions +0.0%",
-        "no schedule of these stages on these ranks can take less than 13 ms; the predicted step is 15.4% above this bound",
+        "no schedule of these stages on these ranks can take less than 13 ms; "
+        + "the predicted step is 15.4% above this bound",
         "1.50x faster than an equal split (45 ms), as predicted by the search",
-        "    1     1  1 → 1.2 ms  +20.0%  2 → 2.4 ms  +20.0%  12 → 14.4 ms      +20.0%",
+        "    1     1  1 → 1.2 ms   +20.0%  2 → 2.4 ms   +20.0%  12 → 14.4 ms      +20.0%",
         "    1     1       2  layer 2 .. layer 3  1 ms  2 ms    3 MiB  1 MiB   0 B",
     ):
         assert line in text.splitlines()
@@ -346,7 +348,7 @@ def test_the_command_reads_plans_and_traces(tmp_path):
     assert "predicted 15 ms per step, measured 17.4 ms (+16.0%), largest error on stage 1 (+20.0%)" in shown.output
     ran = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "a.html"), "-o", str(tmp_path / "a.txt")])
     assert ran.output.count("wrote") == 2
-    assert "worst stage 1" in (tmp_path / "a.html").read_text() + (tmp_path / "a.txt").read_text()
+    assert "largest error on stage 1" in (tmp_path / "a.html").read_text() + (tmp_path / "a.txt").read_text()
     (tmp_path / "trace.json").write_text('{"traceEvents": [{"ph": "X"}]}')
     wrong = CliRunner().invoke(main, arguments)
     assert wrong.exit_code == 1
