@@ -21,10 +21,11 @@ from pipesched.planning.replan_verdict import certain, strayed
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import Tuner
 from pipesched.program.actions import Kind
-from pipesched.simulation.comparison import Pair, StageComparison, compared, quote_ratio
+from pipesched.simulation.comparison import Pair, StageComparison, compared
 from pipesched.simulation.layer_costs import TIMES, LayerCosts, costs_of
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.trace import Trace
+from pipesched.units import quote_speed
 
 __all__ = ["Run", "confirmed_plan", "corrected"]
 
@@ -76,8 +77,8 @@ class _Tried:
         """The plan as plain numbers, with the reason why another plan was chosen."""
         note = ""
         if self is not chosen:
-            slower = f"measured {quote_ratio(chosen.step_s, self.step_s)}"
-            note = slower if self.is_slower(chosen) else "measured equally fast, within noise"
+            speed = quote_speed(chosen.step_s / self.step_s)
+            note = f"measured {speed}" if self.is_slower(chosen) else "measured equally fast, within noise"
         return replace(self.found.alternative(note=note), measured_s=self.step_s, first_s=self.first_s)
 
 
@@ -223,7 +224,7 @@ def _not_run(other: Alternative, chosen_s: float, least_s: float) -> Alternative
     """
     if other.step_s / chosen_s - 1 >= -WORTH or other.step_s < least_s * (1 - WORTH):
         return other
-    return replace(other, note=f"predicted {quote_ratio(chosen_s, other.step_s)}, but did not run")
+    return replace(other, note=f"predicted {quote_speed(chosen_s / other.step_s)}, but did not run")
 
 
 # ---- corrected layer costs ------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ from pipesched.planning.candidates import LADDER, Candidate
 from pipesched.program.checkpoint_options import Checkpoint, checkpoint_in_words, offloading
 from pipesched.program.lowering import add_offloading, add_updates
 from pipesched.program.program import Program
-from pipesched.simulation.comparison import quote_ratio
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.simulator import simulate, step_time
 from pipesched.simulation.trace import Trace
-from pipesched.units import quote_bytes
+from pipesched.units import quote_bytes, quote_speed
 
 __all__ = ["WORTH", "EvaluatedCandidate", "label_of", "simplest"]
 
@@ -90,13 +89,13 @@ class EvaluatedCandidate:
     def against(self, chosen: "EvaluatedCandidate", label: str) -> Alternative:
         """The candidate as plain numbers, with the reason why ``chosen`` was chosen instead."""
         share = self.step_s / chosen.step_s - 1
-        ratio = quote_ratio(chosen.step_s, self.step_s)
+        speed = quote_speed(chosen.step_s / self.step_s)
         if more := max(self.excess_bytes, default=0):
             note = f"exceeds the memory limit by {quote_bytes(more)}"
         elif share < -WORTH:
-            note = f"{ratio}, but not allowed by the request"
+            note = f"{speed}, but not allowed by the request"
         else:
-            note = ratio if share > WORTH else "equally fast, not simpler"
+            note = speed if share > WORTH else "equally fast, not simpler"
         return self.alternative(label, note)
 
 

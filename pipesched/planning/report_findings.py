@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from pipesched.planning.alternatives import Alternative, fastest, taken
 from pipesched.planning.plan import Plan
-from pipesched.simulation.comparison import AS_FAST, Comparison, measured_costs, quote_off, quote_ratio
+from pipesched.simulation.comparison import Comparison, measured_costs, quote_off
 from pipesched.simulation.trace import Trace
-from pipesched.units import quote_time
+from pipesched.units import quote_speed, quote_time
 
-__all__ = ["findings"]
+__all__ = ["findings", "step_times"]
 
 _OTHERWISE = 0.001  # relative difference above which two predictions count as different
 _BASELINES = {"equal split": "an equal split", "one device": "one device"}
@@ -116,17 +116,22 @@ def _gains(plan: Plan) -> Iterator[str]:
         baseline = fastest(plan.alternatives, label)
         if own is None or baseline is None or baseline is own:
             continue
-        own_s, other_s, how = _compared(own, baseline)
-        if own_s:
-            ratio = quote_ratio(other_s, own_s)
-            than = "as" if ratio == AS_FAST else "than"
-            yield f"{ratio} {than} {name} ({quote_time(other_s)}), as {how}"
+        own_s, other_s, how = step_times(own, baseline)
+        if own_s and other_s:
+            yield f"{_faster(other_s / own_s, name)} ({quote_time(other_s)}), as {how}"
 
 
-def _compared(own: Alternative, other: Alternative) -> tuple[float, float, str]:
+def step_times(own: Alternative, other: Alternative) -> tuple[float, float, str]:
+    """The step times of two plans in seconds, measured if both ran, else predicted; and which of the two, in words."""
     if own.measured_s and other.measured_s:
         return own.measured_s, other.measured_s, "measured"
-    return own.step_s, other.step_s, "predicted by the search"
+    return own.step_s, other.step_s, "the search predicted"
+
+
+def _faster(ratio: float, name: str) -> str:
+    """A ratio of two times in words: ``1.38x faster than one device``."""
+    words = quote_speed(ratio)
+    return f"{words} {'as' if words.startswith('as') else 'than'} {name}"
 
 
 def _bottleneck(plan: Plan) -> Iterator[str]:

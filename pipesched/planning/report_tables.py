@@ -10,9 +10,9 @@ from pipesched.planning.alternatives import Alternative, fastest, taken
 from pipesched.planning.plan import Plan
 from pipesched.program.actions import Kind
 from pipesched.program.checkpoint_options import Keep, keep_by_layer
-from pipesched.simulation.comparison import Comparison, Pair, quote_off, quote_ratio
+from pipesched.simulation.comparison import Comparison, Pair, quote_off
 from pipesched.simulation.trace import Trace
-from pipesched.units import quote_bytes, quote_count, quote_time, time_unit
+from pipesched.units import quote_bytes, quote_count, quote_speed, quote_time, time_unit
 from pipesched.viz.tables import Cell, Table
 
 __all__ = ["tables"]
@@ -75,8 +75,8 @@ def _alternative(other: Alternative, equal_s: float | None) -> _Row:
         "checkpoint": Cell(other.checkpoint),
         "predicted": _time(other.step_s),
     }
-    if equal_s:
-        row["vs equal split"] = Cell(quote_ratio(equal_s, other.step_s), other.step_s / equal_s)
+    if equal_s and other.step_s:
+        row["than equal split"] = Cell(quote_speed(equal_s / other.step_s), other.step_s / equal_s)
     if other.measured_s is not None:
         row["measured"] = _time(other.measured_s)
     row["bubble"] = _share(other.bubble_ratio)

@@ -18,10 +18,9 @@ from pipesched.planning.pins import Pins
 from pipesched.program.checkpoint_options import Checkpoint, Keep
 from pipesched.program.liveness import peaks_of_stages
 from pipesched.program.program import Program
-from pipesched.simulation.comparison import quote_ratio
 from pipesched.simulation.links import Links
 from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters, tied_groups, tied_traffic_bytes
-from pipesched.units import quote_time
+from pipesched.units import quote_speed, quote_time
 
 __all__ = ["StagePartitioner"]
 
@@ -242,8 +241,8 @@ class StagePartitioner:
 def _against(found: Partition, best: Partition, choice: str) -> str:
     if found.bottleneck_s <= best.bottleneck_s:
         return f"{choice} would not be faster"
-    ratio = quote_ratio(found.bottleneck_s, best.bottleneck_s)
-    return f"{choice} could reach {quote_time(best.bottleneck_s)} ({ratio})"
+    speed = f" ({quote_speed(found.bottleneck_s / best.bottleneck_s)})" if best.bottleneck_s else ""
+    return f"{choice} could reach {quote_time(best.bottleneck_s)}{speed}"
 
 
 def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":

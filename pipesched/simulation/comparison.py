@@ -12,18 +12,7 @@ from pipesched.simulation.costs import Costs
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_time
 
-__all__ = [
-    "AS_FAST",
-    "Comparison",
-    "Pair",
-    "StageComparison",
-    "compared",
-    "measured_costs",
-    "quote_off",
-    "quote_ratio",
-]
-
-AS_FAST = "as fast"
+__all__ = ["Comparison", "Pair", "StageComparison", "compared", "measured_costs", "quote_off"]
 
 
 class Pair(NamedTuple):
@@ -151,15 +140,6 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
         return Costs(**times)
     overheads = profiled.overheads and replace(profiled.overheads, crowding=())  # measured times include crowding
     return replace(profiled, **times, overheads=overheads)
-
-
-def quote_ratio(before_s: float, after_s: float) -> str:
-    """A change of a time as a ratio: ``1.38x faster``, ``1.05x slower``, or ``as fast``."""
-    faster = f"{before_s / after_s:.2f}" if after_s else "inf"
-    slower = f"{after_s / before_s:.2f}" if before_s else "inf"
-    if before_s == after_s or "1.00" in (faster, slower):
-        return AS_FAST
-    return f"{faster}x faster" if after_s < before_s else f"{slower}x slower"
 
 
 def quote_off(share: float | None) -> str:
