@@ -36,7 +36,8 @@ def no_partition(search: SearchRequest) -> PartitionError:
         remedy = f"pass num_stages of at most {layers}, or leave it out"
     elif stages and stages % ranks:
         fit = [count for count in (stages - stages % ranks, stages + ranks - stages % ranks) if 0 < count <= layers]
-        remedy = " or ".join([f"pass num_stages={count}" for count in fit] + [remedy])
+        numbers = " or ".join(f"num_stages={count}" for count in fit)
+        remedy = f"pass {numbers}, {remedy}" if fit else remedy
     return PartitionError(
         f"every stage needs at least one layer, and every rank the same number of stages; "
         f"{counted(layers, 'layer')} cannot be split into "

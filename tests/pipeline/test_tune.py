@@ -122,7 +122,7 @@ def test_what_is_no_profile(profile):
 
 
 def test_stages_that_do_not_divide_name_numbers_that_do():
-    with pytest.raises(PartitionError, match=r"3 stages on 2 ranks; pass num_stages=2 or pass num_stages=4 or use"):
+    with pytest.raises(PartitionError, match=r"3 such stages on 2 ranks; pass num_stages=2 or num_stages=4, use"):
         made(model(), num_stages=3, devices=2)
     with pytest.raises(PartitionError, match=r"4 stages on 2 ranks; pass num_stages of at most 2, or leave it out"):
         made(model(count=1), num_stages=4, devices=2)
@@ -146,7 +146,7 @@ def test_a_plan_and_what_a_search_would_take():
         {"search": Search(batch_size=16)},
         {"search": Search(profile="profile.json")},
     ):
-        with pytest.raises(PartitionError, match=r"a plan includes all choices; .*; pass plan= alone"):
+        with pytest.raises(PartitionError, match=r"a plan holds all choices; .*; pass the plan alone"):
             Pipeline(model(), torch.randn(2, 8), loss_fn=mse, devices=["cpu"] * 2, plan=plan, **given)
 
 
@@ -259,8 +259,12 @@ def test_a_profile_of_another_model_is_an_error():
     [
         ({"num_ranks": 2, "devices": ["cpu"]}, InputError, "for num_ranks, for devices, or for a mesh; .* pass one"),
         ({}, InputError, "for num_ranks, for devices, or for a mesh"),
-        ({"num_ranks": 0}, PartitionError, r"number of ranks is a whole number, at least 1; got 0; pass 1 or more"),
-        ({"num_ranks": 2, "batch_size": 0}, PartitionError, r"whole number of rows in a batch, at least 1; got 0"),
+        ({"num_ranks": 0}, PartitionError, r"whole number of ranks, at least 1; got 0; pass 1 or more"),
+        (
+            {"num_ranks": 2, "batch_size": 0},
+            PartitionError,
+            r"number of rows in a batch is a whole number, at least 1; got 0",
+        ),
         (
             {"num_ranks": 2, "batch_size": 64},
             PartitionError,
