@@ -1,1 +1,1 @@
-"""From a request to a plan: candidates, search, the plan itself, and its report."""
+"""Planning: from a request to a plan, by search over candidates; the plan itself, and its report."""

@@ -1,4 +1,4 @@
-"""Alternatives: the plans that a search weighed against the one it took, as plain numbers."""
+"""Alternatives: the plans that a search compared with the chosen plan, as plain numbers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,28 +12,28 @@ __all__ = ["Alternative", "fastest", "taken"]
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A plan that could have been taken."""
+    """A plan that the search considered."""
 
-    #: What it is called; of the baselines "one device" and "equal split".
+    #: Its name; "one device" and "equal split" for the baselines.
     label: str
     schedule: str
     num_ranks: int
     chunks_per_rank: int
     num_microbatches: int
-    #: In a few words.
+    #: The checkpoint setting as a short text.
     checkpoint: str
     #: Predicted seconds of a step.
     step_s: float
-    #: The idle share of the ranks' time in it.
+    #: The predicted bubble: idle time over ranks x makespan.
     bubble_ratio: float
-    #: What the largest rank needs, where layers' sizes are known, and what that rank may hold.
+    #: Predicted peak memory of the rank that needs the most, and that rank's limit. None: not known.
     peak_bytes: int | None = None
     limit_bytes: int | None = None
-    #: Seconds of a step, where it was run: the median of several.
+    #: Measured seconds of a step, the median of several. None: the plan did not run.
     measured_s: float | None = None
-    #: Seconds that had been predicted before the steps that ran corrected the costs.
+    #: Predicted seconds of a step before measured steps corrected the costs.
     first_s: float | None = None
-    #: Why it was not taken; "" of the plan itself.
+    #: Why it was not chosen; "" for the chosen plan.
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -44,29 +44,30 @@ class Alternative:
 
     @property
     def fits(self) -> bool:
-        """Whether the largest rank stays within what it may hold, as far as both are known."""
+        """Whether the largest rank stays within its memory limit. True if either number is unknown."""
         return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON takes them; what is not known is left out."""
+        """The fields as plain values for JSON, without those that are unknown."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Alternative":
-        """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
+        """The inverse of ``to_dict``. Raises ScheduleError for values of another form."""
         return read_fields(
             cls, {"checkpoint": "", **values} if isinstance(values, Mapping) else values, "an alternative has"
         )
 
 
 def taken(alternatives: Iterable[Alternative]) -> Alternative | None:
-    """The plan itself among what it was weighed against."""
-    return next((own for own in alternatives if not own.note), None)
+    """The chosen plan among the alternatives: the one without a note."""
+    return next((alternative for alternative in alternatives if not alternative.note), None)
 
 
 def fastest(alternatives: Iterable[Alternative], label: str) -> Alternative | None:
-    """The fastest with this label: a baseline may have several schedules."""
-    return min((own for own in alternatives if own.label == label), key=lambda own: own.step_s, default=None)
+    """The fastest alternative with this label. A baseline has one alternative per schedule."""
+    labelled = (alternative for alternative in alternatives if alternative.label == label)
+    return min(labelled, key=lambda alternative: alternative.step_s, default=None)
 
 
 _NUMBERS = ("step_s", "bubble_ratio", "peak_bytes", "limit_bytes", "measured_s", "first_s")

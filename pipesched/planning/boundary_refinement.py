@@ -1,7 +1,7 @@
-"""Boundary refinement: moves the boundaries of stages wherever that shortens the simulated step.
+"""Boundary refinement: moves stage boundaries as long as that shortens the simulated step.
 
-The partition with the smallest bottleneck need not have the shortest step. A move takes one layer from a stage and
-gives one to another stage; all stages between the two pass one on.
+The partition with the smallest bottleneck does not always give the shortest step. A move takes one layer from a stage
+and gives one layer to another stage; each stage between the two passes one layer on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +12,10 @@ from pipesched.planning.pins import Pins
 
 __all__ = ["refined"]
 
-#: Where each stage begins, and the end of the last one.
+#: The index of each stage's first layer, then the number of layers.
 _Boundaries = tuple[int, ...]
 
-_GAIN = 1e-6  # of a step: a smaller one is rounding
+_GAIN = 1e-6  # of a step: smaller gains are rounding errors
 
 
 def refined(
@@ -26,10 +26,17 @@ def refined(
     *,
     goes_on: Callable[[], bool],
 ) -> StageLayers:
-    """The stages after as many moves as shorten the step. Of all moves the first that shortens it is made; moves from
-    the slowest stages to the fastest are tried first.
+    """Move boundaries until no move shortens the step.
 
-    pins: what every partition keeps. seconds: of each layer. step_s: of stages; called while ``goes_on``.
+    Moves from the slowest stages to the fastest are tried first; the first move that shortens the step is made.
+
+    Args:
+        stages: the stages to start from.
+        pins: constraints that every partition must meet.
+        seconds: the time of each layer.
+        step_s: computes the step time of a partition.
+        goes_on: returns False when the search has to stop.
+
     """
     boundaries: _Boundaries = (*(pins.places[names[0]] for names in stages), len(pins.layers))
     best_s = step_s(stages)
@@ -54,7 +61,9 @@ def refined(
 
 
 def _moves(boundaries: _Boundaries, seconds: Sequence[float]) -> Iterator[_Boundaries]:
-    """The boundaries after one move: first those between the most unlike stages, of these the shortest moves."""
+    """The boundaries after each possible move. Pairs of stages with the largest difference in time come first, and of
+    equal pairs the closest.
+    """
     loads = [sum(seconds[begin:end]) for begin, end in pairwise(boundaries)]
     moves = sorted(
         (loads[taker] - loads[giver], abs(taker - giver), giver, taker)

@@ -1,4 +1,4 @@
-"""Candidates: what a plan decides before layers are cut: schedule, ranks, chunks a rank, micro-batches."""
+"""Candidates: the choices that a search makes before layers are partitioned: schedule, ranks, chunks, micro-batches."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -15,18 +15,18 @@ from pipesched.program.program import Program
 
 __all__ = ["LADDER", "Candidate", "candidates", "microbatch_counts", "smaller_counts", "synchronous"]
 
-LADDER: tuple[CheckpointMode, ...] = ("never", "except_last", "always")  # ever less memory, ever more time
+LADDER: tuple[CheckpointMode, ...] = ("never", "except_last", "always")  # each needs less memory and more time
 _SIMPLEST = "1f1b"
-_CHUNKS = (1, 2, 3, 4)  # a rank: with more of them messages outweigh what the bubble loses
-_FEW_RANKS = 8  # up to so many every smaller number of ranks is tried too
-_MOST_ROUNDS = 16  # micro-batches a rank: from there on the bubble is a sixteenth of the work
+_CHUNKS = (1, 2, 3, 4)  # per rank: with more, messages cost more than the smaller bubble saves
+_FEW_RANKS = 8  # up to this many ranks, every smaller number of ranks is tried too
+_MOST_ROUNDS = 16  # micro-batches per rank: with 16 the bubble is already a sixteenth of the work
 _MOST_COUNTS = 12
 
 
 @cache
 def synchronous() -> tuple[Schedule, ...]:
-    """The known schedules that change nothing of what is learned: exact ones, without updates on their way."""
-    return tuple(each for each in map(schedules.get, schedules.names()) if _is_exact(each.program(2, 4)))
+    """The registered schedules that do not change training results: exact, and without weight updates inside a step."""
+    return tuple(known for known in map(schedules.get, schedules.names()) if _is_exact(known.program(2, 4)))
 
 
 def _is_exact(program: Program) -> bool:
@@ -35,18 +35,18 @@ def _is_exact(program: Program) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule for so many ranks and micro-batches; which stage has which layers is left to decide."""
+    """A schedule with a number of ranks and micro-batches. Its layers are not yet assigned to stages."""
 
     schedule: Schedule
     num_ranks: int
     num_microbatches: int
-    #: Whether the schedule splits backwards.
+    #: Whether the schedule splits backwards into I and W.
     splits: bool
     checkpoint: Checkpoint = "never"
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.num_ranks * self.schedule.chunks_per_rank
 
     @cached_property
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
-        """The simpler ones first: few chunks, whole backwards, orders that are written and not searched for."""
+        """A sort key that puts simpler candidates first: few chunks, whole backwards, orders given by a formula."""
         return (
             self.schedule.chunks_per_rank,
             self.splits,
@@ -68,40 +68,40 @@ class Candidate:
 
     @property
     def num_actions(self) -> int:
-        """How many its program has."""
+        """The number of actions in its program, without recomputes."""
         return (3 if self.splits else 2) * self.num_stages * self.num_microbatches
 
     @property
     def offloads(self) -> bool:
-        """Whether what some layer keeps waits on the host."""
+        """Whether the activations of some layer are offloaded to the host."""
         return "offload" in checkpoint_by_layer(self.checkpoint).values()
 
     @property
     def outline(self) -> Program:
-        """A program of the same stages on the same ranks, made quickly."""
+        """A program with the same stages and placement that is quick to make."""
         quick = schedules.get("looped-bfs").with_options(chunks_per_rank=self.schedule.chunks_per_rank)
         return replace(quick, placement=self.schedule.placement).program(self.num_ranks, self.num_microbatches)
 
     @cached_property
     def program(self) -> Program:
-        """As the schedule writes it."""
+        """The program as the schedule defines it."""
         return self.schedule.program(self.num_ranks, self.num_microbatches)
 
     @cached_property
     def runs(self) -> Program:
-        """As it runs, with what is recomputed."""
+        """The program with the recomputes that ``checkpoint`` adds."""
         return add_recompute(self.program, self.checkpoint)
 
     @property
     def is_written(self) -> bool:
-        """Whether its program has been made."""
+        """Whether ``program`` has been made."""
         return "program" in self.__dict__
 
     def recomputing(self, mode: Checkpoint) -> "Candidate":
-        """The same with other checkpoints."""
+        """A copy with another checkpoint setting."""
         other = replace(self, checkpoint=mode)
         if self.is_written:
-            other.__dict__["program"] = self.program  # which they do not change
+            other.__dict__["program"] = self.program  # the checkpoint setting does not change it
         return other
 
 
@@ -112,19 +112,25 @@ def candidates(
     counts: Iterable[int],
     most_stages: int,
 ) -> Iterator[Candidate]:
-    """Every schedule, or the one that is wished for, with the chunks it can have, for these ranks and micro-batches.
+    """All candidates for these ranks and micro-batch counts.
 
-    num_stages: where it is given; at most ``most_stages`` otherwise.
+    Args:
+        wished: the schedule to use; None: every synchronous schedule.
+        num_stages: the number of stages; None: any.
+        ranks: the numbers of ranks to try.
+        counts: the numbers of micro-batches to try.
+        most_stages: the largest number of stages.
+
     """
     known = synchronous() if wished is None else (wished,)
     variants = [variant for schedule in known for variant in _variants(schedule, chosen=wished is not None)]
     for num_ranks in ranks:
         for schedule, splits in variants:
-            own = num_ranks * schedule.chunks_per_rank
-            if own > most_stages or num_stages not in (None, own):
+            stages = num_ranks * schedule.chunks_per_rank
+            if stages > most_stages or num_stages not in (None, stages):
                 continue
             if num_ranks == 1 and wished is None and schedule.name != _SIMPLEST:
-                continue  # one rank alone: all orders take as long
+                continue  # on one rank all orders take the same time
             yield from (
                 Candidate(schedule=schedule, num_ranks=num_ranks, num_microbatches=count, splits=splits)
                 for count in counts
@@ -132,13 +138,13 @@ def candidates(
 
 
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
-    """The schedule with each number of chunks that it takes, and whether it splits backwards."""
+    """The schedule with each number of chunks that it accepts, and whether it splits backwards."""
     if "chunks_per_rank" not in schedule.options:
-        own = [schedule]
+        variants = [schedule]
     else:
         counts = sorted({schedule.chunks_per_rank, *_CHUNKS})
-        own = [schedule.with_options(chunks_per_rank=count) for count in counts if count > 1 or chosen]
-    for variant in own:
+        variants = [schedule.with_options(chunks_per_rank=count) for count in counts if count > 1 or chosen]
+    for variant in variants:
         try:
             program = variant.program(2, 2)
         except ScheduleError:
@@ -147,7 +153,7 @@ def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, b
 
 
 def smaller_counts(num_ranks: int) -> list[int]:
-    """So many ranks, and smaller numbers of them, the largest first."""
+    """The numbers of ranks to try, up to ``num_ranks``, largest first."""
     if num_ranks <= _FEW_RANKS:
         return list(range(num_ranks, 0, -1))
     eighths = {num_ranks * share // _FEW_RANKS for share in range(1, _FEW_RANKS + 1)}
@@ -155,15 +161,22 @@ def smaller_counts(num_ranks: int) -> list[int]:
 
 
 def microbatch_counts(batch_size: int, num_ranks: int, sizes: Iterable[int]) -> list[int]:
-    """Into how many micro-batches so many rows may be cut, such that each has a size between the smallest and the
-    largest that was measured; those that divide the batch, or else keep all ranks busy.
+    """The numbers of micro-batches to try for a batch.
+
+    Each divides the batch or is a multiple of the ranks, and gives micro-batches within the measured sizes.
+
+    Args:
+        batch_size: rows of a batch.
+        num_ranks: the number of ranks.
+        sizes: the measured micro-batch sizes, in rows.
+
     """
     smallest = min(sizes)
     largest = max(sizes)
     most = min(num_ranks * _MOST_ROUNDS, batch_size)
-    found = {count for count in range(1, most + 1) if batch_size % count == 0}
-    found |= {num_ranks * rounds for rounds in (1, 2, 4, 8) if num_ranks * rounds <= batch_size}
-    fit = sorted(count for count in found if smallest <= -(-batch_size // count) <= largest)
+    counts = {count for count in range(1, most + 1) if batch_size % count == 0}
+    counts |= {num_ranks * rounds for rounds in (1, 2, 4, 8) if num_ranks * rounds <= batch_size}
+    fit = sorted(count for count in counts if smallest <= -(-batch_size // count) <= largest)
     if len(fit) <= _MOST_COUNTS:
         return fit
     step = (len(fit) - 1) / (_MOST_COUNTS - 1)

@@ -1,7 +1,7 @@
-"""Confirmation: the best plans of a search run for a few steps, what these took corrects the costs, and the search goes
-over what is known then; of those that ran the fastest is taken.
+"""Confirmation: runs the best plans for a few steps, corrects the costs by the measurements, and chooses the fastest.
 
-Where the plans run is left to whoever asks: a model on its devices, or in tests a simulation with other costs.
+After the correction the search is repeated. The caller supplies the function that runs plans: on devices, or in tests
+as a simulation with other costs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,70 +25,81 @@ from pipesched.simulation.comparison import Pair, StageComparison, compared
 from pipesched.simulation.layer_costs import TIMES, LayerCosts, costs_of
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.trace import Trace
+from pipesched.units import quote_speed
 
 __all__ = ["Run", "confirmed_plan", "corrected"]
 
 Progress = Callable[[float], None]
 
-#: Runs plans in turn, some steps of each: the measured steps of each one; of at least one there are some.
+#: Runs some steps of each plan, alternating between plans. Returns each plan's measured steps, [] if it could not run;
+#: at least one plan has some.
 Run = Callable[[Sequence[Plan], Progress], Sequence[Sequence[Trace]]]
 
-_LEAST = 0.01  # of a step: less is no difference
+_LEAST = 0.01  # of a step: smaller differences do not count
 _TIMES_NOISE = 2
-_ERROR_OF_MEDIAN = 1.86  # times what half of many numbers stray less than, over the root of how many there are
-_SWEEPS = 3  # over all plans that ran: what one has taught changes what another one tells
+_ERROR_OF_MEDIAN = 1.86  # the standard error of a median is this times the median deviation / sqrt(count)
+_SWEEPS = 3  # over all plans that ran: correcting by one plan changes the correction by the next
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A plan that ran. found: as it is simulated; first_s: the step that was predicted before it ran."""
+    """A plan that ran."""
 
+    #: The plan, simulated with the current costs.
     found: EvaluatedCandidate
+    #: The measured steps.
     steps: Sequence[Trace]
+    #: The step time that was predicted before the plan ran.
     first_s: float
 
     @property
     def step_s(self) -> float:
-        """A measured step."""
+        """The median measured step time."""
         return median(step.makespan_s for step in self.steps)
 
     @property
     def noise(self) -> float:
-        """The standard error of that, as a share of it."""
+        """The standard error of ``step_s``, relative to it."""
         strays = median(abs(step.makespan_s - self.step_s) for step in self.steps)
         return _ERROR_OF_MEDIAN * strays / sqrt(len(self.steps)) / self.step_s
 
     @property
     def expected_s(self) -> float:
-        """The step to expect: as predicted, unless what was measured contradicts that."""
+        """The predicted step time, or the measured one if the two differ by more than noise."""
         off = abs(self.step_s / self.found.step_s - 1)
         return self.found.step_s if off <= _needed(self.noise) else self.step_s
 
     def is_slower(self, other: "_Tried") -> bool:
-        """Whether it is, beyond noise."""
+        """Whether this plan is slower than the other by more than noise."""
         return self.step_s > other.step_s * (1 + _needed(hypot(self.noise, other.noise)))
 
     def alternative(self, chosen: "_Tried") -> Alternative:
-        """As plain numbers, with why another one was chosen."""
+        """The plan as plain numbers, with the reason why another plan was chosen."""
         note = ""
         if self is not chosen:
-            share = self.step_s / chosen.step_s - 1
-            note = f"measured {share:.1%} slower" if self.is_slower(chosen) else "measured as fast, within noise"
+            speed = quote_speed(chosen.step_s / self.step_s)
+            note = f"measured {speed}" if self.is_slower(chosen) else "measured equally fast, within noise"
         return replace(self.found.alternative(note=note), measured_s=self.step_s, first_s=self.first_s)
 
 
 def _needed(noise: float) -> float:
-    """From which share on a difference counts."""
+    """The smallest relative difference that counts."""
     return max(_LEAST, _TIMES_NOISE * noise)
 
 
 def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progress = lambda _: None) -> Plan:
-    """The plan that is fastest where it runs. count: how many of the best plans run, no two of one sort. One more runs
-    where the search finds a better one with corrected costs.
+    """Search for plans, run the best ones, and return the fastest with corrected costs.
 
-    Of those that differ by no more than noise the one with the shortest predicted step is taken, as far as what was
-    measured does not contradict the prediction. The plan has the corrected costs, and its alternatives say what was
-    measured of those that ran. Raises as `find_plan`.
+    Of plans that differ by no more than noise, the one with the shortest expected step is chosen. The alternatives of
+    the returned plan include the measured times. Raises as ``find_plan``.
+
+    Args:
+        search: the request.
+        run: runs plans and measures their steps.
+        count: the number of plans to run, each of another sort. One more runs if the corrected costs lead to a better
+            plan.
+        progress: called with the completed share of the work.
+
     """
     progress = _forward(progress)
     tuner = Tuner(search, _part(progress, 0.0, 0.3))
@@ -98,7 +109,7 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     fastest = _fastest(tried)
     if new.step_s < fastest.found.step_s * (1 - WORTH) and not any(_alike(new, one.found) for one in tried):
         others = [one for one in tried if one is not fastest]
-        rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # in turn
+        rivals = _run([fastest.found, new], tuner, run, _part(progress, 0.7, 0.9))  # alternating
         rivals = [replace(one, first_s=fastest.first_s) if one.found is fastest.found else one for one in rivals]
         tried = [*rivals, *others]
         tuner, _, tried = _search_again(_corrected(search, tried), tried, _part(progress, 0.9, 1.0))
@@ -109,15 +120,17 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
 
 
 def _corrected(search: SearchRequest, tried: Sequence[_Tried]) -> SearchRequest:
-    """The same, where layers cost what the plans took that ran."""
-    told = [(one.found, one.steps) for one in sorted(tried, key=lambda one: one.step_s)]
-    return replace(search, profile=corrected(search.profile, told, search.batch_size))
+    """The request with layer costs corrected by the measured steps."""
+    measured = [(one.found, one.steps) for one in sorted(tried, key=lambda one: one.step_s)]
+    return replace(search, profile=corrected(search.profile, measured, search.batch_size))
 
 
 def _search_again(
     search: SearchRequest, tried: Sequence[_Tried], progress: Progress
 ) -> tuple[Tuner, EvaluatedCandidate, list[_Tried]]:
-    """Another search that goes on from those that ran, what it finds, and those as it predicts them."""
+    """Search with corrected costs, starting from the plans that ran. Returns the tuner, the best plan, and the plans
+    that ran with new predictions.
+    """
     tuner = Tuner(search, progress)
     known = [tuner.simulated(one.found.candidate, one.found.stages) for one in tried]
     new = tuner.search(known)
@@ -125,7 +138,7 @@ def _search_again(
 
 
 def _forward(progress: Progress) -> Progress:
-    """Tells what is more than before."""
+    """Pass on progress only when it has increased."""
     told = 0.0
 
     def tell(share: float) -> None:
@@ -141,12 +154,14 @@ def _part(progress: Progress, begin: float, end: float) -> Progress:
     return lambda share: progress(begin + share * (end - begin))
 
 
-# ---- what runs ------------------------------------------------------------------------------------------------------
+# ---- runs -----------------------------------------------------------------------------------------------------------
 
 
 def _best_of_sorts(chosen: EvaluatedCandidate, best: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
-    """The chosen one, and the best of each other sort. Plans of one sort do the same work in another order, which a
-    simulation knows; sorts differ in what it may be wrong about.
+    """The chosen candidate and the best one of each other sort.
+
+    Plans of one sort do the same work in another order, which the simulation predicts well. Prediction errors differ
+    between sorts.
     """
     sorts: dict[Any, EvaluatedCandidate] = {}
     for found in (chosen, *best):
@@ -165,12 +180,12 @@ def _run(found: Sequence[EvaluatedCandidate], tuner: Tuner, run: Run, progress: 
 
 
 def _alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
-    """Whether they are one plan."""
+    """Whether two candidates are the same plan."""
     return (one.stages, one.candidate.runs) == (other.stages, other.candidate.runs)
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """The fastest one where it is so beyond noise, else of those that are as fast the one that a search would take."""
+    """The fastest plan. Of plans that are equally fast within noise, the one that a search would choose."""
     least = min(tried, key=lambda one: one.step_s)
     near = [one for one in tried if not one.is_slower(least)]
     chosen = simplest((one.found, one.expected_s) for one in near)
@@ -178,7 +193,7 @@ def _fastest(tried: Sequence[_Tried]) -> _Tried:
 
 
 def _weighed(plan: Plan, tried: Sequence[_Tried], fastest: _Tried) -> Iterator[Alternative]:
-    """The plan, what ran beside it, and the others of the search."""
+    """The alternatives of the final plan: the plan itself, the others that ran, and the rest of the search."""
     ran = {}
     for one in sorted(tried, key=lambda one: (one is not fastest, one.step_s)):
         own = one.alternative(fastest)
@@ -199,24 +214,37 @@ def _shape(other: Alternative) -> tuple[Any, ...]:
 
 
 def _not_run(other: Alternative, chosen_s: float, least_s: float) -> Alternative:
-    """With why it was not taken, where it was predicted to be faster than what was. least_s: of those that ran."""
-    share = other.step_s / chosen_s - 1
-    if share >= -WORTH or other.step_s < least_s * (1 - WORTH):
+    """The alternative. Its note says so if it was predicted to be faster than the chosen plan but did not run.
+
+    Args:
+        other: the alternative.
+        chosen_s: predicted step time of the chosen plan.
+        least_s: shortest predicted step time of the plans that ran.
+
+    """
+    if other.step_s / chosen_s - 1 >= -WORTH or other.step_s < least_s * (1 - WORTH):
         return other
-    return replace(other, note=f"{-share:.1%} faster as predicted, but did not run")
+    return replace(other, note=f"predicted {quote_speed(chosen_s / other.step_s)}, but did not run")
 
 
-# ---- what that tells of layers --------------------------------------------------------------------------------------
+# ---- corrected layer costs ------------------------------------------------------------------------------------------
 
 
 def corrected(
     profile: Profile, ran: Sequence[tuple[EvaluatedCandidate, Sequence[Trace]]], batch_size: int, sweeps: int = _SWEEPS
 ) -> Profile:
-    """The profile with layers that cost, in micro-batches of all sizes, what plans took that ran. ran: the best first;
-    layers cost what its stages took, as far as the others do not tell them apart.
+    """The profile with layer times corrected so that they reproduce the measured stage times, for all micro-batch
+    sizes.
 
-    A stage's time says how many times as long as predicted it took, not which of its layers did: see
-    `pipesched.planning.cost_correction`. Plans of other cuts tell that, one after the other.
+    A stage time does not show which of its layers changed (see `pipesched.planning.cost_correction`); plans with other
+    boundaries do. So the plans are applied one after the other, the best one last.
+
+    Args:
+        profile: the measured layers.
+        ran: the plans that ran with their measured steps, the best first.
+        batch_size: rows of a batch.
+        sweeps: how many times to go through the plans.
+
     """
     factors = {name: dict.fromkeys(TIMES, 1.0) for name in profile.layers}
     for found, steps in [*reversed(ran)] * sweeps:
@@ -231,7 +259,7 @@ def corrected(
 def _stage_times(
     found: EvaluatedCandidate, steps: Sequence[Trace], layers: Mapping[str, LayerCosts]
 ) -> list[StageTimes]:
-    """What a micro-batch took on each stage: what its layers take, as many times as it took longer than predicted."""
+    """The time of a micro-batch on each stage: the sum over its layers, times measured / predicted."""
     stages: dict[int, list[StageComparison]] = {}
     for step in steps:
         for own in compared(found.trace, step).stages:
@@ -245,13 +273,14 @@ def _stage_times(
 
 
 def _slower(steps: Sequence[StageComparison]) -> dict[str, float]:
-    """How many times as long as predicted a stage took, in the middle of its steps, by the name of each time."""
+    """For each kind of layer time, measured / predicted of a stage: the median over steps."""
     return {time: _ratio([own.seconds for own in steps], *kinds) for time, kinds in _KINDS.items()}
 
 
 def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: Sequence[Kind]) -> float:
-    """Measured over predicted, of actions of these kinds; where a step has none, of the others. 1 where it has none of
-    these either, or they were predicted to take no time.
+    """Measured / predicted time of the actions of some kinds, the median over steps.
+
+    A step without ``kinds`` counts by ``others``. The ratio is 1 if there are neither, or if zero time was predicted.
     """
     ratios = []
     for seconds in steps:
@@ -263,7 +292,7 @@ def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: 
     return median(ratios) if ratios else 1.0
 
 
-#: By the name of a layer's time: the kinds of actions that tell it, and those that do where a step has none of them.
+#: Kind of layer time -> (action kinds that measure it, action kinds to use in steps without the former).
 _KINDS: dict[str, tuple[Sequence[Kind], Sequence[Kind]]] = {
     "forward_s": ((Kind.F,), ()),
     "backward_s": ((Kind.B,), (Kind.I, Kind.W)),
@@ -282,16 +311,14 @@ def _ratios(new: LayerCosts, first: LayerCosts) -> dict[str, float]:
 
 
 def _scaled(graph: "nx.DiGraph[str]", factors: Mapping[str, Mapping[str, float]]) -> "nx.DiGraph[str]":
-    """The layers of a profile with other times; what they wait, and are hindered, changes as forward and
-    backward do.
-    """
+    """The graph with scaled layer times. Waiting and crowding times scale as the sum of forward and backward."""
     scaled = graph.copy()
     for name, node in scaled.nodes(data=True):
         first = costs_of(graph, name)
         new = _times(first, factors[name])
         took_s = first.forward_s + first.backward_s
         node.update({time: getattr(new, time) for time in TIMES})
-        for what in ("waiting_s", "crowded_s"):
-            if getattr(first, what) and took_s:
-                node[what] = getattr(first, what) * (new.forward_s + new.backward_s) / took_s
+        for part in ("waiting_s", "crowded_s"):
+            if getattr(first, part) and took_s:
+                node[part] = getattr(first, part) * (new.forward_s + new.backward_s) / took_s
     return scaled

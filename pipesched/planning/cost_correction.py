@@ -1,9 +1,9 @@
-"""Cost correction: what stages took -> what their layers cost now, and which devices are slow.
+"""Cost correction: updates layer costs from measured stage times, and detects slow devices.
 
-A stage's time does not tell the shares of its layers, nor that of its device. So layers of a stage are scaled together,
-but for what equal layers tell that run elsewhere: they cost what they cost there, where that is less. What a stage
-takes beyond is put down to the layers that it alone has. Where it has none of these, and equal layers take less on
-other devices, it is put down to its device.
+A stage time alone shows neither the shares of its layers nor that of its device. So all layers of a stage are scaled
+together, with one exception: if equal layers run faster in another stage, that stage's ratio applies to them. The
+remaining excess is assigned to the layers that exist only in the slow stage. If there are none, and equal layers run
+faster on other devices, the excess is assigned to the device.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +18,7 @@ __all__ = ["Known", "StageTimes", "slowed"]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What a micro-batch took on a stage, in seconds. layers: its own, as they are known so far."""
+    """The measured seconds of a micro-batch on a stage, and its layers."""
 
     layers: Sequence[str]
     device: Hashable
@@ -29,27 +29,32 @@ class StageTimes:
 
     @property
     def total_s(self) -> float:
-        """Forward and backward."""
+        """Forward plus backward."""
         return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True)
 class Known:
-    """What layers cost by name, on a device that is not slow. kinds: layers of one kind are equal. slow: how many times
-    as long some devices take.
-    """
+    """The current layer costs, and the slowness of devices."""
 
+    #: Costs of each layer on a device that is not slow.
     layers: Mapping[str, LayerCosts]
+    #: The kind of each layer. Layers of one kind are equal.
     kinds: Mapping[str, Hashable]
+    #: Slow devices, and by which factor they are slower.
     slow: Mapping[Hashable, float] = field(default_factory=dict)
 
     def slowness(self, device: Hashable) -> float:
-        """How many times as long as the others a device takes."""
+        """The factor by which a device is slower than the others."""
         return self.slow.get(device, 1.0)
 
     def corrected(self, stages: Sequence[StageTimes], tolerance: float) -> "Known":
-        """With what stages took, in which every layer runs. tolerance: a share that tells nothing where a stage takes
-        so much longer than equal layers do elsewhere.
+        """The costs that reproduce measured stage times.
+
+        Args:
+            stages: the measured times of all stages; together they contain every layer.
+            tolerance: the relative excess over equal layers elsewhere up to which it counts as noise.
+
         """
         factors = self._least_ratios(stages)
         known = replace(self, slow=self._slow_devices(stages, factors, tolerance))
@@ -63,7 +68,7 @@ class Known:
         return known._with({name: _mean(costs) for name, costs in found.items()}, {stage.device for stage in stages})
 
     def _least_ratios(self, stages: Sequence[StageTimes]) -> dict[str, float]:
-        """How many times as long as is known a stage took: for each layer that of the fastest stage with its kind."""
+        """Measured / known time for each layer: the smallest ratio among stages with a layer of its kind."""
         least: dict[Hashable, float] = {}
         for stage in stages:
             ratio = self._ratio(stage)
@@ -74,7 +79,7 @@ class Known:
     def _slow_devices(
         self, stages: Sequence[StageTimes], factors: Mapping[str, float], tolerance: float
     ) -> dict[Hashable, float]:
-        """The slow devices: all layers of theirs also run elsewhere, and take less there."""
+        """The slow devices: all their layers also run elsewhere, and faster there."""
         devices = self._by_kind(stages, lambda stage: stage.device)
         slow = dict(self.slow)
         for device in dict.fromkeys(stage.device for stage in stages):
@@ -88,17 +93,17 @@ class Known:
         return slow
 
     def _by_kind(
-        self, stages: Sequence[StageTimes], what: Callable[[StageTimes], Hashable]
+        self, stages: Sequence[StageTimes], value: Callable[[StageTimes], Hashable]
     ) -> dict[Hashable, set[Hashable]]:
-        """Something of all stages that have layers of a kind."""
+        """For each kind of layer, a property of all stages that contain such layers."""
         found: dict[Hashable, set[Hashable]] = {}
         for stage in stages:
             for name in stage.layers:
-                found.setdefault(self.kinds[name], set()).add(what(stage))
+                found.setdefault(self.kinds[name], set()).add(value(stage))
         return found
 
     def _ratio(self, stage: StageTimes, factors: Mapping[str, float] | None = None) -> float:
-        """How many times as long as is known the stage took. factors: what is already known to have changed."""
+        """Measured / known time of a stage. ``factors`` are changes of layers that are already known."""
         known = sum(
             (self.layers[name].forward_s + self.layers[name].backward_s) * (factors or {}).get(name, 1.0)
             for name in stage.layers
@@ -106,8 +111,13 @@ class Known:
         return stage.total_s / (known * self.slowness(stage.device)) if known else 1.0
 
     def _scaled(self, stage: StageTimes, factors: Mapping[str, float], own: set[str]) -> dict[str, LayerCosts]:
-        """The stage's layers, such that they take what it took. own: those that alone have changed otherwise than
-        ``factors`` say; all of them, where there are none.
+        """The stage's layers, scaled to add up to its measured time.
+
+        Args:
+            stage: the stage and its measured times.
+            factors: by how much each layer changed elsewhere.
+            own: the layers that take the rest of the change; if empty, all layers are scaled together.
+
         """
         scaled = {name: self.layers[name] for name in stage.layers}
         for time in TIMES:
@@ -125,12 +135,12 @@ class Known:
         return scaled
 
     def _with(self, layers: Mapping[str, LayerCosts], devices: set[Hashable]) -> "Known":
-        """With other layers; the fastest of the devices is not slow."""
+        """A copy with other layer costs, normalised so that the fastest device has slowness 1."""
         fastest = min((self.slowness(device) for device in devices), default=1.0)
         new = dict(self.layers)
         for name, costs in layers.items():
             times: dict[str, Any] = {time: getattr(costs, time) * fastest for time in TIMES}
-            new[name] = replace(costs, **times, crowded_s=0.0)  # of what was measured it is a part
+            new[name] = replace(costs, **times, crowded_s=0.0)  # measured times already include it
         slow = {device: self.slowness(device) / fastest for device in {*self.slow, *devices}}
         return replace(self, layers=new, slow={device: own for device, own in slow.items() if own != 1})
 
@@ -141,7 +151,7 @@ def _mean(costs: Sequence[LayerCosts]) -> LayerCosts:
 
 
 def slowed(costs: Costs, slowness: Sequence[float]) -> Costs:
-    """What stages cost on devices that take so many times as long."""
+    """Stage costs on devices that are slower by the given factors, one for each stage."""
     times: dict[str, Any] = {
         time: tuple(own * slow for own, slow in zip(getattr(costs, time), slowness, strict=True))
         for time in (*TIMES, "recompute_s", "update_s", "waiting_s")

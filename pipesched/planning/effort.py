@@ -1,30 +1,34 @@
-"""Effort: how much a search may still do, counted in actions that could have been simulated.
+"""Effort: the remaining work of a search, counted in simulated actions.
 
-It is not counted in seconds, so that a profile always gives the same plan.
+Counting actions instead of seconds makes the plan of a profile reproducible.
 """
 
 from collections.abc import Callable
 
 __all__ = ["AT_LEAST", "FOR_MEMORY", "FOR_PARTITION", "IN_ORDER_SEARCH", "Effort"]
 
-AT_LEAST = 1_000  # actions that could be simulated in the time that any one simulation or partition takes
-FOR_PARTITION = 100  # ... while layers are partitioned, for each of them and of the stages
-FOR_MEMORY = 2  # ... while it is found what ranks need in memory, for each action
-IN_ORDER_SEARCH = 40  # ... while an order that is searched for gets one more action
+AT_LEAST = 1_000  # actions: the fixed cost of one simulation or partition
+FOR_PARTITION = 100  # actions: the cost of partitioning, for each layer and each stage
+FOR_MEMORY = 2  # actions: the cost of computing the ranks' memory, for each action of the program
+IN_ORDER_SEARCH = 40  # actions: the cost of making a program by search, for each action of it
 
 
 class Effort:
-    """What one search may still do. left: actions that may still be simulated; below 0 where more was done.
+    """The effort that one search may still spend.
 
-    progress: is told the share of the effort that is spent.
+    Args:
+        actions: how many actions the search may simulate.
+        progress: called with the spent share of the effort.
+
     """
 
     def __init__(self, actions: float, progress: Callable[[float], None] = lambda _: None) -> None:
         self._all = actions
         self._progress = progress
+        #: Actions that may still be simulated; negative if the search did more.
         self.left = actions
 
     def spend(self, actions: float) -> None:
-        """Count what was done."""
+        """Subtract finished work."""
         self.left -= actions
         self._progress(min(1.0, 1 - self.left / self._all))

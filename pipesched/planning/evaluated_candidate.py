@@ -1,4 +1,4 @@
-"""Evaluated candidate: a candidate with its stages, what it needs and takes, and how it compares with the chosen."""
+"""Evaluated candidates: a candidate with its stages, predicted time and memory, and comparison with the chosen plan."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.simulator import simulate, step_time
 from pipesched.simulation.trace import Trace
-from pipesched.units import quote_bytes
+from pipesched.units import quote_bytes, quote_speed
 
 __all__ = ["WORTH", "EvaluatedCandidate", "label_of", "simplest"]
 
-WORTH = 0.005  # a saving below this share of a step is not worth a more complicated plan
+WORTH = 0.005  # a saving below this share of a step does not justify a more complicated plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedCandidate:
-    """A candidate with its stages. What it needs and takes is computed where it is asked for."""
+    """A candidate with its stages. Times and memory are computed on first use."""
 
     candidate: Candidate
     #: The names of each stage's layers.
@@ -32,17 +32,17 @@ class EvaluatedCandidate:
     costs: Costs
     #: The memory limit of each rank; None without limits.
     limit_bytes: tuple[int, ...] | None = None
-    #: How many receives of each channel have their memory ahead of their turn.
+    #: How many receives per channel are posted, with their buffers, before they are needed.
     posted: int = 0
 
     @cached_property
     def runs(self) -> Program:
-        """What runs: with what is recomputed, and copies to the host."""
+        """The program that runs, with recomputes and copies to and from the host."""
         return add_offloading(self.candidate.runs, offloading(self.candidate.checkpoint, self.stages))
 
     @cached_property
     def step_s(self) -> float:
-        """The simulated seconds of a step."""
+        """The simulated step time in seconds."""
         return step_time(self.runs, self.costs)
 
     @cached_property
@@ -52,25 +52,25 @@ class EvaluatedCandidate:
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """What each rank needs at most."""
+        """The peak memory of each rank, in bytes."""
         program = add_updates(self.runs) if any(self.costs.update_transient_bytes) else self.runs
         return tuple(memory.total_bytes for memory in rank_memory(program, self.costs, posted=self.posted))
 
     @property
     def excess_bytes(self) -> tuple[int, ...]:
-        """How much of that is beyond each rank's limit; () without limits."""
+        """By how much each rank exceeds its limit, in bytes; () without limits."""
         if self.limit_bytes is None:
             return ()
         return tuple(max(0, peak - limit) for peak, limit in zip(self.peak_bytes, self.limit_bytes, strict=False))
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The simplest first, then what needs less memory."""
+        """A sort key: simpler plans first, then those that need less memory."""
         chunks, *others = self.candidate.order
         return (chunks, _weight(self.candidate.checkpoint), max(self.peak_bytes), *others)
 
     def alternative(self, label: str = "", note: str = "") -> Alternative:
-        """As plain numbers."""
+        """The candidate as plain numbers."""
         largest = max(range(len(self.peak_bytes)), key=self.peak_bytes.__getitem__)
         return Alternative(
             label=label or label_of(self.candidate),
@@ -87,19 +87,25 @@ class EvaluatedCandidate:
         )
 
     def against(self, chosen: "EvaluatedCandidate", label: str) -> Alternative:
-        """The same, with why another one was chosen."""
+        """The candidate as plain numbers, with the reason why ``chosen`` was chosen instead."""
         share = self.step_s / chosen.step_s - 1
+        speed = quote_speed(chosen.step_s / self.step_s)
         if more := max(self.excess_bytes, default=0):
-            note = f"needs {quote_bytes(more)} more than a rank may hold"
+            note = f"exceeds the memory limit by {quote_bytes(more)}"
         elif share < -WORTH:
-            note = f"{-share:.1%} faster, but not as asked"
+            note = f"{speed}, but not allowed by the request"
         else:
-            note = f"{share:.1%} slower" if share > WORTH else "as fast, and not simpler"
+            note = speed if share > WORTH else "equally fast, not simpler"
         return self.alternative(label, note)
 
 
 def simplest(found: Iterable[tuple[EvaluatedCandidate, float]]) -> EvaluatedCandidate:
-    """The simplest of those that are as fast as the fastest. found: each with the seconds of a step."""
+    """The simplest of the candidates that are as fast as the fastest, within ``WORTH``.
+
+    Args:
+        found: candidates, each with its step time in seconds.
+
+    """
     both = list(found)
     fastest_s = min(step_s for _, step_s in both)
     near = [(each, step_s) for each, step_s in both if step_s <= fastest_s * (1 + WORTH)]
@@ -107,13 +113,13 @@ def simplest(found: Iterable[tuple[EvaluatedCandidate, float]]) -> EvaluatedCand
 
 
 def label_of(candidate: Candidate) -> str:
-    """What a candidate is called beside others."""
+    """The name of a candidate in tables: its schedule, and its chunks if there are several."""
     chunks = candidate.schedule.chunks_per_rank
     return candidate.schedule.name + (f", {chunks} chunks" if chunks > 1 else "")
 
 
 def _weight(checkpoint: Checkpoint) -> int:
-    """How much is recomputed, roughly; what also waits on the host comes last."""
+    """A rank for sorting: the more is recomputed the higher, offloading last."""
     if isinstance(checkpoint, str):
         return LADDER.index(checkpoint)
     return len(LADDER) if "offload" in checkpoint.values() else 1

@@ -1,4 +1,4 @@
-"""Infeasibility: the plan that needs the least memory, and the errors where it needs more than there is, or none is."""
+"""Infeasibility: the plan with the least memory, and the errors for requests that no plan meets."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,52 +20,62 @@ from pipesched.units import counted, quote_bytes
 
 __all__ = ["FittingPlans", "infeasible", "leanest", "no_partition"]
 
-_FINE = 1.01  # how near the smallest limit is found
-_MOST_TIMES = 16  # as many ranks
-_A_PASS = 3  # times the effort in need
-_LOOKED_AT = 3  # schedules, where it is asked whether any plan keeps a limit
+_FINE = 1.01  # relative precision of the smallest limit
+_MOST_TIMES = 16  # try up to this many times the requested ranks
+_A_PASS = 3  # times the emergency effort
+_LOOKED_AT = 3  # schedules to try when checking whether any plan fits
 
 
 def no_partition(search: SearchRequest) -> PartitionError:
-    """The error for a search whose layers cannot be partitioned as asked, whatever the memory."""
+    """The error for layers that cannot be partitioned as requested, whatever the memory."""
     stages = search.num_stages
     ranks = search.num_ranks
     layers = len(search.pins.layers)
-    remedy = "use fewer ranks, or leave out pins"
+    remedy = "use fewer ranks, or drop some boundaries"
     if stages and stages > layers:
         remedy = f"pass num_stages of at most {layers}, or leave it out"
     elif stages and stages % ranks:
         fit = [count for count in (stages - stages % ranks, stages + ranks - stages % ranks) if 0 < count <= layers]
-        remedy = " or ".join([f"pass num_stages={count}" for count in fit] + [remedy])
+        numbers = " or ".join(f"num_stages={count}" for count in fit)
+        remedy = f"pass {numbers}, {remedy}" if fit else remedy
     return PartitionError(
-        f"every stage holds at least one layer, and every rank as many stages; {counted(layers, 'layer')} have no "
-        f"such cut into {counted(stages, 'stage') if stages else 'any number of stages'} on {counted(ranks, 'rank')}; "
+        f"every stage needs at least one layer, and every rank the same number of stages; "
+        f"{counted(layers, 'layer')} cannot be split into "
+        f"{counted(stages, 'such stage') if stages else 'any number of such stages'} on {counted(ranks, 'rank')}; "
         f"{remedy}"
     )
 
 
 def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> MemoryLimitError:
-    """The error for a search without a plan. least: bytes of each rank with which there is one."""
+    """The error for a memory limit that no plan meets.
+
+    Args:
+        search: the request.
+        least: the smallest limit per rank with which a plan exists, in bytes.
+        fitting: finds plans within other limits.
+
+    """
     limit = min(search.memory_limit_bytes or ())
     text = (
         f"every rank holds its weights, gradients and activations; no plan for {counted(search.num_ranks, 'rank')} "
-        f"and a batch of {counted(search.batch_size, 'row')} fits in {quote_bytes(limit)} a rank: "
+        f"and a batch of {counted(search.batch_size, 'row')} fits into {quote_bytes(limit)} per rank: "
     )
     layer, alone = _largest_layer(search)
     if alone > limit:
         text += f"layer {layer!r} alone needs {quote_bytes(alone)} for one micro-batch, on any rank; "
-    text += f"the least that does is {least} bytes ({quote_bytes(least)}), {quote_bytes(least - limit)} more"
+    text += f"the smallest limit with a plan is {least} bytes ({quote_bytes(least)}), {quote_bytes(least - limit)} more"
     if search.checkpoint == "never" and fitting.any(replace(search, checkpoint=None)):
         text += ", or this limit with checkpoint='always'"
     text += _on_the_host(search, fitting)
     more = _ranks(search, fitting) if alone <= limit else None
-    text += f"; allow that, use {more} ranks" if more else "; allow that"
-    return MemoryLimitError(f"{text}, or smaller micro-batches")
+    text += f"; raise the limit, use {more} ranks" if more else "; raise the limit"
+    return MemoryLimitError(f"{text}, or use smaller micro-batches")
 
 
 def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
-    """What makes the limit enough where activations may wait on the host, if they may not and that is another memory;
-    however long their copies take.
+    """The part of the message that recommends offloading, if offloading is off now and would make the limit sufficient.
+
+    The speed of the copies is not considered.
     """
     machine = search.profile.machine
     if machine.on_host or (search.may_offload and search.checkpoint is None):
@@ -76,12 +86,14 @@ def _on_the_host(search: SearchRequest, fitting: "FittingPlans") -> str:
     text = ", or this limit with offload=True"
     if search.checkpoint is not None:
         text += " and without checkpoint="
-    return text if machine.host_bytes_per_s else f"{text} and a profile that knows host_bytes_per_s"
+    return text if machine.host_bytes_per_s else f"{text} and a profile with host_bytes_per_s"
 
 
 def leanest(search: SearchRequest, fitting: "FittingPlans") -> EvaluatedCandidate:
-    """The plan that needs the least memory, whatever the limit: of the thriftiest schedules, then of whatever has room
-    with less, until nothing has, or there is no time to ask.
+    """The plan that needs the least memory per rank, whatever the limit.
+
+    It starts from the schedules that need the least, then tries every other candidate with a smaller limit until none
+    fits or the effort is spent.
     """
 
     def within(limit: int, only: Candidate | None = None) -> EvaluatedCandidate | None:
@@ -110,7 +122,14 @@ def leanest(search: SearchRequest, fitting: "FittingPlans") -> EvaluatedCandidat
 def _leaner(
     found: EvaluatedCandidate, low: int, within: Callable[[int], EvaluatedCandidate | None]
 ) -> EvaluatedCandidate:
-    """By bisection the one that needs the least. within: one that keeps a limit; none keeps low."""
+    """The plan with the smallest peak memory, by bisection of the limit.
+
+    Args:
+        found: a plan to start from.
+        low: bytes within which no plan fits.
+        within: returns a plan within a limit, or None.
+
+    """
     while (high := max(found.peak_bytes)) > low * _FINE and high > low + 1:
         middle = (low + high) // 2
         if other := within(middle):
@@ -121,7 +140,7 @@ def _leaner(
 
 
 def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
-    """The fewest ranks, with the limit of the smallest, that have a plan; None where none is found."""
+    """The smallest number of ranks with a plan, each with the smallest of the limits. None if none was found."""
     limit = min(search.memory_limit_bytes or (1,))
     most = min(len(search.pins.layers), search.num_ranks * _MOST_TIMES)
 
@@ -143,18 +162,21 @@ def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
 
 
 def _largest_layer(search: SearchRequest) -> tuple[str, int]:
-    """The layer that needs the most when it is alone on a rank with one micro-batch, and how much."""
+    """The layer that needs the most memory alone on a rank with one micro-batch, and its bytes."""
     layers = list(search.pins.layers)
     rows = -(-search.batch_size // max(search.num_microbatches))
     costs = search.profile.costs([[name] for name in layers], rows)
     needs = rank_memory(schedules.get("1f1b").program(len(layers), 1), costs)
-    return max(zip(layers, (own.total_bytes for own in needs), strict=True), key=lambda each: each[1])
+    return max(zip(layers, (memory.total_bytes for memory in needs), strict=True), key=lambda pair: pair[1])
 
 
 class FittingPlans:
-    """Plans that keep the limits of searches. effort: counts what is asked.
+    """Finds plans within the memory limits of a search.
 
-    thrifty: for each way to checkpoint the schedules by what they need, as `LeanCandidates` has them: found once.
+    Args:
+        thrifty: cache: for each checkpoint setting, the schedules sorted by `LeanCandidates.thrifty`.
+        effort: counts the work.
+
     """
 
     def __init__(self, thrifty: dict[str, list[Schedule]], effort: Effort) -> None:
@@ -163,7 +185,7 @@ class FittingPlans:
         self._until = -inf
 
     def any(self, search: SearchRequest) -> EvaluatedCandidate | None:
-        """A plan that keeps the limits, of the schedules that need the least memory; None where none of these does."""
+        """A plan within the limits, by the schedules that need the least memory. None if none of them fits."""
         lean = self.lean(search)
         checkpoint = repr(search.checkpoint)
         if checkpoint not in self._thrifty:
@@ -171,20 +193,22 @@ class FittingPlans:
         return lean.any_that_fits(self._thrifty[checkpoint][:_LOOKED_AT])
 
     def of(self, search: SearchRequest, candidate: Candidate) -> EvaluatedCandidate | None:
-        """A plan of this candidate that keeps the limits."""
+        """A plan of this candidate within the limits."""
         return self.lean(search).that_fits(candidate)
 
     def others(self, search: SearchRequest) -> list[Candidate]:
-        """Those that may need the least memory first, to be asked as far as there is time from now on."""
+        """All candidates, those that may need the least memory first. Also sets the effort that ``has_time`` allows
+        from now on.
+        """
         lean = self.lean(search)
         self._until = self._effort.left - _A_PASS * lean.effort_in_need
         return lean.by_thrift(lean.candidates(), self._thrifty[repr(search.checkpoint)])
 
     @property
     def has_time(self) -> bool:
-        """Whether there is time to ask more."""
+        """Whether there is effort left to try another candidate."""
         return self._effort.left >= self._until
 
     def lean(self, search: SearchRequest) -> LeanCandidates:
-        """The candidates of a search by what they need."""
+        """The lean candidates of a search."""
         return LeanCandidates(search, RecomputationChooser(search, self._effort), self._effort)

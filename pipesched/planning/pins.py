@@ -1,4 +1,4 @@
-"""Pins: what a user fixes of the partition of a model: which layers begin stages, and which share a stage."""
+"""Pins: a user's constraints on the partition: which layers begin stages, and which layers share a stage."""
 
 from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,19 +13,19 @@ from pipesched.partitioning.result import StageLayers
 
 __all__ = ["Boundaries", "Pins"]
 
-#: Every later stage's first layer, by position or name; or of some layers the stage that each begins.
+#: The first layer of every stage but stage 0, by position or name; or a mapping of some layers to the stages that they
+#: begin.
 Boundaries = Sequence[int | str] | Mapping[int | str, int]
 
 
 @dataclass(frozen=True)
 class Pins:
-    """What the user asked for. Raises PartitionError for layers that there are not, and for pins that cannot be kept.
+    """Constraints on the partition. Raises PartitionError for unknown layers and impossible constraints."""
 
-    layers: in order. together: groups of layers that share a stage.
-    """
-
+    #: All layers, in execution order.
     layers: Sequence[str]
     boundaries: Boundaries | None = None
+    #: Groups of layers that must share a stage.
     together: Sequence[Collection[str]] = ()
 
     def __post_init__(self) -> None:
@@ -45,25 +45,25 @@ class Pins:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to choose."""
+        """Whether the boundaries determine every stage."""
         return self.boundaries is not None and not isinstance(self.boundaries, Mapping)
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Of each layer, its place in the row."""
+        """The position of each layer."""
         return {layer: place for place, layer in enumerate(self.layers)}
 
     @property
     def starts(self) -> dict[str, int]:
-        """The layers that are to begin stages."""
+        """The layers that must begin a stage, with its number, if ``boundaries`` is a mapping."""
         if not isinstance(self.boundaries, Mapping):
             return {}
         places = {_position(name, self.layers): (name, stage) for name, stage in self.boundaries.items()}
         for place, (name, _) in places.items():
             if not 0 <= place < len(self.layers):
                 raise PartitionError(
-                    f"boundaries says of layers which stages they begin; there are {len(self.layers)}; got {name!r}; "
-                    f"pass a position from 0 on, or a name"
+                    f"boundaries maps layers to the stages they begin; there are {len(self.layers)} layers; got "
+                    f"{name!r}; pass a position from 0 on, or a name"
                 )
         return {self.layers[place]: stage for place, (_, stage) in places.items()}
 
@@ -72,22 +72,24 @@ class Pins:
         for layer, stage in starts:
             if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
                 raise PartitionError(
-                    f"boundaries says which stage a layer begins; {layer!r} is to begin stage {stage!r}; "
+                    f"boundaries maps layers to the stages they begin; got stage {stage!r} for layer {layer!r}; "
                     f"pass its number, such as {{{layer!r}: 1}}"
                 )
         for (one, before), (other, behind) in pairwise(starts):
             if before >= behind:
                 raise PartitionError(
-                    f"later layers begin later stages; {one!r} is to begin stage {before} and {other!r}, which is "
-                    f"behind it, stage {behind}; exchange them, or leave one out"
+                    f"later layers begin later stages; {one!r} begins stage {before}, but {other!r}, a later layer, "
+                    f"begins stage {behind}; exchange them, or leave one out"
                 )
 
     def starts_of_all(self) -> list[int]:
-        """Where each stage begins. Raises PartitionError for unknown, misplaced or unordered boundaries."""
+        """The position of each stage's first layer. Raises PartitionError for unknown, misplaced or unordered
+        boundaries.
+        """
         starts = [0]
         if isinstance(self.boundaries, str) or not isinstance(self.boundaries, Sequence):
             raise PartitionError(
-                f"boundaries is a list of layers, or says of some layers which stages they begin; got "
+                f"boundaries is a list of layers, or maps layers to the stages they begin; got "
                 f"{self.boundaries!r}; pass a list, such as [{self.boundaries!r}]"
             )
         for boundary in self.boundaries:
@@ -106,11 +108,11 @@ class Pins:
         return starts
 
     def stages(self, starts: Sequence[int]) -> StageLayers:
-        """The layers of the stages that begin at these places."""
+        """The layers of the stages that begin at these positions."""
         return tuple(tuple(self.layers[begin:end]) for begin, end in pairwise([*starts, len(self.layers)]))
 
     def allows(self, starts: Sequence[int]) -> bool:
-        """Whether stages that begin at these places keep what was asked of a cut that is open."""
+        """Whether stages that begin at these positions meet the constraints of an incomplete partition."""
         return all(starts[stage] == place for place, stage in self._begins) and all(
             bisect(starts, first) == bisect(starts, last) for first, last in self._groups
         )
@@ -121,18 +123,18 @@ class Pins:
 
     @cached_property
     def _groups(self) -> list[tuple[int, int]]:
-        """The first and the last place of each group."""
+        """The first and the last position of each group."""
         places = [[self.places[layer] for layer in group] for group in self.together if group]
         return [(min(group), max(group)) for group in places]
 
     def check_together(self, starts: Sequence[int]) -> None:
-        """Raise PartitionError where boundaries tear a group apart."""
+        """Raise PartitionError if boundaries separate layers of a group."""
         for group in self.together:
             stages = {layer: bisect(starts, self.places[layer]) - 1 for layer in group}
             if len({*stages.values()}) > 1:
                 raise PartitionError(
                     f"layers kept together share a stage; the boundaries put {_listed(stages)}; move a boundary, or "
-                    f"leave that group out"
+                    f"drop that group"
                 )
 
 

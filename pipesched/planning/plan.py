@@ -1,4 +1,4 @@
-"""Plan: all decisions in one value: partition, schedule, shape and checkpointing; with its predicted trace."""
+"""Plan: all decisions in one value: partition, schedule, ranks, micro-batches and checkpointing."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,12 @@ __all__ = ["Plan", "Tie"]
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters that several calls use. stages: of each use, in order. bytes_per_step: what is sent for them: the
-    weights to the ranks or devices of later uses, and from each of these uses a gradient back.
-    """
+    """Parameters that several calls use."""
 
     parameters: tuple[str, ...]
+    #: The stage of each use, in execution order.
     stages: tuple[int, ...]
+    #: Bytes sent per step: the weights to the ranks of later uses, and a gradient back from each of these uses.
     bytes_per_step: int
 
     def __str__(self) -> str:
@@ -44,30 +44,43 @@ class Tie:
         if len(places) == 1:
             way = f"all {len(self.stages)} uses are in stage {places[0]}"
         else:
-            cost = f"{quote_bytes(self.bytes_per_step)} a step are sent" if self.bytes_per_step else "nothing is sent"
+            cost = f"{quote_bytes(self.bytes_per_step)} sent per step" if self.bytes_per_step else "nothing is sent"
             way = f"used in stages {', '.join(map(str, places))}, gradients are summed, {cost}"
         return f"tied: {self.parameters[0]}{others}: {way}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs: the layers of each stage, the program, checkpointing, and what a micro-batch costs."""
+    """A complete decision on how to run a model: stages, schedule, micro-batches and checkpointing.
 
-    #: The names of each stage's layers; of one chain, where several run on the same weights.
+    ::
+
+        plan = pipesched.tune(model, sample, num_ranks=4, batch_size=32)
+        print(plan.explain())
+        plan.save("plan.json")
+        pipe = pipesched.Pipeline(model, sample, plan=pipesched.Plan.load("plan.json"), devices=devices)
+
+    Attributes:
+        stages: the names of each stage's layers. If several chains of stages share weights, the stages of one chain.
+        schedule: the name of the schedule that made the program.
+        program: the program that runs.
+        checkpoint: the layers to recompute or offload. Default: "never".
+        costs: the costs of each stage, for all chains. None: not measured.
+        options: the schedule's options: numbers, flags and strings.
+        partition: the times and sizes of the stages, and the reason for the boundaries. None: not measured.
+        ties: the parameters that several calls use.
+        alternatives: the plans that the search compared, this one first. Empty without a search.
+
+    """
+
     stages: StageLayers
-    #: The name of the algorithm that made the program.
     schedule: str
     program: Program
     checkpoint: Checkpoint = "never"
-    #: What stages cost; those of all chains.
     costs: Costs | None = None
-    #: The schedule's plain options: numbers, flags and words.
     options: Mapping[str, Any] = field(default_factory=dict)
-    #: What the stages cost and why they are cut so, where layers were measured.
     partition: Partition | None = None
-    #: The weights that several calls use.
     ties: tuple[Tie, ...] = ()
-    #: What a search weighed against this plan, the best first, where it was searched for.
     alternatives: tuple[Alternative, ...] = ()
 
     def __post_init__(self) -> None:
@@ -81,37 +94,41 @@ class Plan:
 
     @property
     def chained(self) -> Program:
-        """The program as its author wrote it: stage after stage, whichever feeds which in the model."""
+        """The program with the stage graph of its author: a plain chain of stages, without the model's skip
+        connections.
+        """
         count = self.program.num_stages
         return replace(self.program, graph=chain(count, count // self.program.num_weights))
 
     def maker(self) -> Schedule | None:
-        """The schedule that the plan names, where it makes the plan's program."""
+        """The schedule that the plan names, if it makes the plan's program; otherwise None."""
         program = self.program
         if self.schedule not in schedules.names():
             return None
         try:
             schedule = _schedule(self.schedule, self.options, program.num_stages // program.num_ranks)
             made = schedule.program(program.num_ranks, program.num_microbatches)
-        except ScheduleError:  # of another one with this name
+        except ScheduleError:  # raised if another schedule has this name
             return None
         return schedule if made == self.chained else None
 
     @property
     def treated(self) -> Program:
-        """The program with what ``checkpoint`` adds to it: recomputation, and copies to the host."""
+        """The program with the recomputes and host copies that ``checkpoint`` adds."""
         return add_offloading(add_recompute(self.program, self.checkpoint), offloading(self.checkpoint, self.stages))
 
     def predicted(self) -> Trace | None:
-        """The simulated step; None where no costs are known."""
+        """The simulated step; None without costs."""
         return simulate(self.treated, self.costs) if self.costs else None
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """What each rank needs at most, by what it is for; () where no costs are known."""
+        """The peak memory of each rank, by purpose; () without costs."""
         return rank_memory(self.treated, self.costs) if self.costs else ()
 
     def explain(self) -> str:
-        """What each stage has and costs, the bottleneck and why it cannot be better, ties, and the predicted step."""
+        """A text with the stages and their costs, the bottleneck, whether the split is optimal, ties, and the predicted
+        step.
+        """
         predicted = self.predicted()
         lines = [f"{self.schedule} on {self._shape}, checkpoint {checkpoint_in_words(self.checkpoint)!r}"]
         if self.partition is not None:
@@ -119,10 +136,10 @@ class Plan:
         else:
             ranks = self.program.placement
             lines += [f"stage {at} on rank {ranks[at]}: {span(names)}" for at, names in enumerate(self.stages)]
-            lines.append("what stages cost is not known: layers are measured where no boundaries are given")
+            lines.append("stage costs are unknown: layers are measured only if the boundaries are left to pipesched")
         lines += map(str, self.ties)
         if predicted is not None:
-            lines.append(f"predicted: {quote_time(predicted.makespan_s)} a step, bubble {predicted.bubble_ratio:.1%}")
+            lines.append(f"predicted: {quote_time(predicted.makespan_s)} per step, bubble {predicted.bubble_ratio:.1%}")
         return "\n".join(lines)
 
     @property
@@ -130,15 +147,14 @@ class Plan:
         return f"{counted(self.program.num_ranks, 'rank')}, {counted(self.program.num_microbatches, 'micro-batch')}"
 
     def __repr__(self) -> str:
-        """What it is and its size; ``explain`` says more."""
         layers = counted(sum(map(len, self.stages)), "layer")
         cut = f"{layers} in {counted(len(self.stages), 'stage')} on {self._shape}"
-        own = taken(self.alternatives)
-        step = f", {quote_time(own.step_s)} a step" if own else ""
+        chosen = taken(self.alternatives)
+        step = f", {quote_time(chosen.step_s)} per step" if chosen else ""
         return f"Plan({self.schedule}: {cut}, checkpoint {checkpoint_in_words(self.checkpoint)!r}{step})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON takes them. ``predicted`` is for the reader: it is computed anew on load."""
+        """The plan as plain values for JSON. ``predicted`` is for human readers; loading computes it from the costs."""
         predicted = self.predicted()
         summary = {"makespan_s": predicted.makespan_s, "bubble_ratio": predicted.bubble_ratio} if predicted else None
         return {
@@ -157,9 +173,7 @@ class Plan:
         }
 
     def _program(self) -> dict[str, Any] | list[str]:
-        """The lines of the program; where a schedule of pipesched's own makes it at once, what tells whether it still
-        does.
-        """
+        """The lines of the program, or only its digest if one of pipesched's schedules makes the program quickly."""
         program = self.program
         known = self.schedule in schedules.names() and schedules.get(self.schedule)
         quick = known and not known.searches and known.module.startswith(f"{schedules.__name__}.")
@@ -170,9 +184,15 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Plan":
-        """The inverse of ``to_dict``. The program is validated: raises ScheduleError where it is wrong, or where the
-        schedule makes another one than it did when the plan was saved. As ``program`` there may always be its lines. Of
-        stages that were edited nothing else is known: what was measured, weighed and tied was that of others.
+        """The inverse of ``to_dict``. The program is validated.
+
+        ``program`` may always be given as lines. If the stages were edited, costs, ties and alternatives are dropped,
+        because they belong to the stages before the edit.
+
+        Raises:
+            ScheduleError: for an invalid plan, or if the schedule now makes another program than when the plan was
+                saved.
+
         """
         check_known("a plan has", values, (*_KEYS, *_MORE))
         try:
@@ -202,7 +222,7 @@ class Plan:
             doubled = next(name for name in names if names.count(name) > 1)
             raise ScheduleError(
                 f"every layer is in exactly one stage; the plan has {doubled!r} {names.count(doubled)} times; "
-                f"correct it"
+                f"remove the others"
             )
         _check_agrees(values, program)
         validate(program)
@@ -211,25 +231,25 @@ class Plan:
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan as JSON."""
+        """Write the plan to a JSON file."""
         as_path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Plan":
-        """Read a plan. Raises ScheduleError naming the file where it is none."""
+        """Read a plan from a JSON file. Raises ScheduleError with the file's name for an invalid plan."""
         return load_json(path, cls.from_dict)
 
 
 def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
     if len(stages) != program.num_weights:
         raise ScheduleError(
-            f"a plan has as many stages as its program has weight copies; it lists {len(stages)}, the program has "
-            f"{program.num_weights}; correct one of them"
+            f"a plan has one stage for each weight copy of its program; it lists {counted(len(stages), 'stage')}, the "
+            f"program has {program.num_weights}; correct one of them"
         )
     if () in stages:
         raise ScheduleError(
-            f"every stage has a layer; stage {stages.index(())} of {len(stages)} has none; give it one, or plan for "
-            f"fewer stages"
+            f"every stage has a layer; stage {stages.index(())} of {len(stages)} has none; add one, or plan for fewer "
+            f"stages"
         )
 
 
@@ -250,14 +270,14 @@ _MORE = ("options", "num_ranks", "num_microbatches", "predicted", "ties", "alter
 
 
 def _schedule(name: str, options: Mapping[str, Any], chunks: int) -> Schedule:
-    """The schedule of this name with the options that it has. Raises ScheduleError for an unknown name."""
+    """The schedule of this name with these options. Raises ScheduleError for an unknown name."""
     schedule = schedules.get(name)
     given = {**options, "chunks_per_rank": chunks}
     return schedule.with_options(**{option: given[option] for option in schedule.options if option in given})
 
 
 def _read_program(values: Mapping[str, Any]) -> Program:
-    """The program of a saved plan: from its lines, or made again."""
+    """The program of a saved plan: parsed from its lines, or made by its schedule."""
     given = values["program"]
     if not isinstance(given, Mapping):
         return Program.parse("\n".join(_as_list(given)))
@@ -272,10 +292,10 @@ def _read_program(values: Mapping[str, Any]) -> Program:
     own = _digest(program)
     if given.get("digest", own) != own:
         raise ScheduleError(
-            f"a plan's schedule makes the program that was planned; {name!r} for {num_ranks} ranks and "
-            f"{num_microbatches} micro-batches makes one with the digest {own!r}, the plan has {given['digest']!r}: it "
-            f"is of another version of pipesched, or was edited; plan again, or take the digest out of the plan to "
-            f"have what the schedule makes now"
+            f"a plan's schedule must make the program that was saved; {name!r} for {num_ranks} ranks and "
+            f"{num_microbatches} micro-batches makes one with digest {own!r}, the plan has {given['digest']!r}: it was "
+            f"made by another version of pipesched, or edited; make a new plan, or take the digest out of the plan "
+            f"to use the program that the schedule makes now"
         )
     return program
 
@@ -288,12 +308,12 @@ def _edges(given: Any, num_stages: int) -> list[tuple[int, int]]:
 
 
 def _digest(program: Program) -> str:
-    """Equal where programs are: a few characters that stand for its lines."""
+    """A short hash of the program's text."""
     return blake2b(str(program).encode(), digest_size=8).hexdigest()
 
 
 def _check_agrees(values: Mapping[str, Any], program: Program) -> None:
-    """What is written for the reader is what runs."""
+    """Raise ScheduleError if the plan's summary differs from its program."""
     runs = {
         "schedule": program.name or values["schedule"],
         "num_ranks": program.num_ranks,
@@ -302,6 +322,6 @@ def _check_agrees(values: Mapping[str, Any], program: Program) -> None:
     for key, own in runs.items():
         if values.get(key, own) != own:
             raise ScheduleError(
-                f"what runs is the program; {key!r} is {values[key]!r}, that of the program {own!r}; make them agree, "
-                f"or pass schedule=, devices= and num_microbatches= to Pipeline in the place of a plan"
+                f"a plan runs its program; the plan says {key!r} is {values[key]!r}, but its program has {own!r}; make "
+                f"them agree, or pass schedule=, devices= and num_microbatches= to Pipeline instead of a plan"
             )

@@ -1,4 +1,4 @@
-"""Plan request: what a user asks of a plan: schedule, stages, micro-batches, boundaries, checkpoints."""
+"""Plan request: a user's choices for a plan: schedule, stages, micro-batches, boundaries, checkpointing."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -19,7 +19,7 @@ __all__ = ["PlanRequest"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What the user may choose; None leaves it to us."""
+    """The choices of a user. None leaves a choice to pipesched."""
 
     schedule: str | Schedule | Program = "auto"
     num_stages: int | None = None
@@ -34,29 +34,37 @@ class PlanRequest:
         if isinstance(count, float) and count.is_integer():  # as 8.0 from a configuration file
             object.__setattr__(self, "num_microbatches", int(count))
         if self.num_microbatches is not None and not is_count(self.num_microbatches):
-            raise ScheduleError(
-                f"a batch is cut into a whole number of micro-batches, at least 1; got {shown(count)}; pass 1 or more"
-            )
+            raise ScheduleError(f"num_microbatches is a whole number, at least 1; got {shown(count)}; pass 1 or more")
         if self.num_stages is not None and not is_count(self.num_stages):
             raise PartitionError(
-                f"a pipeline has a whole number of stages, at least one; got {shown(self.num_stages)}; pass 1 or more"
+                f"num_stages is a whole number, at least 1; got {shown(self.num_stages)}; pass 1 or more"
             )
 
     def pinned(self, plan: Plan, names: list[str]) -> "PlanRequest":
-        """The wishes that lead to ``plan``. Raises PartitionError where it is of another model or says otherwise."""
+        """The request that reproduces ``plan``. Raises PartitionError if the plan is for another model, or if other
+        choices were made beside it.
+
+        Args:
+            plan: the plan to reproduce.
+            names: the layers of the model, in execution order.
+
+        """
         if not isinstance(plan, Plan):
             raise PartitionError(f"plan is a Plan; got {plan!r}; read a saved one with Plan.load(path)")
         of_plan = [name for layers in plan.stages for name in layers]
         if of_plan != names:
             raise PartitionError(
                 f"a plan has each layer of its model in exactly one stage; it has {len(of_plan)} layers, the model "
-                f"{len(names)}; {_first_difference(of_plan, names)}; make the plan anew for this model"
+                f"{len(names)}; {_first_difference(of_plan, names)}; make a new plan for this model"
             )
         if self != PlanRequest():
-            raise PartitionError("a plan holds all choices; others were made beside it; pass the plan alone")
+            raise PartitionError(
+                "a plan includes all choices; got plan= and others, such as schedule= or checkpoint=; pass plan= alone"
+            )
         program = plan.program
         return PlanRequest(
-            schedule=plan.maker() or plan.chained,  # a schedule makes programs for short batches, too
+            schedule=plan.maker()
+            or plan.chained,  # a schedule, unlike a program, also makes programs for short batches
             num_stages=program.num_weights,
             num_microbatches=program.num_microbatches,
             boundaries=plan.boundaries,

@@ -1,4 +1,4 @@
-"""Program factory: makes the programs that a pipeline runs from what the user asked for."""
+"""Program factory: makes the programs that a pipeline runs from the user's request."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -20,17 +20,17 @@ from pipesched.program.weight_versions import Uses, update_groups, used_versions
 __all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory", "StepPrograms"]
 
 _AUTO = "1f1b"
-_MORE_STEPS = 4  # times what PipeDream needs: a stream that does not repeat then never will
+_MORE_STEPS = 4  # try up to this many times the steps that PipeDream needs; a stream not periodic by then never is
 MICROBATCHES_PER_RANK = 4  # from here on the bubble is small (GPipe, Huang et al. 2019)
 
 
 class ProgramFactory:
-    """Makes the programs of one pipeline, validated and lowered, once for each number of micro-batches.
+    """Makes the programs of a pipeline, validated and lowered, once for each number of micro-batches.
 
     Args:
-        request: what the user asked for.
-        num_devices: how many devices there are; the programs may use fewer.
-        updates: whether the pipeline has optimizers; programs without updates of their own then end with them.
+        request: the user's choices.
+        num_devices: the number of devices; the programs may use fewer.
+        updates: whether the pipeline has optimizers. If so, an update is added to programs that have none.
 
     """
 
@@ -52,9 +52,8 @@ class ProgramFactory:
         self._made: dict[int, StepPrograms] = {}
 
     def of(self, num_microbatches: int) -> "StepPrograms":
-        """The programs of steps with this many micro-batches.
-
-        Raises ScheduleError for a fixed program that was written for another number.
+        """The programs of steps with this many micro-batches. Raises ScheduleError if the user gave a program with
+        another number.
         """
         if num_microbatches not in self._made:
             self._made[num_microbatches] = StepPrograms(self, num_microbatches)
@@ -67,12 +66,12 @@ class ProgramFactory:
 
     @property
     def fixed(self) -> bool:
-        """Whether the user gave a program, which is written for one number of micro-batches."""
+        """Whether the user gave a program instead of a schedule."""
         return isinstance(self.source, Program)
 
     @property
     def request(self) -> PlanRequest:
-        """The request that leads to programs of the same shape."""
+        """A request that leads to programs of the same shape."""
         return replace(
             self._request,
             schedule=self.source,
@@ -84,20 +83,20 @@ class ProgramFactory:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether steps run on into each other: a schedule with updates of its own. A program runs step by step."""
+        """Whether steps overlap: true for a schedule with updates, false for a program, which runs step by step."""
         return not self.fixed and self.full.plain.has_updates
 
     @property
     def options(self) -> dict[str, Any]:
-        """The schedule's options that a file takes; none of a program."""
+        """The schedule's options that can be saved in a file; empty for a program."""
         options = self.source.options if isinstance(self.source, Schedule) else {}
         return {option: value for option, value in options.items() if isinstance(value, int | float | str)}
 
     def connect(self, edges: Sequence[tuple[int, int]], offloading: Collection[int] = ()) -> Program:
-        """Make stages feed each other along these edges, in each of several chains.
+        """Set the stage graph: which stage feeds which, the same in each chain.
 
         Args:
-            edges: pairs of a giving and a taking stage of one chain.
+            edges: pairs of a producing and a consuming stage of one chain.
             offloading: the stages of a chain that copy activations to the host.
 
         Returns:
@@ -114,7 +113,7 @@ class ProgramFactory:
         return self.full.plain
 
     def check_updates(self) -> None:
-        """Raise ScheduleError where the schedule and the optimizers do not go together."""
+        """Raise ScheduleError if schedule and optimizers do not fit together."""
         program = self.full.plain
         if program.has_updates and not self.updates:
             raise ScheduleError(
@@ -123,7 +122,7 @@ class ProgramFactory:
             )
         if self.updates and program.num_weights < program.num_stages:
             raise ScheduleError(
-                f"optimizer= updates each stage by itself; here {program.num_stages} stages share "
+                f"optimizer= needs separate weights for each stage; here {program.num_stages} stages share "
                 f"{program.num_weights} weight copies; leave optimizer= out and step an optimizer of your own"
             )
         if self.streams:
@@ -131,7 +130,7 @@ class ProgramFactory:
 
 
 class StepPrograms:
-    """The programs of steps with one number of micro-batches. Each is made when it is first used."""
+    """The programs of steps with one number of micro-batches. Each is made on first use."""
 
     def __init__(self, factory: ProgramFactory, num_microbatches: int) -> None:
         self._factory = factory
@@ -139,7 +138,9 @@ class StepPrograms:
 
     @cached_property
     def plain(self) -> Program:
-        """As its author wrote it. Raises ScheduleError where the program's number of micro-batches is fixed."""
+        """The program as its author wrote it. Raises ScheduleError if the user gave a program with another number of
+        micro-batches.
+        """
         source = self._factory.source
         if not isinstance(source, Program):
             program = source.program(self._factory.num_ranks, self.num_microbatches)
@@ -147,14 +148,14 @@ class StepPrograms:
             program = source
         else:
             raise ScheduleError(
-                f"a program is written for one number of micro-batches; {source.num_microbatches} here, but "
-                f"{self.num_microbatches} are asked for; drop the last short batch (drop_last=True)"
+                f"a program has a fixed number of micro-batches; this one has {source.num_microbatches}, but the batch "
+                f"needs {self.num_microbatches}; drop the last short batch (drop_last=True)"
             )
         if program.slices_per_microbatch > 1:
             raise ScheduleError(
-                f"a model's layers run whole micro-batches; {program.name!r} cuts each into "
-                f"{program.slices_per_microbatch} token slices, for which layers must keep what earlier slices left; "
-                f"study it with simulate, or choose one of: {', '.join(schedules.names())}"
+                f"layers run whole micro-batches; {program.name!r} cuts each micro-batch into "
+                f"{program.slices_per_microbatch} token slices, which needs layers that keep state between slices; "
+                f"use it with simulate only, or choose one of: {', '.join(schedules.names())}"
             )
         if self._factory.graph is not None:
             program = replace(program, graph=self._factory.graph)
@@ -163,7 +164,9 @@ class StepPrograms:
 
     @cached_property
     def timed(self) -> Program:
-        """What runs, without transfers: one step; of a stream as many steps as show how it goes on."""
+        """The program that runs, without transfers: one step, or for a stream as many steps as it takes to become
+        periodic.
+        """
         factory = self._factory
         source = factory.source
         program = self._beginning(source) if factory.streams and isinstance(source, Schedule) else self.plain
@@ -171,7 +174,9 @@ class StepPrograms:
         return add_offloading(program, factory.offloading)
 
     def _beginning(self, schedule: Schedule) -> Program:
-        """The first steps of a stream, as many as show how it goes on; old versions may be late to come."""
+        """The first steps of a stream, up to where it is periodic. Some schedules use old weight versions late, and
+        need more steps.
+        """
         num_ranks = self._factory.num_ranks
         steps = enough_steps(num_ranks, self.num_microbatches)
         last = steps * _MORE_STEPS
@@ -189,7 +194,7 @@ class StepPrograms:
 
     @cached_property
     def training(self) -> Program:
-        """The lowered program of a step."""
+        """The lowered program of a training step."""
         return lower(self.timed)
 
     @cached_property
@@ -199,13 +204,13 @@ class StepPrograms:
 
     @cached_property
     def uses(self) -> dict[int, Uses]:
-        """Of a program that updates weights on its way: which versions each stage uses in one step."""
+        """The weight versions that each stage uses in a step; empty without updates inside the program."""
         program = self.plain
         return {stage: Uses(used) for stage, used in enumerate(used_versions(program))} if program.has_updates else {}
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The micro-batches of each update of a step; none where the whole step is one."""
+        """The micro-batches of each update in a step; () if a step has one update."""
         if self._factory.streams:
             return self.segments.groups
         return update_groups(self.plain) if self.plain.has_updates else ()
@@ -224,8 +229,8 @@ class StepPrograms:
 def _as_planned(num_ranks: int, num_devices: int) -> int:
     if num_ranks > num_devices:
         raise DeviceCountError(
-            f"every rank has a device; the plan has {num_ranks} ranks, but there are {num_devices} devices; give as "
-            f"many (a device may repeat), or make a plan for {num_devices}"
+            f"every rank has a device; the plan has {num_ranks} ranks, but there are {num_devices} devices; pass "
+            f"{num_ranks} devices (a device may repeat), or make a plan for {num_devices}"
         )
     return num_ranks
 
@@ -239,9 +244,9 @@ def _num_stages(request: PlanRequest, schedule: Schedule, num_devices: int) -> i
 
 
 def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
-    """What makes the programs: the schedule with as many chunks as are asked for, or a program as it is."""
+    """The schedule, with the chunks that the number of stages requires, or the program that the user gave."""
     if num_devices < 1:
-        raise DeviceCountError("a pipeline runs on at least one device; got none; pass devices=['cpu'], or more")
+        raise DeviceCountError("a pipeline needs at least one device; got none; pass devices=['cpu'], or more")
     if isinstance(request.schedule, Program):
         return _fixed(request.schedule, num_devices, request)
     schedule = _schedule(request.schedule)
@@ -250,14 +255,14 @@ def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
     if "chunks_per_rank" not in schedule.options:
         if num_stages > num_ranks:
             raise DeviceCountError(
-                f"schedule {schedule.name!r} holds one stage a rank; {num_stages} stages need {num_stages} devices, "
+                f"schedule {schedule.name!r} has one stage per rank; {num_stages} stages need {num_stages} devices, "
                 f"got {num_devices}; repeat a device, or use a schedule with chunks: {', '.join(_with_chunks())}"
             )
         return schedule
     if num_stages % num_ranks:
         raise PartitionError(
-            f"every rank holds as many stages; {num_stages} stages do not go evenly on {num_ranks} ranks; "
-            f"use a multiple of {num_ranks} stages, or another number of devices"
+            f"every rank has the same number of stages; {num_stages} stages cannot be divided evenly among {num_ranks} "
+            f"ranks; use a multiple of {num_ranks} stages, or another number of devices"
         )
     return schedule.with_options(chunks_per_rank=num_stages // num_ranks)
 
@@ -275,21 +280,21 @@ def _with_chunks() -> list[str]:
 
 
 def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
-    """A program as the user wrote it: its shape is what it is."""
+    """The program that the user gave, after checking that it fits the request."""
     if program.num_ranks > num_devices:
         raise DeviceCountError(
             f"every rank has a device; the program has {program.num_ranks} ranks, but there are {num_devices} devices; "
-            f"give as many (a device may repeat)"
+            f"pass {program.num_ranks} devices (a device may repeat)"
         )
-    for what, wish, has in (
+    for name, wish, has in (
         ("micro-batches", request.num_microbatches, program.num_microbatches),
         ("stages", request.num_stages, program.num_weights),
     ):
         if wish not in (None, has):
-            raise ScheduleError(f"a program's shape is fixed; it has {has} {what}, {wish} are asked for; ask for {has}")
+            raise ScheduleError(f"a program has a fixed shape; it has {has} {name}, got {wish}; pass {has}")
     if not program.is_chains or program.forward_only:
         raise ScheduleError(
-            "a model's layers run as a chain, or as several over the same weights, with backwards; this program is "
-            "another form; rewrite it"
+            "a pipeline trains a chain of stages, or several chains over the same weights; this program has another "
+            "stage graph, or no backwards; rewrite it"
         )
     return program

@@ -1,10 +1,9 @@
-"""Recomputation choice: decides which layers are recomputed or offloaded, so that ranks keep their memory limits.
+"""Recomputation choice: decides which layers to recompute or offload so that ranks keep their memory limits.
 
-`pipesched.planning.tuner` asks for each candidate. Its layers are partitioned into stages, at first as if memory were
-unlimited. Where a rank then needs more than its limit, they are partitioned again under limits, and it is chosen for
-each layer whether its activations are held, recomputed or offloaded: `pipesched.partitioning.activation_options` lists
-what may be done with them, `pipesched.partitioning.knapsack` takes the fastest that fits. Where no such choice fits,
-whole stages are recomputed.
+`pipesched.planning.tuner` calls it for each candidate. Layers are first partitioned into stages without memory limits.
+If a rank then exceeds its limit, they are partitioned again under limits, and for each layer the activations are held,
+recomputed or offloaded: `pipesched.partitioning.activation_options` lists the options of a layer,
+`pipesched.partitioning.knapsack` takes the fastest combination that fits. If none fits, whole stages are recomputed.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -26,17 +25,23 @@ from pipesched.program.program import Program
 
 __all__ = ["RecomputationChooser"]
 
-_TRIES = 6  # at partitions under a memory limit
+_TRIES = 6  # partitions to try under a memory limit
 _RECOMPUTE: tuple[LayerCheckpoint, ...] = ("recompute",)
 _RECOMPUTE_OR_OFFLOAD: tuple[LayerCheckpoint, ...] = ("recompute", "offload")
 
-#: The layers of the stages, what is done with layers whose activations are not held, and the bytes that the partitioner
-#: has counted on each rank, where it has.
+#: Each stage's layers, the treatment of layers with activations that are not held, and the partitioner's estimate of
+#: each rank's bytes (empty if there is none).
 _Partitioned = tuple[StageLayers, Mapping[str, LayerCheckpoint], list[float]]
 
 
 class RecomputationChooser:
-    """Decides for the candidates of one search. effort: counts what that takes."""
+    """Chooses stages, and the layers to recompute or offload, for the candidates of one search.
+
+    Args:
+        search: the request.
+        effort: counts the work.
+
+    """
 
     def __init__(self, search: SearchRequest, effort: Effort) -> None:
         self._search = search
@@ -44,9 +49,10 @@ class RecomputationChooser:
         self._partitions: dict[Any, _Partitioned | None] = {}
 
     def choices(self, candidate: Candidate) -> Iterator[EvaluatedCandidate]:
-        """The candidate with its stages: where something has to be recomputed once for each way that keeps the limits.
+        """The candidate with stages. If it exceeds the limits without recomputation, one result for each treatment that
+        fits.
 
-        A search that asks for one way to checkpoint gets no other.
+        If the request gives a checkpoint setting, only that setting is tried.
         """
         asked = self._search.checkpoint
         plain = self.without_limits(candidate.recomputing(LADDER[0] if asked is None else asked))
@@ -60,29 +66,33 @@ class RecomputationChooser:
         yield from by_layer or filter(None, map(self.within_limits, ways))
 
     def _by_layer(self, candidate: Candidate) -> list[EvaluatedCandidate]:
-        """With single layers recomputed, and where that is allowed with some offloaded."""
+        """The candidate with single layers recomputed, and, if allowed, with some offloaded."""
         both = self.within_limits(candidate, _RECOMPUTE_OR_OFFLOAD) if self._search.may_offload else None
         if both is not None and not both.candidate.offloads:
             return [both]
         recomputed = self.within_limits(candidate, _RECOMPUTE)
-        return [each for each in (both, recomputed) if each is not None]
+        return [evaluated for evaluated in (both, recomputed) if evaluated is not None]
 
     def without_limits(self, candidate: Candidate) -> EvaluatedCandidate | None:
-        """With the smallest bottleneck, whatever its ranks need; None where the layers have no such partition."""
+        """The candidate with the smallest bottleneck, ignoring limits. None if the layers have no partition."""
         found = self._partitioned(candidate, None)
         return None if found is None else self.evaluated(candidate, found[0])
 
     def within_limits(
         self, candidate: Candidate, allowed: Collection[LayerCheckpoint] = ()
     ) -> EvaluatedCandidate | None:
-        """With the smallest bottleneck that keeps the limits; None where none is found.
+        """The candidate with the smallest bottleneck within the limits; None if none was found.
 
-        The partitioner counts less memory than ranks need. Where a rank needs more than its limit, it is asked again
-        for so much less than it has counted; where there is no partition then, for half as much less.
-        allowed: what may be done with the activations of single layers.
+        The partitioner underestimates memory. If a rank exceeds its limit, the layers are partitioned again with the
+        limit lowered by the excess; if that has no solution, with the limit lowered by half as much.
+
+        Args:
+            candidate: the candidate.
+            allowed: treatments that single layers may get to save memory.
+
         """
         asked = [float(limit) for limit in (self._search.memory_limit_bytes or ())[: candidate.num_ranks]]
-        enough: list[float] = []  # for a partition, though not for all that it needs
+        enough: list[float] = []  # limits with a partition, although it exceeds the real limits
         for _ in range(_TRIES):
             partitioned = self._partitioned(candidate, tuple(asked), allowed)
             if partitioned is None and not enough:
@@ -103,16 +113,16 @@ class RecomputationChooser:
         return None
 
     def _excess_bytes(self, found: EvaluatedCandidate) -> tuple[int, ...]:
-        """How much each rank needs beyond its limit; nothing without limits."""
+        """By how many bytes each rank exceeds its limit; () without limits."""
         if found.limit_bytes is not None:
             searches = found.candidate.schedule.searches and not found.candidate.is_written
             self._effort.spend(found.candidate.num_actions * (IN_ORDER_SEARCH if searches else FOR_MEMORY))
         return found.excess_bytes
 
-    # ---- stages and what they cost ----------------------------------------------------------------------------------
+    # ---- stages and their costs -------------------------------------------------------------------------------------
 
     def evaluated(self, candidate: Candidate, stages: StageLayers) -> EvaluatedCandidate:
-        """The candidate with stages of these layers."""
+        """The candidate with these stages."""
         search = self._search
         costs = search.profile.costs(
             stages,
@@ -129,11 +139,11 @@ class RecomputationChooser:
         )
 
     def graph(self, num_microbatches: int) -> "nx.DiGraph[str]":
-        """The measured layers, with micro-batches of a batch that is cut into so many."""
+        """The measured layers, with the micro-batch size that results from this number of micro-batches."""
         return self._search.profile.graph(self._rows(num_microbatches))
 
     def partitioner(self, candidate: Candidate, program: Program) -> StagePartitioner:
-        """What partitions the layers for a candidate, without limits."""
+        """The partitioner for a candidate, without limits."""
         return StagePartitioner(
             pins=self._search.pins,
             program=program,
@@ -148,15 +158,15 @@ class RecomputationChooser:
     def _partitioned(
         self, candidate: Candidate, limits: tuple[float, ...] | None, allowed: Collection[LayerCheckpoint] = ()
     ) -> _Partitioned | None:
-        """What the partitioner answers; None where there is no partition."""
+        """The partition for a candidate, cached; None if there is none."""
         key: tuple[Any, ...] = (candidate.placement, self._rows(candidate.num_microbatches))
-        if limits is not None:  # schedules that hold as many micro-batches are alike
+        if limits is not None:  # schedules with equally many micro-batches in flight share a partition
             held = tuple(self.partitioner(candidate, candidate.program).in_flight)
             again = candidate.checkpoint in LADDER[1:] or repr(candidate.checkpoint)
             key = (*key, limits, allowed, held, candidate.num_microbatches, again)
         if key not in self._partitions:
             self._effort.spend(AT_LEAST + FOR_PARTITION * (len(self._search.pins.layers) + candidate.num_stages))
-            # Without limits only the placement counts, and not how many micro-batches are held.
+            # Without limits the result depends on the placement, not on the micro-batches in flight.
             program = candidate.outline if limits is None else candidate.program
             partitioner = replace(
                 self.partitioner(candidate, program),
@@ -175,7 +185,7 @@ class RecomputationChooser:
 
 
 def _counted_bytes(found: Partition | None, num_ranks: int) -> list[float]:
-    """The bytes that the partitioner has counted on each rank; nothing where it has not."""
+    """The partitioner's estimate of each rank's bytes; [] without a partition."""
     if found is None:
         return []
     both = list(zip(found.ranks, found.summaries, strict=True))

@@ -1,7 +1,7 @@
-"""Replan verdict: what a better plan would save, whether that is worth moving layers for, and what was decided.
+"""Replan verdict: whether a better plan saves enough to move layers for it.
 
-With hysteresis, so that noise moves nothing: a saving counts above 3 % of a step and above twice the noise, and over
-the steps that are left it outweighs what moving costs.
+Thresholds keep noise from causing moves: a saving must exceed 3 % of a step and twice the noise, and over the remaining
+steps it must exceed the cost of moving.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,39 +16,40 @@ from pipesched.units import counted, quote_bytes, quote_time
 
 __all__ = ["Replanned", "certain", "check_steps_left", "layers_moved", "strayed", "verdict"]
 
-_LEAST = 0.03  # of a step
-_CERTAIN = 0.05  # of a stage's time, for one against another
+_LEAST = 0.03  # of a step: smaller savings do not count
+_CERTAIN = 0.05  # of a stage's time: smaller differences between two stages do not count
 _TIMES_NOISE = 2
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """What became of a plan between two steps.
+    """The result of replanning between two steps."""
 
-    plan: that which runs now. kept: why the old one was kept; empty where another was applied. layers: those that have
-    moved, or would: by name their ranks before and after. moved_bytes: of weights, gradients, buffers and states of
-    optimizers that go to another device with them. before_s, after_s: the predicted step of the old plan, and of the
-    other one; None where that was given, not searched. noise: how far the work of a rank strays between steps, as a
-    share. cost_s: seconds that moving takes, measured where it was done and else estimated.
-    """
-
+    #: The plan that runs now.
     plan: Plan
+    #: Why the old plan was kept; empty if the new plan was applied.
     kept: str = ""
+    #: The layers that have moved, or would move: name -> (rank before, rank after).
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    #: Weights, gradients, buffers and optimizer states that change devices, in bytes.
     moved_bytes: int = 0
+    #: Predicted step time of the old plan. None: the new plan was given, not searched.
     before_s: float | None = None
+    #: Predicted step time of the new plan. None: the new plan was given, not searched.
     after_s: float | None = None
+    #: Relative deviation of a rank's work between steps.
     noise: float = 0.0
+    #: Seconds that moving takes: measured if it was done, otherwise estimated.
     cost_s: float = 0.0
 
     @property
     def moved(self) -> bool:
-        """Whether another plan runs now."""
+        """Whether the new plan was applied."""
         return not self.kept
 
     @property
     def saving_s(self) -> float:
-        """Seconds of a step, as predicted."""
+        """Predicted saving per step, in seconds."""
         return 0.0 if self.before_s is None or self.after_s is None else self.before_s - self.after_s
 
     def __str__(self) -> str:
@@ -56,33 +57,40 @@ class Replanned:
         parts = [f"kept: {self.kept}" if self.kept else f"moved: {layers}"]
         if self.before_s and self.after_s is not None:
             share = -self.saving_s / self.before_s
-            step = f"predicted {quote_time(self.before_s)} -> {quote_time(self.after_s)} a step"
+            step = f"predicted {quote_time(self.before_s)} -> {quote_time(self.after_s)} per step"
             parts.append(f"{step} ({share:+.1%}, noise {self.noise:.1%})")
         if self.layers:
             steps = self.cost_s / self.saving_s if self.saving_s > 0 else 0.0
-            saved = f", as much as {steps:,.0f} steps save" if steps >= 1 else ", less than a step saves" * (steps > 0)
-            what = f"moving {layers} takes" if self.kept else "moving took"
-            parts.append(f"{what} {quote_time(self.cost_s)}{saved}")
+            saved = f", the saving of {steps:,.0f} steps" if steps >= 1 else ", less than one step saves" * (steps > 0)
+            moving = f"moving {layers} would take" if self.kept else "moving took"
+            parts.append(f"{moving} {quote_time(self.cost_s)}{saved}")
         return "; ".join(parts)
 
 
 def check_steps_left(steps_left: object) -> None:
-    """Raise InputError for what is no number of steps."""
+    """Raise InputError if ``steps_left`` is neither a whole number of steps nor None."""
     if steps_left is not None and (isinstance(steps_left, bool) or not isinstance(steps_left, int) or steps_left < 0):
         raise InputError(
-            f"steps_left is how many steps are still to come, a whole number; got {steps_left!r}; leave it out where "
-            f"that is not known"
+            f"steps_left is the number of remaining steps, a whole number; got {steps_left!r}; leave it out if it is "
+            f"unknown"
         )
 
 
 def layers_moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """The layers whose rank changes, with both. before, after: the rank of each layer."""
+    """The layers that change ranks: name -> (rank before, rank after).
+
+    Args:
+        before: the rank of each layer in the old plan.
+        after: the rank of each layer in the new plan.
+
+    """
     return {layer: (rank, after[layer]) for layer, rank in before.items() if after[layer] != rank}
 
 
 def strayed(steps: Sequence[Trace]) -> float:
-    """How far from the median the work of a rank is in half of the steps, as a share of it; of the rank where it is
-    most. Steps of other numbers of micro-batches count: an action is compared with others of its kind.
+    """The median relative deviation of a rank's work from its usual value, for the rank where it is largest.
+
+    Actions are compared with others of their stage and kind, so steps may differ in their number of micro-batches.
     """
     seconds: dict[tuple[int, Kind], list[float]] = {}
     work: list[dict[int, list[tuple[tuple[int, Kind], float]]]] = []
@@ -104,20 +112,27 @@ def strayed(steps: Sequence[Trace]) -> float:
 
 
 def certain(noise: float) -> float:
-    """From which share on one stage takes longer than another one for sure."""
+    """Relative difference above which two stage times differ by more than noise."""
     return max(_CERTAIN, _TIMES_NOISE * noise)
 
 
 def verdict(before_s: float, after_s: float, *, noise: float, cost_s: float, steps_left: int | None) -> str:
-    """Why a plan is not worth moving to; empty where it is. before_s, after_s: the predicted steps of the old plan and
-    of the other one. steps_left: None where that is not known; then what moving costs does not count.
+    """The reason not to move to another plan; "" if moving pays.
+
+    Args:
+        before_s: predicted step time of the old plan.
+        after_s: predicted step time of the new plan.
+        noise: relative deviation of a rank's work between steps.
+        cost_s: seconds that moving takes.
+        steps_left: the number of remaining steps. None: unknown; the cost of moving is then ignored.
+
     """
     saving = before_s - after_s
     needed = max(_LEAST, _TIMES_NOISE * noise)
     if saving <= 0:
         return "no better plan was found"
     if saving <= before_s * needed:
-        return f"a saving counts from {needed:.1%} of a step on"
+        return f"the saving is below {needed:.1%} of a step"
     if steps_left is not None and saving * steps_left <= cost_s:
-        return f"{steps_left} steps that are left save {quote_time(saving * steps_left)}, less than moving takes"
+        return f"the remaining {steps_left} steps save {quote_time(saving * steps_left)}, less than moving takes"
     return ""

@@ -1,4 +1,4 @@
-"""Report: a plan, what was weighed against it, what was expected of it and what came of it, for people to read."""
+"""Report: a plan, the plans that it was compared with, and predicted beside measured times, for human readers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,11 +32,20 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Report:
-    """A plan explained: the candidates that were weighed, its stages, the bound, and predicted beside measured time.
+    """A readable explanation of a plan: compared plans, stages, lower bound, predicted and measured times.
 
-    predicted: what was expected of a step (default: the plan's own prediction). measured: a step that ran, of all
-    ranks. notes: what is to be known of these two, and of the devices, a sentence each. ``str`` and ``print`` give
-    text, ``rich.print`` colours; ``save`` writes a picture or a page.
+    ::
+
+        report = pipe.report()
+        print(report)              # plain text; rich.print(report) adds colours
+        report.save("report.html")
+
+    Attributes:
+        plan: the plan to explain.
+        measured: the trace of a measured step with all ranks. None: nothing was measured.
+        predicted: the trace of a predicted step. Default: the plan's own prediction.
+        notes: sentences to add, for example about the devices.
+
     """
 
     plan: Plan
@@ -54,22 +63,24 @@ class Report:
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        """Predicted beside measured; None where one of them is not known. Raises InputError for another program's."""
+        """The predicted step beside the measured one; None if one is missing. Raises InputError if their programs
+        differ.
+        """
         if self.predicted is None or self.measured is None:
             return None
         return compared(self.predicted, self.measured)
 
     @property
     def traces(self) -> list[tuple[str, Trace]]:
-        """What timelines show: the predicted one, the measured one."""
+        """The predicted and the measured trace, with labels, as far as they exist."""
         both = (("predicted", self.predicted), ("measured", self.measured))
         return [(label, trace) for label, trace in both if trace is not None]
 
-    # ---- what is said -----------------------------------------------------------------------------------------
+    # ---- content ----------------------------------------------------------------------------------------------
 
     @property
     def title(self) -> str:
-        """The first line: what runs, in a few words."""
+        """The first line: schedule, ranks, stages, micro-batches and checkpointing."""
         program = self.plan.program
         return (
             f"{self.plan.schedule} on {counted(program.num_ranks, 'rank')}: {counted(program.num_stages, 'stage')}, "
@@ -79,36 +90,39 @@ class Report:
 
     @property
     def lines(self) -> list[str]:
-        """The lines behind the title: the findings, a sentence each, at first what a step takes."""
+        """The findings, one sentence each, beginning with the step time."""
         return findings(self.plan, self.predicted, self.measured, self.comparison, self.notes)
 
     @property
     def tables(self) -> list[Table]:
-        """Candidates, predicted beside measured, stages, ranks, and their memory, as far as they are known."""
+        """The tables: compared plans, prediction errors, stages, ranks and memory, as far as the figures are known."""
         return tables(self.plan, self.predicted, self.comparison)
 
-    # ---- shown ------------------------------------------------------------------------------------------------
+    # ---- output -----------------------------------------------------------------------------------------------
 
     def text(self, width: int = 120) -> str:
-        """All of it as plain text, timelines at most ``width`` columns wide."""
+        """The whole report as plain text. Timelines are at most ``width`` columns wide."""
         timelines = [f"{label}\n{text_timeline(trace, width)}" for label, trace in self.traces]
         return "\n\n".join(["\n".join([self.title, *self.lines]), *map(text_table, self.tables), *timelines])
 
     __str__ = text
 
     def figure(self) -> "Figure":
-        """All but the tables as one picture."""
+        """The report as one matplotlib figure, without the tables."""
         candidates = [_bar(other) for other in self.plan.alternatives]
         return plot_report(self.title, self.lines, candidates, self.traces, self.comparison)
 
     def html(self) -> str:
-        """All of it as one page that needs no other file and no network."""
+        """The report as one self-contained HTML page."""
         return html_page(self.title, self.lines, self.tables, self.traces)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a page (.html), a picture (.png, .svg, .pdf), text (.txt), or both timelines for Perfetto (.json).
+        """Write the report to a file: a page (.html), a picture (.png, .svg, .pdf), text (.txt), or both traces for
+        Perfetto (.json).
 
-        Raises InputError for another ending.
+        Raises:
+            InputError: for another suffix.
+
         """
         path = as_path(path)
         if path.suffix in _PICTURES:
@@ -116,16 +130,15 @@ class Report:
         elif path.suffix in _TEXTS:
             path.write_text(_TEXTS[path.suffix](self), encoding="utf-8")
         else:
-            endings = ", ".join([*_TEXTS, *_PICTURES])
-            raise InputError(f"a report is saved as {endings}; got {path.name!r}; give it such an ending")
+            suffixes = ", ".join([*_TEXTS, *_PICTURES])
+            raise InputError(f"a report is saved as {suffixes}; got {path.name!r}; use one of these suffixes")
 
     def chrome(self) -> str:
-        """Chrome's trace-event JSON, which Perfetto opens: of each rank the predicted step above the measured one."""
+        """Chrome trace-event JSON for Perfetto, with the predicted step of each rank above the measured one."""
         sides = enumerate(self.traces)
         return chrome_json([event for at, (label, own) in sides for event in own.chrome_events(label, (at, 2))])
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        """As ``rich.print`` shows it."""
         from rich.text import Text
 
         yield Text(self.title, style="bold")

@@ -1,4 +1,4 @@
-"""Report tables: what a report says in numbers."""
+"""Report tables: the figures of a report."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,31 +12,33 @@ from pipesched.program.actions import Kind
 from pipesched.program.checkpoint_options import LayerCheckpoint, checkpoint_by_layer
 from pipesched.simulation.comparison import Comparison, Pair, quote_off
 from pipesched.simulation.trace import Trace
-from pipesched.units import quote_bytes, quote_count, quote_time, time_unit
+from pipesched.units import quote_bytes, quote_count, quote_speed, quote_time, time_unit
 from pipesched.viz.tables import Cell, Table
 
 __all__ = ["tables"]
 
-_NOTABLE = 0.05  # a prediction that is farther off is marked
+_NOTABLE = 0.05  # prediction errors above this are marked
 _TREATED: dict[LayerCheckpoint, str] = {"recompute": "recomputed", "offload": "offloaded"}
 _TIMED = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OFFLOAD, Kind.FETCH)
-_SHAPE = ("ranks", "chunks", "m", "checkpoint")  # columns that are left out where all rows have the same
+_SHAPE = ("ranks", "chunks", "m", "checkpoint")  # columns that are left out if all rows are equal
 _WEIGHED = {
     "m": "m: micro-batches.",
-    "predicted": "predicted: by the search.",
-    "memory": "memory: of the largest rank.",
-    "margin": "margin: to what a rank may hold.",
+    "predicted": "predicted: step time predicted by the search.",
+    "memory": "memory: peak of the largest rank.",
+    "margin": "margin: memory limit minus peak.",
 }
-_STAGES = "Times and sizes are of one micro-batch. kept: activations for the backward. sent: the stage's output."
-_RANKS = "busy: share of the step. in flight: the most (stage, micro-batch) pairs at once."
-_MEMORY = "The most that each rank needs at once, as predicted."
-_MEDIANS = "Medians of the stage's actions, predicted → measured; a step: all of them."
+_STAGES = "Times and sizes per micro-batch. kept: activations held for the backward. sent: the stage's output."
+_RANKS = "busy: share of the step spent computing. in flight: the most (stage, micro-batch) pairs held at once."
+_MEMORY = "Predicted peak memory of each rank."
+_MEDIANS = "Median time of each kind of action, predicted → measured. step: all actions of the stage in a step."
 
 _Row = dict[str, Cell]
 
 
 def tables(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> list[Table]:
-    """Candidates, predicted beside measured, stages, ranks, and their memory, as far as they are known."""
+    """The tables of a report: compared plans, prediction errors, stages, ranks and memory, as far as the figures are
+    known.
+    """
     made = (
         _weighed(plan.alternatives),
         _differences(comparison),
@@ -47,7 +49,7 @@ def tables(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
     return [table for table in made if table]
 
 
-# ---- what was weighed -----------------------------------------------------------------------------------------------
+# ---- compared plans -------------------------------------------------------------------------------------------------
 
 
 def _weighed(alternatives: Sequence[Alternative]) -> Table | None:
@@ -59,7 +61,7 @@ def _weighed(alternatives: Sequence[Alternative]) -> Table | None:
     rows = [{name: cell for name, cell in row.items() if name not in alike} for row in rows]
     note = f"All have {', '.join(map(' '.join, alike.items()))}. " if alike else ""
     note += " ".join(said for name, said in _WEIGHED.items() if name == "m" or any(name in row for row in rows))
-    return Table.of("What was weighed", rows, ("plan", "schedule", "checkpoint", "why not"), note, ("predicted",))
+    return Table.of("Compared plans", rows, ("plan", "schedule", "checkpoint", "why not"), note, ("predicted",))
 
 
 def _alternative(other: Alternative, equal_s: float | None) -> _Row:
@@ -73,9 +75,8 @@ def _alternative(other: Alternative, equal_s: float | None) -> _Row:
         "checkpoint": Cell(other.checkpoint),
         "predicted": _time(other.step_s),
     }
-    if equal_s:
-        change = other.step_s / equal_s - 1
-        row["to equal split"] = Cell(quote_off(change), change)
+    if equal_s and other.step_s:
+        row["than equal split"] = Cell(quote_speed(equal_s / other.step_s), other.step_s / equal_s)
     if other.measured_s is not None:
         row["measured"] = _time(other.measured_s)
     row["bubble"] = _share(other.bubble_ratio)
@@ -87,7 +88,7 @@ def _alternative(other: Alternative, equal_s: float | None) -> _Row:
     return row
 
 
-# ---- predicted beside measured --------------------------------------------------------------------------------------
+# ---- prediction errors ----------------------------------------------------------------------------------------------
 
 
 def _differences(comparison: Comparison | None) -> Table | None:
@@ -99,19 +100,19 @@ def _differences(comparison: Comparison | None) -> Table | None:
         for kind, pair in own.seconds.items():
             row |= _pair(str(kind), pair)
         row |= _pair(
-            "a step", own.work_s, "bad" if own is comparison.worst and abs(pair.off or 0) > _NOTABLE else "strong"
+            "step", own.work_s, "bad" if own is comparison.worst and abs(pair.off or 0) > _NOTABLE else "strong"
         )
         rows.append(row)
     return Table.of("Predicted and measured, by stage", rows, (), _MEDIANS)
 
 
 def _pair(name: str, pair: Pair, tone: Any = "") -> _Row:
-    """What was predicted of something and what was measured, and how far that is off."""
+    """Two cells: predicted → measured time, and the error."""
     unit = time_unit(max(pair))
     both = " → ".join(f"{value * unit.per_one:.4g}" for value in pair)
     return {
         name: Cell(f"{both} {unit.name}", pair.measured),
-        f"{name} off": Cell(quote_off(pair.off), pair.off, tone),
+        f"{name} error": Cell(quote_off(pair.off), pair.off, tone),
     }
 
 
@@ -167,7 +168,7 @@ def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -
 
 
 def _memory(plan: Plan) -> Table | None:
-    """A row a rank: the parts of what it needs, their sum, and what is left of what it may hold."""
+    """For each rank: its memory by purpose, the total, and the margin to its limit."""
     needs = plan.memory()
     if not any(need.total_bytes for need in needs):
         return None
@@ -178,11 +179,11 @@ def _memory(plan: Plan) -> Table | None:
     for rank, need in enumerate(needs):
         row = {"rank": _count(rank)}
         row |= {name.replace("_", " "): _bytes(getattr(need, name)) for name in parts}
-        row["all"] = _bytes(need.total_bytes)
+        row["total"] = _bytes(need.total_bytes)
         if limit is not None:
             row["margin"] = _margin(limit - need.total_bytes)
         rows.append(row)
-    return Table.of("Memory", rows, (), _MEMORY, ("all",))
+    return Table.of("Memory", rows, (), _MEMORY, ("total",))
 
 
 # ---- cells ----------------------------------------------------------------------------------------------------------

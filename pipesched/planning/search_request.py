@@ -1,4 +1,4 @@
-"""Search request: what is asked of the tuner, checked."""
+"""Search request: the validated input of the tuner."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,36 +21,43 @@ from pipesched.simulation.profile import Profile
 
 __all__ = ["Offload", "SearchRequest", "check_offload", "limits_of"]
 
-#: Whether what layers save may wait on the host; "auto": where that is another memory than the device's.
+#: Whether activations may be offloaded to the host. "auto": if the host has separate memory.
 Offload = Literal["auto"] | bool
 
-_EFFORT = 3_000_000  # actions that a search may simulate: some three seconds
+_EFFORT = 3_000_000  # default of the actions to simulate, about three seconds
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is asked, and what is given.
+    """The input of one search: the measured model, the devices, and the user's choices."""
 
-    profile: what layers cost. pins: of its layers. batch_size: rows of a step; num_microbatches: into so many it may be
-    cut, one of these. num_ranks: so many there are; with all_ranks all are used. schedule, num_stages, checkpoint:
-    where they are given. memory_limit_bytes: of each rank. ranks_are: threads or processes, by which overheads differ.
-    offload: whether activations may wait on hosts; "auto": where the profile knows how fast they get there, and its
-    device is not the host itself. effort: actions to be simulated at most.
-    """
-
+    #: The costs of the layers.
     profile: Profile
+    #: Constraints on the partition.
     pins: Pins
+    #: The number of available ranks.
     num_ranks: int
+    #: Rows of a step.
     batch_size: int
+    #: The numbers of micro-batches to try.
     num_microbatches: Sequence[int]
+    #: The schedule. None: any synchronous one.
     schedule: Schedule | None = None
+    #: The number of stages. None: any.
     num_stages: int | None = None
+    #: The checkpoint setting. None: any that keeps the memory limits.
     checkpoint: Checkpoint | None = None
+    #: Links between ranks. None: those of the profile's machine.
     links: Links | None = None
+    #: The memory limit of each rank. None: no limit.
     memory_limit_bytes: tuple[int, ...] | None = None
+    #: Whether the plan must use all ranks.
     all_ranks: bool = False
+    #: Whether ranks are threads or processes; overheads differ.
     ranks_are: RanksAre = "threads"
+    #: Whether activations may be offloaded. "auto": if the profile has the host's bandwidth, and the device is no CPU.
     offload: Offload = "auto"
+    #: The number of actions that the search may simulate.
     effort: int = _EFFORT
 
     def __post_init__(self) -> None:
@@ -59,24 +66,26 @@ class SearchRequest:
         known = self.profile.machine.host_bytes_per_s is not None
         if self.offload is True and limited and not known:
             raise PartitionError(
-                "copies to the host take time; got offload=True, and a profile whose machine has no host_bytes_per_s; "
-                "measure it again, or say how fast the device copies, such as Machine(host_bytes_per_s=20e9)"
+                "offload=True needs the bandwidth of copies to the host; the machine of this profile has no "
+                "host_bytes_per_s; measure it again, or set it, such as Machine(host_bytes_per_s=20e9)"
             )
 
     @property
     def may_offload(self) -> bool:
-        """Whether activations may wait on hosts."""
+        """Whether activations may be offloaded to the host."""
         if self.offload != "auto":
             return self.offload
         return self.profile.machine.host_bytes_per_s is not None and not self.profile.machine.on_host
 
     @property
     def posted(self) -> int:
-        """Receives of each channel that have their memory ahead of their turn: between processes."""
+        """The number of receives per channel that are posted, with their buffers, before they are needed; 0 for
+        threads.
+        """
         return AHEAD if self.ranks_are == "processes" else 0
 
     @classmethod
-    def of(  # what pipesched.tune takes
+    def of(
         cls,
         profile: Profile,
         num_ranks: int,
@@ -89,16 +98,28 @@ class SearchRequest:
         num_cores: int | None = None,
         **others: Any,
     ) -> "SearchRequest":
-        """What a user asks, checked. counts: into so many micro-batches the batch may be cut, unless the request says
-        how many; where neither does, those whose sizes lie between the measured ones. num_cores: of the host, where all
-        ranks compute there; default: as many as ranks. Overheads that were not measured are the usual ones.
+        """Check a user's request and make a search request from it. Unmeasured overheads get default values.
 
-        Raises PartitionError for what makes no sense.
+        Args:
+            profile: the costs of the layers.
+            num_ranks: the number of available ranks.
+            batch_size: rows of a step.
+            request: the user's choices.
+            memory_limit_bytes: one limit for all ranks, or one for each. Default: no limit.
+            counts: the numbers of micro-batches to try if the request gives none. Default: those that give measured
+                sizes or sizes between them.
+            ranks_are: whether ranks are threads or processes.
+            num_cores: the cores of the host on which all ranks compute. Default: ``num_ranks``.
+            others: further fields of SearchRequest.
+
+        Raises:
+            PartitionError: for invalid values.
+
         """
-        for what, number in (("ranks", num_ranks), ("rows in a batch", batch_size)):
+        for name, number in (("ranks", num_ranks), ("rows in a batch", batch_size)):
             if not is_count(number):
                 raise PartitionError(
-                    f"a plan is for a whole number of {what}, at least 1; got {shown(number)}; pass 1 or more"
+                    f"the number of {name} is a whole number, at least 1; got {shown(number)}; pass 1 or more"
                 )
         if request.num_microbatches is not None:
             counts = [request.num_microbatches]
@@ -106,8 +127,8 @@ class SearchRequest:
             counts = microbatch_counts(batch_size, num_ranks, profile.graphs)
         if not counts or max(counts) > batch_size or min(counts) < 1:
             raise PartitionError(
-                f"micro-batches have at least one row, and sizes between those that were measured; a batch of "
-                f"{batch_size} rows cannot be cut into {list(counts) or 'any number of them'}; measured: "
+                f"micro-batches have at least one row, and sizes within the measured range; a batch of "
+                f"{batch_size} rows cannot be split into {list(counts) or 'any number of them'}; measured: "
                 f"{sorted(profile.graphs)} rows; pass another num_microbatches or batch_size, or measure more sizes"
             )
         return cls(
@@ -126,10 +147,10 @@ class SearchRequest:
 
 
 def check_offload(offload: Any) -> None:
-    """Raise PartitionError for what is no policy."""
+    """Raise PartitionError unless ``offload`` is "auto", True or False."""
     if not isinstance(offload, bool) and not (isinstance(offload, str) and offload == "auto"):
         raise PartitionError(
-            f"offload says whether what layers save may wait on the host: 'auto', True or False; got {offload!r}; "
+            f"offload says whether activations may be offloaded to the host: 'auto', True or False; got {offload!r}; "
             f"choose one of them"
         )
 
@@ -141,7 +162,7 @@ def _is_list(request: PlanRequest) -> bool:
 def _synchronous(schedule: Any) -> Schedule | None:
     if isinstance(schedule, Program):
         raise ScheduleError(
-            "a program is all that a search would look for; got one as schedule; leave it out, or pass a name"
+            "a search chooses the program; got a Program as schedule; leave it out, or pass a schedule's name"
         )
     if isinstance(schedule, str) and schedule == "auto":
         return None
@@ -149,20 +170,20 @@ def _synchronous(schedule: Any) -> Schedule | None:
     program = wished.program(2, 2)
     if program.has_updates or program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"plans are searched for synchronous schedules of one chain of stages; got {wished.name!r}; choose "
-            f"another, or leave out what is asked of the search (batch_size, memory_limit_bytes, profile)"
+            f"the search covers synchronous schedules with one chain of stages; got {wished.name!r}; choose "
+            f"another, or leave out the options that start a search (batch_size, memory_limit_bytes, profile)"
         )
     return wished
 
 
 def limits_of(given: int | Sequence[int] | None, num_ranks: int) -> tuple[int, ...] | None:
-    """One limit a rank. Raises PartitionError for what is none."""
+    """One memory limit per rank; None without limits. Raises PartitionError for invalid limits."""
     if given is None:
         return None
     limits = list(given) if isinstance(given, Sequence) else [given] * num_ranks
     if len(limits) != num_ranks or not all(map(_is_size, limits)):
         raise PartitionError(
-            f"memory_limit_bytes is a number of bytes above 0, one for all ranks or one for each of {num_ranks}; got "
+            f"memory_limit_bytes is a number of bytes above 0, for all ranks or for each of {num_ranks}; got "
             f"{shown(given)}; pass such as 16 * 2**30"
         )
     return tuple(map(int, limits))

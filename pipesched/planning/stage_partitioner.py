@@ -1,6 +1,7 @@
-"""Stage partitioner: decides which layers each stage of a program has, within what the user pins.
+"""Stage partitioner: assigns layers to the stages of a program, within the user's constraints.
 
-It asks `pipesched.partitioning`, which knows no programs, and explains the answer in terms of the program's ranks.
+It calls `pipesched.partitioning`, which works on graphs without programs, and explains the result by the program's
+ranks.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,13 +20,13 @@ from pipesched.program.liveness import peaks_of_stages
 from pipesched.program.program import Program
 from pipesched.simulation.links import Links
 from pipesched.simulation.tied_weight_costs import parameter_bytes, stage_parameters, tied_groups, tied_traffic_bytes
-from pipesched.units import quote_time
+from pipesched.units import quote_speed, quote_time
 
 __all__ = ["StagePartitioner"]
 
-_COPIES = 2  # of parameters, that memory counts: the weights and their gradients; optimizers keep more
-_MOST_TIES = 8  # tied weights of which it is tried to put the users together, the largest first
-_MOST_IDEALS = 5_000  # of a graph whose other orders are searched, for comparison
+_COPIES = 2  # of parameters: the weights and their gradients; optimizer states are not counted here
+_MOST_TIES = 8  # tied weights, the largest first, for which a partition with all users in one stage is tried
+_MOST_IDEALS = 5_000  # of a graph; larger graphs are not searched for other layer orders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,37 +35,39 @@ class StagePartitioner:
 
     pins: Pins
     program: Program
-    #: The measured layers, as `pipesched.graph_of` gives them; called where they are needed.
+    #: Returns the measured layers in the form of `pipesched.graph_of`. Called on first use.
     graph: Callable[[], "nx.DiGraph[str]"]
     checkpoint: Checkpoint = "never"
-    #: Between ranks, where they are known: then what crosses a boundary counts.
+    #: Links between ranks. If given, communication across boundaries counts.
     links: Links | None = None
-    #: Of each rank, for weights, gradients and activations.
+    #: Each rank's limit for weights, gradients and activations.
     memory_limit_bytes: Sequence[float] | None = None
-    #: Of some ranks' devices, as shares of the others'.
+    #: Relative speed of slow devices: rank -> speed. Default: 1.
     speeds: Mapping[int, float] = field(default_factory=dict)
-    #: What may be done with the activations of single layers to keep the limit; the partition says what was chosen.
+    #: Treatments that single layers may get to keep the limit; the resulting partition lists them.
     allowed: Collection[LayerCheckpoint] = ()
-    #: The bandwidth between a rank and its host, for activations that may go there.
+    #: Bandwidth between a rank and its host, for offloading.
     host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.links is not None and not isinstance(self.links, Links):
             raise PartitionError(
-                f"links is a pipesched.simulation.links.Links; got {self.links!r}; pass what probe_links returns"
+                f"links are pipesched.Links; got {self.links!r}; pass the result of pipesched.probe_links"
             )
 
     def partition(self) -> tuple[StageLayers, Partition | None]:
-        """The layers of each stage, and what they cost and why, where that was measured.
+        """The layers of each stage, and the partition with costs and reason if layers were measured for it.
 
-        Raises PartitionError where there are more stages than layers, or the boundaries do not fit.
+        Raises:
+            PartitionError: if there are more stages than layers, or if the boundaries do not fit.
+
         """
         layers = list(self.pins.layers)
         num_stages = self.program.num_weights
         if num_stages > max(1, len(layers)):
             raise PartitionError(
-                f"every stage holds at least one layer; {num_stages} stages on {self.program.num_ranks} ranks, but the "
-                f"model has {len(layers)} layers; use fewer devices, or fewer chunks a rank"
+                f"every stage needs at least one layer; {num_stages} stages on {self.program.num_ranks} ranks, but the "
+                f"model has {len(layers)} layers; use fewer devices, or fewer chunks per rank"
             )
         found: Partition | None = None
         if self.pins.complete:
@@ -78,29 +81,29 @@ class StagePartitioner:
         if len(starts) != num_stages:
             raise PartitionError(
                 f"boundaries name the first layer of every stage but stage 0; {len(starts) - 1} boundaries make "
-                f"{len(starts)} stages, but {num_stages} are asked for; give {num_stages - 1}, or {{layer: stage}} "
-                f"for some"
+                f"{len(starts)} stages, but the program has {num_stages}; pass {num_stages - 1} boundaries, or "
+                f"{{layer: stage}} for some of them"
             )
         self.pins.check_together(starts)
         return self.pins.stages(starts), found
 
-    def evaluate(self, stages: Sequence[Sequence[str]], why: str = "the boundaries are given") -> Partition:
-        """What these stages cost, why they are cut so, and how far they are from the best."""
+    def evaluate(self, stages: Sequence[Sequence[str]], why: str = "the boundaries were given") -> Partition:
+        """The partition into these stages: its costs, the reason for it, and its distance from the optimum."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
         best = self._partition(row)
         found = replace(found, lower_bound_s=best.lower_bound_s)
-        return self._explained(graph, found, f"{why}; {_against(found, best, 'others')}")
+        return self._explained(graph, found, f"{why}; {_against(found, best, 'other boundaries')}")
 
     def _given(self, firsts: Sequence[str]) -> Partition:
-        """Where the stages begin with these layers."""
+        """The partition with stages that begin at these layers."""
         graph = self.graph()
-        own = self._partition(_in_a_row(graph), {name: stage for stage, name in enumerate(firsts) if stage})
-        return self._explained(graph, own, "the boundaries are given")
+        found = self._partition(_in_a_row(graph), {name: stage for stage, name in enumerate(firsts) if stage})
+        return self._explained(graph, found, "the boundaries were given")
 
     def _solved(self) -> Partition:
-        """The best stages that keep the pins, and why there are no better ones."""
+        """The best partition that meets the constraints, with the reason why none is better."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._with_ties_together(graph, row)
@@ -108,7 +111,7 @@ class StagePartitioner:
         if self.pins.starts or self.pins.together:
             best = self._partition(row)
             found = replace(found, lower_bound_s=best.lower_bound_s)
-            why = f"{why}; boundaries and groups of layers are given, {_against(found, best, 'without them stages')}"
+            why = f"{why}; boundaries or layer groups were given, {_against(found, best, 'a free choice')}"
         elif graph.number_of_edges() < row.number_of_edges() and not self._chunks:
             best = self._partition(graph)
             if best.proved and best.bottleneck_s < found.bottleneck_s:
@@ -116,7 +119,9 @@ class StagePartitioner:
         return self._explained(graph, found, why)
 
     def _with_ties_together(self, graph: "nx.DiGraph[str]", row: "nx.DiGraph[str]") -> Partition:
-        """The best stages of a row of layers, with the users of tied weights in one where a step then costs no more."""
+        """The best partition of a chain of layers. Users of a tied weight share a stage if that does not make the step
+        slower.
+        """
         starts = self.pins.starts
         together = tuple(tuple(group) for group in self.pins.together)
         found = self._partition(row, starts, together)
@@ -132,13 +137,15 @@ class StagePartitioner:
 
     @cached_property
     def in_flight(self) -> list[int]:
-        """The micro-batches that each stage holds at once, as the program runs; with its twin, where it has one."""
+        """The peak number of micro-batches in flight on each stage. If two chains share weights, both stages of a pair
+        count.
+        """
         held = [0] * self.program.num_weights
         for part, peak in zip(self.program.weights, peaks_of_stages(self.program.columns).tolist(), strict=True):
             held[part] += peak
         return held
 
-    # ---- what the partitioner is asked ------------------------------------------------------------------------------
+    # ---- calls of the partitioner -----------------------------------------------------------------------------------
 
     @property
     def _ranks(self) -> list[int]:
@@ -177,12 +184,12 @@ class StagePartitioner:
         )
 
     def _speeds(self, named: Sequence[int]) -> list[float] | None:
-        """Of the ranks where they have several stages, else of the stages."""
+        """The speeds of ranks if ranks have several stages, otherwise of stages; None if all are equal."""
         ranks = named if self._chunks else self._ranks
         return [self.speeds.get(rank, 1.0) for rank in ranks] if self.speeds else None
 
     def _link(self) -> tuple[float, float] | None:
-        """Latency and bandwidth of the slowest link between neighbours; none where none is known to take time."""
+        """Latency and bandwidth of the slowest link between neighbours; None if no link limits the bandwidth."""
         if self.links is None:
             return None
         pairs = {pair for pair in pairwise(self._ranks) if pair[0] != pair[1]}
@@ -191,7 +198,7 @@ class StagePartitioner:
         return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
 
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
-        """(Seconds of a step as far as the cut decides them, bytes of tied weights)."""
+        """A sort key: (step seconds as far as the split decides them, bytes sent for tied weights)."""
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         moved = sum(
             tied_traffic_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])
@@ -201,10 +208,12 @@ class StagePartitioner:
         travel = 0 if link is None else moved / link[1]
         return found.bottleneck_s * self.program.num_microbatches + travel, moved
 
-    # ---- what is told -----------------------------------------------------------------------------------------------
+    # ---- explanation ------------------------------------------------------------------------------------------------
 
     def _explained(self, graph: "nx.DiGraph[str]", found: Partition, reason: str) -> Partition:
-        """The partition with its ranks' own numbers, each parameter once a stage, and what checkpoints spare."""
+        """The partition with the program's rank numbers, each parameter counted once per stage, and activations after
+        checkpointing.
+        """
         summaries = []
         for names, rank, count, own in zip(found.stages, self._ranks, self.in_flight, found.summaries, strict=True):
             parameters = stage_parameters(graph, names)
@@ -229,15 +238,15 @@ class StagePartitioner:
         return replace(found, ranks=tuple(self._ranks), summaries=tuple(summaries), reason=reason)
 
 
-def _against(found: Partition, best: Partition, what: str) -> str:
+def _against(found: Partition, best: Partition, choice: str) -> str:
     if found.bottleneck_s <= best.bottleneck_s:
-        return f"{what} would not be faster"
-    less = 1 - best.bottleneck_s / found.bottleneck_s
-    return f"{what} could reach {quote_time(best.bottleneck_s)}, {less:.1%} less"
+        return f"{choice} would not be faster"
+    speed = f" ({quote_speed(found.bottleneck_s / best.bottleneck_s)})" if best.bottleneck_s else ""
+    return f"{choice} could reach {quote_time(best.bottleneck_s)}{speed}"
 
 
 def _in_a_row(graph: "nx.DiGraph[str]") -> "nx.DiGraph[str]":
-    """The layers in the order of their calls: each waits for the one before it, whether it takes anything or not."""
+    """The layers as a chain in execution order: each depends on the one before it, even without an edge."""
     row = graph.copy()
     row.add_edges_from(
         (one, other, {"tensors": {}}) for one, other in pairwise(graph) if not graph.has_edge(one, other)

@@ -1,13 +1,12 @@
-"""Tuner: a profile, ranks, a batch and limits -> the plan with the shortest simulated step, and what it was weighed
-against.
+"""Tuner: finds the plan with the shortest simulated step for a profile, ranks, a batch and memory limits.
 
-Candidates wait in line at a time that they cannot beat, at first that of their work alone. The first in line gets its
-stages; `pipesched.planning.recomputation_choice` decides which of its layers are recomputed or offloaded to keep the
-memory limits. Then it waits at the bound of these stages (`pipesched.simulation.bounds`), and when it is first again it
-is simulated. The search ends where no bound is below the best step. Where nothing fits in memory, candidates that need
-the least are asked next, whatever the effort (`pipesched.planning.lean_candidates`), and last what needs the least of
-all (`pipesched.planning.infeasibility`). In those near the best the boundaries of stages are moved at the end wherever
-that shortens the simulated step (`pipesched.planning.boundary_refinement`).
+Candidates wait in a queue, sorted by a lower bound of their step time, at first the bound of their work alone. The
+first candidate gets its stages; `pipesched.planning.recomputation_choice` decides which layers are recomputed or
+offloaded to keep the memory limits. It is queued again with the bound of these stages (`pipesched.simulation.bounds`),
+and simulated when it is first again. The search ends when no bound is below the best step. If no candidate fits in
+memory, those that need the least are tried next, whatever the effort (`pipesched.planning.lean_candidates`), and
+finally the plan that needs the least of all (`pipesched.planning.infeasibility`). At the end the boundaries of the best
+candidates are moved as long as that shortens the simulated step (`pipesched.planning.boundary_refinement`).
 """
 
 import heapq
@@ -41,19 +40,28 @@ from pipesched.units import quote_time
 
 __all__ = ["Tuner", "find_plan", "too_small"]
 
-_NEAR = 1.3  # times the fastest step: up to there boundaries are moved, the best first, each for half of what is left
-_A_MOVE = 500  # actions that could be simulated while the costs of moved boundaries are summed
-_TO_REFINE = 0.4  # of the effort, to move boundaries
-_SHOWN = 8  # alternatives beside the baselines
+_NEAR = (
+    1.3  # times the fastest step: boundaries of candidates up to here are refined, each with half of the effort left
+)
+_A_MOVE = 500  # actions: the cost of adding up the costs of moved boundaries
+_TO_REFINE = 0.4  # of the effort, to refine boundaries
+_SHOWN = 8  # alternatives to list beside the baselines
 _BASELINES = ("1f1b", "gpipe")
 _ACTIONS = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
-_WHY = "the search chose the cuts by simulated steps, not by this alone"
+_WHY = "the search chose the split by simulated step time, not by the bottleneck alone"
 
 
 def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda _: None) -> Plan:
-    """The best plan. progress: is told the share of the search that is done, at most.
+    """The best plan for a request.
 
-    Raises PartitionError where no candidate has a cut, MemoryLimitError where none fits.
+    Args:
+        search: the request.
+        progress: called with the completed share of the search.
+
+    Raises:
+        PartitionError: if the layers cannot be partitioned as requested.
+        MemoryLimitError: if no candidate fits.
+
     """
     tuner = Tuner(search, progress)
     plan = tuner.plan(tuner.search())
@@ -62,23 +70,23 @@ def find_plan(search: SearchRequest, progress: Callable[[float], None] = lambda 
 
 
 def too_small(plan: Plan, num_ranks: int) -> str:
-    """What is to be said of a plan for one device, where several do not gain anything; nothing of others."""
+    """The warning for a plan that uses one device because several gain nothing; "" for other plans."""
     chosen, *others = plan.alternatives
     several = [_expected_s(other) for other in others if other.num_ranks > 1 and other.fits]
     if num_ranks == 1 or chosen.num_ranks > 1 or not several:
         return ""
     return (
-        f"too small to gain from a pipeline: one device takes {quote_time(_expected_s(chosen))}, "
-        f"the best plan of several {quote_time(min(several))}"
+        f"too small to gain from a pipeline: one device takes {quote_time(_expected_s(chosen))} per step, "
+        f"the best plan for several devices {quote_time(min(several))}"
     )
 
 
-def _expected_s(one: Alternative) -> float:
-    return one.step_s if one.measured_s is None else one.measured_s
+def _expected_s(alternative: Alternative) -> float:
+    return alternative.step_s if alternative.measured_s is None else alternative.measured_s
 
 
 class Tuner:
-    """One search: what has been found, and how much may still be simulated."""
+    """One search: its results so far, and its remaining effort."""
 
     def __init__(self, search: SearchRequest, progress: Callable[[float], None] = lambda _: None) -> None:
         self._search = search
@@ -89,9 +97,11 @@ class Tuner:
         self._work: dict[int, tuple[float, float, float]] = {}
 
     def search(self, known: Sequence[EvaluatedCandidate] = ()) -> EvaluatedCandidate:
-        """The one to take: the simplest of those that are as fast as the fastest. known: some that there are already.
+        """The best candidate: the simplest of those that are as fast as the fastest. Raises as ``find_plan``.
 
-        Raises as ``find_plan``.
+        Args:
+            known: evaluated candidates to start from.
+
         """
         self._found += known
         to_refine = _TO_REFINE * self._search.effort
@@ -107,7 +117,7 @@ class Tuner:
         return simplest((found, found.step_s) for found in self._found)
 
     def _leanest(self) -> EvaluatedCandidate:
-        """What needs the least memory. Raises as ``find_plan`` where that is more than there is."""
+        """The plan that needs the least memory. Raises as ``find_plan`` if it exceeds the limits."""
         search = self._search
         if search.memory_limit_bytes is None or not self._can_be_partitioned():
             raise no_partition(search)
@@ -118,14 +128,16 @@ class Tuner:
         return self._simulated(found)
 
     def _can_be_partitioned(self) -> bool:
-        """Whether there is a plan with unlimited memory."""
+        """Whether a plan exists without memory limits."""
         search = replace(self._search, memory_limit_bytes=None)
         return FittingPlans({}, Effort(search.effort)).lean(search).any_that_fits() is not None
 
     # ---- candidates, the most promising first -----------------------------------------------------------------------
 
     def _best_first(self, until: float) -> list[Candidate]:
-        """Candidates with the smallest bounds first, until so much effort is left; returns those not looked at."""
+        """Evaluate candidates in order of their bounds while more than ``until`` effort is left. Returns the candidates
+        not tried.
+        """
         every = list(filter(self._lean.may_fit, self._lean.candidates()))
         for candidate in sorted(filter(self._is_usual, every), key=lambda each: each.num_ranks):
             if not self._is_beaten(self._least_s(candidate), candidate):
@@ -144,7 +156,7 @@ class Tuner:
                 self._found.append(self._simulated(found))
                 continue
             if self._effort.left <= until and fits:
-                continue  # what has its stages is still simulated
+                continue  # candidates that have stages are still simulated
             if candidate.schedule.searches and IN_ORDER_SEARCH * candidate.num_actions > self._effort.left / 4:
                 continue
             del rest[id(candidate)]
@@ -154,7 +166,9 @@ class Tuner:
         return list(rest.values())
 
     def _thrifty_first(self, rest: Sequence[Candidate]) -> None:
-        """Until one fits: a small effort does not make a limit one that nobody can meet."""
+        """Try candidates by memory until one fits, with extra effort: a small effort must not turn a feasible limit
+        into an error.
+        """
         until = self._effort.left - self._lean.effort_in_need
         for candidate in self._lean.by_thrift(rest, self._lean.thrifty):
             left = self._effort.left - until
@@ -164,16 +178,16 @@ class Tuner:
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
 
     def _is_usual(self, candidate: Candidate) -> bool:
-        """Whether it is what everybody has: one rank alone, or 1F1B on all of them. Others must be faster."""
+        """Whether it is a standard choice: one rank, or 1F1B on all ranks. These are evaluated first."""
         own = candidate.schedule.name == _BASELINES[0] and candidate.num_ranks == self._search.num_ranks
         return own or candidate.num_ranks == 1
 
     def _least_s(self, candidate: Candidate) -> float:
-        """What no partition makes faster: the work in even shares, or the heaviest layer.
+        """A lower bound of the step time for any partition: the work in equal shares, or the heaviest layer.
 
-        With one stage a rank and whole backwards a rank has its share of each micro-batch, after and before what
-        earlier ranks do of one. The shares that make the longest of these sums shortest fall by one part in as many as
-        there are micro-batches.
+        With one stage per rank and whole backwards, a rank does its share of each micro-batch, before and after the
+        work of earlier ranks for one micro-batch. The longest of these sums is shortest if shares fall by a factor of 1
+        - 1/count from rank to rank.
         """
         count = candidate.num_microbatches
         if count not in self._work:
@@ -192,17 +206,17 @@ class Tuner:
         return bound_s >= best.step_s * (1 + WORTH if simpler else 1 - WORTH)
 
     def simulated(self, candidate: Candidate, stages: StageLayers) -> EvaluatedCandidate:
-        """A candidate with stages of these layers."""
+        """The candidate with these stages, evaluated."""
         return self._simulated(self._chooser.evaluated(candidate, stages))
 
     def _simulated(self, found: EvaluatedCandidate) -> EvaluatedCandidate:
-        """The same; counts what its simulation takes."""
-        each = IN_ORDER_SEARCH if found.candidate.schedule.searches else 2  # its program is made, and gone through
-        self._effort.spend(AT_LEAST + len(found.runs.columns) * each)
+        """The candidate unchanged, after subtracting the effort of its simulation."""
+        per_action = IN_ORDER_SEARCH if found.candidate.schedule.searches else 2  # to make the program, and simulate it
+        self._effort.spend(AT_LEAST + len(found.runs.columns) * per_action)
         return found
 
     def _refined(self, found: EvaluatedCandidate, until: float) -> EvaluatedCandidate:
-        """The same with its boundaries moved."""
+        """The candidate with refined boundaries."""
         candidate = found.candidate
         pins = self._search.pins
         if pins.complete or candidate.num_stages in (1, len(pins.layers)):
@@ -221,14 +235,14 @@ class Tuner:
         stages = refined(found.stages, pins, seconds, step_s, goes_on=lambda: self._effort.left > until)
         return self.simulated(candidate, stages)
 
-    # ---- the answer -------------------------------------------------------------------------------------------------
+    # ---- results ----------------------------------------------------------------------------------------------------
 
     def best(self) -> list[EvaluatedCandidate]:
-        """All that were found, the fastest first."""
+        """All evaluated candidates, the fastest first."""
         return sorted(self._found, key=_speed)
 
     def plan(self, chosen: EvaluatedCandidate) -> Plan:
-        """The plan of one that was simulated, with what it was weighed against."""
+        """The plan for an evaluated candidate, with its alternatives."""
         candidate = chosen.candidate
         why = {} if self._search.pins.complete else {"why": _WHY}
         return Plan(
@@ -256,7 +270,7 @@ class Tuner:
         return tuple(ties)
 
     def _alternatives(self, chosen: EvaluatedCandidate) -> Iterator[Alternative]:
-        """The plan itself, the best of each other schedule, and the baselines."""
+        """The plan itself, the best candidate of each other schedule, and the baselines."""
         yield chosen.alternative()
         seen = {label_of(chosen.candidate)}
         for found in self.best():
@@ -268,7 +282,7 @@ class Tuner:
             yield found.against(chosen, label)
 
     def _baselines(self, num_microbatches: int) -> Iterator[tuple[str, EvaluatedCandidate]]:
-        """One device alone, and as many layers on each of the ranks, by the two schedules that everybody has."""
+        """One device alone, and the same number of layers on each rank with each standard schedule."""
         pins = self._search.pins
         num_layers = len(pins.layers)
         num_ranks = min(self._search.num_ranks, num_layers)
@@ -287,19 +301,21 @@ class Tuner:
 
 
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
-    """Of one micro-batch: all layers' seconds at least, with whole backwards, and the heaviest layer's."""
+    """Seconds of one micro-batch: all layers with the faster kind of backward, all layers with whole backwards, and the
+    heaviest layer.
+    """
     layers = [costs_of(graph, name) for name in graph]
     each = [own.forward_s + min(own.backward_s, own.input_grad_s + own.weight_grad_s) for own in layers]
     return sum(each), sum(own.forward_s + own.backward_s for own in layers), max(each)
 
 
 def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
-    """The fastest first, of those as fast the simplest."""
+    """A sort key: the fastest first, then the simplest."""
     return found.step_s, found.candidate.order
 
 
 def _bound_s(found: EvaluatedCandidate) -> float:
-    """What no order of these stages makes faster."""
+    """A lower bound of the step time for any order of these stages."""
     candidate = found.candidate
     return lower_bound(
         _quickest(found.costs, candidate.placement),
@@ -310,7 +326,7 @@ def _bound_s(found: EvaluatedCandidate) -> float:
 
 
 def _quickest(costs: Costs, placement: Placement) -> Costs:
-    """The costs as bounds know them, which have no links and overheads: what each action and message takes at least."""
+    """The costs for bounds, which have no links and overheads: the least of each is added to actions and messages."""
     overheads = costs.overheads
     links = costs.links or (Links(overheads.link) if overheads else None)
     ways = {way for way in pairwise(placement) if way[0] != way[1]}

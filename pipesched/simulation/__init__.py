@@ -1,1 +1,1 @@
-"""Costs to predicted times, memory and bounds; the measured cost tables as data."""
+"""Simulation: predicts the time and memory of programs from costs; cost tables as plain data."""

@@ -1,12 +1,11 @@
-"""Bounds: the time below which no schedule can get, whatever its order. How far a schedule is from the best there is.
+"""Bounds: step times that no schedule can beat, to measure how far a schedule is from the optimum.
 
-Three arguments, each for the rank where it gives most; the relaxations that zero-bubble scheduling rests on
-(Qi et al. 2023, arXiv:2401.10241), written for any placement:
+Three arguments, each applied to every rank. They are the relaxations behind zero-bubble scheduling (Qi et al. 2023,
+arXiv:2401.10241), generalised to any placement:
 
-one machine  what a rank does cannot start before it has come down the chain, and what follows it takes its own time:
-             earliest start + work + shortest way to the end, for any part of the rank's work (Carlier 1982)
-in turns     of a stage held n times at once, F number n + 1 waits for the end of one that started before
-Little's law pairs in flight = rate x life, so that many long lives take long under a limit
+- One machine: earliest start + work + shortest time to the end, for any part of a rank's work (Carlier 1982).
+- In turns: if a stage may hold n micro-batches, forward n + 1 waits until one of the first n is released.
+- Little's law: pairs in flight = rate x lifetime, so long lifetimes under a limit take long in total.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,21 +35,36 @@ def lower_bound(
 ) -> float:
     """The makespan in seconds that no valid program of a chain of stages with these costs can beat.
 
-    placement: stage -> rank; a rank for each stage unless given. max_in_flight: at most so many (stage, micro-batch)
-    pairs held at once from their F on, one number or one a rank; no limit unless given. (A recomputed pair counts from
-    its R only: bound programs with recompute without a limit.) split: a backward may be one B or an I and a W,
-    whatever is shorter, also in one program; False: each is a B.
+    A gap between a schedule and the bound means that the schedule is not optimal, or that the bound is loose (finding
+    the optimum is NP-hard). Whole numbers and Fractions give exact results; floats hold up to rounding.
 
-    Whole numbers and Fractions stay exact; floats hold up to their rounding. Any schedule may be above it: the best
-    one is not known in general (the problem is NP-hard). Raises ScheduleError for a placement, a limit or a number of
-    micro-batches that does not fit.
+    ::
+
+        pipesched.lower_bound(pipesched.Costs.uniform(4), num_microbatches=8)
+
+    Args:
+        costs: the costs of each stage.
+        num_microbatches: the number of micro-batches, at least 1.
+        placement: the rank of each stage. Default: one rank per stage.
+        max_in_flight: the most (stage, micro-batch) pairs that a rank holds at once, from their F on: one number, or
+            one per rank. Default: no limit. A recomputed pair counts only from its R; bound programs with recompute
+            without a limit.
+        split: whether a backward may be one B or an I and a W, whichever is faster, also mixed in one program. False:
+            every backward is a B. Default: True.
+
+    Returns:
+        The bound in seconds.
+
+    Raises:
+        ScheduleError: for an invalid placement, limit or number of micro-batches.
+
     """
     check_costs(costs)
     rule = "a placement is a list with a rank for each stage"
     ranks_of = range(costs.num_stages) if placement is None else as_list(placement, rule, "pass such as (0, 1, 0, 1)")
     placement = tuple(ranks_of)
     _check(costs, num_microbatches, placement)
-    if costs.overlap < 1:  # all that a pair which overlaps may gain
+    if costs.overlap < 1:  # the most that overlapping pairs can save
         costs = costs.scaled(costs.overlap)
     stages = _stages(costs, placement, split)
     ranks = sorted(set(placement))
@@ -67,9 +81,10 @@ def lower_bound(
 
 
 def program_bound(program: Program, costs: Costs) -> float | None:
-    """The bound for all programs of this one's shape, backwards whole or split; None for a forward-only one.
+    """A lower bound for all programs of this program's shape, with whole or split backwards; None for a forward-only
+    program.
 
-    Where the stages are no chain, or several, it is a weaker one.
+    The bound is weaker if the stages are not a single chain.
     """
     if program.forward_only:
         return None
@@ -79,10 +94,10 @@ def program_bound(program: Program, costs: Costs) -> float | None:
 
 
 def _of_graph(program: Program, costs: Costs) -> float:
-    """For any stage graph, and micro-batches that visit some of its stages: work between the ways in and out.
+    """A lower bound for any stage graph, also if micro-batches skip stages.
 
-    Of a rank's work the forwards alone can run before the first gradient can come, and behind the last gradient the
-    stages before it follow.
+    Only forwards can run on a rank before its first gradient arrives, and after a rank's last gradient the earlier
+    stages still have to run.
     """
     graph = program.graph
     placement = program.placement
@@ -116,33 +131,32 @@ def _of_graph(program: Program, costs: Costs) -> float:
 
 def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
     if not is_count(num_microbatches):
-        raise ScheduleError(
-            f"a bound is for a whole number of micro-batches, at least 1; got {num_microbatches!r}; pass 1 or more"
-        )
+        raise ScheduleError(f"num_microbatches is a whole number, at least 1; got {num_microbatches!r}; pass 1 or more")
     if not all(is_count(rank, 0) for rank in placement):
         raise ScheduleError(f"ranks are counted from 0; got a placement {placement!r}; pass whole numbers from 0 on")
     if len(placement) != costs.num_stages:
         raise ScheduleError(
-            f"a placement names a rank for each stage; the costs have {costs.num_stages} stages, the placement "
-            f"{len(placement)}; make them agree"
+            f"a placement has one rank for each stage; the costs have {costs.num_stages} stages, the placement has "
+            f"{len(placement)} entries; make them agree"
         )
 
 
 def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_microbatches: int) -> dict[int, int]:
-    """The most pairs each rank may hold: never more than it has."""
+    """The most pairs that each rank may hold, at most the pairs that it has."""
     most = {rank: count * num_microbatches for rank, count in chunks.items()}
     if given is None:
         return most
     own = rank_limits(given, max(chunks) + 1)
     if len(own) <= max(chunks):
         raise ScheduleError(
-            f"max_in_flight is one number or one a rank; got {len(own)} for ranks up to {max(chunks)}; pass as many"
+            f"max_in_flight is one number, or one per rank; got {len(own)} numbers for ranks 0 to {max(chunks)}; pass "
+            f"{max(chunks) + 1}"
         )
     limits = {rank: own[rank] for rank in chunks}
     for rank, limit in limits.items():
         if limit < chunks[rank]:
             raise ScheduleError(
-                f"a rank holds a micro-batch on each of its stages before the first one is done; rank {rank} has "
+                f"a rank holds a micro-batch on each of its stages before the first one is finished; rank {rank} has "
                 f"{chunks[rank]} stages, max_in_flight allows {limit}; no program exists: allow {chunks[rank]} or more"
             )
     return {rank: min(limit, most[rank]) for rank, limit in limits.items()}
@@ -150,9 +164,10 @@ def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_micro
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """What one micro-batch needs on one stage, in seconds: times, earliest starts, and what must follow at least.
+    """Times of one micro-batch on one stage, in seconds: durations, earliest starts, and the least time that must
+    follow.
 
-    A backward is ``gradient``, for which the stage below waits, and ``rest``, which nobody waits for.
+    A backward consists of ``gradient``, which the stage below waits for, and ``rest``.
     """
 
     forward: float
@@ -161,24 +176,24 @@ class _Stage:
     start: float  # earliest start of F
     turn: float  # earliest start of the gradient
     rest_start: float
-    after_forward: float  # from the end of F to the end of all that follows
+    after_forward: float  # from the end of F to the end of all work that follows it
     after_gradient: float
-    down: float  # from the end of the gradient to the end of what follows on the stages below
-    release: float  # the shortest action that ends a pair
+    down: float  # from the end of the gradient to the end of the work that follows on the stages below
+    release: float  # the shortest action that releases a pair
 
     @property
     def backward(self) -> float:
-        """The least time that the whole backward takes."""
+        """The shortest time of the whole backward."""
         return self.gradient + self.rest
 
     @property
     def life(self) -> float:
-        """The least time from the start of F until the pair is no longer held."""
+        """The shortest time from the start of F until the pair is released."""
         return self.turn - self.start + self.backward
 
 
 def _stages(costs: Costs, placement: Placement, split: bool) -> list[_Stage]:
-    """Walk one micro-batch down the chain and back, each time the quickest way."""
+    """The times of each stage, from one micro-batch that goes down the chain and back as fast as possible."""
     count = costs.num_stages
     way = [costs.transfer_s if a != b else 0 for a, b in pairwise(placement)]
     forward = costs.forward_s
@@ -187,7 +202,7 @@ def _stages(costs: Costs, placement: Placement, split: bool) -> list[_Stage]:
     gradient = [min(i, b) for i, b in zip(inputs, whole, strict=True)]
     start: list[float] = [0]
     down: list[float] = [0]
-    ends: list[float] = []  # from the start of a stage's gradient to the end of all that follows
+    ends: list[float] = []  # from the start of a stage's gradient to the end of all work that follows
     for s in range(count):
         ends.append(min(inputs[s] + max(weights[s], down[s]), whole[s] + down[s]))
         if s + 1 < count:
@@ -202,7 +217,7 @@ def _stages(costs: Costs, placement: Placement, split: bool) -> list[_Stage]:
     after.reverse()
     found = []
     for s in range(count):
-        apart = inputs[s] + weights[s] <= whole[s]  # a B is then no gain over an I and a W in a row
+        apart = inputs[s] + weights[s] <= whole[s]  # then a B is not faster than an I followed by a W
         found.append(
             _Stage(
                 forward=forward[s],
@@ -221,7 +236,7 @@ def _stages(costs: Costs, placement: Placement, split: bool) -> list[_Stage]:
 
 
 def _one_machine(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
-    """The best of: earliest start + work + shortest way to the end, over all parts of a rank's work."""
+    """The largest of: earliest start + work + shortest time to the end, over all parts of a rank's work."""
     release = min(stage.turn + stage.backward for stage in chunks)
     moments = {moment for s in chunks for moment in (s.start, s.turn, s.rest_start)} | {release}
     best: float = 0
@@ -237,7 +252,7 @@ def _one_machine(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float, float]]:
-    """What of one micro-batch cannot start before a moment: (time that must follow it, its own time)."""
+    """The parts of one micro-batch that cannot start before a moment: (time that must follow, duration)."""
     for stage in chunks:
         if stage.start >= moment:
             yield stage.after_forward, stage.forward
@@ -248,25 +263,30 @@ def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float
 
 
 def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> list[tuple[float, float]]:
-    """The forwards of these stages that must wait until a pair is released: the limit has no room for them before."""
+    """The forwards of these stages that must wait until a pair is released, because the limit is reached."""
     left: float = 0
     room = limit
-    for stage in sorted(chunks, key=lambda stage: stage.forward, reverse=True):  # the longest first: least is left
+    for stage in sorted(
+        chunks, key=lambda stage: stage.forward, reverse=True
+    ):  # longest first, so the rest is shortest
         left += (num_microbatches - min(room, num_microbatches)) * stage.forward
         room -= min(room, num_microbatches)
     return [(min(stage.after_forward for stage in chunks), left)] if left else []
 
 
 def _in_turns(stage: _Stage, num_microbatches: int, limit: int) -> float:
-    """F number 1 + limit starts a life after F number 1, and so on; the F that are left follow in a row."""
+    """The bound for a limit on one stage: F number 1 + limit starts a lifetime after F number 1, and so on; the
+    remaining F follow back to back.
+    """
     rounds, left = divmod(num_microbatches - 1, limit)
     return stage.start + rounds * stage.life + (left + 1) * stage.forward + stage.after_forward
 
 
 def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
-    """All lives laid side by side, at most ``limit`` at once; F start and pairs end one by one.
+    """The bound from packing all lifetimes, at most ``limit`` at a time; F start, and pairs end, one by one.
 
-    Once with lives up to the end of the pair, and once up to its gradient, after which the stages below follow.
+    Evaluated with lifetimes up to the release of the pair, and with lifetimes up to its gradient, after which the
+    stages below follow.
     """
     start = min(stage.start for stage in chunks)
     lives = sum(stage.life for stage in chunks)
@@ -283,6 +303,6 @@ def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _ratio(seconds: Any, count: int) -> float:
-    """A quotient that stays exact where the time is."""
+    """A quotient that is exact if the time is."""
     quotient: Any = Fraction(seconds) / count if isinstance(seconds, Rational) else seconds / count
-    return quotient  # type: ignore[no-any-return]  # a Fraction serves as a float, but is no kind of one
+    return quotient  # type: ignore[no-any-return]  # mypy does not accept a Fraction as a float

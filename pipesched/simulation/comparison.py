@@ -1,6 +1,4 @@
-"""Comparison: a predicted step beside a measured one, figure by figure: how far off it was, and where; and costs as
-they were measured.
-"""
+"""Comparison: predicted against measured figures of a step, by stage and rank; and costs from measured traces."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,74 +16,74 @@ __all__ = ["Comparison", "Pair", "StageComparison", "compared", "measured_costs"
 
 
 class Pair(NamedTuple):
-    """One figure as it was predicted, and as it was measured."""
+    """A predicted and a measured figure."""
 
     predicted: float
     measured: float
 
     @property
     def off(self) -> float | None:
-        """How far the measured one is above the predicted one, as a share of it: 0.03 is 3 %. None where that is 0."""
+        """Relative error of the prediction: 0.03 if the measured figure is 3 % above it. None if zero was predicted."""
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageComparison:
-    """One stage."""
+    """The predicted and measured times of one stage."""
 
     stage: int
     rank: int
-    #: The median of its actions of each kind.
+    #: The median time of each kind of action.
     seconds: Mapping[Kind, Pair]
-    #: How many actions of each kind a step has.
+    #: The number of actions of each kind in a step.
     counts: Mapping[Kind, int]
 
     @property
     def work_s(self) -> Pair:
-        """All its actions in a step, if each took the median."""
+        """The stage's work in a step: each action counted with the median time of its kind."""
         return Pair(*(sum(count * self.seconds[kind][side] for kind, count in self.counts.items()) for side in (0, 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two traces of one program."""
+    """The predicted and measured figures of one program."""
 
-    #: The makespan; None if one has run more actions than the other, as of a shorter batch.
+    #: The makespan; None if the traces differ in their numbers of actions, for example after a shorter batch.
     step_s: Pair | None
     bubble_ratio: Pair
-    #: Those that both have run.
+    #: The stages that are in both traces.
     stages: tuple[StageComparison, ...]
-    #: How long each rank computes, as a share of the makespan.
+    #: For each rank, the share of the makespan that it computes.
     busy: tuple[Pair, ...]
 
     @property
     def worst(self) -> StageComparison:
-        """The stage whose work was farthest off."""
+        """The stage with the largest relative error."""
         return max(self.stages, key=lambda own: abs(own.work_s.off or 0))
 
     def __str__(self) -> str:
-        """One line: both times, and the stage that was farthest off."""
         step = self.step_s
-        worst = f"worst stage {self.worst.stage} ({quote_off(self.worst.work_s.off)})"
+        worst = f"largest error on stage {self.worst.stage} ({quote_off(self.worst.work_s.off)})"
         if step is None:
-            return f"predicted and measured are of different numbers of actions; {worst}, action by action"
-        times = f"predicted {quote_time(step.predicted)}, measured {quote_time(step.measured)}"
+            return f"the predicted and the measured step differ in their numbers of actions; {worst}, by median times"
+        times = f"predicted {quote_time(step.predicted)} per step, measured {quote_time(step.measured)}"
         return f"{times} ({quote_off(step.off)}), {worst}"
 
 
 def compared(predicted: Trace, measured: Trace) -> Comparison:
-    """Compare two traces of the same program, stage by stage and rank by rank.
+    """Compare a predicted and a measured trace of one program, by stage and rank.
 
-    Medians count, so that an action that something else has held up says nothing of its stage. Raises InputError where
-    the traces have no stage in common, or not as many ranks.
+    Medians are compared, so a single delayed action does not count. Raises InputError if the traces have no stage in
+    common, or different numbers of ranks.
     """
     foreseen = _durations(predicted)
     seen = _durations(measured)
     both = [key for key in foreseen if key in seen]
     if not both or predicted.num_ranks != measured.num_ranks:
         raise InputError(
-            f"a comparison is of two traces of one program; one is of {predicted.num_ranks} ranks, the other of "
-            f"{measured.num_ranks}, and {len(both)} kinds of actions of a stage are in both; pass those of one plan"
+            f"a comparison needs two traces of one program; they have {predicted.num_ranks} and "
+            f"{measured.num_ranks} ranks, and {len(both)} (stage, kind of action) pairs in common; pass traces of one "
+            f"plan"
         )
     rank_of = {span.action.stage: rank for rank, row in enumerate(predicted.by_rank) for span in row}
     stages = []
@@ -104,10 +102,16 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
 
 
 def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | None = None) -> Costs:
-    """The medians of what each stage's actions took; sizes come from the profile.
+    """The costs from measured traces: medians of the times of each stage's actions; sizes are copied from ``profiled``.
 
-    A backward that only ran whole is split in the ratio of the profile, without one it is all input gradients; one that
-    only ran split takes both parts together. Other kinds that did not run cost nothing.
+    If a stage ran only whole backwards, they are divided as in ``profiled``; without it the whole time counts as input
+    gradients. If it ran only split backwards, the whole one is their sum. Kinds that did not run cost 0.
+
+    Args:
+        traces: the measured steps.
+        num_stages: the number of stages.
+        profiled: costs to take sizes and ratios from. Default: none.
+
     """
     seen = _durations(*traces)
 
@@ -134,17 +138,17 @@ def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | N
     }
     if profiled is None:
         return Costs(**times)
-    own = profiled.overheads and replace(profiled.overheads, crowding=())  # of measured times it is a part
-    return replace(profiled, **times, overheads=own)
+    overheads = profiled.overheads and replace(profiled.overheads, crowding=())  # measured times include crowding
+    return replace(profiled, **times, overheads=overheads)
 
 
 def quote_off(share: float | None) -> str:
-    """A difference as it is written: ``+3.3%``; ``new`` where nothing was predicted."""
+    """A relative error as text: ``+3.3%``; ``new`` if nothing was predicted."""
     return "new" if share is None else f"{round(share, 3) + 0.0:+.1%}"  # 0, not -0
 
 
 def _durations(*traces: Trace) -> dict[tuple[int, Kind], list[float]]:
-    """How long each stage's actions of each kind took."""
+    """The times of the actions, by stage and kind."""
     seen: dict[tuple[int, Kind], list[float]] = {}
     for row in chain.from_iterable(trace.by_rank for trace in traces):
         for span in row:

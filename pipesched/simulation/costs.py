@@ -1,4 +1,4 @@
-"""Costs: plain numbers a stage, with their units in their names. Times may be whole numbers: sums then are exact."""
+"""Costs: times and sizes of each stage, the input of the simulation. Times that are whole numbers give exact sums."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -16,63 +16,88 @@ __all__ = ["Costs", "check_costs"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What one micro-batch costs on each stage, in seconds and bytes: one number a stage. Default: 0 for each stage.
+    """Times and sizes of one micro-batch on each stage, in seconds and bytes.
 
-    A size that has no comment of its own is explained in `pipesched.simulation.layer_memory.LayerMemory`.
+    ::
+
+        pipesched.Costs(forward_s=(1, 1), input_grad_s=(1, 1), weight_grad_s=(1, 1), transfer_s=0.1)
+        pipesched.Costs.uniform(4, forward_s=2)
+
+    Fields of type tuple have one number per stage; any iterable of numbers is accepted. Default: 0 for each stage,
+    except where another default is given. A transient is the most memory that an action needs beyond the memory that is
+    held when it begins.
+
+    Attributes:
+        forward_s: time of a forward (F).
+        input_grad_s: time of the input gradients (I).
+        weight_grad_s: time of the weight gradients (W).
+        backward_s: time of a full backward (B). Default: ``input_grad_s + weight_grad_s``.
+        recompute_s: time of a recompute (R). Default: ``forward_s``.
+        transfer_s: latency of a message between two ranks, a single number; ``links`` add to it.
+        activation_bytes: memory held from F to the backward, without the model's inputs, which belong to the batch.
+        input_bytes: size of the stage's input, which is all that a checkpointed F holds.
+        weight_grad_bytes: memory held from I to W.
+        update_s: time of the optimizer's step.
+        weight_bytes: size of the weights, for each version of them.
+        output_bytes: size of the stage's output, and of its gradient.
+        overlap: time of an overlapping forward and backward, divided by the sum of both times; a single number.
+            Default: 1, no gain.
+        links: bandwidth, latency and contention between ranks. Default: None, messages take ``transfer_s`` alone.
+        gradient_bytes: size of the gradients of the parameters.
+        optimizer_bytes: size of the optimizer's state.
+        buffer_bytes: size of the buffers.
+        forward_transient_bytes: transient of F and R.
+        backward_transient_bytes: transient of a B that adds to existing gradients.
+        waiting_s: the part of a forward plus a full backward in which the processor is idle, for example while it waits
+            for a device.
+        overheads: time of a rank besides its stages' work. Default: None.
+        first_backward_transient_bytes: transient of the first B, which allocates the gradients. Default:
+            ``gradient_bytes + backward_transient_bytes``.
+        input_grad_transient_bytes: transient of I. Default: ``weight_grad_bytes + backward_transient_bytes``.
+        weight_grad_transient_bytes: transient of W. Default: ``backward_transient_bytes``.
+        deferred_gradient_bytes: the part of ``gradient_bytes`` that W makes.
+        update_transient_bytes: transient of the optimizer's step.
+        offload_bytes: the part of ``activation_bytes`` that OFFLOAD copies to the host and FETCH copies back.
+        offload_s: time of the copy to the host, during which the rank computes.
+        fetch_s: time of the copy back, during which the rank computes.
+        dropping_transient_bytes: transient of an F that holds only its input. Default: ``activation_bytes +
+            forward_transient_bytes``.
+        kept_output_bytes: the part of ``activation_bytes`` that shares memory with the output.
+
+    Raises:
+        ScheduleError: for columns of different lengths, and for numbers that are negative, not finite or too large.
+
     """
 
-    #: A forward (F).
     forward_s: tuple[float, ...]
-    #: The gradients of the input (I).
     input_grad_s: tuple[float, ...]
-    #: The gradients of the parameters (W).
     weight_grad_s: tuple[float, ...]
-    #: A full backward (B). Default: I and W.
     backward_s: tuple[float, ...] = ()
-    #: A recompute (R). Default: a forward.
     recompute_s: tuple[float, ...] = ()
-    #: Latency of a tensor between different ranks, beside what ``links`` add.
     transfer_s: float = 0
-    #: The model's own inputs do not count: they are the batch's.
     activation_bytes: tuple[int, ...] = ()
-    #: All that a checkpointed forward keeps.
     input_bytes: tuple[int, ...] = ()
     weight_grad_bytes: tuple[int, ...] = ()
-    #: The optimizer's step.
     update_s: tuple[float, ...] = ()
-    #: The weights, of each version of them.
     weight_bytes: tuple[int, ...] = ()
     output_bytes: tuple[int, ...] = ()
-    #: What a forward and a backward that overlap take, over the sum of both times; 1: overlapping gains nothing.
     overlap: float = 1
-    #: What lies between the ranks. Default: nothing that takes time.
     links: Links | None = None
     gradient_bytes: tuple[int, ...] = ()
-    #: The optimizer's state.
     optimizer_bytes: tuple[int, ...] = ()
     buffer_bytes: tuple[int, ...] = ()
     forward_transient_bytes: tuple[int, ...] = ()
     backward_transient_bytes: tuple[int, ...] = ()
-    #: How long a forward and a full backward together leave the processor to others, as while they wait for a device.
     waiting_s: tuple[float, ...] = ()
-    #: What ranks take beside their stages' work. Default: nothing.
     overheads: Overheads | None = None
-    #: Default: ``gradient_bytes`` and ``backward_transient_bytes``.
     first_backward_transient_bytes: tuple[int, ...] = ()
-    #: Default: ``weight_grad_bytes`` and ``backward_transient_bytes``.
     input_grad_transient_bytes: tuple[int, ...] = ()
-    #: Default: ``backward_transient_bytes``.
     weight_grad_transient_bytes: tuple[int, ...] = ()
     deferred_gradient_bytes: tuple[int, ...] = ()
-    #: Transient of the optimizer's step.
     update_transient_bytes: tuple[int, ...] = ()
-    #: The part of the activations that goes to the host and back, where a program says so.
     offload_bytes: tuple[int, ...] = ()
-    #: How long it takes to get there, while the rank computes.
     offload_s: tuple[float, ...] = ()
-    #: How long it takes to come back, while the rank computes.
     fetch_s: tuple[float, ...] = ()
-    #: Transient of an F that keeps only its input. Default: ``activation_bytes`` and ``forward_transient_bytes``.
     dropping_transient_bytes: tuple[int, ...] = ()
     kept_output_bytes: tuple[int, ...] = ()
 
@@ -80,14 +105,14 @@ class Costs:
         for name in _COLUMNS:
             values = getattr(self, name)
             if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
-                raise ScheduleError(f"costs have one number a stage; {name} is {shown(values)}; give a list of them")
+                raise ScheduleError(f"costs have one number per stage; {name} is {shown(values)}; pass a list")
             object.__setattr__(self, name, tuple(map(plain, values)))
         for name in _SCALARS:
             object.__setattr__(self, name, plain(getattr(self, name)))
         if not isinstance(self.links, Links | None):
-            raise ScheduleError(f"links are pipesched's Links; got {self.links!r}; pass Links(...) or None")
+            raise ScheduleError(f"links are pipesched.Links; got {self.links!r}; pass Links(...) or None")
         if not isinstance(self.overheads, Overheads | None):
-            raise ScheduleError(f"overheads are pipesched's Overheads; got {self.overheads!r}; pass them or None")
+            raise ScheduleError(f"overheads are of type Overheads; got {self.overheads!r}; pass Overheads(...) or None")
         for name in _ZERO:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * self.num_stages)
@@ -105,8 +130,8 @@ class Costs:
             values: tuple[Any, ...] = getattr(self, name)
             if len(values) != self.num_stages:
                 raise ScheduleError(
-                    f"costs have one number a stage; forward_s has {self.num_stages}, {name} has {len(values)}; "
-                    f"give as many"
+                    f"costs have one number per stage; forward_s has {self.num_stages}, {name} has {len(values)}; "
+                    f"make them agree"
                 )
             sizes = name.endswith("_bytes")
             kinds, most = ({int}, LARGEST_SIZE) if sizes else ({int, float}, LARGEST)
@@ -117,20 +142,24 @@ class Costs:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of each stage: in which part of its time it computes, and does not wait."""
+        """For each stage, the share of its time in which it computes and does not wait."""
         times = zip(self.forward_s, self.backward_s, self.waiting_s, strict=True)
-        return tuple(max(0.0, 1 - waits / (there + back)) if waits else 1 for there, back, waits in times)
+        return tuple(max(0.0, 1 - wait / (forward + backward)) if wait else 1 for forward, backward, wait in times)
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.forward_s)
 
     @classmethod
     def uniform(cls, num_stages: int, **costs: Any) -> "Costs":
-        """The same costs for every stage. Default of forward, input gradient and weight gradient: 1 s.
+        """Equal costs for all stages.
 
-        Takes the names of the fields, each a single number: ``Costs.uniform(4, forward_s=2, transfer_s=0.1)``.
+        Args:
+            num_stages: the number of stages, at least 1.
+            costs: fields by name, a single number each, such as ``Costs.uniform(4, forward_s=2, transfer_s=0.1)``.
+                Default of ``forward_s``, ``input_grad_s`` and ``weight_grad_s``: 1.
+
         """
         unknown = sorted(set(costs) - {field.name for field in fields(cls)})
         if unknown:
@@ -138,9 +167,7 @@ class Costs:
                 f"costs are {', '.join(field.name for field in fields(cls))}; got {unknown[0]!r}; leave it out"
             )
         if not is_count(num_stages):
-            raise ScheduleError(
-                f"costs are for a whole number of stages, at least 1; got {shown(num_stages)}; pass 1 or more"
-            )
+            raise ScheduleError(f"num_stages is a whole number, at least 1; got {shown(num_stages)}; pass 1 or more")
         costs = {"forward_s": 1, "input_grad_s": 1, "weight_grad_s": 1, **costs}
         spread: dict[str, Any] = {
             name: (value,) * num_stages if name in _COLUMNS else value for name, value in costs.items()
@@ -148,18 +175,18 @@ class Costs:
         return cls(**spread)
 
     def times(self, kind: Kind) -> tuple[float, ...]:
-        """How long an action of this kind takes, by stage; () for transfers."""
+        """The time of an action of this kind, by stage; () for transfers."""
         name = _TIME_OF.get(kind)
         times: tuple[float, ...] = getattr(self, name) if name else ()
         return times
 
     def seconds(self, action: Action) -> float:
-        """How long an action of a stage takes; 0 for transfers between stages."""
+        """The time of an action; 0 for transfers between stages."""
         times = self.times(action.kind)
         return times[action.stage] if times else 0
 
     def sizes(self) -> dict[Holding, tuple[int, ...]]:
-        """What the stages hold for one micro-batch, or one version, by holding and stage."""
+        """The bytes that each stage holds for one micro-batch, or one weight version, by kind of holding."""
         return {
             Holding.INPUT: self.input_bytes,
             Holding.ACTIVATIONS: self.activation_bytes,
@@ -169,7 +196,9 @@ class Costs:
         }
 
     def scaled(self, factor: float) -> "Costs":
-        """All times multiplied by ``factor``; sizes as they are. Raises ScheduleError for what is no number."""
+        """A copy with all times multiplied by ``factor``, except those in ``links`` and ``overheads``. Raises
+        ScheduleError for an invalid factor.
+        """
         check_number(factor, "the factor")
         times: dict[str, Any] = {
             name: tuple(value * factor for value in getattr(self, name)) for name in (*_TIME_OF.values(), "waiting_s")
@@ -177,28 +206,28 @@ class Costs:
         return replace(self, transfer_s=self.transfer_s * factor, **times)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, as JSON takes them."""
+        """Plain lists and numbers for JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         parts = {name: values[name].to_dict() if values[name] else None for name in ("links", "overheads")}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()} | parts
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Costs":
-        """The inverse of ``to_dict``. Raises ScheduleError for unknown or missing names and bad numbers."""
-        check_type(values, Mapping, "costs are read from a mapping of their names", "pass what to_dict returns")
+        """The inverse of ``to_dict``. Raises ScheduleError for unknown or missing fields and invalid numbers."""
+        check_type(values, Mapping, "costs are read from a mapping of field names", "pass the result of to_dict")
         known = [field.name for field in fields(cls)]
         wrong = sorted(set(values) - set(known)) + sorted({"forward_s", "input_grad_s", "weight_grad_s"} - set(values))
         if wrong:
             raise ScheduleError(
-                f"costs are {', '.join(known)}, the first three always; {shown(wrong[0])} is unknown or missing; "
-                f"correct it"
+                f"costs are {', '.join(known)}, of which the first three are required; {shown(wrong[0])} is unknown or "
+                f"missing; correct it"
             )
         parts = {"links": maybe(Links.from_dict), "overheads": maybe(Overheads.from_dict)}
         return cls(**{**values, **{name: make(values.get(name)) for name, make in parts.items()}})
 
 
 def check_costs(costs: Any) -> None:
-    """Raise ArgumentError for what is none."""
+    """Raise ArgumentError unless ``costs`` are Costs."""
     check_type(costs, Costs, "costs are Costs", "pass such as Costs.uniform(num_stages)")
 
 
@@ -213,7 +242,7 @@ _TIME_OF = {
     Kind.FETCH: "fetch_s",
 }
 _GIVEN = ("forward_s", "input_grad_s", "weight_grad_s")
-_SUMS = {  # columns that are sums of others by default
+_SUMS = {  # columns with sums of other columns as defaults
     "backward_s": ("input_grad_s", "weight_grad_s"),
     "recompute_s": ("forward_s",),
     "dropping_transient_bytes": ("activation_bytes", "forward_transient_bytes"),

@@ -1,4 +1,4 @@
-"""Layer costs: what a layer takes and holds, as measured, and the costs of stages made of layers."""
+"""Layer costs: measured times and sizes of single layers, and the costs of stages made of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,73 +26,74 @@ __all__ = [
 ]
 
 
-#: Of stages given by the names of their layers.
+#: For each stage, the names of its layers.
 Stages = Sequence[Sequence[str]]
 
-#: The times of a layer that are measured.
+#: The measured times of a layer.
 TIMES = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s")
 
 #: The figures that every layer of a profile has.
 NEEDED = (*TIMES, "input_bytes", "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes")
 
-#: The sizes in which a stage is like one layer, and that `Costs` has, too. `kept_output_bytes` is no such size: a loss
-#: behind the last layer has no output, and what that layer keeps of its own counts.
+#: The sizes that a stage shares with a layer and with `Costs`. `kept_output_bytes` is excluded: with a loss the stage
+#: has no output, but the kept output of the last layer still counts.
 MEMORY_COLUMNS = {item.name for item in fields(LayerMemory) if item.name != "kept_output_bytes"}
 MEMORY_COLUMNS &= {item.name for item in fields(Costs)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """What one layer costs for one micro-batch, in seconds and bytes."""
+    """Times and sizes of one layer for one micro-batch, in seconds and bytes."""
 
-    #: A forward.
+    #: Time of a forward.
     forward_s: float = 0
-    #: A whole backward (B).
+    #: Time of a full backward (B).
     backward_s: float = 0
-    #: The part of a split backward that makes the gradients of the input (I).
+    #: Time of the input gradients of a split backward (I).
     input_grad_s: float = 0
-    #: The part of a split backward that makes the gradients of the parameters (W).
+    #: Time of the weight gradients of a split backward (W).
     weight_grad_s: float = 0
-    #: The parameters.
+    #: Size of the parameters.
     parameter_bytes: int = 0
-    #: How long a forward and a whole backward together leave the processor to others.
+    #: The part of a forward plus a full backward in which the processor is idle.
     waiting_s: float = 0
-    #: How much longer these take where another rank computes beside.
+    #: Additional time of a forward plus a full backward while another rank computes.
     crowded_s: float = 0
-    #: How far the middle half of their measured times lies apart, over what they take.
+    #: Interquartile range of the measured times, relative to the median.
     spread: float = 0
-    #: The optimizer's step.
+    #: Time of the optimizer's step.
     update_s: float = 0
-    #: The optimizer's state.
+    #: Size of the optimizer's state.
     optimizer_bytes: int = 0
-    #: The most that the optimizer's step needs beyond its state.
+    #: Peak memory of the optimizer's step beyond its state.
     update_transient_bytes: int = 0
-    #: What the forward and the backward need in memory.
+    #: Memory of the forward and the backward.
     memory: LayerMemory = field(default_factory=LayerMemory)
-    #: What the loss needs in memory, if it was measured with this layer.
+    #: Memory of the loss, if it was measured with this layer.
     loss: LossMemory = field(default_factory=LossMemory)
 
     def __add__(self, other: "LayerCosts") -> "LayerCosts":
-        """Both, one after the other; the loss is the other one's."""
+        """Two layers in sequence. The loss is that of the second."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*_SUMS, "crowded_s", "parameter_bytes")}
         spread = max(self.spread, other.spread)
         return replace(other, **sums, spread=spread, memory=self.memory + other.memory)
 
     @property
     def loss_layer(self) -> LayerMemory:
-        """What a loss of its outputs needs in memory, as one more layer."""
+        """The memory of a loss on this layer's output, in the form of another layer."""
         return self.loss.as_layer(self.memory.output_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """Everything in one mapping, by the names and in the order that layers of a profile have."""
-        own: dict[str, Any] = dict.fromkeys(NEEDED) | vars(self)
-        del own["memory"], own["loss"]
+        """All figures as one flat mapping, with the names and the order of a profile's layers."""
+        figures: dict[str, Any] = dict.fromkeys(NEEDED) | vars(self)
+        del figures["memory"], figures["loss"]
         loss = {f"loss_{name}": size for name, size in vars(self.loss).items()}
-        return own | vars(self.memory) | loss
+        return figures | vars(self.memory) | loss
 
     def recomputed(self, *, keeps_dear: bool = False) -> "LayerCosts":
-        """The same where its backward first runs its forward again. The time that ``keeps_dear`` saves was not
-        measured: it takes no more than the whole.
+        """The layer with its forward recomputed before the backward.
+
+        The time that ``keeps_dear`` saves was not measured, so the full forward is counted.
         """
         return replace(
             self,
@@ -103,14 +104,14 @@ class LayerCosts:
         )
 
     def treated(self, keep: LayerCheckpoint | None) -> "LayerCosts":
-        """The same where this becomes of what it saves."""
+        """The layer with its activations held (None), recomputed or offloaded."""
         if keep == "offload":
             return replace(self, memory=replace(self.memory, offloads=1))
         return self if keep is None else self.recomputed(keeps_dear=keep == "recompute-cheap")
 
 
 def costs_of(graph: "nx.DiGraph[str]", layer: str) -> LayerCosts:
-    """What a layer of a measured graph costs."""
+    """The costs of a layer in a measured graph."""
     node = graph.nodes[layer]
 
     def known(kind: type, prefix: str = "") -> dict[str, Any]:
@@ -124,9 +125,14 @@ def costs_of(graph: "nx.DiGraph[str]", layer: str) -> LayerCosts:
 def stage_costs(
     stages: Sequence[Sequence[LayerCosts]], chain: int | None = None, *, host_bytes_per_s: float | None = None
 ) -> Costs:
-    """What stages of these layers cost. chain: how many are one behind the other, all unless given: the first of a
-    chain takes the model's inputs, the last one computes the loss. host_bytes_per_s: between a rank's device and its
-    host; copies take no time unless given.
+    """The costs of stages made of these layers.
+
+    Args:
+        stages: the layers of each stage.
+        chain: the number of stages in each chain. The first stage of a chain takes the model's inputs, the last one
+            computes the loss. Default: all stages.
+        host_bytes_per_s: bandwidth between a rank's device and its host. Default: copies take no time.
+
     """
     count = chain or len(stages)
     ends = [(not stage % count, stage % count == count - 1) for stage in range(len(stages))]
@@ -138,14 +144,20 @@ def stage_costs(
 def costs_of_stage(
     layers: Sequence[LayerCosts], begins: bool, ends: bool, host_bytes_per_s: float | None = None
 ) -> dict[str, Any]:
-    """What one stage of these layers costs, by the names of `Costs`. begins: it takes the model's inputs; ends: it
-    computes a loss.
+    """The costs of one stage, by the field names of `Costs`.
+
+    Args:
+        layers: the layers of the stage.
+        begins: whether the stage takes the model's inputs.
+        ends: whether the stage computes a loss.
+        host_bytes_per_s: bandwidth between the rank's device and its host. Default: copies take no time.
+
     """
     memories = [layer.memory for layer in layers]
     row: dict[str, Any] = {name: sum(getattr(layer, name) for layer in layers) for name in _SUMS}
     row["weight_bytes"] = sum(layer.parameter_bytes for layer in layers)
-    row["offload_bytes"] = going = offloaded_bytes(memories)
-    row["offload_s"] = row["fetch_s"] = going / host_bytes_per_s if host_bytes_per_s else 0
+    row["offload_bytes"] = size = offloaded_bytes(memories)
+    row["offload_s"] = row["fetch_s"] = size / host_bytes_per_s if host_bytes_per_s else 0
     if layers and begins:
         memories[0] = memories[0].of_batch()
     if layers and ends:
@@ -160,12 +172,12 @@ def costs_of_stage(
 
 
 def joined_costs(stages: Sequence[Mapping[str, Any]], **others: Any) -> Costs:
-    """The costs of stages, each given by what ``costs_of_stage`` says. others: what stages have in common."""
+    """The costs of stages from the result of ``costs_of_stage`` for each, and fields that all stages share."""
     columns: dict[str, Any] = {name: tuple(row[name] for row in stages) for name in stages[0]}
     return Costs(**columns, **others)
 
 
-#: The figures of a stage that are sums of its layers'.
+#: The figures of a stage that are sums over its layers.
 _SUMS = (
     "forward_s",
     "input_grad_s",
@@ -179,7 +191,9 @@ _SUMS = (
 
 
 def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], int]:
-    """The bytes that each stage sends to each later one for a micro-batch; each tensor goes from user to user."""
+    """The bytes of a micro-batch that each stage sends to each later one. A tensor with several users is passed on from
+    one to the next.
+    """
     home = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     ways: dict[tuple[int, str], tuple[int, set[int]]] = {}  # (stage, tensor): its bytes, and the stages that use it
     for one, other, edge in graph.edges(data=True):
@@ -194,6 +208,6 @@ def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], 
 
 
 def treated(profile: Mapping[str, LayerCosts], checkpoint: Checkpoint) -> dict[str, LayerCosts]:
-    """What layers cost by name, where ``checkpoint`` says layer by layer what becomes of what they save."""
+    """The costs of layers by name, with the treatment of each layer's activations that ``checkpoint`` gives."""
     keep = checkpoint_by_layer(checkpoint)
     return {name: costs.treated(keep.get(name)) for name, costs in profile.items()}

@@ -1,4 +1,4 @@
-"""Layer memory: what layers need in memory, one after the other, from what each needs alone."""
+"""Layer memory: the memory of a sequence of layers, from that of each layer alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,68 +15,68 @@ __all__ = [
     "stage_memory",
 ]
 
-#: Weight gradients that W makes are delivered in groups of about so many bytes.
+#: W delivers weight gradients in groups of about this size.
 DELIVERED_BYTES = 1 << 20
 
-#: Losses of up to 16 micro-batches, and the like.
+#: Scalars of a step, such as the losses of up to 16 micro-batches.
 SCALARS_BYTES = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
-    """What a layer, or several one after the other, need in memory for one micro-batch, in bytes.
+    """Memory of a layer, or of several layers in sequence, for one micro-batch, in bytes.
 
-    `pipesched.Costs` has columns of the same names: the same sizes, of whole stages. A transient is the most that an
-    action needs beyond what is held when it begins.
+    `pipesched.Costs` has columns of the same names, with the sizes of whole stages. A transient is the most memory that
+    an action needs beyond the memory that is held when it begins.
     """
 
-    #: The input.
+    #: Size of the input.
     input_bytes: int = 0
-    #: The output, and so the gradient that comes back.
+    #: Size of the output, and of the gradient that comes back.
     output_bytes: int = 0
-    #: What is kept from the forward for the backward. Tensors that share memory count once.
+    #: Memory held from the forward to the backward. Tensors that share memory count once.
     activation_bytes: int = 0
-    #: The part of the activations that lies in the input.
+    #: The part of `activation_bytes` that shares memory with the input.
     kept_input_bytes: int = 0
-    #: The part of the activations that lies in the output.
+    #: The part of `activation_bytes` that shares memory with the output.
     kept_output_bytes: int = 0
-    #: Results that take long to compute, which "recompute-cheap" keeps.
+    #: Activations that are expensive to compute; "recompute-cheap" holds them.
     dear_bytes: int = 0
-    #: The part of `dear_bytes` that lies in the output.
+    #: The part of `dear_bytes` that shares memory with the output.
     dear_output_bytes: int = 0
-    #: What is kept between I and W.
+    #: Memory held from I to W.
     weight_grad_bytes: int = 0
-    #: The part of `weight_grad_bytes` that lies in the input.
+    #: The part of `weight_grad_bytes` that shares memory with the input.
     left_input_bytes: int = 0
-    #: The part of `weight_grad_bytes` that is gradients, which W frees one by one.
+    #: The part of `weight_grad_bytes` that consists of gradients, which W frees one by one.
     left_grad_bytes: int = 0
-    #: The gradients of the parameters.
+    #: Size of the gradients of the parameters.
     gradient_bytes: int = 0
     #: The part of `gradient_bytes` that W makes.
     deferred_gradient_bytes: int = 0
-    #: The buffers.
+    #: Size of the buffers.
     buffer_bytes: int = 0
-    #: Transient of F and R, beyond the activations that they leave. The input counts: somebody holds it meanwhile.
+    #: Transient of F and R, without the activations that they produce. Includes the input, which is held meanwhile.
     forward_transient_bytes: int = 0
-    #: Transient of a B that adds to gradients of parameters. The gradient of the output counts.
+    #: Transient of a B that adds to existing gradients of parameters. Includes the gradient of the output.
     backward_transient_bytes: int = 0
-    #: Transient of the first B, which makes the gradients of parameters. These count, too.
+    #: Transient of the first B, which allocates the gradients of parameters. Includes these gradients.
     first_backward_transient_bytes: int = 0
-    #: Transient of I. What it leaves for W counts.
+    #: Transient of I. Includes the memory held for W.
     input_grad_transient_bytes: int = 0
     #: Transient of W.
     weight_grad_transient_bytes: int = 0
-    #: 1 if the activations wait on the host, else 0.
+    #: 1 if the activations are offloaded to the host, else 0.
     offloads: int = 0
 
     def __add__(self, other: "LayerMemory") -> "LayerMemory":
-        """Both, the other one behind: what one keeps of its outputs is what the other keeps of its inputs.
+        """Two layers in sequence. Memory that the first holds as its output and the second as its input counts once.
 
-        While one of them runs, the other holds what it keeps: so the most of a transient counts, not the sum.
+        While one layer runs, the other holds its activations; so transients combine by their maximum, not by their sum.
         """
         shared = min(self.kept_output_bytes, other.kept_input_bytes)
         kept = self.activation_bytes + other.activation_bytes - shared
-        freed = kept - self.activation_bytes  # once the other's backward is over
+        freed = kept - self.activation_bytes  # after the second layer's backward
         return LayerMemory(
             input_bytes=self.input_bytes,
             output_bytes=other.output_bytes,
@@ -105,7 +105,7 @@ class LayerMemory:
         )
 
     def of_batch(self) -> "LayerMemory":
-        """The same where its inputs are the model's, which lie in the batch anyway."""
+        """The layer as the first of a model: its inputs belong to the batch and are not counted."""
         return replace(
             self,
             activation_bytes=self.activation_bytes - self.kept_input_bytes,
@@ -115,10 +115,12 @@ class LayerMemory:
         )
 
     def recomputed(self, *, keeps_dear: bool) -> "LayerMemory":
-        """The same where a backward first runs the forward again. Until then its input and copies of its buffers are
-        kept, and with ``keeps_dear`` what takes long to compute.
+        """The layer with its forward recomputed before the backward.
+
+        Until then it holds its input, copies of its buffers, and with ``keeps_dear`` the activations that are expensive
+        to compute.
         """
-        again = self.activation_bytes - self.kept_input_bytes
+        recomputed = self.activation_bytes - self.kept_input_bytes
         kept = self.input_bytes + self.buffer_bytes + keeps_dear * self.dear_bytes
         return replace(
             self,
@@ -126,30 +128,30 @@ class LayerMemory:
             kept_input_bytes=self.input_bytes,
             kept_output_bytes=keeps_dear * self.dear_output_bytes,
             forward_transient_bytes=max(0, self.activation_bytes + self.forward_transient_bytes - kept),
-            backward_transient_bytes=again + self.backward_transient_bytes,
-            first_backward_transient_bytes=again + self.first_backward_transient_bytes,
-            input_grad_transient_bytes=again + self.input_grad_transient_bytes,
+            backward_transient_bytes=recomputed + self.backward_transient_bytes,
+            first_backward_transient_bytes=recomputed + self.first_backward_transient_bytes,
+            input_grad_transient_bytes=recomputed + self.input_grad_transient_bytes,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossMemory:
-    """What a loss was measured to need in memory, in bytes; 0 where none was measured."""
+    """Measured memory of a loss, in bytes; 0 if it was not measured."""
 
-    #: What it keeps for its backward.
+    #: Memory held for the backward.
     kept_bytes: int = 0
-    #: The part of `kept_bytes` that lies in the output that it is of.
+    #: The part of `kept_bytes` that shares memory with the model's output.
     kept_input_bytes: int = 0
-    #: Transient of its forward.
+    #: Transient of the forward.
     forward_bytes: int = 0
-    #: Transient of its backward.
+    #: Transient of the backward.
     backward_bytes: int = 0
 
     def as_layer(self, output_bytes: int) -> LayerMemory:
-        """The loss as a layer behind an output of this size; there are some scalars, too.
+        """The loss as a layer after an output of this size. Includes the scalars of a step.
 
-        A loss that was not measured is taken to be like cross entropy: it keeps as much as the output, and its backward
-        makes two gradients of that size.
+        A loss that was not measured counts as cross entropy: it holds as much as the output, and its backward makes two
+        gradients of that size.
         """
         measured = self.backward_bytes > 0
         backward = self.backward_bytes if measured else 2 * output_bytes
@@ -166,8 +168,10 @@ class LossMemory:
 
 
 def stage_memory(layers: Sequence[LayerMemory]) -> LayerMemory:
-    """What a stage of these layers needs. Until its forward ends it holds what came to it, and until its backward ends
-    the gradient that came to it, where the layer that takes it has long run.
+    """Memory of a stage made of these layers.
+
+    The stage holds its input until its forward ends, and the incoming gradient until its backward ends, even after the
+    layer that uses them has run.
     """
     if not layers:
         return LayerMemory()
@@ -180,53 +184,59 @@ def stage_memory(layers: Sequence[LayerMemory]) -> LayerMemory:
 
 
 def _shared(layers: Sequence[LayerMemory]) -> list[int]:
-    """Of each layer, what it keeps of its inputs that the one before keeps of its outputs."""
+    """For each layer, the memory that it holds as its input and the layer before holds as its output."""
     pairs = [min(one.kept_output_bytes, other.kept_input_bytes) for one, other in pairwise(layers)]
     return [0, *pairs]
 
 
 def _forward(layers: Sequence[LayerMemory]) -> int:
-    most = held = came = 0
+    most = held = received = 0
     for layer, shared in zip(layers, _shared(layers), strict=True):
         held += layer.activation_bytes - shared
-        most = max(most, came + held + layer.forward_transient_bytes)
-        came = layers[0].input_bytes - layers[0].kept_input_bytes
+        most = max(most, received + held + layer.forward_transient_bytes)
+        received = layers[0].input_bytes - layers[0].kept_input_bytes
     return most - held
 
 
 def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
-    """What goes to the host and back. Of layers one behind the other it is what lies neither in the first one's input
-    nor in the last one's output, which others may hold.
+    """The bytes that are copied to the host and back.
+
+    Of consecutive offloaded layers, memory shared with the first one's input and the last one's output stays, because
+    other layers may hold it.
     """
-    going = 0
+    copied = 0
     for offloads, run in groupby(layers, lambda layer: layer.offloads):
         if offloads:
             whole = reduce(LayerMemory.__add__, run)
-            going += max(0, whole.activation_bytes - whole.kept_input_bytes - whole.kept_output_bytes)
-    return going
+            copied += max(0, whole.activation_bytes - whole.kept_input_bytes - whole.kept_output_bytes)
+    return copied
 
 
 def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
-    """What a forward of these layers needs beyond its input where nothing of it is kept: the most of one layer."""
+    """The memory beyond its input that a forward of these layers needs if it holds no activations: the maximum over
+    layers.
+    """
     inside = [layer.activation_bytes + layer.forward_transient_bytes for layer in layers]
     return max(0, inside[0] - layers[0].input_bytes, *inside[1:]) if layers else 0
 
 
 def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
-    """What backwards need beyond the stage's activations. A product's input that W needs is kept twice until the layer
-    before, which keeps it as its output, has run.
+    """Transients of the stage's backwards, beyond its activations.
+
+    An input of a matrix product that W needs is held twice until the layer before, which holds it as its output, has
+    run.
     """
-    freed = made = left = whole = first = split = twice = came = 0
+    freed = made = left = whole = first = split = twice = received = 0
     for layer, shared in zip(reversed(layers), reversed(_shared(layers)), strict=True):
         twice = min(layer.kept_output_bytes, twice)
-        whole = max(whole, came - freed + layer.backward_transient_bytes)
-        first = max(first, came - freed + made + layer.first_backward_transient_bytes)
-        split = max(split, came - freed + left - twice + layer.input_grad_transient_bytes)
+        whole = max(whole, received - freed + layer.backward_transient_bytes)
+        first = max(first, received - freed + made + layer.first_backward_transient_bytes)
+        split = max(split, received - freed + left - twice + layer.input_grad_transient_bytes)
         freed += layer.activation_bytes - shared
         made += layer.gradient_bytes
         left += layer.weight_grad_bytes
         twice = layer.left_input_bytes
-        came = layers[-1].output_bytes
+        received = layers[-1].output_bytes
     return {
         "backward_transient_bytes": whole,
         "first_backward_transient_bytes": first,
@@ -235,7 +245,7 @@ def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
 
 
 def _delivered(layers: Sequence[LayerMemory]) -> int:
-    """The most that one group of weight gradients has, beyond the gradients of products that made them and are gone."""
+    """The peak size of a group of weight gradients, minus the output gradients that W has freed while it made them."""
     most = group = gone = 0
     for layer in reversed(layers):
         most = max(most, group - gone + layer.weight_grad_transient_bytes)

@@ -1,4 +1,4 @@
-"""Links: what lies between ranks: latency, bandwidth, and whether messages wait for each other."""
+"""Links: latency and bandwidth between ranks, and whether messages share a link."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,36 +18,41 @@ __all__ = ["Link", "Links", "check_speed", "check_times", "plain"]
 
 
 def plain(value: Any) -> Any:
-    """The number that a numpy scalar is: JSON takes it, and whole numbers then have no bounds."""
+    """A numpy scalar as a Python number, which JSON accepts and which has no integer overflow."""
     return value.item() if isinstance(value, np.generic) else value
 
 
-def check_times(times: Sequence[float], what: str) -> None:
-    """Raise ScheduleError where a time is not a finite number or is negative."""
+def check_times(times: Sequence[float], name: str) -> None:
+    """Raise ScheduleError for a time that is negative or not finite."""
     for index, value in enumerate(times):
-        check_number(value, f"{what} {index}")
+        check_number(value, f"{name} {index}")
 
 
 def check_speed(bytes_per_s: Any, name: str, of: str) -> None:
-    """Raise ScheduleError for what is no speed at which a byte ever arrives; None is no limit."""
+    """Raise ScheduleError unless the speed is positive, or None for no limit."""
     if bytes_per_s is None:
         return
     check_number(bytes_per_s, f"the {name} of {of}")
     if bytes_per_s * LARGEST < 1:
         raise ScheduleError(
-            f"a speed is above 0, in bytes a second, or None where it is not limited or not known; {name} is "
+            f"a speed is above 0, in bytes per second, or None if it is unlimited or unknown; {name} is "
             f"{bytes_per_s!r} for {of}; pass such as 20e9"
         )
 
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes latency_s + n / bytes_per_s."""
+    """A link from one rank to another: a message of n bytes takes ``latency_s + n / bytes_per_s`` seconds.
+
+    Attributes:
+        latency_s: seconds. Default: 0.
+        bytes_per_s: bandwidth. Default: None, messages take no time for their size.
+        spread: deviation of measured times: (slowest - fastest) / median. Default: 0.
+
+    """
 
     latency_s: float = 0
-    #: None: the size takes no time.
     bytes_per_s: float | None = None
-    #: How far measured times lay apart: slowest less fastest, over the median.
     spread: float = 0
 
     def __post_init__(self) -> None:
@@ -57,33 +62,44 @@ class Link:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Link":
-        """The inverse of ``asdict``. Raises ScheduleError for what is none."""
+        """The inverse of ``asdict``. Raises ScheduleError for invalid values."""
         return read_fields(cls, values, "a link has")
 
     @property
     def byte_s(self) -> float:
-        """How long a byte occupies the link."""
+        """Seconds that a byte occupies the link."""
         return 0 if self.bytes_per_s is None else 1 / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Links:
-    """The links between ranks, each in its own direction."""
+    """The links between all ranks, one in each direction of each pair.
 
-    #: Between ranks of one host.
+    ::
+
+        pipesched.Links(inside=Link(2e-6, 100e9), between=Link(10e-6, 12e9), hosts=(0, 0, 1, 1))
+
+    Attributes:
+        inside: the link between ranks of one host. Default: takes no time.
+        between: the link between ranks of different hosts. Default: takes no time.
+        hosts: the host number of each rank. Default: all on one host.
+        special: links of single pairs, as ``((from rank, to rank), link)`` or a mapping. Default: none.
+        contended: whether a link carries one message at a time, in the order of sending. Default: False, messages do
+            not delay each other.
+
+    Raises:
+        ScheduleError: for invalid values.
+
+    """
+
     inside: Link = Link()
-    #: Between ranks of different hosts.
     between: Link = Link()
-    #: The host of each rank. Default: one for all.
     hosts: tuple[int, ...] = ()
-    #: The links of single pairs: ((from rank, to rank), link).
     special: tuple[tuple[tuple[int, int], Link], ...] = ()
-    #: Whether a link carries one message at a time, in the order in which they are sent. Otherwise each has it for
-    #: itself.
     contended: bool = False
 
     def __post_init__(self) -> None:
-        rule = "hosts are a list with the number of each rank's host"
+        rule = "hosts is a list with the host number of each rank"
         object.__setattr__(self, "hosts", tuple(as_list(self.hosts, rule, "pass such as (0, 0, 1, 1)")))
         if not all(is_count(host, 0) for host in self.hosts):
             raise ScheduleError(f"{rule}; got {shown(self.hosts)}; pass whole numbers from 0 on")
@@ -94,7 +110,7 @@ class Links:
                 raise TypeError  # noqa: TRY301
         except (TypeError, ValueError):
             raise ScheduleError(
-                f"special has the links of single pairs, {{(from rank, to rank): link}}; got {shown(self.special)}; "
+                f"special maps pairs of ranks to links, {{(from rank, to rank): link}}; got {shown(self.special)}; "
                 f"pass such as {{(0, 1): Link(1e-6, 10e9)}}"
             ) from None
         twice = next((one for (one, _), (other, _) in pairwise(special) if one == other), None)
@@ -103,28 +119,33 @@ class Links:
         object.__setattr__(self, "special", tuple(((int(a), int(b)), link) for (a, b), link in special))
         for link in (self.inside, self.between, *(link for _, link in self.special)):
             if not isinstance(link, Link):
-                raise ScheduleError(
-                    f"a link is a pipesched.simulation.links.Link; got {link!r}; pass Link(latency_s, bytes_per_s)"
-                )
+                raise ScheduleError(f"a link is a pipesched.Link; got {link!r}; pass Link(latency_s, bytes_per_s)")
 
     @classmethod
     def of_hosts(cls, ranks_per_host: int, num_ranks: int, **links: Any) -> "Links":
-        """Ranks on hosts of so many, one host after the other; ``links`` are the other fields."""
-        for what, count in (("ranks_per_host", ranks_per_host), ("num_ranks", num_ranks)):
+        """Links for hosts with equally many ranks, numbered host by host.
+
+        Args:
+            ranks_per_host: the number of ranks on each host.
+            num_ranks: the number of all ranks.
+            links: the other fields of Links.
+
+        """
+        for name, count in (("ranks_per_host", ranks_per_host), ("num_ranks", num_ranks)):
             if not is_count(count):
-                raise ScheduleError(f"a host has at least one rank; got {what}={shown(count)}; pass 1 or more")
+                raise ScheduleError(f"a host has at least one rank; got {name}={shown(count)}; pass 1 or more")
         return cls(hosts=tuple(rank // ranks_per_host for rank in range(num_ranks)), **links)
 
     def link(self, sender: int, receiver: int) -> Link:
-        """The link from one rank to another. Raises ScheduleError where ``hosts`` do not say where a rank is."""
+        """The link from one rank to another. Raises ScheduleError if ``hosts`` lacks a rank."""
         if (sender, receiver) in self._special:
             return self._special[sender, receiver]
         if not self.hosts:
             return self.inside
         if max(sender, receiver) >= len(self.hosts):
             raise ScheduleError(
-                f"hosts say where each rank is; rank {max(sender, receiver)} is missing from {len(self.hosts)}; "
-                f"give one a rank"
+                f"hosts has an entry for each rank; rank {max(sender, receiver)} is missing from {len(self.hosts)}; "
+                f"add one entry per rank"
             )
         return self.inside if self.hosts[sender] == self.hosts[receiver] else self.between
 
@@ -137,12 +158,12 @@ class Links:
         return self._figures(senders, receivers, lambda link: link.latency_s)
 
     def travel(self, senders: Ints, receivers: Ints, sizes: NDArray[Any]) -> NDArray[Any]:
-        """How long each message of so many bytes occupies its link, in seconds."""
+        """The seconds that each message occupies its link."""
         travel: NDArray[Any] = sizes * self._figures(senders, receivers, lambda link: link.byte_s)
         return travel
 
     def _figures(self, senders: Ints, receivers: Ints, figure: Callable[[Link], float]) -> NDArray[Any]:
-        """A figure of each message's link; looked up once for each pair of ranks."""
+        """A figure of each message's link, computed once per pair of ranks."""
         num_ranks = 1 + int(max(senders.max(initial=0), receivers.max(initial=0)))
         pairs = senders * num_ranks + receivers
         figures: NDArray[Any] = np.zeros(num_ranks * num_ranks, object)
@@ -153,7 +174,7 @@ class Links:
         return figures[pairs]  # type: ignore[no-any-return]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, as JSON takes them."""
+        """Plain lists and numbers for JSON."""
         return asdict(self) | {
             "hosts": list(self.hosts),
             "special": [[sender, receiver, asdict(link)] for (sender, receiver), link in self.special],
@@ -161,7 +182,7 @@ class Links:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Links":
-        """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
+        """The inverse of ``to_dict``. Raises ScheduleError for invalid values."""
 
         def link(plain: Any) -> Link:
             try:
@@ -179,5 +200,5 @@ class Links:
         return read_fields(cls, values, "links have", partly=False, inside=link, between=link, special=special)
 
 
-_SPECIAL = "the special of links are a list of [from rank, to rank, link]"
-_AS_TO_DICT = "write them by to_dict"
+_SPECIAL = "special is a list of [from rank, to rank, link]"
+_AS_TO_DICT = "write it with to_dict"

@@ -1,4 +1,6 @@
-"""Memory: what each rank of a program needs at most, by what it is needed for. A matter of order alone, not of time."""
+"""Memory: the peak memory of each rank of a program, by purpose. It depends on the order of actions, not on their
+times.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -17,69 +19,75 @@ from pipesched.simulation.costs import Costs
 
 __all__ = ["AHEAD", "Message", "RankMemory", "rank_memory"]
 
-#: Receives between processes that are posted before they are needed, on each channel.
+#: Receives per channel between processes that are posted before they are needed.
 AHEAD = 4
-_HEADER_BYTES = 64  # of a message between processes
+_HEADER_BYTES = 64  # for each message between processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What a rank holds where it holds the most, in bytes, by what it is for."""
+    """The memory of a rank at its peak, by purpose, in bytes."""
 
-    #: Of the rank's stages, all the time.
+    #: Parameters of the rank's stages, held all the time.
     parameters: int
-    #: Of the rank's stages, all the time.
+    #: Buffers of the rank's stages, held all the time.
     buffers: int
-    #: The optimizer's state, all the time.
+    #: State of the optimizer, held all the time.
     optimizer: int
-    #: The model's inputs for all micro-batches, if a stage of the rank takes them.
+    #: The model's inputs of all micro-batches, if a stage of the rank takes them.
     batch: int
-    #: Of the parameters, from a stage's first backward to its update.
+    #: Gradients of the parameters, held from a stage's first backward to its update.
     gradients: int
-    #: Of the micro-batches in flight; of checkpointed ones the inputs, and the buffers that they met.
+    #: Activations of the micro-batches in flight; for checkpointed ones the inputs and copies of buffers.
     activations: int
-    #: What is kept between I and W.
+    #: Memory held from I to W.
     weight_grads: int
-    #: Older versions of weights that are still used.
+    #: Older weight versions that are still in use.
     stashed: int
-    #: Outputs and gradients that nobody is known to have taken yet.
+    #: Outputs and gradients that may not have been received yet, and posted receives.
     messages: int
-    #: Of the action that runs.
+    #: Transient memory of the running action.
     transients: int
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 class Message(NamedTuple):
-    """What one stage gives to another for a micro-batch, in bytes."""
+    """The value that one stage sends to another for a micro-batch, in bytes."""
 
-    #: Where it arrives.
+    #: Size at the receiver.
     arriving: int
-    #: Where it was made; of views all that they lie in.
+    #: Size at the sender; for views the size of the whole storage.
     made: int
-    #: The part of `made` that lies in the giver's activations.
+    #: The part of `made` that shares memory with the sender's activations.
     kept: int
-    #: The gradients that come back.
+    #: Size of the gradients that come back.
     back: int
 
 
 def rank_memory(
     program: Program, costs: Costs, *, posted: int = 0, messages: Mapping[tuple[int, int], Message] | None = None
 ) -> tuple[RankMemory, ...]:
-    """An upper bound of what each rank holds at once while the program runs; the parts are those of that moment.
+    """An upper bound of each rank's peak memory, divided by purpose.
 
-    program: as it runs: with recomputation (R) where it is checkpointed, and updates where a step ends with them. What
-    is counted of the batch is what lies on the ranks' devices; targets are not. posted: receives of each channel that
-    have their memory ahead of their turn, as between processes. messages: by (giver, taker), where stages give
-    different ones different things; their outputs, to each, unless given.
-    Raises ScheduleError for costs of another number of stages.
+    Of the batch, only the inputs on the ranks' devices are counted, not the targets.
+
+    Args:
+        program: the program as it runs, with recomputes (R) and updates.
+        costs: the sizes of the stages.
+        posted: receives per channel that are posted, with their buffers, before they are needed. Default: 0.
+        messages: the messages by (sending stage, receiving stage). Default: each stage sends its output.
+
+    Raises:
+        ScheduleError: if the costs have another number of stages.
+
     """
     if costs.num_stages != program.num_stages:
         raise ScheduleError(
-            f"costs have one number a stage; the program has {program.num_stages} stages, "
+            f"costs have one number per stage; the program has {program.num_stages} stages, "
             f"the costs {costs.num_stages}; make the costs for {program.num_stages} stages"
         )
     if program.index.has(*OTHER_END):
@@ -109,26 +117,26 @@ def rank_memory(
 
 
 class _Around(NamedTuple):
-    """What is held before each action of a program, and after it."""
+    """The bytes held before and after each action of a program."""
 
     before: Ints
     after: Ints
 
     @classmethod
     def of(cls, program: Program, change: Ints) -> "_Around":
-        """From what each action changes; each rank begins with nothing."""
+        """From the change at each action. Each rank begins with 0 bytes."""
         total = np.concatenate([[0], np.cumsum(change)])
         begins = program.orders.offsets[:-1][program.orders.rank_of]
         return cls(total[:-1] - total[begins], total[1:] - total[begins])
 
     @property
     def either(self) -> Ints:
-        """The larger one."""
+        """The larger of both."""
         return np.maximum(self.before, self.after)
 
 
 class _Sizes(NamedTuple):
-    """Those of messages, as `Message` has them, by giver and taker."""
+    """The sizes of messages, as in `Message`, by sending and receiving stage."""
 
     arriving: Ints
     made: Ints
@@ -137,7 +145,7 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, costs: Costs, messages: Mapping[tuple[int, int], Message] | None) -> "_Sizes":
-        """Given ones, or the outputs of stages."""
+        """The given sizes, or by default those of the stages' outputs."""
         stages = range(costs.num_stages)
         own = [
             Message(arriving=size, made=size, kept=min(kept, size), back=size)
@@ -151,11 +159,11 @@ class _Sizes(NamedTuple):
 
 
 def _held(program: Program, costs: Costs, messages: _Sizes, posted: int) -> dict[str, Ints]:
-    """What is held while each action runs, at most, by what it is for."""
+    """The peak bytes during each action, by purpose."""
     columns = program.columns
     sizes: dict[str, Ints] = {name: np.asarray(values, np.int64) for name, values in _sizes(costs).items()}
     inputs = tuple(size if program.graph.producers[stage] else 0 for stage, size in enumerate(costs.input_bytes))
-    sizes["input_bytes"] = np.asarray(inputs, np.int64)  # those of first stages lie in the batch
+    sizes["input_bytes"] = np.asarray(inputs, np.int64)  # inputs of first stages belong to the batch
     activations = _holding(
         program, replace(costs, input_bytes=inputs), Holding.INPUT, Holding.ACTIVATIONS, Holding.OFFLOADED
     )
@@ -182,36 +190,34 @@ def _holding(program: Program, costs: Costs, *wanted: Holding) -> _Around:
 
 
 def _met(program: Program, buffer_bytes: Ints) -> _Around:
-    """The buffers that a checkpointed forward met are kept, and its backward may need them."""
+    """Copies of buffers that a checkpointed forward keeps for its backward."""
     columns = program.columns
-    again = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
-    size = np.where(again, buffer_bytes[columns.stage], 0)
+    recomputed = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
+    size = np.where(recomputed, buffer_bytes[columns.stage], 0)
     return _Around.of(program, np.where(columns.are(Kind.F), size, 0) - np.where(columns.are(Kind.B, Kind.I), size, 0))
 
 
 class _Gradients(NamedTuple):
-    """The gradients of parameters, which are there from a stage's first backward on, and until its update, or the
-    step's end.
-    """
+    """The gradients of parameters, held from a stage's first backward to its update or to the end of the step."""
 
     around: _Around
-    #: The actions that make them.
+    #: Marks the actions that allocate them.
     first: Mask
 
     @classmethod
     def of(cls, program: Program, sizes: Mapping[str, Ints]) -> "_Gradients":
-        """Those of a program's stages."""
+        """The gradients of a program's stages."""
         columns = program.columns
         whole = sizes["gradient_bytes"]
         deferred = sizes["deferred_gradient_bytes"]
         order = np.argsort(columns.stage, kind="stable")
         updates = columns.are(Kind.UPDATE)
         number = np.empty(len(columns), np.int64)
-        number[order] = np.cumsum(updates[order]) - updates[order]  # how many updates lie before, of all stages
+        number[order] = np.cumsum(updates[order]) - updates[order]  # the number of updates before, of all stages
         change = np.zeros(len(columns), np.int64)
         first = np.zeros(len(columns), np.bool_)
         for kind, size in ((Kind.I, whole - deferred), (Kind.W, deferred)):
-            rows = np.flatnonzero(columns.are(Kind.B, kind))  # whichever of them comes first makes them
+            rows = np.flatnonzero(columns.are(Kind.B, kind))  # the first of them allocates the gradients
             firsts = rows[np.unique(number[rows] * len(size) + columns.stage[rows], return_index=True)[1]]
             change[firsts] += size[columns.stage[firsts]]
             first[firsts] = True
@@ -220,7 +226,7 @@ class _Gradients(NamedTuple):
 
 
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
-    """What actions need beyond what is held as they begin and what they leave."""
+    """The memory of each action beyond the memory held when it begins and the memory that it leaves."""
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)
     for kind, name in (
@@ -237,9 +243,9 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     versioned = (updates > 1)[stage]
     whole = sizes["gradient_bytes"]
     fresh = sizes["first_backward_transient_bytes"]
-    first = columns.are(Kind.B) & (gradients.first | versioned)  # to a version all gradients are new
+    first = columns.are(Kind.B) & (gradients.first | versioned)  # each weight version gets its own gradients
     found[first] = fresh[stage[first]]
-    handed = columns.are(Kind.B) & gradients.first & versioned  # then those of the version become the live ones' own
+    handed = columns.are(Kind.B) & gradients.first & versioned  # then moved to the live weights
     twice = 2 * whole + sizes["input_bytes"] + sizes["output_bytes"] - sizes["activation_bytes"]
     found[handed] = np.maximum(fresh, twice)[stage[handed]]
     first = columns.are(Kind.I) & gradients.first
@@ -247,16 +253,14 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     first = columns.are(Kind.W) & gradients.first
     found[first] = np.maximum(found[first], sizes["deferred_gradient_bytes"][stage[first]])
     late = columns.are(Kind.W) & versioned
-    found[late] += whole[stage[late]]  # of the version, until they are handed on
+    found[late] += whole[stage[late]]  # of the version, until they are moved to the live weights
     dropping = columns.are(Kind.F) & np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     found[dropping] = sizes["dropping_transient_bytes"][stage[dropping]]
     return found
 
 
 def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
-    """Outputs and gradients that wait for who takes them, on the rank that made them, and where they came early; and
-    the memory of receives that are posted.
-    """
+    """The bytes of outputs and gradients until they are received, of early values, and of posted receives."""
     change = np.zeros(len(program.columns) + 1, np.int64)
     received = _Received.of(program, sizes)
     early = (received.place, received.taker, received.size)
@@ -271,24 +275,26 @@ def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
 
 
 class _Received(NamedTuple):
-    """What ranks receive, rank after rank in their orders."""
+    """The receives of all ranks, in the order of the ranks' programs."""
 
-    #: The next action of the program.
+    #: Row of the program's next action.
     place: Ints
-    #: The action that takes it.
+    #: Row of the action that uses the value.
     taker: Ints
-    #: In bytes.
+    #: Size in bytes.
     size: Ints
-    #: A number for the two ranks and the direction.
+    #: A number for the pair of ranks and the direction.
     channel: Ints
 
     @classmethod
     def of(cls, program: Program, sizes: _Sizes) -> "_Received":
-        """Those of a program without transfers, once it is lowered."""
+        """The receives that lowering adds to a program without transfers."""
         columns = lower(program).columns
         at = np.flatnonzero(columns.are(Kind.RECV_F, Kind.RECV_B))
         received = columns[at]
-        place = np.cumsum(~columns.are(*OTHER_END), dtype=np.int64)[at]  # so many actions of the program come before
+        place = np.cumsum(~columns.are(*OTHER_END), dtype=np.int64)[
+            at
+        ]  # the number of program actions before the receive
         forward = received.are(Kind.RECV_F)
         rows = {
             kind: program.index.rows(kind, received.stage, received.microbatch) for kind in (Kind.F, Kind.B, Kind.I)
@@ -302,21 +308,23 @@ class _Received(NamedTuple):
         return cls(place=place, taker=taker, size=size, channel=ends * 2 + forward)
 
     def ahead(self, posted: int) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """As ``_waits``: each message's memory is there from the receive so many before it, or the channel's first."""
+        """Early buffers, in the form of ``_waits``: a message's buffer exists from the receive ``posted`` places
+        earlier.
+        """
         for channel in np.unique(self.channel).tolist() if posted else ():
             own = self.channel == channel
             place = self.place[own]
             count = int(own.sum())
             yield np.concatenate([np.repeat(place[:1], posted), place])[:count], place, self.size[own]
             last = np.array([self.taker[own].max() + 1])
-            yield place[:1], last, np.array([count * _HEADER_BYTES])  # which stay with what they head
+            yield place[:1], last, np.array([count * _HEADER_BYTES])  # headers are held as long as their messages
 
 
 def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """(row from which on a value waits, row before which it is gone, its bytes): of values that pass between stages.
+    """Values that pass between stages: (row from which it is held, row before which it is freed, bytes).
 
-    On its own rank a value is gone with the action that takes it. On another one it is known to be taken once something
-    has come from there that was made after it was.
+    On its own rank a value is freed by the action that uses it. A value sent to another rank counts as held until that
+    rank sends something back that was made after it received the value.
     """
     columns = program.columns
     rank_of = program.orders.rank_of
@@ -325,9 +333,9 @@ def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]
     row = row[passing]
     needed = needed[passing]
     forward = columns.are(Kind.F)[needed]
-    again = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
+    recomputed = np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     backs = np.isin(columns.pair, columns.pair[columns.are(Kind.B, Kind.I)])
-    holds = (columns.are(Kind.F) & backs & ~again)[needed]  # activations, for longer than the output waits
+    holds = (columns.are(Kind.F) & backs & ~recomputed)[needed]  # activations outlive the message
     one = columns.stage[needed]
     two = columns.stage[row]
     size = np.where(forward, sizes.made[one, two] - np.where(holds, sizes.kept[one, two], 0), sizes.back[two, one])

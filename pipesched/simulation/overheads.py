@@ -1,4 +1,4 @@
-"""Overheads: what ranks take beside the work of their stages, and what they take from each other; and a machine's."""
+"""Overheads: the time that ranks spend besides their stages' work, and their slowdown of each other."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -17,30 +17,30 @@ __all__ = ["Machine", "Overheads", "RanksAre"]
 
 Floats = NDArray[np.float64]
 
-#: For an action, for a message that it sends and one that it takes, each: 150 us for one between two other ranks.
+#: Default overhead of an action and of each end of a message; a message between two other ranks then takes 150 us.
 _USUAL_S = 50e-6
 
-#: What ranks are: threads of one process (``devices=``), or processes (``mesh=``).
+#: Ranks are threads of one process (``devices=``), or processes (``mesh=``).
 RanksAre = Literal["threads", "processes"]
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a rank takes beside its stages' work. Default: nothing."""
+    """The time of a rank besides its stages' work. Default: nothing."""
 
-    #: For each of its actions.
+    #: Seconds for each action.
     action_s: float = 0
-    #: Beyond that for an action that waits all its time, as for a device: it wakes late, to code that has left the
-    #: caches. Not for W, which goes on without a message.
+    #: Additional seconds for an action that only waits, for example for a device: waking up, with cold caches. Actions
+    #: that wait for part of their time get that part. W has none, because it waits for no message.
     waking_s: float = 0
-    #: For each message that it sends to another rank, by the message's size. It does nothing else meanwhile.
+    #: Time for each message to another rank, by its size. It blocks the rank.
     send: Link = field(default_factory=Link)
-    #: For each message that it takes from another rank, by the message's size. It does nothing else meanwhile.
+    #: Time for each message from another rank, by its size. It blocks the rank.
     receive: Link = field(default_factory=Link)
-    #: What then lies between two ranks, where nothing else is known of it.
+    #: Link between two ranks, if ``Costs.links`` is None.
     link: Link = field(default_factory=Link)
-    #: How many times as long ranks of a host take if 1, 2, ... of them compute at once: they share memory and cores.
-    #: More ranks than there are numbers take turns. (): they do not hinder each other.
+    #: Slowdown of ranks while 1, 2, ... of them compute on one host, because they share memory and cores. If there are
+    #: more ranks than entries, they take turns. (): no slowdown.
     crowding: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -51,12 +51,12 @@ class Overheads:
         check_times(self.crowding, "crowding of overheads by rank")
         if self.crowding and (self.crowding[0] != 1 or list(self.crowding) != sorted(self.crowding)):
             raise ScheduleError(
-                f"crowding says how many times as long ranks take where 1, 2, ... of them compute: it begins with 1 "
-                f"and does not fall; got {self.crowding}; divide by what one alone takes"
+                f"crowding is the slowdown of ranks while 1, 2, ... of them compute: it begins with 1 and does not "
+                f"fall; got {self.crowding}; divide by the time of a rank alone"
             )
 
     def slower(self, load: Floats) -> Floats:
-        """How many times as long an action takes while so many ranks of its host compute; parts of ranks count."""
+        """The slowdown of an action while this many ranks of its host compute. Fractions of ranks count."""
         if not self.crowding:
             return np.ones_like(load)
         most = len(self.crowding)
@@ -64,8 +64,11 @@ class Overheads:
         return within * np.maximum(load / most, 1)
 
     def beside(self, crowding: float) -> "Overheads":
-        """The same for layers that are known to take so many times as long while another rank computes, and as much
-        longer for each further one: these were not measured.
+        """A copy with the slowdown of these layers, if it is the larger one.
+
+        Args:
+            crowding: the measured slowdown with one other rank; each further rank is assumed to add the same.
+
         """
         if crowding == 1:
             return self
@@ -74,9 +77,14 @@ class Overheads:
         return replace(self, crowding=tuple(max(own[count], 1 + (crowding - 1) * count) for count in counts))
 
     def crowded(self, starts: Floats, ends: Floats, share: Floats, host: Ints) -> Floats:
-        """How many times as long as alone each action takes, where they run in these times.
+        """The slowdown of each action, for actions that run at these times.
 
-        share: the part of its time in which it computes; what remains it waits, and hinders nobody. host: where.
+        Args:
+            starts: the start of each action, in seconds.
+            ends: the end of each action, in seconds.
+            share: the share of its time that an action computes; in the rest it waits and slows down no other rank.
+            host: the host of each action.
+
         """
         factor = np.ones(len(starts))
         for one in np.unique(host):
@@ -89,55 +97,59 @@ class Overheads:
             lengths = np.diff(moments)
             for part in np.unique(share[own]):
                 same = own[share[own] == part]
-                done = np.concatenate([[0], np.cumsum(lengths / (1 + part * slower))])  # in seconds of one alone
+                done = np.concatenate([[0], np.cumsum(lengths / (1 + part * slower))])  # in seconds of an action alone
                 spent = np.interp(ends[same], moments, done) - np.interp(starts[same], moments, done)
                 took = ends[same] - starts[same]
                 slowest = 1 + part * slower.max(initial=0)
-                exact = 2 * spent * slowest > took  # and not rounded to nothing
+                exact = 2 * spent * slowest > took  # not rounded to zero
                 factor[same] = np.divide(took, spent, out=np.full_like(took, slowest), where=exact)
         return factor
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, as JSON takes them."""
+        """Plain lists and numbers for JSON."""
         return asdict(self) | {"crowding": list(self.crowding)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Overheads":
-        """The inverse of ``to_dict``. Raises ScheduleError for unknown names and bad numbers."""
+        """The inverse of ``to_dict``. Raises ScheduleError for unknown names and invalid numbers."""
 
         def link(plain: Any) -> Link:
             try:
                 return Link.from_dict(plain)
             except ScheduleError as error:
-                raise ScheduleError(f"overheads are what to_dict writes: {error}") from error
+                raise ScheduleError(f"overheads are read in the form that to_dict writes: {error}") from error
 
         return read_fields(cls, values, "overheads have", send=link, receive=link, link=link)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What of a step's time belongs to the machine and not to the layers."""
+    """The figures of a machine that do not depend on the layers."""
 
-    #: Of the device that was measured.
+    #: Name of the measured device.
     name: str = ""
-    #: Between ranks that are processes.
+    #: Links between ranks that are processes.
     links: Links | None = None
-    #: What ranks take that are threads.
+    #: Overheads of ranks that are threads.
     threads: Overheads | None = None
-    #: What ranks take that are processes.
+    #: Overheads of ranks that are processes.
     processes: Overheads | None = None
-    #: The speed at which the device copies to its host and back, both at once. None: not known.
+    #: Bandwidth of copies between the device and its host, in both directions at the same time. None: unknown.
     host_bytes_per_s: float | None = None
-    #: Whether the device is the host's own processor: what it copies there gives no memory back.
+    #: Whether the device is the host's CPU; then offloading frees no memory.
     on_host: bool = False
 
     def __post_init__(self) -> None:
         check_speed(self.host_bytes_per_s, "host_bytes_per_s", "a machine")
 
     def assuming(self, ranks_are: RanksAre, num_ranks: int, num_cores: int | None = None) -> "Machine":
-        """The same, with the usual overheads of such ranks where none were measured.
+        """A copy with default overheads for ranks of this kind, if none were measured.
 
-        num_cores: of the host on which all of them compute; default: one for each rank.
+        Args:
+            ranks_are: threads or processes.
+            num_ranks: the number of ranks.
+            num_cores: the cores of the host on which all ranks compute. Default: one per rank.
+
         """
         if (self.threads if ranks_are == "threads" else self.processes) is not None:
             return self
@@ -147,20 +159,20 @@ class Machine:
         return replace(self, threads=usual) if ranks_are == "threads" else replace(self, processes=usual)
 
     def between(self, ranks_are: RanksAre, crowding: float = 1.0) -> dict[str, Any]:
-        """What ``Costs`` take of it: links and overheads. crowding: as for `Overheads.beside`."""
+        """The ``links`` and ``overheads`` fields of `Costs`. For ``crowding`` see `Overheads.beside`."""
         threads = ranks_are == "threads"
         overheads = self.threads if threads else self.processes
         return {"links": None if threads else self.links, "overheads": overheads and overheads.beside(crowding)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON takes them."""
+        """Plain values for JSON."""
         parts = {"links": self.links, "threads": self.threads, "processes": self.processes}
         plain = {"name": self.name, "host_bytes_per_s": self.host_bytes_per_s, "on_host": self.on_host}
         return plain | {name: part and part.to_dict() for name, part in parts.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Machine":
-        """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
+        """The inverse of ``to_dict``. Raises ScheduleError for invalid values."""
         overheads = maybe(Overheads.from_dict)
         links = maybe(Links.from_dict)
         return read_fields(cls, values, "a machine has", links=links, threads=overheads, processes=overheads)

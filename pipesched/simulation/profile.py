@@ -1,4 +1,4 @@
-"""Profile: what a model's layers cost for one micro-batch, of several sizes, on one machine; kept in a file."""
+"""Profile: measured costs of a model's layers for several micro-batch sizes on one machine, saved as JSON."""
 
 import json
 import math
@@ -27,11 +27,26 @@ __all__ = ["Profile"]
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured layers."""
+    """Measured times and sizes of a model's layers, for one or more micro-batch sizes.
 
-    #: By the rows of a micro-batch, each as `pipesched.graph_of` gives it. All have the same layers and edges.
+    ::
+
+        profile = pipesched.profile(model, sample, rows=[2, 4, 8])
+        profile.save("profile.json")
+        plan = pipesched.tune(pipesched.Profile.load("profile.json"), num_ranks=4, batch_size=32)
+
+    Attributes:
+        graphs: rows of a micro-batch -> graph of the measured layers, as `pipesched.graph_of` returns it. All graphs
+            have the same layers and edges.
+        model: a digest of the measured model.
+        machine: device name, links, overheads and host bandwidth of the machine.
+
+    Raises:
+        ScheduleError: for graphs that differ, and for invalid figures.
+
+    """
+
     graphs: Mapping[int, "nx.DiGraph[str]"]
-    #: A digest of what was measured, by which a profile is known again.
     model: str = ""
     machine: Machine = field(default_factory=Machine)
     _known: dict[int, "nx.DiGraph[str]"] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -40,7 +55,6 @@ class Profile:
         check_graphs(self.graphs)
 
     def __repr__(self) -> str:
-        """What it is of, and how long the layers take together for the largest micro-batches."""
         rows = max(self.graphs)
         layers = [costs_of(self.graphs[rows], name) for name in self.layers]
         both = sum(own.forward_s for own in layers), sum(own.backward_s for own in layers)
@@ -49,20 +63,22 @@ class Profile:
         return f"Profile({counted(len(self.layers), 'layer')}, micro-batches of {sizes} rows; {took})"
 
     def check_model(self, graph: "nx.DiGraph[str]") -> None:
-        """Raise ScheduleError where the profile is of another model than these layers, not measured, are of."""
+        """Raise ScheduleError if the profile belongs to another model. ``graph`` has the model's layers, without
+        measurements.
+        """
         check_model(self.graph(min(self.graphs)), graph)
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers, in the order of their calls."""
+        """The names of the layers, in execution order."""
         return tuple(next(iter(self.graphs.values())))
 
     def graph(self, rows: int) -> "nx.DiGraph[str]":
-        """The layers with what they cost for a micro-batch of so many rows: measured, or as
-        `pipesched.simulation.size_interpolation` finds each figure from the sizes that were.
+        """The layers with their costs for a micro-batch of ``rows`` rows. Sizes that were not measured are
+        interpolated.
         """
         if not is_count(rows):
-            raise ScheduleError(f"micro-batches have whole numbers of rows; got {shown(rows)}; pass such as 8")
+            raise ScheduleError(f"rows is a whole number, at least 1; got {shown(rows)}; pass such as 8")
         if rows in self.graphs:
             return self.graphs[rows]
         if rows not in self._known:
@@ -77,13 +93,24 @@ class Profile:
         keep: Mapping[str, LayerCheckpoint] | None = None,
         ranks_are: RanksAre = "threads",
     ) -> Costs:
-        """What stages of these layers cost for a micro-batch of so many rows, with what the machine adds.
+        """The costs of stages made of these layers, with the machine's links and overheads.
 
-        stages: the names of each one's layers, every layer of the profile in exactly one. keep: what becomes of what
-        layers save, by layer; the others hold it. A weight that several layers of a stage use counts once there;
-        input_bytes and output_bytes are what crosses the stage's ends, a tensor that skips stages on its way from user
-        to user. ranks_are: by which the machine's overheads differ. Raises ScheduleError where layers are missing,
-        unknown, or doubled.
+        A weight that several layers of a stage use counts once. ``input_bytes`` and ``output_bytes`` are the bytes that
+        cross the stage's boundaries; a tensor that skips stages goes from one user to the next.
+
+        Args:
+            stages: the names of each stage's layers. Every layer of the profile is in exactly one stage.
+            rows: rows of a micro-batch.
+            keep: treatment of layers by name: "recompute", "recompute-cheap" or "offload". Default: activations are
+                held.
+            ranks_are: "threads" or "processes"; overheads differ. Default: "threads".
+
+        Returns:
+            The costs, one entry per stage.
+
+        Raises:
+            ScheduleError: for missing, unknown or repeated layers.
+
         """
         rule = "stages are a list of lists of layers"
         remedy = "pass such as [['0', '1'], ['2']]"
@@ -92,16 +119,16 @@ class Profile:
         graph = self.graph(rows)
         _check_layers(list(graph), stages, keep or {})
         sent = messages(graph, stages)
-        own = [dict(self._stage(rows, tuple(names), keep or {}, names is stages[-1])) for names in stages]
+        costs = [dict(self._stage(rows, tuple(names), keep or {}, names is stages[-1])) for names in stages]
         for stage in range(1, len(stages)):
-            own[stage]["input_bytes"] = sum(size for (_, taker), size in sent.items() if taker == stage)
-            own[stage - 1]["output_bytes"] = sum(size for (giver, _), size in sent.items() if giver == stage - 1)
-        return joined_costs(own, **self.machine.between(ranks_are, self._crowding(rows)))
+            costs[stage]["input_bytes"] = sum(size for (_, taker), size in sent.items() if taker == stage)
+            costs[stage - 1]["output_bytes"] = sum(size for (giver, _), size in sent.items() if giver == stage - 1)
+        return joined_costs(costs, **self.machine.between(ranks_are, self._crowding(rows)))
 
     def _stage(
         self, rows: int, names: tuple[str, ...], keep: Mapping[str, LayerCheckpoint], ends: bool
     ) -> Mapping[str, Any]:
-        """What one stage costs, by the names of `Costs`, found once: searches ask for the same over and over."""
+        """The costs of one stage, by the field names of `Costs`. Cached, because searches repeat stages."""
         key = rows, names, tuple((name, keep[name]) for name in names if name in keep), ends
         known = self._stages.get(key)
         if known is None:
@@ -114,7 +141,7 @@ class Profile:
         return known
 
     def _crowding(self, rows: int) -> float:
-        """How many times as long layers take beside another rank that computes."""
+        """The slowdown of all layers together while one other rank computes."""
         nodes = self.graph(rows).nodes.values()
         took_s = sum(node["forward_s"] + node["backward_s"] for node in nodes)
         return 1 + sum(node.get("crowded_s", 0.0) for node in nodes) / took_s if took_s else 1.0
@@ -124,7 +151,7 @@ class Profile:
         return {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON takes them."""
+        """Plain values for JSON."""
         return {
             "model": self.model,
             "machine": self.machine.to_dict(),
@@ -133,12 +160,12 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
-        """The inverse of ``to_dict``. Raises ScheduleError where something is missing, unknown or cannot be true."""
+        """The inverse of ``to_dict``. Raises ScheduleError for missing, unknown or invalid values."""
         try:
             check_known("a profile has", values, ("model", "machine", "sizes"))
             machine = Machine.from_dict(values["machine"])
             graphs = {_rows(rows): _graph(graph) for rows, graph in values["sizes"].items()}
-            check_type(values["model"], str, "the model of a profile is the digest of one", _AGAIN)
+            check_type(values["model"], str, "model is a digest, a text", _AGAIN)
             return cls(graphs, values["model"], machine)
         except PipeschedError:
             raise
@@ -148,40 +175,40 @@ class Profile:
             ) from error
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the profile as JSON."""
+        """Write the profile to a JSON file."""
         as_path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Profile":
-        """Read a profile. Raises ScheduleError naming the file where it is none."""
+        """Read a profile from a JSON file. Raises ScheduleError with the file's name for an invalid profile."""
         try:
             return load_json(path, cls.from_dict)
         except OSError as error:
             raise ScheduleError(
-                f"a profile is read from a file; {str(path)!r} cannot be ({error.strerror}); check the path"
+                f"a profile is read from a file; {str(path)!r} cannot be read ({error.strerror}); check the path"
             ) from error
 
 
 def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) -> None:
-    """Raise ScheduleError where stages are not of these layers, or ``keep`` names others."""
+    """Raise ScheduleError unless stages contain each layer once, and ``keep`` has only known layers and treatments."""
     listed = [name for names in stages for name in names]
     for name in dict.fromkeys([*layers, *listed]):
         if name in layers and listed.count(name) == 1:
             continue
-        what = f"{listed.count(name)} times in the stages" if name in layers else "in a stage, but not in the profile"
+        where = f"{listed.count(name)} times in the stages" if name in layers else "in a stage, but not in the profile"
         raise ScheduleError(
-            f"stages hold every layer of the profile once; {name!r} is {what}, of {len(layers)} layers; "
-            f"list each once, or measure the model that is cut"
+            f"stages contain every layer of the profile once; {name!r} is {where}; the profile has {len(layers)} "
+            f"layers; list each layer once, or measure this model"
         )
     for name, how in keep.items():
         if name not in layers or how not in get_args(LayerCheckpoint):
             raise ScheduleError(
-                f"keep says what becomes of what layers of the profile save, {' or '.join(get_args(LayerCheckpoint))}; "
-                f"got {name!r}: {how!r}; use names of layers, and one of these words"
+                f"keep maps layers of the profile to {' or '.join(get_args(LayerCheckpoint))}; got "
+                f"{name!r}: {how!r}; use names of layers, and one of these words"
             )
 
 
-#: What a profile says of a layer, and of an edge.
+#: The saved attributes of a layer, and of an edge.
 _LAYER = (*LayerCosts().figures(), "num_parameters", "parameters", "buffers")
 _EDGE = ("bytes", "tensors")
 _AGAIN = "measure it again"
@@ -199,10 +226,10 @@ def _plain(graph: "nx.DiGraph[str]") -> dict[str, Any]:
 
 
 def _rows(text: str) -> int:
-    """The rows of micro-batches, which name a size."""
+    """The micro-batch size, from a key of the file."""
     rows = int(text) if len(text) < 10 else 0
     if str(rows) != text:
-        raise ScheduleError(f"the sizes of a profile are whole numbers of rows; one is {shown(text)}; {_AGAIN}")
+        raise ScheduleError(f"the sizes of a profile are whole numbers of rows; got {shown(text)}; {_AGAIN}")
     return rows
 
 
@@ -218,14 +245,14 @@ def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
         check_known("an edge of a profile has", edge, _EDGE)
         if not places[one] < places[other] or graph.has_edge(one, other):
             raise ScheduleError(
-                f"an edge of a profile goes once from a layer to a later one; {shown(one)} -> {shown(other)} goes "
-                f"back, or a second time; {_AGAIN}"
+                f"edges of a profile go from a layer to a later one, each once; {shown(one)} -> {shown(other)} goes "
+                f"backwards or is repeated; {_AGAIN}"
             )
         graph.add_edge(one, other, **edge)
     return graph
 
 
-#: Whatever the rows.
+#: Figures that do not depend on the number of rows.
 _FIXED = (
     "parameter_bytes",
     "num_parameters",
@@ -239,7 +266,7 @@ _FIXED = (
 
 
 def _at(graphs: Mapping[int, "nx.DiGraph[str]"], rows: int) -> "nx.DiGraph[str]":
-    """The graph for micro-batches of so many rows, which were not measured."""
+    """The interpolated graph for a micro-batch size that was not measured."""
     sizes = sorted(graphs)
     found = graphs[sizes[0]].copy()
     for name, node in found.nodes(data=True):

@@ -1,4 +1,4 @@
-"""Profile validation: whether what a profile says can be true, and of which model it is."""
+"""Profile validation: checks that a profile's figures are consistent, and that it belongs to a model."""
 
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
@@ -16,7 +16,9 @@ _AGAIN = "measure it again"
 
 
 def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
-    """Raise ScheduleError where there are no layers, where sizes differ in their layers, or for what cannot be true."""
+    """Raise ScheduleError for a profile without layers, with sizes that differ in their layers, or with invalid
+    figures.
+    """
     if not isinstance(graphs, Mapping) or not all(isinstance(graph, nx.DiGraph) for graph in graphs.values()):
         raise ScheduleError(f"a profile has a graph of layers for each size; got {shown(graphs)}; {_AGAIN}")
     if not graphs or not all(len(graph) for graph in graphs.values()):
@@ -24,64 +26,63 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
     first = min(graphs)
     for rows, graph in graphs.items():
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            raise ScheduleError(f"micro-batches have whole numbers of rows; the profile has {rows!r}; {_AGAIN}")
+            raise ScheduleError(f"micro-batches have a whole number of rows; the profile has {rows!r}; {_AGAIN}")
         for one, other in ((graph, graphs[first]), (graphs[first], graph)):
             for name in one:
                 if name not in other:
                     raise ScheduleError(
-                        f"all sizes of a profile have the same layers; {name!r} is there for micro-batches of "
-                        f"{rows if one is graph else first} rows, and missing for {first if one is graph else rows}; "
+                        f"all sizes of a profile have the same layers; {name!r} exists for micro-batches of "
+                        f"{rows if one is graph else first} rows, but not for {first if one is graph else rows}; "
                         f"{_AGAIN}"
                     )
         if set(graph.edges) != set(graphs[first].edges):
             one, other = min(set(graph.edges) ^ set(graphs[first].edges))
             raise ScheduleError(
-                f"all sizes of a profile have the same edges; {one!r} -> {other!r} is there for only one of {first} "
+                f"all sizes of a profile have the same edges; {one!r} -> {other!r} exists for only one of {first} "
                 f"and {rows} rows; {_AGAIN}"
             )
         _check_parameters(graph)
-        for what, value in _numbers(graph):
-            (check_size if "bytes" in what.split()[0] else check_number)(value, f"{what} for {rows} rows")
+        for name, value in _numbers(graph):
+            (check_size if "bytes" in name.split()[0] else check_number)(value, f"{name} for {rows} rows")
     for rows, graph in graphs.items():
         _check_alike(graphs[first], graph, f"{first} and {rows}")
 
 
 def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) -> None:
-    """Raise ScheduleError where a figure of a layer or an edge is a number for one size alone."""
+    """Raise ScheduleError if a figure of a layer or an edge is a number for only one of two sizes."""
     pairs: list[tuple[Any, Mapping[str, Any], Mapping[str, Any]]] = [
         *((layer, one.nodes[layer], other.nodes[layer]) for layer in one),
         *((edge, one.edges[edge], other.edges[edge]) for edge in one.edges),
     ]
-    for what, own, others in pairs:
-        for key in own.keys() | others.keys():
-            figures = [_figures(values.get(key)) for values in (own, others)]
+    for name, first, second in pairs:
+        for key in first.keys() | second.keys():
+            figures = [_figures(values.get(key)) for values in (first, second)]
             if figures[0] != figures[1]:
                 raise ScheduleError(
-                    f"all sizes of a profile have the same figures; {key} of {what!r} differs between {rows} rows in "
-                    f"what it has numbers of; {_AGAIN}"
+                    f"all sizes of a profile have the same figures; {key} of {name!r} has other entries for one of "
+                    f"{rows} rows; {_AGAIN}"
                 )
 
 
 def _figures(value: Any) -> Any:
-    """Of what a value has numbers: itself, or the entries of a mapping."""
+    """The keys of a mapping; for another value, whether it is a number."""
     return {*value} if isinstance(value, Mapping) else isinstance(value, int | float)
 
 
 def _check_parameters(graph: "nx.DiGraph[str]") -> None:
-    """Raise ScheduleError where a layer has parameters of which the graph does not say how large they are."""
+    """Raise ScheduleError if the graph lacks the size of a layer's parameter."""
     sizes = graph.graph.get("parameters", {})
     for name, size in sizes.items():
         if not isinstance(size, tuple) or not len(size) == 2 or not all(is_count(number, 0) for number in size):
             raise ScheduleError(
-                f"a profile says of each parameter how many numbers and bytes it has; of {name!r} it says "
-                f"{shown(size)}; {_AGAIN}"
+                f"a profile has (number of elements, bytes) for each parameter; {name!r} has {shown(size)}; {_AGAIN}"
             )
     for layer, node in graph.nodes(data=True):
-        own = node.get("parameters", ())
-        if not isinstance(own, tuple | list) or not all(isinstance(name, str) and name in sizes for name in own):
+        names = node.get("parameters", ())
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name in sizes for name in names):
             raise ScheduleError(
-                f"a layer has parameters of the model; {layer!r} has {shown(own)}, the profile knows {len(sizes)}; "
-                f"{_AGAIN}"
+                f"a layer's parameters are listed in the profile; {layer!r} has {shown(names)}, the profile lists "
+                f"{len(sizes)} parameters; {_AGAIN}"
             )
 
 
@@ -90,7 +91,7 @@ def _numbers(graph: "nx.DiGraph[str]") -> Iterator[tuple[str, Any]]:
         for key in (*NEEDED, "parameters"):
             if key not in node:
                 raise ScheduleError(
-                    f"a profile says of each layer what it costs; {key} of layer {name!r} is missing; {_AGAIN}"
+                    f"a profile has all costs of each layer; {key} of layer {name!r} is missing; {_AGAIN}"
                 )
         for key, value in node.items():
             if key.endswith(("_s", "_bytes")) or key in ("spread", "num_parameters", "offloads"):
@@ -103,14 +104,20 @@ def _numbers(graph: "nx.DiGraph[str]") -> Iterator[tuple[str, Any]]:
 
 
 def check_model(profiled: "nx.DiGraph[str]", own: "nx.DiGraph[str]") -> None:
-    """Raise ScheduleError where a profile is of another model. own: the model's layers, not measured."""
+    """Raise ScheduleError if a profile belongs to another model.
+
+    Args:
+        profiled: the layers of the profile.
+        own: the layers of the model, without measurements.
+
+    """
     if list(profiled) != list(own):
         pairs = enumerate(zip_longest(profiled, own))
         place, (one, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
         raise ScheduleError(
             _of_another(
-                f"it has {len(profiled)} layers, the model {len(own)}; layer {place} is {one!r} there, and in the "
-                f"model {other!r}"
+                f"the profile has {len(profiled)} layers, the model {len(own)}; layer {place} is {one!r} in the "
+                f"profile and {other!r} in the model"
             )
         )
     for name in own:
@@ -119,11 +126,11 @@ def check_model(profiled: "nx.DiGraph[str]", own: "nx.DiGraph[str]") -> None:
             if sizes[0] != sizes[1]:
                 raise ScheduleError(
                     _of_another(
-                        f"{parameter!r} of layer {name!r} has {sizes[0][0]} numbers there ({sizes[0][1]} bytes), and "
-                        f"{sizes[1][0]} in the model ({sizes[1][1]} bytes)"
+                        f"{parameter!r} of layer {name!r} has {sizes[0][0]} elements in the profile ({sizes[0][1]} "
+                        f"bytes), and {sizes[1][0]} in the model ({sizes[1][1]} bytes)"
                     )
                 )
 
 
-def _of_another(what: str) -> str:
-    return f"a profile is of the model that is cut; {what}; measure this model, or take its own profile"
+def _of_another(difference: str) -> str:
+    return f"a profile must be of the pipeline's model; {difference}; measure this model, or pass its own profile"

@@ -1,4 +1,4 @@
-"""Simulator: a program and its costs -> the trace of one step, exactly."""
+"""Simulator: computes the exact trace of a step from a program and its costs."""
 
 from typing import Any, NamedTuple
 
@@ -20,25 +20,39 @@ from pipesched.simulation.trace import Spans, Trace
 
 __all__ = ["simulate", "step_time"]
 
-_ROUNDS = 20  # at most, of a simulation in which ranks hinder each other
-_SETTLED = 1e-4  # the relative change of its end with which it is over
+_ROUNDS = 20  # the most iterations of a simulation with crowding
+_SETTLED = 1e-4  # relative change of the makespan at which the iteration ends
 
 
 def simulate(program: Program, costs: Costs) -> Trace:
-    """Run a program on a virtual clock that starts at 0.
+    """Simulate a step of a program on a virtual clock that starts at 0.
 
-    Each action starts when its rank is free and what it needs has ended; what comes from another rank comes
-    ``costs.transfer_s`` and what its link takes later. A transfer occupies no rank, so a plain and a lowered program
-    have equal makespan; where links are contended it occupies its link, and the program is lowered for that.
-    ``costs.overheads`` make actions longer: by what their rank does for them and their messages, and where ranks of one
-    host compute at once.
-    Raises ScheduleError for an invalid program or costs of another number of stages.
+    An action starts when its rank is free and its inputs have arrived. A message between ranks takes
+    ``costs.transfer_s`` plus the time of its link, and occupies no rank; so a plain and a lowered program have equal
+    makespans. If links are contended, a message also occupies its link. ``costs.overheads`` lengthen actions: by the
+    rank's work for them and their messages, and while several ranks of a host compute.
+
+    ::
+
+        trace = pipesched.simulate(pipesched.schedules.get("1f1b").program(4, 8), pipesched.Costs.uniform(4))
+        print(trace.makespan_s, trace.bubble_ratio)
+
+    Args:
+        program: the program, plain or lowered.
+        costs: the costs of each stage.
+
+    Returns:
+        The trace of the step.
+
+    Raises:
+        ScheduleError: for an invalid program, or costs of another number of stages.
+
     """
     check_program(program)
     check_costs(costs)
     if costs.num_stages != program.num_stages:
         raise ScheduleError(
-            f"costs have one number a stage; the program has {program.num_stages} stages, "
+            f"costs have one number per stage; the program has {program.num_stages} stages, "
             f"the costs {costs.num_stages}; make the costs for {program.num_stages} stages"
         )
     check_order(program)
@@ -51,7 +65,7 @@ def simulate(program: Program, costs: Costs) -> Trace:
 
 
 def step_time(program: Program, costs: Costs) -> float:
-    """The makespan alone, of a program that has been proved: for those who simulate it again and again."""
+    """The makespan of a validated program. Faster than ``simulate``, for searches."""
     if costs.links is not None and costs.links.contended:
         program = lower(program)
     return max(_walked(program, costs).ends, default=0)  # the clock starts at 0
@@ -101,19 +115,23 @@ def _timing(program: Program, costs: Costs) -> Timing:
 
 
 def _to_hosts(program: Program) -> Ints | None:
-    """The link that each copy to or from the host occupies: each rank has one in each direction. None for no copies."""
+    """The link that each copy between device and host occupies: one per rank and direction. None if there are no
+    copies.
+    """
     if not program.index.has(Kind.OFFLOAD, Kind.FETCH):
         return None
     occupied = np.full(len(program.columns), -1, np.int64)
     for direction, kind in enumerate((Kind.OFFLOAD, Kind.FETCH)):
         rows = program.columns.are(kind)
         ranks = program.orders.rank_of[rows]
-        occupied[rows] = (program.num_ranks + direction) * program.num_ranks + ranks  # behind those of pairs
+        occupied[rows] = (
+            program.num_ranks + direction
+        ) * program.num_ranks + ranks  # after the links of pairs of ranks
     return occupied
 
 
 def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "_Messages") -> NDArray[Any]:
-    """What each compute action takes beside its stage's work, with what it receives before and sends behind it."""
+    """The time of each compute action besides its stage's work, including receiving inputs and sending outputs."""
     columns = program.columns
     backward = columns.are(Kind.B, Kind.I, Kind.SEND_B, Kind.RECV_B)
     value = (columns.stage * program.num_microbatches + columns.microbatch) * 2 + backward  # and its two ends
@@ -121,14 +139,15 @@ def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "
     for end, rows in ((overheads.receive, program.requirements.row[messages.at]), (overheads.send, messages.send)):
         np.add.at(spent, value[rows], end.latency_s + messages.size.astype(float) * end.byte_s)
     waking = overheads.waking_s * (1 - np.array(costs.shares, float))[columns.stage]
-    own = columns.are(Kind.F, Kind.B, Kind.I) * (spent[value] + waking) + overheads.action_s  # W waits for no message
-    return np.where(columns.compute, own, 0).astype(object)
+    spent_s = columns.are(Kind.F, Kind.B, Kind.I) * (spent[value] + waking)  # W has no messages
+    return np.where(columns.compute, spent_s + overheads.action_s, 0).astype(object)
 
 
 def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> Walked:
-    """The same where ranks that compute at once hinder each other: how much depends on when they do.
+    """The simulation with the mutual slowdown of ranks that compute at the same time.
 
-    When they do depends on how much they are hindered: repeated until the end does not move.
+    The slowdown depends on the times and the times on the slowdown, so the simulation is repeated until the makespan is
+    stable.
     """
     if costs.overheads is None or costs.overheads.slower(np.array([float(program.num_ranks)]))[0] == 1:
         return walked
@@ -145,7 +164,7 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
         took = float(ends.max(initial=0))
         if abs(took - last) <= _SETTLED * took:
             break
-        # An overlapping pair has its time in its first action; transfers take no time of a rank.
+        # The first action of an overlapping pair has the time of both; transfers take no time of a rank.
         factor = costs.overheads.crowded(starts, np.where(alone > 0, ends, starts), share, host)
         seconds = np.where(alone > 0, alone * factor, timing.seconds)
         walked = walk(program, timing._replace(seconds=seconds))
@@ -153,17 +172,17 @@ def _crowded(program: Program, costs: Costs, timing: Timing, walked: Walked) -> 
 
 
 class _Messages(NamedTuple):
-    """What travels between ranks."""
+    """The messages between ranks."""
 
-    #: Its place among the requirements.
+    #: Index into the program's requirements.
     at: Ints
-    #: The row that gives it.
+    #: Row of the action that produces it.
     send: Ints
-    #: The rank that sends it.
+    #: Sending rank.
     sender: Ints
-    #: The rank that receives it.
+    #: Receiving rank.
     receiver: Ints
-    #: In bytes.
+    #: Size in bytes.
     size: NDArray[Any]
 
 
@@ -172,7 +191,7 @@ def _messages(program: Program, costs: Costs) -> _Messages:
     rank_of = program.orders.rank_of
     at = program.crossing
     row, needed = (part[at] for part in program.requirements)
-    forward = columns.are(Kind.F, Kind.SEND_F)[needed]  # a gradient is as large as the output that it is of
+    forward = columns.are(Kind.F, Kind.SEND_F)[needed]  # a gradient has the size of its output
     producer = np.where(forward, columns.stage[needed], columns.stage[row])
     return _Messages(
         at=at,
@@ -184,7 +203,7 @@ def _messages(program: Program, costs: Costs) -> _Messages:
 
 
 def _exactly(values: tuple[Any, ...]) -> NDArray[Any]:
-    """An array of the numbers as they are: whole numbers and fractions stay exact."""
+    """The numbers as an object array, which keeps whole numbers and fractions exact."""
     array = np.empty(len(values), object)
     array[:] = values
     return array

@@ -1,22 +1,27 @@
-"""Size interpolation: a figure for sizes that were not measured: between the two nearest that were, or on one line
-through all.
-"""
+"""Size interpolation: a figure at a micro-batch size that was not measured, from the measured sizes."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
 __all__ = ["figure_at"]
 
-_TINY = 1e-6  # relative to others: such a figure is no measured one
-_ENOUGH = 4  # sizes: of three, the line without the one between is that through its neighbours
+_TINY = 1e-6  # relative to the largest value: smaller values count as zero
+_ENOUGH = 4  # sizes: with three, leaving out the middle one makes both methods use the same line
 
 
 def figure_at(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
-    """What a figure is at a size, where it is ``values`` at ascending ``sizes``; never negative.
+    """The value of a figure at a size, never negative.
 
-    A measured one counts. For another, each size between others is left out in turn, and what predicts these better
-    serves: the line through the two nearest sizes, or the line with the least relative squares through all. One
-    measured size is taken in proportion.
+    A measured size returns its measured value. Otherwise each measured size except the smallest and the largest is left
+    out in turn, and the method that predicts the omitted values better is used: the line through the two nearest sizes,
+    or the line of least squares of relative errors through all sizes. With a single measured size the figure is
+    proportional to the size.
+
+    Args:
+        sizes: the measured sizes, ascending.
+        values: the figure at each of them.
+        size: the size to compute it for.
+
     """
     if size in sizes:
         return values[sizes.index(size)]
@@ -43,7 +48,7 @@ def _nearest(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
 
 
 def _on_line(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
-    """Each value's error counts relative to it."""
+    """The line through all sizes that minimises the squares of relative errors."""
     weights = [(min(values) / value) ** 2 for value in values]
     total = sum(weights)
     middle = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total

@@ -1,10 +1,10 @@
-"""Tied weight costs: what a parameter costs that several layers use, in memory and in messages.
+"""Tied weight costs: memory and messages of parameters that several layers use.
 
-In memory it counts once wherever its users run together: once a stage (`stage_parameters`), and once a rank if the
-ranks of stages are known (`weight_bytes`). Costs of layers without their graph (`pipesched.simulation.layer_costs`)
-count it once a use. Its gradient counts once a use. Its update counts with the first layer that uses it
-(`pipesched.profiling.profile_model.put_updates`). Between ranks it costs messages (`tied_traffic_bytes`): plans show
-them, and the search compares them where it may keep the users together; the simulated step does not contain them.
+In memory a tied parameter counts once per stage (`stage_parameters`), or once per rank if the placement is known
+(`weight_bytes`). Costs of layers without their graph (`pipesched.simulation.layer_costs`) count it once per use. Its
+gradient counts once per use. Its update counts with the first layer that uses it
+(`pipesched.profiling.profile_model.put_updates`). Messages between ranks (`tied_traffic_bytes`) are shown by plans, and
+compared by the search when it may put all users into one stage; the simulated step does not include them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ __all__ = ["parameter_bytes", "stage_parameters", "tied_traffic_bytes", "tied_gr
 
 
 def tied_groups(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
-    """The parameters that several layers use, by these."""
+    """The parameters that several layers use: layers -> names of parameters."""
     users: dict[str, list[str]] = {}
     for layer, names in graph.nodes(data="parameters"):
         for name in names or ():
@@ -32,7 +32,7 @@ def tied_groups(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
 
 
 def parameter_bytes(graph: "nx.DiGraph[str]", names: Iterable[str]) -> int:
-    """The bytes of some parameters of a measured graph."""
+    """The total size of these parameters of a measured graph."""
     return sum(graph.graph["parameters"][name][1] for name in names)
 
 
@@ -42,23 +42,31 @@ def stage_parameters(graph: "nx.DiGraph[str]", layers: Iterable[str]) -> set[str
 
 
 def weight_bytes(program: Program, parameters: Sequence[Mapping[str, int]]) -> list[int]:
-    """The bytes that each stage adds to the weights of its rank. A parameter that an earlier stage of the rank has adds
-    none. A stage that is a copy of another one has weights of its own.
+    """The bytes that each stage adds to the weights of its rank. Parameters that an earlier stage of the rank has add
+    nothing.
 
-    parameters: the bytes of each by its name, of the stages that are no copies.
+    Stages that share weights with an earlier stage, as in bidirectional schedules, have copies of their own.
+
+    Args:
+        program: the program.
+        parameters: parameter name -> bytes, for each stage of one chain.
+
     """
     counted: set[tuple[int, str]] = set()
     found = []
     for stage, (part, rank) in enumerate(zip(program.weights, program.placement, strict=True)):
-        own = {name: size for name, size in parameters[part].items() if stage != part or (rank, name) not in counted}
-        counted |= {(rank, name) for name in own}
-        found.append(sum(own.values()))
+        added = {name: size for name, size in parameters[part].items() if stage != part or (rank, name) not in counted}
+        counted |= {(rank, name) for name in added}
+        found.append(sum(added.values()))
     return found
 
 
 def tied_traffic_bytes(size: int, ranks: Sequence[Any]) -> int:
-    """What a tied weight of so many bytes costs a step: it goes to the other ranks, and a gradient a use comes back.
+    """The bytes per step of a tied weight: it is sent to the other ranks, and each use there returns a gradient.
 
-    ranks: of its uses, in order; or their devices.
+    Args:
+        size: the size of the weight in bytes.
+        ranks: the rank or device of each use, in execution order.
+
     """
     return sum(size * (1 + ranks.count(rank)) for rank in {*ranks} - {ranks[0]})

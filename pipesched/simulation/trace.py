@@ -1,4 +1,4 @@
-"""Trace: what ran when. One type for predicted and for measured time."""
+"""Trace: the start and end time of each action of a step, predicted or measured."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,13 +25,22 @@ from pipesched.units import counted, quote_time
 __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 
 Times = NDArray[Any]
-_MOST_RANKS = 100_000  # of a trace
+_MOST_RANKS = 100_000  # in a trace
 _SPANS = "a trace has num_ranks and spans, each [action, rank, start_s, end_s]"
-_TO_DICT = "write it by to_dict"
+_TO_DICT = "write it with to_dict"
 
 
 class Span(NamedTuple):
-    """One action's time on one rank, in seconds."""
+    """The time of one action on one rank.
+
+    Attributes:
+        action: the action.
+        rank: the rank that ran it.
+        start_s: start in seconds.
+        end_s: end in seconds.
+        lane: the lane of the action: compute, copy or collective.
+
+    """
 
     action: Action
     rank: int
@@ -41,7 +50,7 @@ class Span(NamedTuple):
 
 
 class Spans(Sequence[Span]):
-    """Spans, a row each: columns of their actions, ranks, starts and ends."""
+    """A sequence of spans, stored as columns of actions, ranks, starts and ends."""
 
     def __init__(self, columns: Columns, rank: Ints, start_s: Times, end_s: Times) -> None:
         self.columns = columns
@@ -51,28 +60,30 @@ class Spans(Sequence[Span]):
 
     @classmethod
     def of(cls, spans: "Iterable[Span]") -> "Spans":
-        """The same spans as columns."""
+        """Spans from an iterable of spans."""
         if isinstance(spans, Spans):
             return spans
-        spans = tuple(as_list(spans, "a trace has a list of Spans", "pass one, such as simulate makes"))
+        spans = tuple(as_list(spans, "a trace has a list of Spans", "pass a list of Span(...)"))
         try:
             rank = np.array([span.rank for span in spans], np.int64)
             times = (_times([span.start_s for span in spans]), _times([span.end_s for span in spans]))
         except (AttributeError, TypeError, ValueError) as error:
             raise ScheduleError(
-                f"a trace has a list of Spans; got something else ({error}); make them by Span(action, rank, start_s, "
+                f"a trace has a list of Spans; got another type ({error}); make them with Span(action, rank, start_s, "
                 f"end_s, lane)"
             ) from error
         return cls(Columns.of(span.action for span in spans), rank, *times)
 
     @classmethod
     def of_program(cls, orders: Orders, starts: list[Any], ends: list[Any]) -> "Spans":
-        """A span for each action of a program, in its rows' order. Which of them overlap, their times say."""
+        """A span for each action of a program, in the order of its rows. Overlapping pairs appear only as overlapping
+        times.
+        """
         columns = replace(orders.columns, joined=np.zeros(len(orders.columns), np.bool_))
         return cls(columns, orders.rank_of, _times(starts), _times(ends))
 
     def at(self, rows: Any) -> "Spans":
-        """The rows that a mask or an array of positions names."""
+        """The spans at the rows of a mask, slice or index array."""
         return Spans(self.columns[rows], self.rank[rows], self.start_s[rows], self.end_s[rows])
 
     def __len__(self) -> int:
@@ -104,7 +115,7 @@ class Spans(Sequence[Span]):
 
 
 def _times(values: list[Any]) -> Times:
-    """Times as an array: of floats, or of whole numbers, or of whatever numbers they are, exactly."""
+    """Times as an array of floats or integers, or as an object array if another type is needed to keep them exact."""
     array = np.asarray(values) if values else np.zeros(0)
     if array.dtype.kind in "fi":
         return array
@@ -115,25 +126,43 @@ def _times(values: list[Any]) -> Times:
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of one step. Only compute spans count for times and bubble."""
+    """The times of a step's actions on all ranks, predicted or measured.
 
-    #: Kept as columns.
+    Makespan, bubble and busy times count compute spans only.
+
+    ::
+
+        trace = pipesched.simulate(program, costs)
+        trace.to_chrome("step.json")          # open in Perfetto
+        pipesched.viz.plot_timeline(trace)
+
+    Attributes:
+        spans: the spans of all actions.
+        num_ranks: the number of ranks.
+        name: the name of the program. Default: "".
+        costs: the costs of the simulation, or the sizes held by the stages. Default: None; memory is then 0.
+        versions: the program's weight versions, which determine how long older weights are held. Default: ().
+        bound_s: the makespan that no schedule of these stages can beat, from ``lower_bound`` without a memory limit.
+            Default: None, unknown.
+
+    Raises:
+        ScheduleError: for invalid spans, ranks or bounds.
+
+    """
+
     spans: Sequence[Span]
     num_ranks: int
     name: str = ""
-    #: What the step was simulated with, or the sizes that its stages hold. Needed for bytes.
     costs: Costs | None = None
-    #: Those of the program, which say how long older weights are held.
     versions: tuple[tuple[int, ...], ...] = ()
-    #: What no schedule of these stages can beat, whatever its memory (``lower_bound``). None: not known.
     bound_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", Spans.of(self.spans))
         if not is_count(self.num_ranks, 0) or self.num_ranks > _MOST_RANKS:
             raise ScheduleError(
-                f"a trace is of a whole number of ranks, at most {_MOST_RANKS:,}; got {shown(self.num_ranks)}; pass "
-                f"how many there were"
+                f"num_ranks is a whole number, at most {_MOST_RANKS:,}; got {shown(self.num_ranks)}; pass the number "
+                f"of ranks that ran"
             )
         if self.costs is not None:
             check_costs(self.costs)
@@ -141,7 +170,6 @@ class Trace:
             check_number(self.bound_s, "the bound_s of a trace")
 
     def __repr__(self) -> str:
-        """What it is and its main figures; ``spans`` has every action."""
         shape = f"{counted(len(self.spans), 'span')} on {counted(self.num_ranks, 'rank')}"
         figures = f"makespan {quote_time(self.makespan_s)}, bubble {self.bubble_ratio:.1%}"
         return f"Trace({self.name or 'no name'}: {shape}, {figures})"
@@ -153,7 +181,7 @@ class Trace:
 
     @cached_property
     def _holding(self) -> tuple[Spans, ...]:
-        """Each rank's spans that take memory or give it back, in time order."""
+        """Each rank's spans that take or free memory, in time order."""
         return self._of_ranks(*(kind for kind in Kind if kind not in OTHER_END))
 
     def _of_ranks(self, *kinds: Kind) -> tuple[Spans, ...]:
@@ -169,27 +197,27 @@ class Trace:
 
     @property
     def num_microbatches(self) -> int:
-        """How many micro-batches the spans are of, counted from 0."""
+        """The number of micro-batches in the spans."""
         return max((int(row.columns.microbatch.max()) + 1 for row in self._filled), default=0)
 
     @property
     def start_s(self) -> float:
-        """The first start over all ranks."""
+        """The first start over all ranks, in seconds."""
         return min((plain(row.start_s[0]) for row in self._filled), default=0)
 
     @property
     def makespan_s(self) -> float:
-        """Last end minus first start over all ranks: what one isolated step takes."""
+        """Last end minus first start over all ranks, in seconds: the time of one isolated step."""
         return max((plain(row.end_s[-1]) for row in self._filled), default=0) - self.start_s
 
     @property
     def span_s(self) -> float:
-        """The longest of the ranks' own last end minus first start: what the zero-bubble papers call cost."""
+        """The longest of the ranks' own last end minus first start, in seconds: the cost in the zero-bubble papers."""
         return max((plain(row.end_s[-1] - row.start_s[0]) for row in self._filled), default=0)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """How long each rank computes; time in which two actions overlap counts once."""
+        """The seconds that each rank computes; time in which two actions overlap counts once."""
         return tuple(_busy(row) for row in self._rows)
 
     @property
@@ -202,14 +230,14 @@ class Trace:
     def bubble_ratio(self) -> float:
         """Idle time over (ranks x makespan): 1F1B with uniform costs gives (p-1)/(m+p-1)."""
         whole = self.num_ranks * self.makespan_s
-        return max(0.0, 1 - sum(self.busy_s) / whole) if whole else 0.0  # the sum may be above it by rounding
+        return max(0.0, 1 - sum(self.busy_s) / whole) if whole else 0.0  # rounding can make the sum exceed the whole
 
     @property
     def above_bound(self) -> float | None:
-        """How far the makespan is above the bound, as a share of it: 0.03 is 3 %. None where no bound is known."""
+        """The gap between makespan and bound, relative to the bound: 0.03 is 3 %. None if the bound is unknown."""
         if self.bound_s is None:
             return None
-        # Floats may lie below it by their rounding.
+        # Rounding can put a float slightly below the bound.
         return max(0.0, float(self.makespan_s / self.bound_s) - 1) if self.bound_s else 0.0
 
     @property
@@ -219,24 +247,24 @@ class Trace:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most bytes of activations, inputs, held weight-gradient work and older weights of each rank at once."""
+        """Each rank's peak bytes of activations, inputs, memory held from I to W, and older weights."""
         if self.costs is None:
             return (0,) * self.num_ranks
         return tuple(self._bytes(row.columns, self.costs).peak for row in self._holding)
 
     @property
     def peak_versions(self) -> dict[int, int]:
-        """The most versions of its weights that each stage holds at once, the newest included."""
+        """The most weight versions that each stage holds at once, including the newest."""
         found = [versions_held(row.columns, self.versions) for row in self._rows]
         return {stage: most for own in found for stage, most in sorted(own.items())}
 
     def in_flight(self, rank: int) -> Iterator[tuple[float, int]]:
-        """One rank's (stage, micro-batch) pairs over time: (time in seconds, pairs from then on)."""
+        """A rank's (stage, micro-batch) pairs over time, as (seconds, number of pairs from then on)."""
         row = self._rows[self._rank(rank)]
         return _steps(row, pairs_held(row.columns))
 
     def memory(self, rank: int) -> Iterator[tuple[float, int]]:
-        """One rank's held bytes over time, whenever they change: (time in seconds, bytes from then on)."""
+        """A rank's held bytes over time, one entry per change, as (seconds, bytes from then on)."""
         held = 0
         spans = self._holding[self._rank(rank)]
         if self.costs is None:
@@ -249,7 +277,7 @@ class Trace:
     def _rank(self, rank: int) -> int:
         if not is_count(rank, 0) or rank >= self.num_ranks:
             raise ScheduleError(
-                f"a trace has ranks from 0 on; got rank {shown(rank)} of {self.num_ranks}; pass one of them"
+                f"ranks are numbered from 0; got rank {shown(rank)} of {self.num_ranks}; pass one of them"
             )
         return rank
 
@@ -261,7 +289,7 @@ class Trace:
         return bytes_held(columns, costs.sizes(), self.versions)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, as JSON takes them."""
+        """Plain lists and numbers for JSON."""
         spans = [[str(s.action), s.rank, s.start_s, s.end_s] for s in self.spans]
         costs = self.costs.to_dict() if self.costs else None
         versions = {"versions": [list(own) for own in self.versions]} if self.versions else {}
@@ -270,7 +298,7 @@ class Trace:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Trace":
-        """The inverse of ``to_dict``. Raises ScheduleError for what is none."""
+        """The inverse of ``to_dict``. Raises ScheduleError for invalid values."""
         if not isinstance(values, Mapping) or not {"num_ranks", "spans"} <= values.keys():
             raise ScheduleError(f"{_SPANS}; got {shown(values)}; {_TO_DICT}")
         made = read_fields(
@@ -280,16 +308,22 @@ class Trace:
         return made
 
     def to_chrome(self, path: str | PathLike[str]) -> None:
-        """Write Chrome's trace-event JSON, which Perfetto and chrome://tracing open: a process a rank, a row a lane."""
+        """Write Chrome trace-event JSON for Perfetto and chrome://tracing: one process per rank, one row per lane."""
         as_path(path).write_text(chrome_json(self.chrome_events()))
 
     def chrome_events(self, label: str = "", pids: tuple[int, int] = (0, 1)) -> list[dict[str, Any]]:
-        """The events of ``to_chrome``. pids: of rank 0, and from rank to rank. label: behind each rank's name."""
+        """The events that ``to_chrome`` writes.
+
+        Args:
+            label: text to add to each rank's name. Default: none.
+            pids: (process id of rank 0, step from rank to rank).
+
+        """
         lanes = list(Lane)
-        first, every = pids
+        first, step = pids
         events: list[dict[str, Any]] = []
         for rank in range(self.num_ranks):
-            pid = first + rank * every
+            pid = first + rank * step
             name = f"rank {rank}" + (f", {label}" if label else "")
             events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
             events += [
@@ -303,7 +337,7 @@ class Trace:
                     "ph": "X",
                     "name": str(span.action),
                     "cat": str(kind),
-                    "pid": first + span.rank * every,
+                    "pid": first + span.rank * step,
                     "tid": lanes.index(span.lane),
                     "ts": (span.start_s - self.start_s) * 1e6,
                     "dur": (span.end_s - span.start_s) * 1e6,
@@ -314,25 +348,27 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Trace":
-        """Read a trace from JSON: of ``to_dict``, or what ``to_chrome`` has written, which knows spans alone.
+        """Read a trace from a JSON file that ``to_dict`` or ``to_chrome`` has written. The latter contains spans only.
 
-        Raises ScheduleError naming the file where it is none.
+        Raises:
+            ScheduleError: with the file's name, for an invalid trace.
+
         """
         return load_json(path, lambda values: cls.from_dict(_from_chrome(values)))
 
 
 def check_trace(trace: Any) -> None:
-    """Raise ArgumentError for what is none."""
-    check_type(trace, Trace, "trace is a Trace", "pass what simulate returns, pipe.trace or Trace.load(path)")
+    """Raise ArgumentError unless ``trace`` is a Trace."""
+    check_type(trace, Trace, "trace is a Trace", "pass the result of simulate, pipe.trace or Trace.load(path)")
 
 
 def chrome_json(events: list[dict[str, Any]]) -> str:
-    """What Perfetto and chrome://tracing open."""
+    """The events as a JSON text for Perfetto and chrome://tracing."""
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
 def _from_chrome(values: Any) -> Any:
-    """The values of ``to_dict`` from Chrome's, others as they are."""
+    """The values of ``to_dict`` from Chrome trace events; other values unchanged."""
     if not isinstance(values, dict) or "traceEvents" not in values:
         return values
     try:
@@ -343,7 +379,7 @@ def _from_chrome(values: Any) -> Any:
         return {"num_ranks": max(ranks, default=-1) + 1, "spans": spans}
     except (KeyError, TypeError) as error:
         raise ScheduleError(
-            f"Chrome's trace events have ph and pid, those of actions name, ts and dur; {error!r}; write them by "
+            f"Chrome's trace events have ph and pid, and for actions name, ts and dur; {error!r}; write them with "
             f"to_chrome"
         ) from error
 
@@ -357,7 +393,7 @@ def _read_spans(rows: Any) -> Spans:
         good = is_count(rank, 0) and all(isinstance(time_s, Real) for time_s in (start_s, end_s))
         if not good or bool in (type(start_s), type(end_s)) or not -LARGEST < start_s <= end_s < LARGEST:
             raise ScheduleError(
-                f"a span is of a rank from 0 on, and ends no earlier than it starts, at finite times; {shown(text)} "
+                f"a span has a rank from 0 on, and finite times with its end not before its start; {shown(text)} "
                 f"has rank {shown(rank)}, start_s {shown(start_s)}, end_s {shown(end_s)}; {_TO_DICT}"
             )
         action = Action.parse(text)
@@ -366,37 +402,37 @@ def _read_spans(rows: Any) -> Spans:
 
 
 def _check_read(trace: Trace) -> None:
-    """Raise ScheduleError where what was read of a trace does not agree."""
+    """Raise ScheduleError if the parts of a loaded trace contradict each other."""
     spans = Spans.of(trace.spans)
     stage = int(spans.columns.stage.max(initial=-1))
-    for what, largest, count in (
+    for name, largest, count in (
         ("ranks", int(spans.rank.max(initial=-1)), trace.num_ranks),
         ("stages with costs", stage, trace.costs.num_stages if trace.costs else stage + 1),
         ("stages with versions", stage, len(trace.versions) or stage + 1),
     ):
         if largest >= count:
             raise ScheduleError(
-                f"the spans of a trace are of its {what}, counted from 0; it has {count}, and a span of {largest}; "
-                f"correct one of them"
+                f"spans use the trace's {name}, numbered from 0; the trace has {count}, but a span has number "
+                f"{largest}; correct one of them"
             )
     for rank, row in enumerate(trace._holding):
         held = [pairs_held(row.columns), *([trace._bytes(row.columns, trace.costs)] if trace.costs else [])]
         if any(one.after.min(initial=0) < 0 for one in held):
             raise ScheduleError(
-                f"what a backward frees was taken before; on rank {rank} of {trace.num_ranks} a backward comes before "
-                f"its forward; correct their times, or write it by to_dict"
+                f"a backward follows its forward; on rank {rank} of {trace.num_ranks} a backward comes before its "
+                f"forward; correct their times, or {_TO_DICT}"
             )
     num_microbatches = int(spans.columns.microbatch.max(initial=-1)) + 1
     for stage, own in enumerate(trace.versions):
         if own and (len(own) < num_microbatches or not all(0 <= version < 2**31 for version in own)):
             raise ScheduleError(
-                f"a trace has the version of each micro-batch's weights; stage {stage} has {len(own)} of "
-                f"{num_microbatches}, {shown(own)}; write it by to_dict"
+                f"versions has the weight version of each micro-batch; stage {stage} has {len(own)} of "
+                f"{num_microbatches}, {shown(own)}; {_TO_DICT}"
             )
 
 
 def _busy(row: Spans) -> float:
-    """The time that a rank's spans, in time order, cover."""
+    """The seconds that a rank's spans cover, overlaps counted once. The spans are in time order."""
     if not len(row):
         return 0
     lengths = row.end_s - row.start_s
@@ -408,7 +444,7 @@ def _busy(row: Spans) -> float:
 
 
 def _in_time(spans: Spans) -> Spans:
-    """Rank by rank in time order."""
+    """The spans sorted by rank, then by time."""
     if object in (spans.start_s.dtype, spans.end_s.dtype):
         keys = list(zip(spans.rank.tolist(), spans.start_s, spans.end_s, strict=True))
         return spans.at(np.array(sorted(range(len(spans)), key=keys.__getitem__), np.int64))
@@ -416,7 +452,7 @@ def _in_time(spans: Spans) -> Spans:
 
 
 def _steps(row: Spans, held: Held) -> Iterator[tuple[float, int]]:
-    """What is held from each start and each end on."""
+    """(Time in seconds, held amount from then on) at each start and each end."""
     lists = (values.tolist() for values in (row.start_s, row.end_s, held.during, held.after))
     for start_s, end_s, during, after in zip(*lists, strict=True):
         yield start_s, during

@@ -167,4 +167,4 @@ def test_rank_0_searches_for_all_ranks(ranks: Ranks) -> None:
 def test_all_ranks_hear_that_there_is_no_plan(ranks: Ranks) -> None:
     first, other = ranks.run(2, jobs.no_plan_of_rank_0, timeout_s=15)
     assert first.startswith("MemoryLimitError")
-    assert "the least that does is" in other
+    assert "the smallest limit with a plan is" in other

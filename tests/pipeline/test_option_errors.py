@@ -358,14 +358,17 @@ def test_an_error_of_the_function_that_fills_says_where():
 @pytest.mark.parametrize("count", [True, 1.5, "4", [4], {}])
 def test_counts_that_are_no_whole_numbers(count):
     refused(
-        ScheduleError, ValueError, r"whole number of micro-batches, at least 1; got .*; pass", num_microbatches=count
+        ScheduleError,
+        ValueError,
+        r"num_microbatches is a whole number, at least 1; got .*; pass",
+        num_microbatches=count,
     )
-    refused(PartitionError, ValueError, r"a whole number of stages, at least one; got .*; pass 1", num_stages=count)
+    refused(PartitionError, ValueError, r"num_stages is a whole number, at least 1; got .*; pass 1", num_stages=count)
 
 
 @pytest.mark.parametrize("limit", ["10 GB", ["10 GB", "1 GB"], True, [1e9], [1e9, None], [1e9, -1.0]])
 def test_limits_of_memory_that_are_none(limit):
-    match = r"a number of bytes above 0, one for all ranks or one for each of 2; got .*; pass such as 16 \* 2\*\*30"
+    match = r"a number of bytes above 0, for all ranks or for each of 2; got .*; pass such as 16 \* 2\*\*30"
     refused(PartitionError, ValueError, match, search=Search(memory_limit_bytes=limit))
 
 

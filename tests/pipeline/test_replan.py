@@ -264,5 +264,5 @@ def test_what_cannot_be_moved_is_refused() -> None:
         with pytest.raises(PartitionError, match="plan is a Plan"):
             pipe.replan("plan.json")
         for wrong in (-1, 2.5, True):
-            with pytest.raises(InputError, match="steps_left is how many"):
+            with pytest.raises(InputError, match="steps_left is the number of"):
                 pipe.replan(steps_left=wrong)

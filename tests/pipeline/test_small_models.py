@@ -22,7 +22,10 @@ from tests.support import synthetic_profiles as profile_graphs
 from tests.support.jobs import unused as jobs
 from tests.support.rank_processes import Ranks
 
-SAID = r"too small to gain from a pipeline: one device takes [\d.]+ [mu]?s, the best plan of several [\d.]+ [mu]?s"
+SAID = (
+    r"too small to gain from a pipeline: one device takes [\d.]+ [mu]?s per step, "
+    r"the best plan for several devices [\d.]+ [mu]?s"
+)
 
 
 def profile(layer_s: float, machine: Machine | None = None) -> Profile:
@@ -196,7 +199,7 @@ def test_a_plan_is_only_said_to_be_too_small_where_it_uses_one_device() -> None:
     several = replace(plan.alternatives[0], step_s=0.027)
     small = replace(plan, alternatives=(one, several))
     assert too_small(small, 8) == (
-        "too small to gain from a pipeline: one device takes 20.9 ms, the best plan of several 27 ms"
+        "too small to gain from a pipeline: one device takes 20.9 ms per step, the best plan for several devices 27 ms"
     )
     assert not too_small(small, 1)
     assert not too_small(replace(small, alternatives=(one,)), 8)

@@ -279,7 +279,7 @@ def test_a_program_of_a_text_runs_as_its_schedule_does():
     everywhere = "microbatches 1\nplacement 0 1 1 0\nedges 0-1 2-3\nweights 0 1 0 1\n"
     everywhere += "rank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 2F0 1B0 2B0"
     for program in (crossed, Program.parse(everywhere)):
-        with pytest.raises(ScheduleError, match="as a chain, or as several over the same weights"):
+        with pytest.raises(ScheduleError, match="a chain of stages, or several chains over the same weights"):
             wrap(model(), program, 2, None, boundaries=[4])
 
 
@@ -287,7 +287,7 @@ def test_a_program_of_a_text_runs_as_its_schedule_does():
 def test_what_does_not_fit_is_refused(name):
     with pytest.raises(ScheduleError, match="got 3; use 2 or 4, with any number of micro-batches"):
         wrap(model(), name, 3)
-    with pytest.raises(DeviceCountError, match="holds one stage a rank; 4 stages need 4 devices, got 2"):
+    with pytest.raises(DeviceCountError, match="has one stage per rank; 4 stages need 4 devices, got 2"):
         wrap(model(), name, 2, num_stages=4, boundaries=None)
     with pytest.raises(PartitionError, match="2 boundaries make 3 stages"):
         wrap(model(), Program.parse(str(schedules.get(name).program(2, 6))), 2, boundaries=[2, 4])

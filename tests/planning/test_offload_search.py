@@ -105,7 +105,9 @@ def with_large_inputs(**asked):
 
 def test_a_limit_that_only_offloading_meets_is_met():
     asked = with_large_inputs(host=1e5)
-    with pytest.raises(MemoryLimitError, match=r"the least that does is .*, or this limit with offload=True; allow"):
+    with pytest.raises(
+        MemoryLimitError, match=r"the smallest limit with a plan is .*, or this limit with offload=True; raise"
+    ):
         find_plan(replace(asked, offload=False))
     plan = find_plan(asked)
     assert "offload" in words(plan)
@@ -122,12 +124,12 @@ def test_a_limit_that_only_offloading_meets_is_met():
 
 def test_the_error_says_what_hinders_offloading():
     asked = with_large_inputs()
-    unknown = r", or this limit with offload=True and a profile that knows host_bytes_per_s; allow"
+    unknown = r", or this limit with offload=True and a profile with host_bytes_per_s; raise"
     with pytest.raises(MemoryLimitError, match=unknown):
         find_plan(asked)
     machine = Machine(host_bytes_per_s=1e5)
     known = replace(asked, profile=replace(asked.profile, machine=machine), checkpoint="always")
-    with pytest.raises(MemoryLimitError, match=r", or this limit with offload=True and without checkpoint=; allow"):
+    with pytest.raises(MemoryLimitError, match=r", or this limit with offload=True and without checkpoint=; raise"):
         find_plan(known)
     on_host = replace(machine, on_host=True)  # where it gives no memory back nobody is told to try
     with pytest.raises(MemoryLimitError, match=r"^(?!.*offload)"):
@@ -177,7 +179,7 @@ def test_copies_are_searched_where_they_give_memory_back():
     on_host = search([1.0] * 4, 2, 8, "gpipe", 10**9, host=1e6, on_host=True)
     assert not on_host.may_offload
     assert replace(on_host, offload=True).may_offload
-    with pytest.raises(PartitionError, match=r"a profile whose machine has no host_bytes_per_s; measure it again"):
+    with pytest.raises(PartitionError, match=r"the machine of this profile has no host_bytes_per_s; measure it again"):
         search([1.0] * 4, 2, 8, "gpipe", 10**9, offload=True)
     with pytest.raises(PartitionError, match=r"'auto', True or False; got 'never'; choose one"):
         search([1.0] * 4, 2, 8, "gpipe", offload="never")

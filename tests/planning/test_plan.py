@@ -284,11 +284,11 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("stages", [["a", "b", "c"]], r"it lists 1, the program has 2; correct one of them"),
+        ("stages", [["a", "b", "c"]], r"it lists 1 stage, the program has 2; correct one of them"),
         ("program", ["rank 0: 0F0"], r"no such line; add 'microbatches N'"),
         ("program", ["microbatches 1", "rank 0: 0F0 0Z0"], r"line 2: .*0Z0"),
         ("program", 3, r"is missing or wrong"),
-        ("program", {"digest": 3}, r"the plan has 3: it is of another version"),
+        ("program", {"digest": 3}, r"the plan has 3: it was made by another version"),
         (
             "program",
             {"digset": ""},
@@ -301,7 +301,11 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         ("num_microbatches", 4.5, r"whole number of micro-batches"),
         ("schedule", "gpype", r"unknown schedule; got 'gpype'"),
         ("stages", 3, r"is missing or wrong"),
-        ("stages", [["a", "b"], ["b"]], r"every layer is in exactly one stage; the plan has 'b' 2 times; correct it"),
+        (
+            "stages",
+            [["a", "b"], ["b"]],
+            r"every layer is in exactly one stage; the plan has 'b' 2 times; remove the others",
+        ),
         ("costs", {"forward_s": [1]}, r"'input_grad_s' is unknown or missing"),
         ("alternatives", [OTHERS[0].to_dict() | {"speed": 3}], r"an alternative has label, .*'speed'; correct it"),
         ("alternatives", [OTHERS[0].to_dict() | {"step_s": -1}], r"step_s of the alternative '1f1b' is -1"),
@@ -316,15 +320,17 @@ def test_a_wrong_entry_is_an_error_that_names_the_file(tmp_path, key, value, mat
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("schedule", "gpipe", r"'schedule' is 'gpipe', that of the program '1f1b'"),
-        ("num_ranks", 3, r"'num_ranks' is 3, that of the program 2"),
-        ("num_microbatches", 16, r"'num_microbatches' is 16, that of the program 4"),
+        ("schedule", "gpipe", r"'schedule' is 'gpipe', but its program has '1f1b'"),
+        ("num_ranks", 3, r"'num_ranks' is 3, but its program has 2"),
+        ("num_microbatches", 16, r"'num_microbatches' is 16, but its program has 4"),
     ],
 )
 def test_an_edited_entry_that_the_program_contradicts_is_an_error_and_not_left_unread(tmp_path, key, value, match):
     values = plan().to_dict() | {"program": str(plan().program).splitlines()}
     (tmp_path / "plan.json").write_text(json.dumps(values | {key: value}))
-    with pytest.raises(ScheduleError, match=rf"plan\.json: what runs is the program; {match}; make them agree"):
+    with pytest.raises(
+        ScheduleError, match=rf"plan\.json: a plan runs its program; the plan says {match}; make them agree"
+    ):
         Plan.load(tmp_path / "plan.json")
 
 

@@ -69,11 +69,11 @@ def test_a_layer_that_has_grown_is_given_room() -> None:
         assert done.layers == {"4": (1, 0), "5": (1, 0)}
         assert [round(seconds, 6) for seconds in (done.before_s, done.after_s)] == [0.18, 0.156]
         assert str(done).startswith(
-            "moved: 2 layers, 0 B; predicted 180 ms -> 156 ms a step (-13.3%, noise 0.0%); moving took "
+            "moved: 2 layers, 0 B; predicted 180 ms -> 156 ms per step (-13.3%, noise 0.0%); moving took "
         )
         ran(pipe, {**EQUAL, "7": 4e-3})
         again = pipe.replan()
-        assert str(again) == "kept: no better plan was found; predicted 156 ms -> 156 ms a step (-0.0%, noise 0.0%)"
+        assert str(again) == "kept: no better plan was found; predicted 156 ms -> 156 ms per step (-0.0%, noise 0.0%)"
         assert pipe.step(X, target=Y).isfinite()
 
 
@@ -81,8 +81,8 @@ def test_a_layer_that_has_grown_is_given_room() -> None:
     ("last", "steps", "left", "kept"),
     [
         (1.1e-3, (1, 1, 1), None, "no better plan was found"),
-        (4e-3, (1, 0.9, 1.2, 1.1, 0.8), None, "a saving counts from 30.0% of a step on"),
-        (4e-3, (1, 1, 1), 0, "0 steps that are left save 0 s, less than moving takes"),
+        (4e-3, (1, 0.9, 1.2, 1.1, 0.8), None, "the saving is below 30.0% of a step"),
+        (4e-3, (1, 1, 1), 0, "the remaining 0 steps save 0 s, less than moving takes"),
         (4e-3, (1, 1), None, "3 steps of a plan tell what it takes; 2 were measured"),
         (4e-3, (1, 1.01, 0.99), 10_000, ""),
     ],
@@ -216,11 +216,11 @@ def test_what_is_printed_names_both_steps_and_the_cost() -> None:
         plan = pipe.plan
     moved = Replanned(plan, "", {"a": (0, 1), "b": (0, 1)}, 12_897_485, 0.0412, 0.0379, 0.004, 0.2)
     assert str(moved) == (
-        "moved: 2 layers, 12.3 MiB; predicted 41.2 ms -> 37.9 ms a step (-8.0%, noise 0.4%); "
-        "moving took 200 ms, as much as 61 steps save"
+        "moved: 2 layers, 12.3 MiB; predicted 41.2 ms -> 37.9 ms per step (-8.0%, noise 0.4%); "
+        "moving took 200 ms, the saving of 61 steps"
     )
-    kept = Replanned(plan, "a saving counts from 3.0% of a step on", {"a": (0, 1)}, 5_120, 0.1, 0.098, 0.01, 0.2)
+    kept = Replanned(plan, "the saving is below 3.0% of a step", {"a": (0, 1)}, 5_120, 0.1, 0.098, 0.01, 0.2)
     assert str(kept) == (
-        "kept: a saving counts from 3.0% of a step on; predicted 100 ms -> 98 ms a step (-2.0%, noise 1.0%); "
-        "moving 1 layer, 5 KiB takes 200 ms, as much as 100 steps save"
+        "kept: the saving is below 3.0% of a step; predicted 100 ms -> 98 ms per step (-2.0%, noise 1.0%); "
+        "moving 1 layer, 5 KiB would take 200 ms, the saving of 100 steps"
     )

@@ -61,7 +61,7 @@ EQUAL = Alternative(
     bubble_ratio=0.3,
     peak_bytes=3 * GIB,
     limit_bytes=4 * GIB,
-    note="50% slower",
+    note="1.50x slower",
 )
 ALONE = Alternative(
     label="one device",
@@ -72,7 +72,7 @@ ALONE = Alternative(
     checkpoint="never",
     step_s=0.09,
     bubble_ratio=0.0,
-    note="3 times as slow",
+    note="3.00x slower",
 )
 
 
@@ -127,7 +127,7 @@ def test_a_comparison_finds_how_far_off_each_stage_is(data, name):
 def test_a_comparison_in_a_line():
     plan = plan_of()
     found = compared(plan.predicted(), measured_of(plan, 1, 1.2))
-    assert str(found) == "predicted 15 ms, measured 17.4 ms (+16.0%), worst stage 1 (+20.0%)"
+    assert str(found) == "predicted 15 ms per step, measured 17.4 ms (+16.0%), largest error on stage 1 (+20.0%)"
     assert found.busy[0] == pytest.approx((12 / 15, 12 / 17.4))
     assert found.bubble_ratio == pytest.approx((1 - 24 / 30, 1 - 26.4 / 34.8))
 
@@ -146,7 +146,8 @@ def test_steps_of_other_lengths_are_compared_action_by_action():
     found = compared(plan.predicted(), measured_of(other, 1, 1.5))
     assert found.step_s is None
     assert str(found) == (
-        "predicted and measured are of different numbers of actions; worst stage 1 (+50.0%), action by action"
+        "the predicted and the measured step differ in their numbers of actions; "
+        "largest error on stage 1 (+50.0%), by median times"
     )
     assert found.worst.work_s == pytest.approx((12e-3, 18e-3))
     assert str(found) in Report(plan, measured_of(other, 1, 1.5)).lines
@@ -156,7 +157,7 @@ def test_what_lies_between_actions_is_told_from_what_stages_took():
     plan = plan_of()
     late = simulate(plan.program, replace(slower(plan.costs, (1, 1.2)), transfer_s=1e-4))
     lines = Report(plan, Trace(late.spans, 2)).lines
-    assert lines[1] == "of that +16.0% is what stages took, +1.3% what lies between their actions"
+    assert lines[1] == "of this difference: stage compute +16.0%, gaps between actions +1.3%"
 
 
 def test_layers_that_run_again_are_counted():
@@ -171,7 +172,7 @@ def test_memory_is_shown_by_what_it_is_for():
     table = Report(replace(plan, costs=replace(plan.costs, gradient_bytes=(5, 2**30)))).tables[-1]
     assert table.title == "Memory"
     assert [cell.text for cell in table.rows[0]] == ["0", "3 MiB", "5 B", "2 MiB", "5 MiB", "3.995 GiB"]
-    assert table.columns == ("rank", "parameters", "gradients", "activations", "all", "margin")
+    assert table.columns == ("rank", "parameters", "gradients", "activations", "total", "margin")
 
 
 def test_what_was_not_predicted_is_new():
@@ -182,7 +183,7 @@ def test_what_was_not_predicted_is_new():
 
 @pytest.mark.parametrize("other", [plan_of("1f1b", 3).predicted(), Trace((), 2)])
 def test_traces_of_two_programs_are_not_compared(other):
-    with pytest.raises(InputError, match=r"two traces of one program; one is of 2 ranks, the other of \d"):
+    with pytest.raises(InputError, match=r"two traces of one program; they have 2 and \d ranks"):
         compared(plan_of().predicted(), other)
 
 
@@ -191,11 +192,12 @@ def test_a_report_says_what_was_found():
     text = str(Report(plan, measured_of(plan, 1, 1.2)))
     for line in (
         "1f1b on 2 ranks: 2 stages, 4 micro-batches, checkpoint never",
-        "predicted 15 ms, measured 17.4 ms (+16.0%), worst stage 1 (+20.0%)",
-        "of that +16.0% is what stages took, +0.0% what lies between their actions",
-        "no schedule of these stages on these ranks takes less than 13 ms: the predicted step is 15.4% above that",
-        "50.0% faster than an equal split (45 ms), as the search predicted",
-        "    1     1  1 → 1.2 ms  +20.0%  2 → 2.4 ms  +20.0%  12 → 14.4 ms      +20.0%",
+        "predicted 15 ms per step, measured 17.4 ms (+16.0%), largest error on stage 1 (+20.0%)",
+        "of this difference: stage compute +16.0%, gaps between actions +0.0%",
+        "no schedule of these stages on these ranks can take less than 13 ms; "
+        + "the predicted step is 15.4% above this bound",
+        "1.50x faster than an equal split (45 ms), as the search predicted",
+        "    1     1  1 → 1.2 ms   +20.0%  2 → 2.4 ms   +20.0%  12 → 14.4 ms      +20.0%",
         "    1     1       2  layer 2 .. layer 3  1 ms  2 ms    3 MiB  1 MiB   0 B",
     ):
         assert line in text.splitlines()
@@ -206,7 +208,7 @@ def test_a_report_says_what_was_found():
         "plan": "gpipe",
         "schedule": "",
         "predicted": "29 ms",
-        "to equal split": "-35.6%",
+        "than equal split": "1.55x faster",
         "measured": "",
         "bubble": "10.0%",
         "memory": "5 GiB",
@@ -220,7 +222,7 @@ def test_a_report_says_what_was_found():
 
 def test_a_report_of_a_plan_whose_layers_were_not_measured():
     report = Report(replace(plan_of(), costs=None))
-    assert report.lines == ["what a step takes is not known: layers were not measured"]
+    assert report.lines == ["the step time is unknown: layers were not measured"]
     assert [table.title for table in report.tables] == ["Stages"]
     assert "layer 0 .. layer 1" in report.text()
     assert "<img" not in report.html()
@@ -229,7 +231,7 @@ def test_a_report_of_a_plan_whose_layers_were_not_measured():
 
 def test_a_report_without_a_measured_step_is_of_what_is_predicted():
     report = Report(plan_of("zb-v", 3, 6))
-    assert report.lines[0].startswith("predicted 38 ms a step")
+    assert report.lines[0].startswith("predicted 38 ms per step")
     assert [label for label, _ in report.traces] == ["predicted"]
     assert [table.title for table in report.tables] == ["Stages", "Ranks", "Memory"]
     ranks = report.tables[1]
@@ -311,7 +313,9 @@ def test_a_report_is_saved_by_its_ending(tmp_path):
     for ending, begins in {"html": b"<!DOCTYPE html>", "png": b"\x89PNG", "svg": b"<?xml", "txt": b"1f1b on"}.items():
         report.save(tmp_path / f"report.{ending}")
         assert (tmp_path / f"report.{ending}").read_bytes().startswith(begins)
-    with pytest.raises(InputError, match=r"saved as .html, .txt, .json, .png, .svg, .pdf; got 'report.doc'; give it"):
+    with pytest.raises(
+        InputError, match=r"saved as .html, .txt, .json, .png, .svg, .pdf; got 'report.doc'; use one of"
+    ):
         report.save("report.doc")
 
 
@@ -341,10 +345,10 @@ def test_the_command_reads_plans_and_traces(tmp_path):
     arguments = ["report", str(tmp_path / "plan.json"), str(tmp_path / "trace.json")]
     shown = CliRunner().invoke(main, arguments)
     assert shown.exit_code == 0
-    assert "predicted 15 ms, measured 17.4 ms (+16.0%), worst stage 1 (+20.0%)" in shown.output
+    assert "predicted 15 ms per step, measured 17.4 ms (+16.0%), largest error on stage 1 (+20.0%)" in shown.output
     ran = CliRunner().invoke(main, [*arguments, "-o", str(tmp_path / "a.html"), "-o", str(tmp_path / "a.txt")])
     assert ran.output.count("wrote") == 2
-    assert "worst stage 1" in (tmp_path / "a.html").read_text() + (tmp_path / "a.txt").read_text()
+    assert "largest error on stage 1" in (tmp_path / "a.html").read_text() + (tmp_path / "a.txt").read_text()
     (tmp_path / "trace.json").write_text('{"traceEvents": [{"ph": "X"}]}')
     wrong = CliRunner().invoke(main, arguments)
     assert wrong.exit_code == 1
@@ -428,10 +432,10 @@ def test_devices_that_a_plan_leaves_out_are_named():
 
 def test_what_the_search_had_predicted_is_told_from_what_is_predicted_now():
     plan = plan_of(alternatives=(TAKEN,))
-    said = "the search had predicted 30 ms a step; what was weighed, and the cut, are as it saw them"
+    said = "the search predicted 30 ms per step; it compared plans and chose the split by that prediction"
     assert said in Report(plan).lines
     same = replace(plan, alternatives=(replace(TAKEN, step_s=plan.predicted().makespan_s),))
-    assert not any("the search had predicted" in line for line in Report(same).lines)
+    assert not any("the search predicted" in line for line in Report(same).lines)
 
 
 def test_a_plan_that_is_as_fast_as_a_baseline_is_said_to_be_so():
@@ -450,7 +454,7 @@ def test_the_command_says_which_ranks_are_left_out(tmp_path):
 
 def test_what_is_not_in_a_table_has_no_footnote():
     note = Report(plan_of(alternatives=(replace(TAKEN, limit_bytes=None), ALONE))).tables[0].note
-    assert "memory: of the largest rank." in note
+    assert "memory: peak of the largest rank." in note
     assert "margin" not in note
 
 

@@ -178,10 +178,10 @@ def test_numbers_stay_exact():
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
-        ((0,), {}, "whole number of micro-batches, at least 1; got 0"),
+        ((0,), {}, "num_microbatches is a whole number, at least 1; got 0"),
         ((1.5,), {}, "at least 1; got 1.5"),
-        ((2,), {"placement": (0, 1)}, "the costs have 3 stages, the placement 2"),
-        ((2,), {"max_in_flight": [1, 1]}, "got 2 for ranks up to 2; pass as many"),
+        ((2,), {"placement": (0, 1)}, "the costs have 3 stages, the placement has 2 entries"),
+        ((2,), {"max_in_flight": [1, 1]}, "got 2 numbers for ranks 0 to 2; pass 3"),
         ((2,), {"max_in_flight": 1.5}, "got 1.5; pass whole numbers"),
         ((2,), {"max_in_flight": 0}, "rank 0 has 1 stages, max_in_flight allows 0"),
         ((2,), {"placement": (0, 1, 0), "max_in_flight": 1}, "rank 0 has 2 stages, max_in_flight allows 1"),

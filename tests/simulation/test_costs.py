@@ -117,7 +117,7 @@ def test_a_number_for_all_stages_is_finite_and_not_negative(name, value):
 @pytest.mark.parametrize("length", [1, 3])
 def test_there_is_one_cost_a_stage_and_the_error_names_what_was_given(name, length):
     given = {"forward_s": [1, 1], "input_grad_s": [1, 1], "weight_grad_s": [1, 1]} | {name: [1] * length}
-    with pytest.raises(ScheduleError, match=f"forward_s has 2, {name} has {length}; give as many"):
+    with pytest.raises(ScheduleError, match=f"forward_s has 2, {name} has {length}; make them agree"):
         Costs(**given)
 
 
@@ -143,7 +143,7 @@ def test_what_may_be_left_out_takes_its_default():
 
 
 def test_a_single_number_in_place_of_one_a_stage_is_refused():
-    with pytest.raises(ScheduleError, match="one number a stage"):
+    with pytest.raises(ScheduleError, match="one number per stage"):
         Costs.from_dict({"forward_s": 1, "input_grad_s": 1, "weight_grad_s": 1})
 
 
@@ -153,5 +153,5 @@ def test_numbers_of_numpy_are_plain_ones():
 
 
 def test_links_are_links():
-    with pytest.raises(ScheduleError, match="links are pipesched's Links"):
+    with pytest.raises(ScheduleError, match=r"links are pipesched\.Links"):
         Costs.uniform(2, links={})

@@ -122,7 +122,7 @@ def test_crowding_costs_time_but_no_more_than_it_says(data):
         ({"crowding": (1, float("nan"))}, "crowding of overheads by rank 1 is nan"),
         ({"crowding": (1.1, 1.2)}, "begins with 1"),
         ({"crowding": (1, 1.2, 1.1)}, "does not fall"),
-        ({"send": 1}, "what to_dict writes"),
+        ({"send": 1}, "in the form that to_dict writes"),
     ],
 )
 def test_what_are_no_overheads_is_named(wrong, said):
@@ -131,7 +131,7 @@ def test_what_are_no_overheads_is_named(wrong, said):
 
 
 def test_costs_take_overheads_alone():
-    with pytest.raises(ScheduleError, match="overheads are pipesched's"):
+    with pytest.raises(ScheduleError, match="overheads are of type Overheads"):
         Costs.uniform(2, overheads=3)
 
 

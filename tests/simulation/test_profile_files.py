@@ -158,7 +158,7 @@ SPOILT = {
     "backward_s of layer '2' for 2 rows is 'long'": lambda v: v["sizes"]["2"]["layers"]["2"].update(backward_s="long"),
     "bytes between '0' and '1' for 2 rows is inf": lambda v: v["sizes"]["2"]["edges"][0][2].update(bytes=math.inf),
     "backward_s of layer '1' is missing": lambda v: v["sizes"]["4"]["layers"]["1"].pop("backward_s"),
-    "'2' is there for micro-batches of 2 rows, and missing for 4": lambda v: (
+    "'2' exists for micro-batches of 2 rows, but not for 4": lambda v: (
         v["sizes"]["4"]["layers"].pop("2"),
         v["sizes"]["4"]["edges"].pop(),
     ),
@@ -181,8 +181,11 @@ def test_a_profile_of_another_model_is_refused() -> None:
     profile.check_model(graph_of(model(), torch.randn(5, 8), measured=False))
     longer = nn.Sequential(*model(), nn.ReLU())
     wider = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
-    for other, said in ((longer, "layer 3 is None there, and in the model '3'"), (wider, "64 numbers there")):
-        with pytest.raises(ScheduleError, match=f"of the model that is cut; .*{said}"):
+    for other, said in (
+        (longer, "layer 3 is None in the profile and '3' in the model"),
+        (wider, "64 elements in the profile"),
+    ):
+        with pytest.raises(ScheduleError, match=f"of the pipeline's model; .*{said}"):
             profile.check_model(graph_of(other, torch.randn(2, 8), measured=False))
 
 
