@@ -65,13 +65,13 @@ NO_JSON = {
     "deep lists": ("[" * 100_000, "at most 32 deep"),
     "deep mappings": ('{"x":' * 100_000, "at most 32 deep"),
     "lists that are a little too deep": ("[" * 40 + "]" * 40, "at most 32 deep"),
-    "5,000 digits": (f'{{"x": {"9" * 5000}}}', "the file is JSON"),
+    "5,000 digits": (f'{{"x": {"9" * 5000}}}', "the file must be JSON"),
     "more than 64 bits": (f'{{"x": {10**30}}}', r"whole numbers in a file are below 2\*\*63; got 10{30}; correct it"),
-    "no text": (b"\xff\x00\xfe", "the file is JSON; .*; save it again"),
-    "half a pair": ('{"x": "\\ud800"}', "text in a file is Unicode"),
-    "a key twice": ('{"x": 1, "x": 2}', "a key stands once; 'x' stands 2 times; remove the others"),
-    "nothing": ("", "the file is JSON; .* line 1 column 1"),
-    "more": ("{} {}", "the file is JSON; Extra data: line 1 column 4"),
+    "no text": (b"\xff\x00\xfe", "the file must be JSON; .*; save it again"),
+    "half a pair": ('{"x": "\\ud800"}', "text in a file is valid Unicode"),
+    "a key twice": ('{"x": 1, "x": 2}', "a key appears once; 'x' appears 2 times; remove the duplicates"),
+    "nothing": ("", "the file must be JSON; .* line 1 column 1"),
+    "more": ("{} {}", "the file must be JSON; Extra data: line 1 column 4"),
 }
 
 
@@ -191,9 +191,9 @@ def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, s
         (["microbatches 1", "weights -1", "rank 0: 0F0 0B0"], "weight copies are numbered from 0 without a gap"),
         (
             ["microbatches 1", "route 0 0 : 0", "rank 0: 0F0 0B0"],
-            "a micro-batch visits at least one stage, and each on",
+            "a micro-batch visits at least one stage, and no sta",
         ),
-        (["microbatches 1", "slices 0", "rank 0: 0F0 0B0"], "0 a micro-batch; make them a multiple"),
+        (["microbatches 1", "slices 0", "rank 0: 0F0 0B0"], "0 a micro-batch; make the total a multiple"),
         (
             ["microbatches 1", "placement 0", "rank 0: 0F0 0SEND_F0>7 0B0"],
             "0SEND_F0>7 is outside the program's 1 stages",
@@ -233,7 +233,7 @@ def test_fake_stages_refuse_a_placement_on_ranks_that_there_are_not(placement):
     lines = ["microbatches 1", f"placement {' '.join(map(str, placement))}", "rank 0: 0F0 0B0", "rank 1: 1F0 1B0"]
     program = Program.parse("\n".join(lines))
     for use in (run_fake, lower, lambda it: run_fake(it, Costs.uniform(it.num_stages), sleeping=True)):
-        with pytest.raises(ScheduleError, match=r"every stage lies on one of the ranks|is outside|belongs to rank"):
+        with pytest.raises(ScheduleError, match=r"every stage is on one of the ranks|is outside|belongs to rank"):
             use(program)
     with pytest.raises(ScheduleError):
         simulate(program, Costs.uniform(program.num_stages))
