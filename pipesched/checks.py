@@ -39,7 +39,7 @@ def shown(value: Any) -> str:
         text = f"{value!r}"
     except (ValueError, RecursionError):  # an integer of thousands of digits; deeply nested lists
         text = "\n"
-    return text if len(text) <= _LONGEST and "\n" not in text else f"one of type {type(value).__name__}"
+    return text if len(text) <= _LONGEST and "\n" not in text else f"a value of type {type(value).__name__}"
 
 
 def is_count(value: Any, least: int = 1) -> bool:

@@ -107,8 +107,8 @@ def _check(allowed: Collection[Keep], offload_bytes_per_s: float | None) -> None
         )
     if "offload" in allowed and not offload_bytes_per_s:
         raise PartitionError(
-            "offloading takes time to copy to the host; checkpoint allows 'offload', but offload_bytes_per_s is "
-            "missing; pass the bandwidth between a device and its host, such as 20e9"
+            "offloading needs the bandwidth of copies to the host; checkpoint allows 'offload', but "
+            "offload_bytes_per_s is missing; pass the bandwidth between a device and its host, such as 20e9"
         )
 
 

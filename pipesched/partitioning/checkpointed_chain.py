@@ -150,8 +150,8 @@ class CheckpointedChain:
         single = self._single(slot)
         if single[-1] <= bound:
             return INFINITE
-        own = (single[begin] for first, last in begins for begin in range(first, min(last + 1, self._end)))
-        return min((ticks for ticks in own if ticks > bound), default=INFINITE)
+        times = (single[begin] for first, last in begins for begin in range(first, min(last + 1, self._end)))
+        return min((ticks for ticks in times if ticks > bound), default=INFINITE)
 
     def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
         """The last end within the bound of a stage with this begin, where at least one block fits."""
@@ -167,8 +167,8 @@ class CheckpointedChain:
     def _next_toll(self, ends: Sequence[Run], bound: int) -> int:
         if len(self._toll) == 1:
             return INFINITE
-        own = (self._toll[end] for first, last in ends for end in range(first, last + 1))
-        return min((ticks for ticks in own if ticks > bound), default=INFINITE)
+        tolls = (self._toll[end] for first, last in ends for end in range(first, last + 1))
+        return min((ticks for ticks in tolls if ticks > bound), default=INFINITE)
 
     def _allowed(self, ends: list[Run], bound: int) -> list[Run]:
         """The cuts of the runs whose toll is within the bound."""

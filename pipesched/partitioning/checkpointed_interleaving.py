@@ -54,9 +54,9 @@ class CheckpointedRanks:
             before = key
             for index in range(1, len(cuts) - 1):
                 for step in _STEPS:
-                    other = [*cuts[:index], cuts[index] + step, *cuts[index + 1 :]]
-                    if self._is_allowed(other, index):
-                        key, cuts = min((key, cuts), (self._key(other), other))
+                    moved = [*cuts[:index], cuts[index] + step, *cuts[index + 1 :]]
+                    if self._is_allowed(moved, index):
+                        key, cuts = min((key, cuts), (self._key(moved), moved))
             if key == before:
                 break
         return None if key[0] else self._with_choices(key[1], cuts)
@@ -75,13 +75,13 @@ class CheckpointedRanks:
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
         """The bytes above a rank's limit, and its least ticks; without the limit if its stages do not fit."""
         if (rank, stages) not in self._known:
-            the_rank = self._line_up.ranks[rank]
+            kind = self._line_up.ranks[rank]
             items = self._items(rank, stages)[1]
             excess = 0
-            ticks = self.knapsack.least(items, the_rank.limit, the_rank.speed)
-            if ticks == INFINITE and the_rank.limit is not None:
-                excess = self.knapsack.least_bytes(items) - the_rank.limit
-                ticks = self.knapsack.least(items, None, the_rank.speed)
+            ticks = self.knapsack.least(items, kind.limit, kind.speed)
+            if ticks == INFINITE and kind.limit is not None:
+                excess = self.knapsack.least_bytes(items) - kind.limit
+                ticks = self.knapsack.least(items, None, kind.speed)
             self._known[rank, stages] = excess, ticks
         return self._known[rank, stages]
 
@@ -90,16 +90,16 @@ class CheckpointedRanks:
         layers = []
         items = []
         for stage, (begin, end) in zip(self._own[rank], stages, strict=True):
-            own = [layer for block in self._members[begin:end] for layer in block]
-            layers += own
-            items += [self.knapsack.item(layer, self._line_up.slots[stage].in_flight) for layer in own]
+            of_stage = [layer for block in self._members[begin:end] for layer in block]
+            layers += of_stage
+            items += [self.knapsack.item(layer, self._line_up.slots[stage].in_flight) for layer in of_stage]
         return layers, items
 
     def _with_choices(self, bottleneck: int, cuts: Sequence[int]) -> Found:
         of_layer: dict[int, ActivationOption] = {}
-        for rank, own in enumerate(self._line_up.ranks):
+        for rank, kind in enumerate(self._line_up.ranks):
             layers, items = self._items(rank, tuple((cuts[s], cuts[s + 1]) for s in self._own[rank]))
-            of_layer.update(zip(layers, self.knapsack.chosen(items, own.limit, own.speed), strict=True))
+            of_layer.update(zip(layers, self.knapsack.chosen(items, kind.limit, kind.speed), strict=True))
         return Found(
             bottleneck=bottleneck,
             order=self.order,

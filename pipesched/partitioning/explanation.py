@@ -102,7 +102,7 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
     layers = costs.problem.blocks.layers
     cuts = costs.cuts
     for names, (slot, begin, end) in zip(stages, costs.stages, strict=True):
-        own = costs.layers(begin, end)
+        members = costs.layers(begin, end)
         chosen = [option.keep for option in costs.chosen(begin, end)]
         activations, memory = costs.held(slot, begin, end)
         yield StageSummary(
@@ -111,12 +111,12 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
             last=names[-1],
             num_layers=len(names),
             time_s=layers.seconds(costs.time(slot, begin, end)),
-            parameter_bytes=int(layers.parameter_bytes[own].sum()),
+            parameter_bytes=int(layers.parameter_bytes[members].sum()),
             activation_bytes=activations,
             memory_bytes=memory,
             bytes_in=int(cuts.sent_bytes[begin]),
             bytes_out=int(cuts.sent_bytes[end]),
-            num_parameters=int(layers.num_parameters[own].sum()),
+            num_parameters=int(layers.num_parameters[members].sum()),
             num_recomputed=chosen.count("recompute"),
             num_offloaded=chosen.count("offload"),
         )
@@ -157,8 +157,8 @@ def _busiest(costs: _StageCosts) -> str:
     rank = max(loads, key=lambda rank: (loads[rank], -rank))
     if loads[rank] < costs.found.bottleneck and not costs.found.chosen:
         return "a cut between two ranks"
-    own = [str(stage) for stage, (slot, _, _) in enumerate(costs.stages) if slot.rank == rank]
-    return f"rank {rank} (stages {', '.join(own)})"
+    of_rank = [str(stage) for stage, (slot, _, _) in enumerate(costs.stages) if slot.rank == rank]
+    return f"rank {rank} (stages {', '.join(of_rank)})"
 
 
 def _lower(problem: Problem) -> str:

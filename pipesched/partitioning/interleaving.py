@@ -68,7 +68,7 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Orders and cuts to start from: those with the fastest slowest stage, and without pins also even shares."""
+    """The orders and cuts to start from: those with the fastest slowest stage, and if no layer is pinned, even cuts."""
     in_order = list(range(len(problem.blocks)))
     if begin.found and problem.pins:
         yield begin.found.order, [0, *begin.found.ends]

@@ -188,7 +188,7 @@ def _column(names: list[Any], nodes: Sequence[Mapping[str, Any]], name: str, *, 
         missing = [layer for layer, node in zip(names, nodes, strict=True) if name not in node]
         if missing:
             raise PartitionError(
-                f"a layer has the attributes forward_s and backward_s, with communication output_bytes, and with a "
+                f"a layer needs the attributes forward_s and backward_s, for communication output_bytes, and for a "
                 f"memory limit parameter_bytes; {missing[0]!r} has no {name}; measure it"
             )
     return numbers(values, f"{name} of layer")

@@ -90,8 +90,8 @@ class Request:
             )
         if self.communication == "serial":
             raise PartitionError(
-                "checkpoint needs stages that never become faster by more layers, as they can with "
-                "communication='serial'; got both; use communication='overlap' or 'none'"
+                "checkpoint does not work with communication='serial', where one more layer can make a stage faster; "
+                "got both; use communication='overlap' or 'none'"
             )
 
     def _check_placement(self, ranks: list[Any]) -> None:
@@ -206,7 +206,7 @@ class Request:
         ancestors = frozenset(position[name] for name in nx.ancestors(self.graph, layer))
         if ancestors and not stage:
             raise PartitionError(
-                f"the layers that a layer needs are in stages before the one that it begins; {layer!r} is to begin "
+                f"a layer begins a stage only if all layers that it needs are in earlier stages; {layer!r} is to begin "
                 f"stage 0 but needs {len(ancestors)} layers; choose a later stage for it"
             )
         return Pin(int(stage), at, ancestors)

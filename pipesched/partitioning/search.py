@@ -41,17 +41,17 @@ def solve(problem: Problem, most_ideals: int) -> Solution:
     if problem.blocks.is_chain:
         found, probes = _along(problem, range(len(problem.blocks)))
         return _exact(found, 0, probes)
-    own, tried = _along(problem, range(len(problem.blocks)))
-    if own is not None and own.bottleneck == problem.lower:
-        return _exact(own, 0, tried)
+    in_order, tried = _along(problem, range(len(problem.blocks)))
+    if in_order is not None and in_order.bottleneck == problem.lower:
+        return _exact(in_order, 0, tried)
     may_be_empty = not problem.line_up.exactly and not problem.pins
     small = _reduced(problem) if may_be_empty else problem  # otherwise a stage may need a layer without cost
     ideals = enumerate_ideals(small.blocks, small.counted, most_ideals)
     if ideals is None:
-        return _along_many(problem, problem.lower, own, 0, tried)
-    known = own.bottleneck if own else INFINITE
+        return _along_many(problem, problem.lower, in_order, 0, tried)
+    known = in_order.bottleneck if in_order else INFINITE
     if problem.line_up.capped and len(ideals) > _MOST_LIMITED:
-        return _with_limits(problem, small, ideals, own, tried)
+        return _with_limits(problem, small, ideals, in_order, tried)
     return _searched(problem, small, ideals, known, tried)
 
 
@@ -98,7 +98,7 @@ def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, p
     return Solution(found=best, lower=lower, exact=exact, ideals=ideals, probes=probes)
 
 
-def _with_limits(problem: Problem, small: Problem, ideals: Ideals, own: Found | None, tried: int) -> Solution:
+def _with_limits(problem: Problem, small: Problem, ideals: Ideals, in_order: Found | None, tried: int) -> Solution:
     """Search a large lattice with memory limits.
 
     The search without limits gives a lower bound, and the answer if its partition keeps the limits. Otherwise several
@@ -106,7 +106,7 @@ def _with_limits(problem: Problem, small: Problem, ideals: Ideals, own: Found | 
     """
     line_up = problem.line_up
     free = replace(small, line_up=line_up.without_limits)
-    known = own.bottleneck if own else INFINITE
+    known = in_order.bottleneck if in_order else INFINITE
     unlimited, probes = smallest(problem.lower, known, free.lattice(ideals, known).probe)
     if unlimited is None:
         return _exact(None, len(ideals), tried + probes)
@@ -115,7 +115,7 @@ def _with_limits(problem: Problem, small: Problem, ideals: Ideals, own: Found | 
     found = _of(problem, small, replace(unlimited, slots=slots))
     if _keeps_limits(problem, found):
         return _exact(found, len(ideals), tried + probes)
-    solution = _along_many(problem, unlimited.bottleneck, own, len(ideals), tried + probes)
+    solution = _along_many(problem, unlimited.bottleneck, in_order, len(ideals), tried + probes)
     return solution if solution.found else _searched(problem, small, ideals, known, solution.probes)
 
 

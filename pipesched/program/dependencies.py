@@ -232,7 +232,7 @@ class Requirements(NamedTuple):
 
 def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requirements:
     """The dependencies of all actions."""
-    found: list[tuple[Ints, Ints]] = []
+    pairs: list[tuple[Ints, Ints]] = []
     producers = graph.ends(graph.producers)
     consumers = graph.ends(graph.consumers)
     for kind, rules in NEEDS.items():
@@ -244,10 +244,10 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
             for ends in _ends(need.at, stage, columns.peer[rows], producers, consumers):
                 chosen = ends >= 0
                 some = columns[rows[chosen]]
-                found.append((rows[chosen], _first_form(need, some, ends[chosen], index)))
-    if not found:
+                pairs.append((rows[chosen], _first_form(need, some, ends[chosen], index)))
+    if not pairs:
         return Requirements(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    row, needed = (np.concatenate(part) for part in zip(*found, strict=True))
+    row, needed = (np.concatenate(part) for part in zip(*pairs, strict=True))
     return Requirements(row, needed)
 
 
@@ -265,7 +265,7 @@ def _ends(at: _At, stage: Ints, peer: Ints, producers: Sequence[Ints], consumers
 
 def _first_form(need: _Need, columns: Columns, ends: Ints, index: Index) -> Ints:
     """For many actions at once: the row of the first form of a needed action that the program has, or -1."""
-    found = np.full(len(ends), -1, np.int64)
+    first_rows = np.full(len(ends), -1, np.int64)
     for kind in need.kinds:
         if not index.has(kind):
             continue
@@ -275,5 +275,5 @@ def _first_form(need: _Need, columns: Columns, ends: Ints, index: Index) -> Ints
             rows = index.rows(kind, columns.stage, columns.microbatch, ends)
         else:
             rows = index.rows(kind, ends, columns.microbatch)
-        found = np.where(found < 0, rows, found)
-    return found
+        first_rows = np.where(first_rows < 0, rows, first_rows)
+    return first_rows

@@ -127,7 +127,7 @@ def versions_held(columns: Columns, versions: tuple[tuple[int, ...], ...] = ()) 
     held: dict[int, list[tuple[int, int]]] = {stage: [] for stage in np.unique(columns.stage).tolist()}
     for stage, begin, end in _stashes(columns, versions):
         held[stage].append((begin, end))
-    return {stage: 1 + _most_at_once(own) for stage, own in held.items()}
+    return {stage: 1 + _most_at_once(intervals) for stage, intervals in held.items()}
 
 
 def _most_at_once(intervals: list[tuple[int, int]]) -> int:
@@ -139,26 +139,26 @@ def _most_at_once(intervals: list[tuple[int, int]]) -> int:
 
 def _stashes(columns: Columns, versions: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
     """The old weight versions to keep: (stage, row of the update that replaces it, row of its last use)."""
-    found: list[tuple[int, int, int]] = []
+    stashes: list[tuple[int, int, int]] = []
     for stage in np.unique(columns.stage[columns.are(Kind.UPDATE)]).tolist():
-        own = columns.stage == stage
-        updates = np.flatnonzero(own & columns.are(Kind.UPDATE))
-        forwards = np.flatnonzero(own & columns.are(Kind.F))
+        of_stage = columns.stage == stage
+        updates = np.flatnonzero(of_stage & columns.are(Kind.UPDATE))
+        forwards = np.flatnonzero(of_stage & columns.are(Kind.F))
         newest = np.searchsorted(updates, forwards)
         table = np.asarray(versions[stage] if versions and versions[stage] else (), np.int64)
         used = table[columns.microbatch[forwards]] if len(table) else newest
         last_use = np.full(len(updates) + 1, -1)
-        ends = np.flatnonzero(own & columns.are(*_ENDS))
+        ends = np.flatnonzero(of_stage & columns.are(*_ENDS))
         end_of = dict(zip(columns.microbatch[ends].tolist(), ends.tolist(), strict=True))
         for version, forward in zip(used.tolist(), forwards.tolist(), strict=True):
             if version < len(last_use):
                 last_use[version] = max(last_use[version], end_of.get(int(columns.microbatch[forward]), forward))
-        found += [
+        stashes += [
             (stage, update, int(last))
             for update, last in zip(updates.tolist(), last_use[:-1].tolist(), strict=True)
             if last > update
         ]
-    return found
+    return stashes
 
 
 def _any_of(pair: Ints, rows: Mask) -> Mask:

@@ -147,9 +147,9 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
     if mode == "except_last":
         spared |= _next_back(program)
     rows = np.flatnonzero(columns.are(*BACKWARDS) & ~spared)
-    again = Columns.numbered(columns.stage[rows], np.full(len(rows), CODES[Kind.R]), columns.microbatch[rows])
+    recomputes = Columns.numbered(columns.stage[rows], np.full(len(rows), CODES[Kind.R]), columns.microbatch[rows])
     before = rows - columns.overlapping[rows]
-    parts = [(before, again, 0), (np.arange(len(columns)), columns, 1)]
+    parts = [(before, recomputes, 0), (np.arange(len(columns)), columns, 1)]
     return replace(program, orders=_inserted(program.orders, parts))
 
 
@@ -159,9 +159,9 @@ def _next_back(program: Program) -> Mask:
     rows = np.flatnonzero(columns.are(*BACKWARDS, Kind.W, Kind.R))
     forwards = program.index.rows(Kind.F, columns.stage[rows], columns.microbatch[rows])
     before = np.concatenate([[-1], rows[:-1]])
-    found = np.zeros(len(columns), np.bool_)
-    found[rows] = forwards > before
-    return found
+    next_back = np.zeros(len(columns), np.bool_)
+    next_back[rows] = forwards > before
+    return next_back
 
 
 def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1) -> Program:
@@ -184,17 +184,17 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
     acts = np.flatnonzero(columns.compute & ~columns.overlapping)  # the first row of each
     going = [stage for stage, part in enumerate(program.weights) if part in stages]
     backs = np.flatnonzero(columns.are(*BACKWARDS) & np.isin(columns.stage, going))
-    own = columns[backs]
-    forwards = program.index.rows(Kind.F, own.stage, own.microbatch)
+    pairs = columns[backs]
+    forwards = program.index.rows(Kind.F, pairs.stage, pairs.microbatch)
     begin, end = (np.searchsorted(acts, rows, side="right") - 1 for rows in (forwards, backs))
-    kept = (program.index.rows(Kind.R, own.stage, own.microbatch) < 0) & (end - begin > ahead + 2)
+    kept = (program.index.rows(Kind.R, pairs.stage, pairs.microbatch) < 0) & (end - begin > ahead + 2)
     kept &= rank_of[forwards] == rank_of[backs]
     begin = begin[kept]
     end = end[kept]
-    own = own[kept]
+    pairs = pairs[kept]
 
     def copies(kind: Kind) -> Columns:
-        return Columns.numbered(own.stage, np.full(len(own), CODES[kind]), own.microbatch)
+        return Columns.numbered(pairs.stage, np.full(len(pairs), CODES[kind]), pairs.microbatch)
 
     ends = acts + columns.joined[acts]
     parts = [

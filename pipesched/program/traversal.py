@@ -170,12 +170,12 @@ def _waits(program: Program, timing: Timing | None) -> _Waits:
     row = row[order]
     needed = needed[order]
     lags = lags[order]
-    again = np.concatenate([[False], row[1:] == row[:-1]]) if len(row) else np.zeros(0, np.bool_)
+    repeated = np.concatenate([[False], row[1:] == row[:-1]]) if len(row) else np.zeros(0, np.bool_)
     first = np.full(len(columns), -1, np.int64)
     lag = np.zeros(len(columns), object)
-    first[row[~again]] = needed[~again]
-    lag[row[~again]] = lags[~again]
+    first[row[~repeated]] = needed[~repeated]
+    lag[row[~repeated]] = lags[~repeated]
     others: dict[int, list[tuple[int, Any]]] = {}
-    for at, need, late in zip(row[again].tolist(), needed[again].tolist(), lags[again].tolist(), strict=True):
+    for at, need, late in zip(row[repeated].tolist(), needed[repeated].tolist(), lags[repeated].tolist(), strict=True):
         others.setdefault(at, []).append((need, late))
     return _Waits(first.tolist(), lag.tolist(), others)

@@ -133,11 +133,11 @@ def check_routes(program: Program) -> None:
                     f"a route visits stages of the program, 0..{program.num_stages - 1}; one visits stage {stage}; "
                     f"correct the route"
                 )
-            beside = {*program.graph.producers[stage], *program.graph.consumers[stage]} - set(route)
-            if beside:
+            neighbours = {*program.graph.producers[stage], *program.graph.consumers[stage]} - set(route)
+            if neighbours:
                 raise ScheduleError(
                     f"a route takes whole chains of stages; one has stage {stage} but not its neighbour "
-                    f"{min(beside)}; add stage {min(beside)}, or remove the edge from the graph"
+                    f"{min(neighbours)}; add stage {min(neighbours)}, or remove the edge from the graph"
                 )
 
 
@@ -393,11 +393,11 @@ def _deadlock(program: Program, waits: Mapping[int, tuple[Action, Action]]) -> s
     rows = {r: program.index.row(action) for r, (action, _) in waits.items()}
     lines = [f"  {_place(program, rows[r])}: {waits[r][0]} waits for {waits[r][1]}" for r in cycle]
     others = [f"rank {r} at {action} for {need}" for r, (action, need) in waits.items() if r not in cycle]
-    behind = f"\nAlso waiting: {', '.join(others)}." if others else ""
+    also = f"\nAlso waiting: {', '.join(others)}." if others else ""
     return (
         f"deadlock: {len(cycle)} of {program.num_ranks} ranks wait for each other in a cycle\n"
         + "\n".join(lines)
-        + f"\nMove one of the awaited actions before the position where its rank waits.{behind}"
+        + f"\nMove one of the awaited actions before the position where its rank waits.{also}"
         + _grid(program, *rows.values())
     )
 
@@ -416,7 +416,7 @@ def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
         position = _first(held > limit)
         if position is not None:
             raise MemoryLimitError(
-                f"rank {rank}, position {position}: {order.action(position)} makes {held[position]} micro-batches in "
+                f"rank {rank}, position {position}: {order.action(position)} puts {held[position]} micro-batches in "
                 f"flight, but the limit is {limit} (the order's peak is {peak_in_flight(order)}). "
                 f"Run a backward before it, or raise the limit.\n" + marked_grid(program, {rank: position})
             )

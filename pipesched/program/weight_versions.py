@@ -52,16 +52,16 @@ class Uses:
 
 def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
     """The version that each micro-batch uses, by stage: as given in the program, else the newest when its F runs."""
-    found: list[tuple[int, ...]] = []
+    of_stages: list[tuple[int, ...]] = []
     for stage, rank in enumerate(program.placement):
         written = program.versions[stage] if program.versions else ()
-        own = program.orders.rank(rank)
-        own = own[own.stage == stage]
-        forwards = own.are(Kind.F)
+        actions = program.orders.rank(rank)
+        actions = actions[actions.stage == stage]
+        forwards = actions.are(Kind.F)
         table = np.full(program.num_microbatches, _NEVER)
-        table[own.microbatch[forwards]] = np.cumsum(own.are(Kind.UPDATE))[forwards]
-        found.append(written or tuple(table.tolist()))
-    return tuple(found)
+        table[actions.microbatch[forwards]] = np.cumsum(actions.are(Kind.UPDATE))[forwards]
+        of_stages.append(written or tuple(table.tolist()))
+    return tuple(of_stages)
 
 
 def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
@@ -85,7 +85,7 @@ def check_versions(program: Program) -> None:
     """
     if not program.index.has(Kind.UPDATE):
         if any(any(own) for own in program.versions):
-            raise ScheduleError("versions of weights come from updates; there is no UPDATE; add some, or no versions")
+            raise ScheduleError("updates make weight versions; there is no UPDATE; add updates, or remove the versions")
         return
     if program.num_weights < program.num_stages:
         raise ScheduleError(
@@ -120,12 +120,12 @@ def _quoted(groups: list[tuple[int, ...]], number: int) -> str:
     return f"micro-batches {', '.join(map(str, groups[number]))}" if number < len(groups) else "none"
 
 
-def _updated(program: Program, stage: int, own: list[tuple[int, Action]]) -> list[tuple[int, ...]]:
+def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) -> list[tuple[int, ...]]:
     """The micro-batches whose gradients each update of a stage applies. Raises ScheduleError if any is not applied."""
     groups: list[tuple[int, ...]] = []
     open_group: list[int] = []
     rank = program.placement[stage]
-    for position, action in own:
+    for position, action in actions:
         if action.kind in (Kind.B, Kind.W):
             open_group.append(action.microbatch)
         if action.kind is Kind.UPDATE:
@@ -145,7 +145,7 @@ def _updated(program: Program, stage: int, own: list[tuple[int, Action]]) -> lis
     return groups
 
 
-def _check_used(program: Program, stage: int, own: list[tuple[int, Action]]) -> None:
+def _check_used(program: Program, stage: int, actions: list[tuple[int, Action]]) -> None:
     """Check that each forward uses a version that exists when it runs. Raises ScheduleError."""
     wanted = program.versions[stage] if program.versions else ()
     if wanted and len(wanted) != program.num_microbatches:
@@ -155,7 +155,7 @@ def _check_used(program: Program, stage: int, own: list[tuple[int, Action]]) -> 
         )
     newest = 0
     rank = program.placement[stage]
-    for position, action in own:
+    for position, action in actions:
         if action.kind is Kind.UPDATE:
             newest += 1
         if wanted and action.kind is Kind.F and not 0 <= wanted[action.microbatch] <= newest:

@@ -237,10 +237,13 @@ def test_what_makes_it_possible_is_said():
     ("wrong", "says"),
     [
         ({"checkpoint": "recompute"}, "pass a tuple"),
-        ({"checkpoint": ("forget",)}, "some of 'recompute', 'offload'"),
+        ({"checkpoint": ("forget",)}, "the allowed options, 'recompute', 'offload'"),
         ({"checkpoint": ("offload",)}, "offload_bytes_per_s is missing"),
-        ({"checkpoint": ("recompute",), "any_order": True}, "leave one of the two out"),
-        ({"checkpoint": ("recompute",), "communication": "serial", "bandwidth_bytes_per_s": 1}, "use 'overlap'"),
+        ({"checkpoint": ("recompute",), "any_order": True}, "any_order=True and checkpoint; leave out one of them"),
+        (
+            {"checkpoint": ("recompute",), "communication": "serial", "bandwidth_bytes_per_s": 1},
+            "use communication='overlap' or 'none'",
+        ),
     ],
 )
 def test_wishes_that_cannot_be_kept(wrong, says):

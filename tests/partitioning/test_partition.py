@@ -152,7 +152,10 @@ def broken(change):
     ("graph", "match"),
     [
         (broken(lambda g: g.add_edge("layer2", "layer0")), r"without cycles; 'layer0' -> 'layer1' -> 'layer2' -> 'lay"),
-        (broken(lambda g: g.add_edge("layer1", "layer1")), r"without cycles; 'layer1' -> 'layer1' is one; .*one layer"),
+        (
+            broken(lambda g: g.add_edge("layer1", "layer1")),
+            r"without cycles; 'layer1' -> 'layer1' is a cycle; .*one layer",
+        ),
         (chain([1, 2, 3]).to_undirected(), r"directed graph without cycles; got Graph with 3 nodes.*networkx\.DiGraph"),
         (nx.DiGraph(), r"directed graph without cycles; got DiGraph with 0 nodes"),
         (broken(lambda g: g.nodes["layer1"].pop("backward_s")), r"'layer1' has no backward_s; measure it"),

@@ -221,7 +221,7 @@ def test_memory_limits_hold_at_the_peak_and_not_below(name, num_microbatches, pe
 def test_a_memory_limit_names_the_action_that_breaks_it():
     message = refused(
         schedules.get("gpipe").program(2, 3),
-        "rank 1, position 2: 1F2 makes 3 micro-batches in flight, but the limit is 2 (the order's peak is 3). "
+        "rank 1, position 2: 1F2 puts 3 micro-batches in flight, but the limit is 2 (the order's peak is 3). "
         "Run a backward before it, or raise the limit.",
         error=MemoryLimitError,
         max_in_flight=[3, 2],

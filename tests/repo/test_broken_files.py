@@ -109,7 +109,7 @@ SPAN = ["0F0", 0, 0.0, 1.0]
         ),
         (Links.from_dict, Links().to_dict() | {"special": [[0.5, 1, {}]]}, "special has the links of single pairs"),
         (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": 10**400}}, "costs are numbers below"),
-        (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": 10**5000}}, "below .* is one of type int"),
+        (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": 10**5000}}, "below .* is a value of type int"),
         (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": True}}, "latency_s of a link is a number"),
         (Links.from_dict, Links().to_dict() | {"inside": {"bytes_per_s": 1e-320}}, "a speed is above 0"),
         (Machine.from_dict, {"threds": None}, "a machine has .*; got 'threds', nearest to 'threads'"),
@@ -184,7 +184,10 @@ def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, s
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["microbatches 999999999", "route 0 : 0", "rank 0: 0F0 0B0"], "1 of 999,999,999 have, micro-batch 1 has none"),
+        (
+            ["microbatches 999999999", "route 0 : 0", "rank 0: 0F0 0B0"],
+            "1 of 999,999,999 have one, and micro-batch 1 has none",
+        ),
         (["microbatches 9999999999", "rank 0: 0F0 0B0"], "line 1: expected whole numbers; .* at most nine digits"),
         ([f"microbatches {'9' * 5000}", "rank 0: 0F0 0B0"], r"line 1: expected whole numbers; .*\(5,000 letters\)"),
         (["microbatches 1", f"rank 0: {'0F0' * 50_000}"], r"line 2: an action is .*; got '0F0.*\(150,000 letters\)"),
@@ -221,7 +224,7 @@ def test_a_cell_with_a_huge_number_is_refused(tmp_path, cell):
 def test_the_slices_of_a_micro_batch_take_one_route():
     text = str(schedules.get("chimera").program(4, 4))
     validate(Program.parse(text))
-    with pytest.raises(ScheduleError, match="the slices of a micro-batch take one route"):
+    with pytest.raises(ScheduleError, match="all slices of a micro-batch take one route"):
         validate(Program.parse("slices 4\n" + text))
     sliced = Program.parse("slices 2\n" + text)  # those of a micro-batch go back in the wrong order
     with pytest.raises(ScheduleError, match="runs too early; the slices of a micro-batch"):
