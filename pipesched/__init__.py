@@ -1,19 +1,18 @@
 """pipesched: a pipeline-parallel scheduling runtime for PyTorch.
 
-Rooms, each importing only what stands above it (docs/design.md says what is in them):
+The packages, from the bottom up. Each imports only packages listed above it (docs/design.md describes them):
 
-    errors, units, checks                       no torch, no other room
-    program, order, schedules                   a schedule as data
-    simulation, viz                             its time and memory, predicted; pictures
+    errors, units, checks                       errors, number formatting, argument checks
+    program, order, schedules                   a schedule as data; one file per schedule
+    simulation, viz                             predicted time and memory; pictures
     partitioning, planning                      layers -> stages; a request -> a plan
-    ---- below this line torch is imported ----
+    ---- the packages below import torch ----
     tensors, model, capture                     any nn.Module -> layers -> stage bodies
     runtime                                     stages, executors, transport
-    profiling, pipeline                         what layers cost; the front door
-    testing, cli                                for tests; the command
+    profiling, pipeline                         measured layer costs; the public Pipeline
+    testing, cli                                test helpers; the command line
 
-``pipesched.schedules`` holds one file a schedule, ``pipesched.viz`` draws. Names are loaded when first used, so that
-schedules can be studied without torch.
+Public names are imported on first use, so schedules can be studied without importing torch.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Checks: whether an argument is of the type that a function takes, before anything else is done with it."""
+"""Argument checks that need no torch: types, numbers, sizes and keys, each with an error that states the remedy."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,54 +24,63 @@ __all__ = [
     "shown",
 ]
 
-#: No number that pipesched is given is as large: sums of what is below it fit into floats and, of sizes, into 64 bits.
+#: Upper bound for costs and for integers in files; smaller values add up without overflowing a float.
 LARGEST = 2**63
-LARGEST_SIZE = 2**48  # bytes, 256 TiB
-_LONGEST = 80  # letters of a value that an error shows
+#: Upper bound for sizes: 256 TiB, so that sums of sizes fit into 64 bits.
+LARGEST_SIZE = 2**48
+_LONGEST = 80  # characters of a value that an error shows
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: all of a short one, the beginning of a long text, and the type of anything else."""
+    """Format a value for an error: a short repr in full, the start of a long string, otherwise only the type."""
     if isinstance(value, str) and len(value) > _LONGEST:
         return f"{value[: _LONGEST // 2]!r}... ({len(value):,} letters)"
     try:
         text = f"{value!r}"
-    except (ValueError, RecursionError):  # a whole number of thousands of digits; lists within lists
+    except (ValueError, RecursionError):  # an integer of thousands of digits; deeply nested lists
         text = "\n"
-    return text if len(text) <= _LONGEST and "\n" not in text else f"one of type {type(value).__name__}"
+    return text if len(text) <= _LONGEST and "\n" not in text else f"a value of type {type(value).__name__}"
 
 
 def is_count(value: Any, least: int = 1) -> bool:
-    """Whether it is a whole number, at least so large; True and False are none."""
+    """Whether ``value`` is an int of at least ``least``. Booleans are not counted as ints."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number of any type, but for True and False."""
+    """Whether ``value`` is an integer of any type, numpy's included. Booleans are not counted as integers."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_type(value: Any, kind: type | tuple[type, ...], rule: str, remedy: str) -> None:
-    """Raise ArgumentError unless it is of a type. rule: what the argument is; remedy: what to pass."""
+    """Raise ArgumentError unless ``value`` is an instance of ``kind``.
+
+    Args:
+        value: the argument.
+        kind: the accepted type or types.
+        rule: the rule in words, for the error.
+        remedy: the advice in words, for the error.
+
+    """
     if not isinstance(value, kind):
         raise ArgumentError(f"{rule}; got {shown(value)}; {remedy}")
 
 
 def as_list(value: Any, rule: str, remedy: str) -> list[Any]:
-    """The items of what can be gone through, but for a text. Raises ArgumentError for what cannot."""
+    """The items of an iterable as a list. Raises ArgumentError for a string and for a value that is not iterable."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ArgumentError(f"{rule}; got {shown(value)}; {remedy}")
     return list(value)
 
 
 def as_path(path: Any) -> Path:
-    """A path of a file. Raises ArgumentError for what is none."""
-    check_type(path, (str, PathLike), "path is that of a file", "pass a text or a pathlib.Path")
+    """A str or PathLike as a Path. Raises ArgumentError for any other type."""
+    check_type(path, (str, PathLike), "path names a file", "pass a str or a pathlib.Path")
     return Path(path)
 
 
 def check_number(value: Any, what: str) -> None:
-    """Raise ScheduleError for what is not a finite number, or negative, or beyond all that can be measured."""
+    """Raise ScheduleError unless ``value`` is a finite number from 0 to `LARGEST`. what: its name in the error."""
     number: Any = -1 if isinstance(value, bool) or not isinstance(value, Real) else value
     if not 0 <= number < math.inf:
         raise ScheduleError(f"costs are finite numbers, not negative; {what} is {shown(value)}; measure it again")
@@ -80,13 +89,24 @@ def check_number(value: Any, what: str) -> None:
 
 
 def check_size(value: Any, what: str) -> None:
-    """Raise ScheduleError for what is not a whole number of bytes that one stage can hold."""
+    """Raise ScheduleError unless ``value`` is a whole number of bytes below `LARGEST_SIZE`. what: its name."""
     if not is_whole(value) or not 0 <= value < LARGEST_SIZE:
         raise ScheduleError(f"sizes are whole numbers of bytes below 2**48; {what} is {shown(value)}; measure it again")
 
 
 def check_known(has: str, values: Any, known: Sequence[str]) -> None:
-    """Raise ArgumentError for what is no mapping, ScheduleError for an entry that nobody reads. has: "a plan has"."""
+    """Check that a mapping has no unknown keys.
+
+    Args:
+        has: the start of the error, such as "a plan has".
+        values: the mapping.
+        known: the keys that it may have.
+
+    Raises:
+        ArgumentError: ``values`` is not a mapping.
+        ScheduleError: a key is unknown; the error names the nearest known key.
+
+    """
     rule = f"{has} {', '.join(known)}"
     check_type(values, Mapping, rule, "save it again")
     for name in values:

@@ -1,4 +1,7 @@
-"""Errors: rule; place; numbers; remedy. Each also is the built-in type that users expect."""
+"""Every error that pipesched raises, each also a subclass of the built-in error that users expect.
+
+Messages have one form: rule; place; numbers; remedy.
+"""
 
 __all__ = [
     "ArgumentError",
@@ -16,19 +19,19 @@ __all__ = [
 
 
 class PipeschedError(Exception):
-    """The base of all errors raised by pipesched."""
+    """Base class of all errors raised by pipesched."""
 
 
 class GraphError(PipeschedError, ValueError):
-    """The model cannot be read as a graph of layers."""
+    """The model cannot be captured as a graph of layers."""
 
 
 class ModelTypeError(GraphError, TypeError):
-    """The model is of a kind that is not supported."""
+    """The model, or a function passed with it, is of an unsupported type."""
 
 
 class PartitionError(PipeschedError, ValueError):
-    """The layers cannot be cut into stages as asked."""
+    """The layers cannot be divided into the requested stages."""
 
 
 class DeviceCountError(PartitionError, IndexError):
@@ -44,16 +47,16 @@ class DeadlockError(ScheduleError):
 
 
 class MemoryLimitError(ScheduleError):
-    """A rank would hold more than its limit."""
+    """A rank would exceed its memory limit."""
 
 
 class InputError(PipeschedError, ValueError):
-    """What was given to a step does not fit: inputs, target, micro-batches."""
+    """An input, a target or an option has an invalid value."""
 
 
 class ArgumentError(InputError, TypeError):
-    """An argument is of a type that is not taken."""
+    """An argument has the wrong type."""
 
 
 class ExecutionError(PipeschedError, RuntimeError):
-    """Running a program failed for a reason that is not an exception of the user's own code."""
+    """A program failed while running, other than by an exception of the user's code."""

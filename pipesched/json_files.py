@@ -1,4 +1,4 @@
-"""JSON files: the one reader of all that pipesched keeps as JSON, and dataclasses from the plain values in them."""
+"""JSON files: the reader of every JSON file that pipesched writes, and of dataclasses stored in such files."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 from numbers import Real
 from os import PathLike
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pipesched.checks import LARGEST, as_path, check_known, check_number, is_whole, shown
 from pipesched.errors import PipeschedError, ScheduleError
@@ -14,14 +14,16 @@ from pipesched.errors import PipeschedError, ScheduleError
 __all__ = ["load_json", "maybe", "parse_json", "read_fields"]
 
 _Made = TypeVar("_Made")
-_DEEPEST = 32  # lists within lists; the files that pipesched writes have seven
+_DEEPEST = 32  # levels of nesting; the files that pipesched writes have seven
 
 
 def load_json(path: str | PathLike[str], make: Callable[[Any], _Made]) -> _Made:
-    """What ``make`` makes of the values in a JSON file.
+    """Read a JSON file and return ``make`` of its value.
 
-    Raises ScheduleError, which names the file, for what `parse_json` or ``make`` refuses; OSError where the file cannot
-    be read.
+    Raises:
+        ScheduleError: `parse_json` or ``make`` refuses the content; the error names the file.
+        OSError: the file cannot be read.
+
     """
     path = as_path(path)
     try:
@@ -31,10 +33,12 @@ def load_json(path: str | PathLike[str], make: Callable[[Any], _Made]) -> _Made:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The values in a JSON text.
+    """Parse JSON text. NaN is accepted; callers check the numbers that they read.
 
-    Raises ScheduleError where it is no JSON, where a key stands twice, where lists lie more than 32 deep, for whole
-    numbers of more than 64 bits, and for text that is not Unicode. NaN is a number here: who reads it knows its place.
+    Raises:
+        ScheduleError: the text is not JSON, repeats a key, nests deeper than 32 levels, or holds an integer of more
+            than 64 bits or a string that is not valid Unicode.
+
     """
     try:
         values = json.loads(text, object_pairs_hook=_once)
@@ -42,8 +46,8 @@ def parse_json(text: str | bytes) -> Any:
         raise _too_deep() from None
     except ScheduleError:
         raise
-    except ValueError as error:  # what is wrong, with line and column; or, of bytes, at which one
-        raise ScheduleError(f"the file is JSON; {error}; save it again, or correct it there") from None
+    except ValueError as error:  # states line and column, or for undecodable bytes the offset
+        raise ScheduleError(f"the file must be JSON; {error}; save it again, or correct it there") from None
     level = [values]
     depth = 0
     while level:
@@ -55,22 +59,25 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """An object's keys and values as a dict. Raises ScheduleError for a repeated key."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for at, name in enumerate(names) if name in names[:at])
-        raise ScheduleError(f"a key stands once; {shown(twice)} stands {names.count(twice)} times; remove the others")
-    return found
+        raise ScheduleError(
+            f"a key appears once; {shown(twice)} appears {names.count(twice)} times; remove the duplicates"
+        )
+    return values
 
 
 def _too_deep() -> ScheduleError:
     return ScheduleError(
-        f"lists and mappings of a file lie at most {_DEEPEST} deep in each other; here they lie deeper; save it again"
+        f"a file nests lists and mappings at most {_DEEPEST} deep; this one nests them deeper; save it again"
     )
 
 
 def _parts(level: Iterable[Any]) -> list[Any]:
-    """What lies directly in these values."""
+    """The direct children of these values. Raises ScheduleError for an integer or a string that is out of range."""
     parts: list[Any] = []
     for value in level:
         if isinstance(value, list):
@@ -90,36 +97,43 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ScheduleError(
-            f"text in a file is Unicode; {shown(text)} has half of a pair of surrogates; correct it"
+            f"text in a file is valid Unicode; {shown(text)} has an unpaired surrogate; correct it"
         ) from None
 
 
 def read_fields(
     kind: type[_Made], values: Any, has: str, *, partly: bool = True, **makes: Callable[[Any], Any]
 ) -> _Made:
-    """A dataclass from plain values by the names of its fields, the inverse of ``asdict``.
+    """Build a dataclass from a mapping of its fields to plain values: the inverse of ``asdict``.
 
-    has: "a link has", for messages. partly: fields with defaults may be missing. makes: by name, what makes a field of
-    its plain value, where that is not of the field's type. Raises ScheduleError for what is no mapping, for names that
-    are unknown or missing, and values of another type.
+    Args:
+        kind: the dataclass.
+        values: the mapping.
+        has: the start of an error, such as "a link has".
+        partly: whether fields with defaults may be missing.
+        makes: by field name, a function that converts the plain value, for fields of other than plain types.
+
+    Raises:
+        ScheduleError: ``values`` is not a mapping, a name is unknown or missing, or a value has the wrong type.
+
     """
-    own: Any = kind
-    names = [field.name for field in fields(own)]
+    dataclass_fields = fields(cast("Any", kind))
+    names = [field.name for field in dataclass_fields]
     what = has.rpartition(" ")[0]
     if not isinstance(values, Mapping):
         raise ScheduleError(f"{has} {', '.join(names)}; got {shown(values)}; save it again")
     check_known(has, values, names)
     hints = get_type_hints(kind)
-    given = {}
-    for field in fields(own):
+    arguments = {}
+    for field in dataclass_fields:
         name = field.name
         if name in values:
             value = values[name]
-            given[name] = makes[name](value) if name in makes else _of_type(value, hints[name], f"{name} of {what}")
+            arguments[name] = makes[name](value) if name in makes else _of_type(value, hints[name], f"{name} of {what}")
         elif not partly or (field.default is MISSING and field.default_factory is MISSING):
             raise ScheduleError(f"{has} {', '.join(names)}; {name} is missing; save it again")
-    made = kind(**given)  # whose own checks know more
-    for name, value in given.items():
+    made = kind(**arguments)  # the dataclass's own checks run first: their errors are more specific
+    for name, value in arguments.items():
         for number in value if isinstance(value, list | tuple) else (value,):
             if type(number) in (int, float):
                 check_number(number, f"{name} of {what}")
@@ -127,12 +141,12 @@ def read_fields(
 
 
 def maybe(make: Callable[[Any], _Made]) -> Callable[[Any], _Made | None]:
-    """The same for what may be None."""
+    """Extend a conversion to None: the returned function maps None to None."""
     return lambda value: None if value is None else make(value)
 
 
 def _of_type(value: Any, hint: Any, what: str) -> Any:
-    """The value, a list as a tuple where that is due. Raises ScheduleError where it is of another type."""
+    """Check a value against a type hint; convert a list to a tuple if the hint is one. Raises ScheduleError."""
     origin = get_origin(hint)
     args = get_args(hint)
     if origin in (Union, UnionType):
@@ -156,6 +170,6 @@ def _of_type(value: Any, hint: Any, what: str) -> Any:
     return value
 
 
-def _check(good: bool, value: Any, due: str, what: str) -> None:
+def _check(good: bool, value: Any, expected: str, what: str) -> None:
     if not good:
-        raise ScheduleError(f"{what} is {due}; got {shown(value)}; save it again, or correct it")
+        raise ScheduleError(f"{what} is {expected}; got {shown(value)}; save it again, or correct it")

@@ -1,4 +1,4 @@
-"""What a file with a schedule imports."""
+"""Everything that a file with a schedule imports: `schedule`, `Order`, `Shape` and the placement rules."""
 
 from pipesched.program.order import Order, Schedule, Shape, linear, loop, schedule, v
 

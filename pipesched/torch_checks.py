@@ -1,4 +1,4 @@
-"""Torch checks: what the caller of a Pipeline passed, checked. Each raises an error that says what to pass instead."""
+"""Argument checks that need torch, for `Pipeline` and `tune`. Each error states which value to pass instead."""
 
 import inspect
 import math
@@ -25,25 +25,25 @@ __all__ = [
     "as_timeout",
 ]
 
-_MOST_THREADS = 4096  # more than any machine has; the libraries behind torch end the process where they get far more
+_MOST_THREADS = 4096  # above any real machine; with far more, the libraries under torch abort the process
 
 
 def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A sample as (args, kwargs): a dict is keywords, a tuple positional, anything else one argument.
+    """A sample as (args, kwargs): a dict is keywords, a tuple positional arguments, anything else one argument.
 
-    Raises InputError where there is no tensor in it.
+    Raises InputError if the sample has no tensor with elements, or a dict with keys that are not strings.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(opened(sample)) if isinstance(leaf, Tensor)]
     if not any(tensor.numel() for tensor in tensors):
         raise InputError(
-            f"a sample is one micro-batch as an example, with a tensor of at least one row; got "
+            f"a sample is one example micro-batch, with at least one tensor of at least one row; got "
             f"{'empty tensors' if tensors else shown(sample)}; pass a tensor, a tuple of arguments or a dict of "
             f"keywords"
         )
     if isinstance(sample, dict) and not all(isinstance(name, str) for name in sample):
         raise InputError(
-            f"a dict as a sample has keywords; got the keys {shown(list(sample))}; pass ({{...}},) for an argument "
-            f"that is a dict"
+            f"a sample that is a dict holds keyword arguments; got the keys {shown(list(sample))}; pass ({{...}},) "
+            f"if the model takes a dict as its argument"
         )
     if isinstance(sample, dict):
         return (), sample
@@ -51,14 +51,17 @@ def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def as_function(function: Any, name: str, takes: Sequence[str] = ()) -> Any:
-    """A function or None, as given. takes: the arguments that it is called with, where that is known."""
+    """Return a function or None after checking it. takes: the names of its arguments, to check its signature against.
+
+    Raises ModelTypeError if it is not callable, is a Module class, or does not take these arguments.
+    """
     if function is None:
         return None
     if not callable(function):
-        raise ModelTypeError(f"{name} is a function or a Module; got {shown(function)}; pass one that can be called")
+        raise ModelTypeError(f"{name} is a function or a Module; got {shown(function)}; pass a callable")
     if isinstance(function, type) and issubclass(function, nn.Module):
         raise ModelTypeError(
-            f"{name} is a function or a Module; got the class {function.__name__}; pass one of it, "
+            f"{name} is a function or a Module; got the class {function.__name__}; pass an instance, "
             f"{function.__name__}()"
         )
     if takes:
@@ -67,32 +70,32 @@ def as_function(function: Any, name: str, takes: Sequence[str] = ()) -> Any:
 
 
 def _check_takes(function: Any, name: str, takes: Sequence[str]) -> None:
-    """Raise ModelTypeError where it is known that a function does not take so many arguments."""
+    """Raise ModelTypeError if a function's signature does not accept these positional arguments."""
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    except (TypeError, ValueError):  # one that is not written in Python
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
         signature.bind(*takes)
     except TypeError as error:
         raise ModelTypeError(
             f"{name} is called as {name}({', '.join(takes)}); got {shown(function)}, which takes {signature} "
-            f"({error}); pass one that takes these"
+            f"({error}); pass a function that takes these arguments"
         ) from None
 
 
 def as_optimizer(make: Any) -> Any:
-    """A function params -> Optimizer or None, as given. Raises ModelTypeError for what is none."""
+    """Return a function params -> Optimizer, or None, after checking it. Raises ModelTypeError."""
     if make is not None and (isinstance(make, Optimizer) or not callable(make)):
         raise ModelTypeError(
             f"optimizer is a function params -> Optimizer, called once for each stage; got {type(make).__name__}; "
-            f"pass one, such as lambda params: torch.optim.SGD(params, lr=0.1)"
+            f"pass a function, such as lambda params: torch.optim.SGD(params, lr=0.1)"
         )
     return as_function(make, "optimizer", ["params"])
 
 
 def as_devices(devices: Any) -> list[torch.device]:
-    """The devices, one a rank."""
+    """The device of each rank. Raises DeviceCountError and InputError."""
     if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
         raise DeviceCountError(
             f"devices is a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', 'cpu']"
@@ -101,7 +104,7 @@ def as_devices(devices: Any) -> list[torch.device]:
 
 
 def as_device(device: Any) -> torch.device:
-    """A device of a rank. Raises InputError and DeviceCountError."""
+    """A rank's device, ``cuda`` with its index. Raises InputError if it is no device, DeviceCountError if absent."""
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -111,35 +114,36 @@ def as_device(device: Any) -> torch.device:
         ) from None
     if place.type not in ("cpu", "cuda") or (place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()):
         raise DeviceCountError(
-            f"a rank runs on a CPU or on a CUDA device that is there; got {device!r}, "
-            f"with {torch.cuda.device_count()} CUDA devices; choose another"
+            f"a rank runs on a CPU or on an available CUDA device; got {device!r}, but there are "
+            f"{torch.cuda.device_count()} CUDA devices; choose another device"
         )
     return torch.device("cuda", torch.cuda.current_device()) if str(place) == "cuda" else place
 
 
 def as_threads(count: Any) -> int:
-    """A number of intra-op threads."""
+    """A number of intra-op threads. Raises InputError."""
     number: int = count
     if not is_count(count) or number > _MOST_THREADS:
         raise InputError(
-            f"every rank computes with at least one thread; got intra_op_threads={shown(count)}; pass 1 or more, no "
-            f"more than there are cores"
+            f"every rank computes with at least one thread; got intra_op_threads={shown(count)}; pass 1 or more, and "
+            f"no more than the machine has cores"
         )
     return number
 
 
 def as_seed(seed: Any) -> int:
-    """A seed as an int."""
+    """A seed as an int. Raises InputError."""
     try:
         return operator.index(seed)
     except TypeError:
-        raise InputError(f"a seed is a whole number; got {shown(seed)}; pass an int, or none for torch's own") from None
+        raise InputError(f"a seed is a whole number; got {shown(seed)}; pass an int, or None for torch's own") from None
 
 
 def as_timeout(timeout: Any) -> float:
-    """Seconds that a rank waits for another one."""
+    """The seconds that a rank waits for another rank. Raises InputError."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise InputError(
-            f"timeout= is how many seconds a rank waits for another one; got {shown(timeout)}; pass such as 60.0"
+            f"timeout= is the number of seconds that a rank waits for another rank; got {shown(timeout)}; pass a "
+            f"positive number, such as 60.0"
         )
     return float(timeout)

@@ -1,4 +1,4 @@
-"""Units: numbers in few digits, with the unit that makes them short."""
+"""Units: times, sizes and counts as short text, in the unit that fits them."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ __all__ = ["Unit", "byte_unit", "counted", "quote_bytes", "quote_count", "quote_
 
 
 class Unit(NamedTuple):
-    """A unit's name and how many of it make one second, one byte, or one of what is counted."""
+    """A unit: its name, and how many of it make one second or one byte."""
 
     name: str
     per_one: float
@@ -17,28 +17,28 @@ _SIZES = (Unit("GiB", 2**-30), Unit("MiB", 2**-20), Unit("KiB", 2**-10), Unit("B
 
 
 def _largest(units: tuple[Unit, ...], value: float) -> Unit:
-    """The largest unit of which ``value`` is at least one; for 0 the unit without a prefix."""
+    """The largest unit in which ``value`` is at least 1; for 0, the unit without a prefix."""
     plain = next(unit for unit in units if unit.per_one == 1)
     return next((unit for unit in units if value * unit.per_one >= 1), units[-1] if value else plain)
 
 
 def time_unit(seconds: float) -> Unit:
-    """The unit for times up to ``seconds``: s, ms or us."""
+    """The unit to show times of up to ``seconds`` in: s, ms or us."""
     return _largest(_TIMES, seconds)
 
 
 def byte_unit(size: float) -> Unit:
-    """The unit for sizes up to ``size`` bytes: B, KiB, MiB or GiB."""
+    """The unit to show sizes of up to ``size`` bytes in: B, KiB, MiB or GiB."""
     return _largest(_SIZES, size)
 
 
 def quote_time(seconds: float) -> str:
-    """A time with its unit, in four digits: ``1.25 ms``."""
+    """A time with its unit, in at most four digits: ``1.25 ms``."""
     return _quoted(seconds, time_unit(seconds), 4)
 
 
 def quote_bytes(size: float, digits: int = 3) -> str:
-    """A size with its unit: ``1.5 MiB``."""
+    """A size in bytes with its unit, in at most ``digits`` digits: ``1.5 MiB``."""
     return _quoted(size, byte_unit(size), digits)
 
 
@@ -48,16 +48,16 @@ def _quoted(value: float, unit: Unit, digits: int) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things: ``1 rank``, ``2 micro-batches``."""
+    """A count with its noun, in the plural where needed: ``1 rank``, ``2 micro-batches``."""
     many = "" if count == 1 else "es" if what.endswith("ch") else "s"
     return f"{count} {what}{many}"
 
 
 def quote_count(count: int) -> str:
-    """A number to three digits, of thousands, millions or billions."""
-    for unit, each in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= each:
-            return f"{count / each:.3g} {unit}"
+    """A count in at most three digits, with k, M or B for thousands, millions or billions."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
     return str(count)
 
 

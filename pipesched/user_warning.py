@@ -1,15 +1,15 @@
-"""A warning that points at the user's line of code."""
+"""Warnings that point at the user's line of code."""
 
 import sys
 import warnings
 
 __all__ = ["warn"]
 
-_BETWEEN = {"pipesched", "torch", "functools", "contextlib", "click"}  # packages whose frames are not the user's
+_BETWEEN = {"pipesched", "torch", "functools", "contextlib", "click"}  # frames of these packages are skipped
 
 
 def warn(text: str) -> None:
-    """Warn of something at the line from which pipesched was called, however deep in it this is."""
+    """Issue a UserWarning at the user's line that called pipesched, however deep the call stack is."""
     level = 1
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:

@@ -1,7 +1,7 @@
-"""The schedules of the field, one file each. A module that lies here is found by itself.
+"""The schedules, one file each. Every module in this folder is registered automatically.
 
-So are those of installed packages: the entry points of the group ``pipesched.schedules``, each the name of a Schedule
-or of a module that holds some. In the package's pyproject.toml:
+Installed packages can add schedules by entry points of the group ``pipesched.schedules``. Each entry point names a
+Schedule, or a module that holds Schedules. In the package's pyproject.toml:
 
     [project.entry-points."pipesched.schedules"]
     mine = "my_package.schedules"
@@ -25,18 +25,20 @@ _GROUP = "pipesched.schedules"
 
 
 @cache
-def _found() -> dict[str, Schedule]:
-    found: dict[str, Schedule] = {}
-    for value in (*_own(), *_installed()):
-        taken = found.setdefault(value.name, value)
-        if taken is not value:
+def _registered() -> dict[str, Schedule]:
+    """All schedules by their names in lower case, sorted. Raises ScheduleError if two share a name."""
+    registered: dict[str, Schedule] = {}
+    for schedule in (*_built_in(), *_installed()):
+        taken = registered.setdefault(schedule.name.lower(), schedule)
+        if taken is not schedule:
             raise ScheduleError(
-                f"a schedule's name is its own; {value.name!r} of {value.module} is taken by {taken.module}; rename one"
+                f"every schedule has a different name, whatever the case; {schedule.name!r} of {schedule.module} is "
+                f"taken by {taken.module}; rename one"
             )
-    return dict(sorted(found.items()))
+    return dict(sorted(registered.items()))
 
 
-def _own() -> Iterator[Schedule]:
+def _built_in() -> Iterator[Schedule]:
     for info in pkgutil.iter_modules(__path__):
         yield from _held_by(importlib.import_module(f"{__name__}.{info.name}"))
 
@@ -47,7 +49,7 @@ def _installed() -> Iterator[Schedule]:
         schedules = [value] if isinstance(value, Schedule) else _held_by(value)
         if not schedules:
             raise ScheduleError(
-                f"an entry point of {_GROUP!r} names a Schedule or a module that holds some; {_place(entry)} is "
+                f"an entry point of {_GROUP!r} names a Schedule or a module with Schedules; {_place(entry)} is "
                 f"{value!r}; decorate its function with @pipesched.schedule, or correct the package"
             )
         yield from schedules
@@ -55,15 +57,15 @@ def _installed() -> Iterator[Schedule]:
 
 def _held_by(value: object) -> list[Schedule]:
     held = vars(value).values() if isinstance(value, ModuleType) else ()
-    return [each for each in held if isinstance(each, Schedule)]
+    return [schedule for schedule in held if isinstance(schedule, Schedule)]
 
 
 def _loaded(entry: EntryPoint) -> object:
     try:
         return entry.load()
-    except Exception as error:  # whatever a package of others raises
+    except Exception as error:  # a third-party package may raise anything
         raise ScheduleError(
-            f"an entry point of {_GROUP!r} can be imported; {_place(entry)} raises {type(error).__name__}: {error}; "
+            f"an entry point of {_GROUP!r} must be importable; {_place(entry)} raises {type(error).__name__}: {error}; "
             f"repair or uninstall the package"
         ) from error
 
@@ -74,18 +76,31 @@ def _place(entry: EntryPoint) -> str:
 
 
 def names(*, sliced: bool = False) -> list[str]:
-    """The names of all schedules, sorted; those that run token slices, which not every model can, only if ``sliced``.
+    """List the names of all schedules, sorted.
 
-    Raises ScheduleError where two have one name or a package's are broken.
+    Args:
+        sliced: whether to include schedules that cut micro-batches into token slices, which only some models can run.
+            Default: False.
+
+    Raises:
+        ScheduleError: two schedules have the same name, or an installed package's entry point is broken.
+
     """
-    return [name for name, each in _found().items() if sliced or "slices_per_microbatch" not in each.options]
+    schedules = _registered().values()
+    return [schedule.name for schedule in schedules if sliced or "slices_per_microbatch" not in schedule.options]
 
 
 def get(name: str) -> Schedule:
-    """The schedule of this name. Raises ScheduleError listing the known ones."""
-    found = _found()
-    if not isinstance(name, str) or name not in found:
-        near = difflib.get_close_matches(name, found, 1, 0.5) if isinstance(name, str) else []
-        hint = f"; the nearest is {near[0]!r}" if near else ""
+    """Return the schedule with this name, in any case: "1f1b" and "1F1B" are the same schedule.
+
+    Raises:
+        ScheduleError: no schedule has this name. The error lists the known names.
+
+    """
+    registered = _registered()
+    key = name.lower() if isinstance(name, str) else ""
+    if key not in registered:
+        near = difflib.get_close_matches(key, registered, 1, 0.5)
+        hint = f"; the nearest is {registered[near[0]].name!r}" if near else ""
         raise ScheduleError(f"unknown schedule; got {shown(name)}; choose one of: {', '.join(names())}{hint}")
-    return found[name]
+    return registered[key]

@@ -6,17 +6,17 @@ from pipesched.program.generators.dual_pipe import eight_steps
 
 @schedule("dualpipe", placement=v, num_chains=2)
 def dualpipe(rank: int, shape: Shape) -> Order:
-    """Micro-batches start at both ends; forwards of one way overlap with backwards of the other. DeepSeek-AI 2024.
+    """Micro-batches start at both ends; forwards of one direction overlap backwards of the other. DeepSeek-AI 2024.
 
-    Each rank holds its part of the model for both directions: twice the weights, whose gradients are summed after the
-    step. An overlapped pair hides the communication of one in the computation of the other.
+    Each rank holds one stage of each direction, so two ranks hold the same weights; their gradients are summed after
+    the step. In an overlapped pair the communication of one action is hidden behind the computation of the other.
 
-    Bubble (p/2-1)(F&B + B - 3W) for F = I >= W and even m >= 2p; every rank then holds p + 1 micro-batches at most.
-    For an even number of ranks; an odd or smaller number of micro-batches runs the same order with gaps.
+    Bubble (p/2-1)(F&B + B - 3W) for F = I >= W and even m >= 2p; every rank then holds at most p + 1 micro-batches.
+    The number of ranks must be even. An odd or smaller number of micro-batches runs the same order with gaps.
     """
     half = shape.even_ranks() // 2
     down, up = shape.chunks(rank)
-    near, far = (down, up) if rank < half else (up, down)  # what starts at this half's end comes first
+    near, far = (down, up) if rank < half else (up, down)  # near: the stage of the micro-batches that start at this end
     place = min(rank, shape.num_ranks - 1 - rank)
     count = -(-shape.num_microbatches // 2)
     return eight_steps(Order(shape), near, far, depth=half, place=place, count=count)

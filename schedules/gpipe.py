@@ -10,7 +10,7 @@ def gpipe(rank: int, shape: Shape) -> Order:
     rank 0 | F0 F1 F2 F3             B0 B1 B2 B3
     rank 1 |    F0 F1 F2 F3       B0 B1 B2 B3
 
-    Bubble (p-1)(F+B); holds every micro-batch at once.
+    Bubble (p-1)(F+B); every rank holds all micro-batches at once.
     """
     order = Order(shape)
     for _ in range(shape.num_microbatches):

@@ -6,12 +6,12 @@ from pipesched.program.generators.list_scheduling import backward_first, whole_w
 
 @schedule("hanayo", placement=v, chunks_per_rank=2)
 def hanayo(shape: Shape) -> list[Order]:
-    """W waves: 2W chunks a rank in zig-zag, and backwards as soon as they can run. Hanayo, Liu et al. 2023.
+    """W waves of stages, 2W chunks a rank in zig-zag; backwards run as early as possible. Hanayo, Liu et al. 2023.
 
-    One wave unless chunks_per_rank is 4 (two waves), 6, ... Each action as early as it can start, whole backwards
-    first; the waves turn on the first and the last rank, where a message costs nothing.
+    chunks_per_rank is 2 for one wave (the default), 4 for two, and so on. Each action starts as early as possible,
+    backwards before forwards. The waves turn at the first and the last rank, where no message is needed.
 
-    Bubble of about (2p-2)/(3pW+p-1) of the makespan for m = p and B = 2F; every rank holds p micro-batches at most.
+    The bubble is about (2p-2)/(3pW+p-1) of the makespan for m = p and B = 2F; every rank holds at most p micro-batches.
     """
     whole_waves(shape)
     p = shape.num_ranks

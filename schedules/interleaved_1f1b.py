@@ -7,9 +7,10 @@ from pipesched.order import Order, Shape, loop, schedule
 
 @schedule("interleaved-1f1b", placement=loop, chunks_per_rank=2)
 def interleaved_1f1b(rank: int, shape: Shape) -> Order:
-    """1F1B over v chunks a rank, which cuts the bubble by v. Megatron-LM, Narayanan et al. 2021.
+    """1F1B over v chunks a rank, which divides the bubble by v. Megatron-LM, Narayanan et al. 2021.
 
-    Forwards run group by group, in a group chunk by chunk; backwards likewise with the chunks reversed.
+    Micro-batches run in groups of p or more. The forwards of a group run chunk by chunk, its backwards in the reverse
+    order of the chunks.
 
     Bubble (p-1)(F+B)/v; rank 0 holds p + (p-1)/v micro-batches.
     """

@@ -7,9 +7,11 @@ from pipesched.order import Order, Shape, loop, schedule
 
 @schedule("interleaved-zb", placement=loop, chunks_per_rank=2)
 def interleaved_zb(rank: int, shape: Shape) -> Order:
-    """Interleaved 1F1B whose cool-down is filled with weight gradients, each r steps late. Qi et al. 2023.
+    """Interleaved 1F1B with a cool-down filled by weight gradients. Qi et al. 2023.
 
-    Bubble (p-1)(F+I-min(F,W))/v for m a multiple of p; every rank holds p micro-batches at most.
+    On rank r, each weight gradient runs r backwards after its input gradient.
+
+    Bubble (p-1)(F+I-min(F,W))/v for m a multiple of p; every rank holds at most p micro-batches.
     """
     order, (forwards, backwards) = Order(shape), shape.interleaved(rank)
     warm_up = (shape.num_ranks - 1 - rank) + (shape.chunks_per_rank - 1) * shape.groups()[0]

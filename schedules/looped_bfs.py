@@ -5,9 +5,9 @@ from pipesched.order import Order, Shape, loop, schedule
 
 @schedule("looped-bfs", placement=loop, chunks_per_rank=2)
 def looped_bfs(rank: int, shape: Shape) -> Order:
-    """All micro-batches through each chunk before the next one. Breadth-First, Lamy-Poirier 2022.
+    """GPipe over several chunks: all micro-batches pass one chunk before the next. Breadth-First, Lamy-Poirier 2022.
 
-    Bubble (p-1)(F+B)/v for m >= p; holds every micro-batch at once.
+    Bubble (p-1)(F+B)/v for m >= p; every rank holds all micro-batches at once.
     """
     order, chunks = Order(shape), shape.chunks(rank)
     for chunk in chunks:

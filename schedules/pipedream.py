@@ -5,10 +5,10 @@ from pipesched.order import Order, Shape, schedule
 
 @schedule("pipedream")
 def pipedream(rank: int, shape: Shape, *, vertical_sync: bool = False) -> Order:
-    """1F1B that never drains: every backward is followed by an update. PipeDream, Narayanan et al. 2019.
+    """1F1B that never drains, with an update after every backward. PipeDream, Narayanan et al. 2019.
 
-    Rank r computes with weights that are p-1-r updates old, forward and backward of a micro-batch with the same ones:
-    it stashes p-r versions. vertical_sync: all ranks use those that rank 0 used, p-1 updates old.
+    Rank r computes with weights that are p-1-r updates old. A micro-batch's forward and backward use the same version,
+    so rank r stashes p-r versions. With vertical_sync=True all ranks use the version of rank 0, p-1 updates old.
 
     No bubble in the steady state; rank r holds p-r micro-batches.
     """

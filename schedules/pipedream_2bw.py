@@ -5,10 +5,11 @@ from pipesched.order import Order, Shape, schedule
 
 @schedule("pipedream-2bw")
 def pipedream_2bw(rank: int, shape: Shape) -> Order:
-    """1F1B that never drains, with one update a step, one step old on every rank. PipeDream-2BW, Narayanan et al. 2021.
+    """1F1B that never drains, with one update a step, and weights one step old. PipeDream-2BW, Narayanan et al. 2021.
 
-    Gradients add up over the micro-batches of a step; the next step still uses the weights from before. Two versions
-    are held, where a step has at least p-1 micro-batches; fewer need older ones.
+    The gradients of a step's micro-batches are summed and applied at its end. The next step still uses the weights from
+    before this update. If a step has at least p-1 micro-batches, every rank holds two versions of its weights; with
+    fewer micro-batches it uses and holds older ones, too.
 
     No bubble in the steady state; rank r holds p-r micro-batches.
     """

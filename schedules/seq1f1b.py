@@ -5,12 +5,13 @@ from pipesched.order import Order, Shape, schedule
 
 @schedule("seq1f1b", slices_per_microbatch=2)
 def seq1f1b(rank: int, shape: Shape) -> Order:
-    """1F1B whose units are k slices of a sequence, the later ones attending to the earlier. Seq1F1B, Sun et al. 2024.
+    """1F1B over k token slices of each micro-batch; later slices attend to earlier ones. Seq1F1B, Sun et al. 2024.
 
-    Backwards take a micro-batch's slices from the last to the first. Costs are those of one slice.
+    Forwards take a micro-batch's slices from the first to the last, backwards from the last to the first. Costs are per
+    slice.
 
-    Bubble (p-1)(F+B)/k for slices of equal time; rank r holds (p-1-r+k)/k micro-batches. Programs of it are checked,
-    drawn and simulated; running one needs layers that keep what earlier slices left, which no layer says of itself.
+    Bubble (p-1)(F+B)/k for slices of equal time; rank r holds (p-1-r+k)/k micro-batches. Its programs can be validated,
+    drawn and simulated, but not run: layers would have to keep the keys and values of earlier slices.
     """
     order = Order(shape)
     for _ in range(shape.num_ranks - 2 - rank + shape.slices_per_microbatch):

@@ -6,13 +6,15 @@ from pipesched.program.generators.building_blocks import repeated
 
 @schedule("v-half", placement=v, chunks_per_rank=2)
 def v_half(shape: Shape) -> list[Order]:
-    """Two chunks a rank, down the ranks and up again, repeating a block of forwards two slots apart. Qi et al. 2024.
+    """Two chunks a rank in a V, from a block with forwards two slots apart. V-Half, Qi et al. 2024.
 
-    Every rank holds floor((p+2)/2) micro-batches at most. For equal times and m >= p the bubble is 3p-4 chunk times
-    for odd p, 3p-7 for even p from 4 on.
+    Stages go down the ranks and up again.
+
+    Every rank holds at most floor((p+2)/2) micro-batches. For equal times and m >= p the bubble is 3p-4 chunk times for
+    odd p, and 3p-7 for even p >= 4.
     """
     p, block = shape.num_ranks, {}
-    wait = 0 if p % 2 else 3  # keeps the passes of each rank apart, modulo 6
+    wait = 0 if p % 2 else 3  # so that no two passes of a rank share a slot, modulo 6
     for rank in range(p):
         down, up = shape.exactly(2, rank)
         block[down] = 2 * rank, 6 * p + wait - 2 - rank

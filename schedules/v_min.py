@@ -6,13 +6,15 @@ from pipesched.program.generators.building_blocks import repeated
 
 @schedule("v-min", placement=v, chunks_per_rank=2)
 def v_min(shape: Shape) -> list[Order]:
-    """Two chunks a rank, down the ranks and up again, repeating the shortest block there is. Qi et al. 2024.
+    """Two chunks a rank in a V, from the shortest possible block. V-Min, Qi et al. 2024.
 
-    Every rank holds floor((p+4)/3) micro-batches at most. For equal times and m >= p the bubble is 4p-5 chunk times,
-    4p-7 for p a multiple of 3; with unequal ones it grows with m.
+    Stages go down the ranks and up again.
+
+    Every rank holds at most floor((p+4)/3) micro-batches. For equal times and m >= p the bubble is 4p-5 chunk times,
+    4p-7 if p is a multiple of 3. With unequal times it grows with m.
     """
     p, block = shape.num_ranks, {}
-    wait = 0 if p % 3 else 2  # keeps the passes of each rank apart, modulo 6
+    wait = 0 if p % 3 else 2  # so that no two passes of a rank share a slot, modulo 6
     for rank in range(p):
         down, up = shape.exactly(2, rank)
         block[down] = rank, 4 * p + wait - 1 - rank

@@ -13,11 +13,16 @@ if TYPE_CHECKING:
 def zb_auto(
     shape: Shape, *, costs: "Costs | None" = None, max_in_flight: int | None = None, weight_grad_share: float = 1
 ) -> list[Order]:
-    """Made for measured costs and a memory limit by a greedy heuristic with all its open choices tried. Qi et al. 2023.
+    """A greedy heuristic for the given stage costs and memory limit. Zero Bubble, Qi et al. 2023.
 
-    Its span is never longer than that of ZB-H1. costs: one number a stage; equal ones unless given. max_in_flight: the
-    micro-batches that a rank may hold at once; p unless given (ZB-1p), 2p is ZB-2p.
-    weight_grad_share: what is held from I to W as a share of a micro-batch's activations, by which ZB-2p is measured:
-    32 / (34 + 5as/h) for a transformer with a heads, hidden size h and s tokens. 1 counts it whole until W ends.
+    The heuristic leaves three choices open. All combinations are tried, and ZB-H1 if the limit allows it; the order
+    with the shortest span is taken.
+
+    Options: costs, the seconds of each stage (default: all equal).
+
+    max_in_flight, the most micro-batches that a rank may hold at once (default: p, which is ZB-1p; 2p is ZB-2p).
+
+    weight_grad_share, the share of a micro-batch's activations that stays in memory from I to W (default: 1). The
+    paper's ZB-2p uses 32 / (34 + 5as/h) for a transformer with a heads, hidden size h and s tokens.
     """
     return zero_bubble(shape, costs, max_in_flight=max_in_flight, weight_grad_share=weight_grad_share)

@@ -5,12 +5,12 @@ from pipesched.order import Order, Shape, schedule
 
 @schedule("zb-h1")
 def zb_h1(rank: int, shape: Shape) -> Order:
-    """Split the backward and fill the cool-down with weight gradients. Zero Bubble, Qi et al. 2023.
+    """1F1B with a split backward; weight gradients fill the cool-down. Zero Bubble, Qi et al. 2023.
 
     rank 0 | F0 F1       I0 W0 F2 I1 W1 F3 I2 W2    I3 W3
     rank 1 |    F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
 
-    Bubble (p-1)(F+I-W); every rank holds p micro-batches at most.
+    Bubble (p-1)(F+I-W); every rank holds at most p micro-batches.
     """
     order = Order(shape)
     for _ in range(shape.num_ranks - 1 - rank):

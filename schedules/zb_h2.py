@@ -5,9 +5,9 @@ from pipesched.order import Order, Shape, schedule
 
 @schedule("zb-h2")
 def zb_h2(rank: int, shape: Shape) -> Order:
-    """Run ahead twice as far and fill every gap with weight gradients. Zero Bubble, Qi et al. 2023.
+    """Twice the warm-up of ZB-H1; weight gradients fill every gap. Zero Bubble, Qi et al. 2023.
 
-    Span bubble (p-1) max(0, F+I-2W) for m >= 2p-1 and W <= F; every rank holds 2p-1 micro-batches at most.
+    Span bubble (p-1) max(0, F+I-2W) for m >= 2p-1 and W <= F; every rank holds at most 2p-1 micro-batches.
     """
     order, m, limit = Order(shape), shape.num_microbatches, 2 * shape.num_ranks - 1
     started = min(m, 2 * (shape.num_ranks - 1 - rank) + 1)

@@ -5,10 +5,10 @@ from pipesched.order import Order, Shape, schedule, v
 
 @schedule("zb-v", placement=v, chunks_per_rank=2)
 def zb_v(rank: int, shape: Shape) -> Order:
-    """Two chunks a rank, down the ranks and up again; the last stage lies beside the first. Qi et al. 2023.
+    """Two chunks a rank in a V: rank 0 holds the first and the last stage. ZB-V, Qi et al. 2023.
 
-    Span bubble (p-1)(I-W) for W <= F <= I, so 0 at equal times; every rank holds p micro-batches at most.
-    Written for m >= 2p-1; fewer run the same order with gaps.
+    Span bubble (p-1)(I-W) for W <= F <= I, which is 0 for equal times; every rank holds at most p micro-batches.
+    Designed for m >= 2p-1; fewer micro-batches run the same order with gaps.
     """
     order, (down, up) = Order(shape), shape.exactly(2, rank)
     p, ahead = shape.num_ranks, shape.num_ranks - rank

@@ -1,6 +1,7 @@
-"""What ``pipesched.partitioning.partition`` is made of: a graph, what it may be cut into, the search, and the answer.
+"""Partitioning: divides a graph of layers into pipeline stages with the smallest possible bottleneck.
 
-``layers`` reads a graph's costs as whole numbers; ``blocks`` are layers that share a stage. ``slots`` say what the
-stages may be, ``problem`` puts both together. ``bisection`` looks for the smallest bottleneck that a probe admits;
-``chain`` probes one order of the layers, ``lattice`` all orders at once. ``search`` chooses between them.
+``layer_arrays`` reads the costs of a graph as integers, and ``blocks`` groups layers that share a stage. ``slots`` has
+the stages that a partition may have, and ``problem`` combines blocks and slots. ``bisection`` searches for the smallest
+bottleneck with a probe: ``chain`` probes one order of the layers, ``lattice`` all orders at once. ``search`` chooses
+between them.
 """

@@ -1,6 +1,6 @@
-"""Activation options: what may be done with what a layer saves for its backward, and what each option costs.
+"""Activation options: the time and memory of a layer if its activations are held, recomputed, or offloaded.
 
-It may be held, recomputed, or taken to the host. `pipesched.partitioning.knapsack` takes one option for each layer.
+`pipesched.partitioning.knapsack` chooses one option for each layer.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,41 +16,47 @@ from pipesched.program.checkpoint_options import LayerCheckpoint
 
 __all__ = ["ActivationOption", "activation_options", "with_copies"]
 
-_ON_DEVICE = 3  # micro-batches whose offloaded activations are there at once: one leaves, one is used, one comes back
-_MOST = 2**59  # ticks of all copies one way; leaves room in 64 bits
+_ON_DEVICE = 3  # micro-batches with offloaded activations on the device: one leaving, one in use, one returning
+_MOST = 2**59  # upper bound for the ticks of all copies one way, so that sums fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOption:
-    """One thing that may be done with a layer's activations, and what it costs."""
+    """One way to treat a layer's activations, with its time and memory."""
 
-    #: None: they are held.
+    #: "recompute" or "offload"; None: the activations are held.
     keep: LayerCheckpoint | None
-    #: Forward and backward, with a second forward where that is done.
+    #: The time of forward, backward and recomputation.
     ticks: int
-    #: Held throughout a step.
+    #: Bytes held throughout a step.
     fixed_bytes: int
-    #: Held for each micro-batch in flight, but for no more than ``most_in_flight``.
+    #: Bytes held for each micro-batch in flight, up to ``most_in_flight`` micro-batches.
     flight_bytes: int
     most_in_flight: int | None = None
-    #: Needed while the layer runs; of a rank's layers one runs at a time.
+    #: Bytes needed only while the layer runs. A rank runs one of its layers at a time.
     working_bytes: int = 0
-    #: Of a copy to the host, and of one back, which go on beside (``with_copies``).
+    #: The time of a copy to the host, and of the copy back. Copies overlap with compute, see ``with_copies``.
     copy_ticks: int = 0
-    #: Of the first forward, the same for all options of a layer.
+    #: The time of the first forward, the same for all options of a layer.
     forward_ticks: int = 0
 
     def held_bytes(self, in_flight: int) -> int:
-        """What the layer holds with so many micro-batches in flight."""
+        """The bytes that the layer holds with ``in_flight`` micro-batches in flight."""
         counted = in_flight if self.most_in_flight is None else min(in_flight, self.most_in_flight)
         return self.fixed_bytes + self.flight_bytes * counted
 
 
 def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
-    """What a stage takes for a micro-batch: numbers, or an array of each. ticks: all that it computes.
+    """The time of a stage for a micro-batch, with copies to the host and back.
 
-    One action lies between the begin of a copy and what waits for its end: of 1F1B a backward, while a copy leaves, and
-    a forward, while one comes back; of GPipe the other way round. So neither is shorter than the copy beside it.
+    A copy overlaps with one compute action. In 1F1B the copy to the host overlaps with a backward and the copy back
+    with a forward; in GPipe it is the other way round. A forward or backward takes at least as long as its copy.
+
+    Args:
+        forward: ticks of the forwards, a number or an array.
+        ticks: ticks of all compute: forwards, backwards and recomputation.
+        copies: ticks of the copies, one way.
+
     """
     return np.maximum(forward, copies) + np.maximum(ticks - forward, copies)
 
@@ -58,13 +64,13 @@ def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
 def activation_options(
     graph: "nx.DiGraph[Any]", layers: Layers, allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | None
 ) -> list[tuple[ActivationOption, ...]]:
-    """The options of each layer, the one that holds everything first. Raises PartitionError for missing costs."""
+    """The options of each layer, the option to hold everything first. Raises PartitionError for missing costs."""
     _check(allowed, offload_bytes_per_s)
     made = []
     for place, name in enumerate(layers.names):
         node = graph.nodes[name]
         held_bytes = int(layers.activation_bytes[place])
-        again = round(float(numbers([node["forward_s"]], "forward_s of layer")[0]) * layers.ticks_per_s)
+        forward = round(float(numbers([node["forward_s"]], "forward_s of layer")[0]) * layers.ticks_per_s)
         ticks = int(layers.ticks[place])
         hold = ActivationOption(
             keep=None,
@@ -72,7 +78,7 @@ def activation_options(
             fixed_bytes=int(layers.state_bytes[place]),
             flight_bytes=held_bytes,
             working_bytes=_working(node),
-            forward_ticks=min(again, ticks),
+            forward_ticks=min(forward, ticks),
         )
         options = [hold]
         if "recompute" in allowed:
@@ -80,7 +86,7 @@ def activation_options(
                 replace(
                     hold,
                     keep="recompute",
-                    ticks=ticks + again,
+                    ticks=ticks + forward,
                     flight_bytes=min(_input_bytes(graph, name), held_bytes),
                     working_bytes=hold.working_bytes + held_bytes,
                 )
@@ -93,16 +99,16 @@ def activation_options(
 
 
 def _check(allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | None) -> None:
-    known = "recompute", "offload"  # what the others spare and cost is not measured
-    if isinstance(allowed, str) or not isinstance(allowed, Collection) or not all(word in known for word in allowed):
+    known = "recompute", "offload"  # for other options, time and memory are not measured
+    if isinstance(allowed, str) or not isinstance(allowed, Collection) or not all(keep in known for keep in allowed):
         raise PartitionError(
-            f"checkpoint says what may be done with saved activations, some of {', '.join(map(repr, known))}; got "
-            f"{allowed!r}; pass a tuple, such as ('recompute',)"
+            f"checkpoint is a collection of the allowed options, {', '.join(map(repr, known))}; got {allowed!r}; pass "
+            f"a tuple, such as ('recompute',)"
         )
     if "offload" in allowed and not offload_bytes_per_s:
         raise PartitionError(
-            "copies to the host take time; checkpoint allows 'offload', offload_bytes_per_s is missing; pass the "
-            "bandwidth between a rank's device and its host, such as 20e9"
+            "offloading needs the bandwidth of copies to the host; checkpoint allows 'offload', but "
+            "offload_bytes_per_s is missing; pass the bandwidth between a device and its host, such as 20e9"
         )
 
 
@@ -112,12 +118,12 @@ def _working(node: Mapping[str, Any]) -> int:
 
 
 def _input_bytes(graph: "nx.DiGraph[Any]", layer: Any) -> int:
-    """What a layer is given: measured, or what edges bring, each tensor once."""
+    """The bytes of a layer's input: as measured, otherwise the tensors of its incoming edges, each counted once."""
     if "input_bytes" in graph.nodes[layer]:
         return round(float(numbers([graph.nodes[layer]["input_bytes"]], "input_bytes of layer")[0]))
-    brought: dict[Any, float] = {}
-    along: list[tuple[Any, Any, Any]] = list(graph.in_edges(layer, data="tensors"))
-    for maker, _, tensors in along:
-        own = {None: graph.nodes[maker].get("output_bytes", 0)} if tensors is None else tensors
-        brought.update({(maker, name): size for name, size in own.items()})
-    return round(sum(brought.values()))
+    inputs: dict[Any, float] = {}
+    edges: list[tuple[Any, Any, Any]] = list(graph.in_edges(layer, data="tensors"))
+    for producer, _, tensors in edges:
+        sizes = {None: graph.nodes[producer].get("output_bytes", 0)} if tensors is None else tensors
+        inputs.update({(producer, name): size for name, size in sizes.items()})
+    return round(sum(inputs.values()))

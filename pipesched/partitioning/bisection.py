@@ -1,4 +1,4 @@
-"""The smallest bottleneck that a probe admits, by exact bisection on whole numbers (Pinar and Aykanat 2004)."""
+"""Exact bisection on integers for the smallest bottleneck of a partition (Pinar and Aykanat 2004)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,31 +13,39 @@ INFINITE = 2**61  # above every number of ticks
 
 @dataclass(frozen=True)
 class Fails:
-    """No partition is within the bound, nor within any below ``following``."""
+    """A probe's answer that no partition is within the bound."""
 
+    #: No partition is within any bound below this one.
     following: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A partition within the bound."""
+    """A probe's answer: a partition within the bound."""
 
-    #: In ticks.
+    #: The bottleneck in ticks.
     bottleneck: int
     #: The blocks in the order of the stages.
     order: list[int]
-    #: Where each stage ends in that order.
+    #: The position in ``order`` at which each stage ends.
     ends: list[int]
     #: The slot of each stage.
     slots: list[Slot]
-    #: What is done with each layer's activations, where that was to be chosen.
+    #: The option of each layer; empty if there was no choice.
     chosen: tuple[ActivationOption, ...] = ()
 
 
 def smallest(low: int, guess: int, probe: Callable[[int], Found | Fails]) -> tuple[Found | None, int]:
-    """The partition of the smallest bottleneck and how many probes that took; none where no bound is enough.
+    """Find the partition with the smallest bottleneck.
 
-    probe: what is within a bound. low: no bottleneck is below. guess: a bound that is likely enough.
+    Args:
+        low: a lower bound of the bottleneck, in ticks.
+        guess: the first bound to probe, likely to be large enough.
+        probe: returns a partition within a bound, or `Fails`.
+
+    Returns:
+        The partition, or None if there is none within any bound; and the number of probes.
+
     """
     probes = 1
     best = probe(guess)

@@ -1,4 +1,4 @@
-"""Layers that always share a stage, as one block; and what lies before each place where stages may be cut."""
+"""Blocks of layers that always share a stage, and the sums of costs before each possible cut."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,25 +16,27 @@ __all__ = ["Blocks", "Cuts", "Tensor", "contract", "cuts_of", "reduce_blocks"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a block gives to later blocks: sent once over a cut, whoever needs it behind."""
+    """A tensor that a block produces for later blocks. It crosses a cut once, however many blocks behind need it."""
 
     producer: int
     consumers: tuple[int, ...]
+    #: In bytes.
     size: int
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A partition's layers, grouped. Blocks are in topological order; ``block_of`` says each layer's."""
+    """Layers grouped into blocks, which are numbered in topological order."""
 
     layers: Layers
+    #: The block of each layer.
     block_of: Ints
 
     def __len__(self) -> int:
         return int(self.block_of.max()) + 1
 
     def total(self, of_layers: Ints) -> Ints:
-        """A number for each block: the sum over its layers."""
+        """The sum of a per-layer number over each block's layers."""
         sums = np.zeros(len(self), np.int64)
         np.add.at(sums, self.block_of, of_layers)
         return sums
@@ -49,7 +51,7 @@ class Blocks:
 
     @cached_property
     def edges(self) -> list[tuple[int, int]]:
-        """The pairs of blocks of which the second needs the first, each once, ascending."""
+        """The (producer, consumer) pairs of blocks, each once, ascending."""
         tails = self.block_of[self.layers.tails]
         heads = self.block_of[self.layers.heads]
         keys = np.unique(tails[tails != heads] * len(self) + heads[tails != heads])
@@ -57,7 +59,7 @@ class Blocks:
 
     @cached_property
     def producers(self) -> list[list[int]]:
-        """The blocks that each block needs."""
+        """The blocks that each block needs directly."""
         producers: list[list[int]] = [[] for _ in range(len(self))]
         for tail, head in self.edges:
             producers[head].append(tail)
@@ -65,7 +67,7 @@ class Blocks:
 
     @cached_property
     def consumers(self) -> list[list[int]]:
-        """The blocks that need each block."""
+        """The blocks that directly need each block."""
         consumers: list[list[int]] = [[] for _ in range(len(self))]
         for tail, head in self.edges:
             consumers[tail].append(head)
@@ -73,7 +75,7 @@ class Blocks:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """What layers give to other blocks."""
+        """The tensors that pass between blocks."""
         tensors = self.layers.tensors
         makers = self.block_of[tensors.makers]
         users: dict[int, set[int]] = {}
@@ -84,23 +86,24 @@ class Blocks:
 
     @property
     def is_chain(self) -> bool:
-        """Whether there is one order only: each block needs the one before it."""
+        """Whether each block needs the one before it, so that only one order is possible."""
         return sum(head == tail + 1 for tail, head in self.edges) == len(self) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """What lies before each place where a stage may end: the places of a chain, or the ideals of a lattice.
+    """Sums of costs before each possible cut: the positions of a chain, or the ideals of a lattice.
 
-    The first has nothing before it, the last everything.
+    The first cut has no layers before it, and the last has all of them.
     """
 
-    #: Ticks of the layers before.
+    #: The ticks of the layers before each cut.
     work: Ints
-    #: What crosses the place.
+    #: The bytes of the tensors that cross each cut.
     sent_bytes: Ints
-    #: Of the layers before.
+    #: The state of the layers before each cut.
     state_bytes: Ints
+    #: The activations of the layers before each cut, for one micro-batch.
     activation_bytes: Ints
 
     def __len__(self) -> int:
@@ -108,7 +111,7 @@ class Cuts:
 
 
 def contract(layers: Layers, groups: Iterable[Collection[int]]) -> Blocks:
-    """Each group of layers becomes one block, with all layers that lie on a way between two of them."""
+    """Make each group of layers one block, together with all layers on a path between two of them."""
     leader = np.arange(len(layers))
     for group in groups:
         for member in group:
@@ -117,13 +120,13 @@ def contract(layers: Layers, groups: Iterable[Collection[int]]) -> Blocks:
         graph: nx.DiGraph[int] = nx.DiGraph()
         graph.add_nodes_from(np.unique(leader).tolist())
         graph.add_edges_from(zip(leader[layers.tails].tolist(), leader[layers.heads].tolist(), strict=True))
-        for circle in map(sorted, nx.strongly_connected_components(graph)):
-            leader[np.isin(leader, circle)] = circle[0]
+        for cycle in map(sorted, nx.strongly_connected_components(graph)):
+            leader[np.isin(leader, cycle)] = cycle[0]
     return Blocks(layers, _renumbered(layers, leader))
 
 
 def _renumbered(layers: Layers, leader: Ints) -> Ints:
-    """Block numbers in topological order, of all possible ones that which follows the first layers of blocks."""
+    """Number the blocks in topological order; ties go to the block with the earliest first layer."""
     firsts, block_of = np.unique(leader, return_inverse=True)
     if (block_of[layers.tails] <= block_of[layers.heads]).all():
         return np.asarray(block_of)
@@ -143,11 +146,16 @@ def _renumbered(layers: Layers, leader: Ints) -> Ints:
 
 
 def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
-    """Blocks that cost nothing join a neighbour where no best partition is lost by that.
+    """Merge blocks without cost into a neighbour, if the smallest bottleneck stays the same.
 
-    A block without cost joins its only producer where no cut between the two is smaller than the cut behind both, or
-    its only consumer where none is smaller than the cut before both. by_size: the bytes over cuts count; by_memory:
-    those that layers hold.
+    A block without cost joins its only producer if a cut between the two is never smaller than the cut after both. It
+    joins its only consumer if a cut between the two is never smaller than the cut before both.
+
+    Args:
+        blocks: the blocks.
+        by_size: whether the bytes that cross cuts matter.
+        by_memory: whether the bytes that layers hold matter.
+
     """
     while True:
         costs = blocks.layers.ticks
@@ -165,7 +173,7 @@ def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
 
 
 class _Sizes:
-    """The bytes that go in and out of blocks."""
+    """The tensors that go in and out of blocks: the bytes that each produces, and the tensors that each uses."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.out = [0] * len(blocks)
@@ -181,8 +189,8 @@ def _joined(blocks: Blocks, free: list[int], sizes: _Sizes | None) -> list[tuple
     for block in free:
         producers = blocks.producers[block]
         if len(producers) == 1:
-            own = 0 if sizes is None else sum(t.size for t in sizes.used[block] if t.consumers == (block,))
-            if sizes is None or sizes.out[block] <= own:
+            saved = 0 if sizes is None else sum(t.size for t in sizes.used[block] if t.consumers == (block,))
+            if sizes is None or sizes.out[block] <= saved:
                 joined.append((producers[0], block))
     return joined
 
@@ -199,7 +207,7 @@ def _joined_forward(blocks: Blocks, free: list[int], sizes: _Sizes | None) -> li
 
 
 def cuts_of(blocks: Blocks, order: Sequence[int]) -> Cuts:
-    """The cuts of one order of the blocks: before each of them, and behind the last."""
+    """The cuts of one order of the blocks: before each block, and after the last."""
     layers = blocks.layers
     count = len(blocks)
     place = np.empty(count, np.int64)
@@ -207,7 +215,7 @@ def cuts_of(blocks: Blocks, order: Sequence[int]) -> Cuts:
     at = place[blocks.block_of]
     tensors = layers.tensors
     made = at[tensors.makers]
-    last = made.copy()  # where each tensor is used last
+    last = made.copy()  # the position of each tensor's last use
     np.maximum.at(last, tensors.used, at[tensors.users])
     crossing = np.zeros(count + 1, np.int64)
     np.add.at(crossing, made + 1, tensors.sizes)

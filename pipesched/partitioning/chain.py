@@ -1,9 +1,9 @@
-"""Chain: what is within a bound.
+"""Chain: probes for a partition of one order of the blocks within a bound.
 
-Where a stage's cost can only grow with its layers, filling each stage as far as the bound allows is exact: to begin
-later is never worse. It is worse where neighbours wait while a tensor crosses the cut between them, since a shorter
-stage may then cost more, and where a slow or small rank must not stay empty, since the next layer may be too much for
-it. There all cuts that can be reached are followed, slot by slot.
+If the cost of a stage can only grow with its layers, filling each stage as far as the bound allows is exact, because
+the next stage never does better by starting earlier. This fails in two cases: if stages wait while a tensor crosses a
+cut, a shorter stage may cost more; and if a slow or small rank must not stay empty, the next layer may be too large for
+it. In these cases the probe tracks every reachable cut, slot by slot.
 """
 
 from bisect import bisect_right
@@ -24,9 +24,15 @@ Bools = NDArray[np.bool_]
 
 
 class Chain:
-    """The cuts of one order, and what may be between them.
+    """Partitions of one order of the blocks.
 
-    spans: for each number of stages, the first and the last cut where that many may be closed.
+    Args:
+        order: the blocks.
+        cuts: the sums before each cut of this order.
+        toll: the cost of crossing each cut.
+        line_up: the slots for the stages.
+        spans: for each number of stages, the first and the last cut at which that many stages may end.
+
     """
 
     def __init__(
@@ -51,7 +57,7 @@ class Chain:
             ]
 
     def probe(self, bound: int) -> Found | Fails:
-        """A partition within the bound, in which stages are filled from the first on."""
+        """Find a partition within the bound. If it is found by filling, earlier stages are as large as possible."""
         return self._fill(bound) if self._fills else self._reach(bound)
 
     # ---- filling ----------------------------------------------------------------------------------------------------
@@ -88,7 +94,7 @@ class Chain:
         return Fails(following) if state is None else self._filled(state, reach, closed_by)
 
     def _allowed(self, bound: int) -> tuple[list[int] | None, int]:
-        """The last allowed cut up to each cut, and the smallest bound that allows one more; None for all."""
+        """The last allowed cut up to each cut (None: all are allowed), and the smallest bound that allows one more."""
         ticks = self._toll.ticks
         beyond = ticks[ticks > bound]
         if not len(beyond):
@@ -97,7 +103,7 @@ class Chain:
         return np.maximum.accumulate(places).tolist(), int(beyond.min())
 
     def _highs(self, snap: list[int] | None) -> list[int]:
-        """The last cut where so many stages may be closed, such that those behind that must have layers find some."""
+        """For each number of stages, the last cut that leaves a layer for every later stage that must have one."""
         highs = [high for _, high in self._spans]
         for stage in reversed(range(len(highs) - 1)):
             behind = highs[stage + 1] - (stage < self._line_up.skippable)
@@ -148,7 +154,7 @@ class Chain:
         return Fails(following) if state is None else self._reached(state, reached, bound)
 
     def _costs(self, index: int, starts: Bools) -> Ints:
-        """The least cost of a slot's stage that ends at each cut, over all places where it may begin."""
+        """The least cost of a slot's stage that ends at each cut, over all cuts at which it may begin."""
         ends, begins = self._weighed[index]
         values = np.where(starts, begins, -INFINITE)
         memory = self._memory[index]
@@ -160,7 +166,7 @@ class Chain:
         return np.where(best > -INFINITE, ends - best, INFINITE)
 
     def _reached(self, state: int, reached: Bools, bound: int) -> Found:
-        """Back from the end: of all places where the last stage may begin the earliest, and so on."""
+        """Trace the stages back from the end: each stage begins at the earliest possible cut."""
         ends = []
         used = []
         stop = self._end
@@ -185,22 +191,23 @@ class Chain:
                     fits &= memory[stop] - memory[:stop] <= slot.limit
                 if fits.any():
                     return index, int(fits.argmax())
-        raise RuntimeError(f"no stage leads to state {state}")  # a bug of ours
+        raise RuntimeError(f"no stage leads to state {state}")  # an internal error
 
 
 def _later_is_better(line_up: LineUp) -> bool:
-    """Whether a stage that begins later can always end as far: there is no rank on which it must have a layer."""
+    """Whether a stage that begins later can always end as far, so that filling stages is exact."""
     if line_up.exactly or line_up.skippable:
         return len({(rank.speed, rank.limit) for rank in line_up.ranks}) == 1 and not line_up.capped
     return line_up.in_line or not line_up.capped
 
 
 def _each(line_up: LineUp, name: str) -> list[tuple[object, Slot]]:
+    """One slot for each different value of an attribute."""
     return list({getattr(slot, name): slot for slot in line_up.slots}.items())
 
 
 def _window_maxima(values: Ints, lefts: Ints) -> Ints:
-    """For each place the greatest of the values from ``lefts`` up to just before it."""
+    """For each index, the maximum of the values from ``lefts`` to just before the index."""
     places = np.arange(len(values))
     best = np.full(len(values), -INFINITE)
     table = values

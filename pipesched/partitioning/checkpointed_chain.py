@@ -1,9 +1,9 @@
-"""Checkpointed chain: a chain whose stages hold, recompute or offload each layer's activations; what is within a bound.
+"""Checkpointed chain: probes one order of the blocks, with a choice of activation options for each layer.
 
-The time of a stage is the least with which its layers fit into its rank's memory (`knapsack`). It can only grow with
-the layers, so the places where a stage may end, from all places where it may begin, are runs without a gap: up to the
-furthest from the last begin, broken where a layer does not fit a rank even alone. So it is enough to look for one end
-a run.
+The time of a stage is the shortest with which its layers fit into its rank's memory (`knapsack`). It can only grow with
+the layers. The cuts at which a stage may end, over a contiguous run of begins, therefore form a contiguous run, too, up
+to the furthest end from the last begin. A layer that does not fit even alone splits a run of begins. So only one end
+per run has to be searched.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,23 +18,31 @@ from pipesched.partitioning.slots import LineUp, Slot, Toll
 
 __all__ = ["CheckpointedChain"]
 
-Run = tuple[int, int]  # cuts from the first to the last, both included
+Run = tuple[int, int]  # a contiguous run of cuts: the first and the last, both included
 
 
 @dataclass(frozen=True)
 class _Row:
-    """The layers in their order, and before which of them each block begins."""
+    """The layers in the order of their blocks."""
 
     layers: Sequence[int]
+    #: The index in ``layers`` at which each block begins, and the number of layers at the end.
     begins: Sequence[int]
-    fastest: Sequence[int]  # ticks of all blocks before each cut, at least
+    #: A lower bound of the ticks of all blocks before each cut.
+    fastest: Sequence[int]
 
 
 class CheckpointedChain:
-    """The cuts of one order of the blocks, and what may be between them.
+    """Partitions of one order of the blocks, with a choice of activation options for each layer.
 
-    members: the layers of each block, in order. options: of each layer. spans: for each number of stages, the first and
-    the last cut where that many may be closed.
+    Args:
+        order: the blocks.
+        members: the layers of each block.
+        options: the activation options of each layer.
+        toll: the cost of crossing each cut.
+        line_up: the slots for the stages.
+        spans: for each number of stages, the first and the last cut at which that many stages may end.
+
     """
 
     def __init__(
@@ -60,11 +68,11 @@ class CheckpointedChain:
         )
         self.knapsack = Knapsack(options)
         self._items: dict[int, list[int]] = {}
-        sorts: dict[tuple[object, ...], dict[Run, int]] = {}
-        self._times = [sorts.setdefault((s.in_flight, s.limit, s.speed), {}) for s in line_up.slots]
+        times: dict[tuple[object, ...], dict[Run, int]] = {}
+        self._times = [times.setdefault((s.in_flight, s.limit, s.speed), {}) for s in line_up.slots]
         self._alone: list[list[int]] = [[] for _ in line_up.slots]
 
-    # ---- what a stage costs -----------------------------------------------------------------------------------------
+    # ---- the cost of a stage ----------------------------------------------------------------------------------------
 
     def _held(self, slot: Slot, begin: int, end: int) -> list[int]:
         if slot.in_flight not in self._items:
@@ -72,7 +80,7 @@ class CheckpointedChain:
         return self._items[slot.in_flight][self._row.begins[begin] : self._row.begins[end]]
 
     def time(self, slot: Slot, begin: int, end: int) -> int:
-        """The least ticks of a stage there; INFINITE where it does not fit."""
+        """The least ticks of a stage between two cuts; INFINITE if it does not fit into memory."""
         known = self._times[slot.stage]
         ticks = known.get((begin, end))
         if ticks is None:
@@ -80,17 +88,17 @@ class CheckpointedChain:
         return ticks
 
     def with_choices(self, found: Found) -> Found:
-        """A partition, with what is chosen for each layer."""
+        """The partition with the option chosen for each layer."""
         chosen: list[ActivationOption] = []
         for slot, (begin, end) in zip(found.slots, pairwise([0, *found.ends]), strict=True):
             chosen += self.knapsack.chosen(self._held(slot, begin, end), slot.limit, slot.speed)
         of_layer = dict(zip(self._row.layers, chosen, strict=True))
         return replace(found, chosen=tuple(of_layer[layer] for layer in range(len(of_layer))))
 
-    # ---- what can be reached ----------------------------------------------------------------------------------------
+    # ---- reachable cuts ---------------------------------------------------------------------------------------------
 
     def probe(self, bound: int) -> Found | Fails:
-        """A partition within the bound, of which the first stages are the largest."""
+        """Find a partition within the bound. Its first stages are as large as possible."""
         following = INFINITE
         bound = min(bound, INFINITE - 1)
         reached: list[list[Run]] = [[(0, 0)]]
@@ -116,7 +124,7 @@ class CheckpointedChain:
         return slot.stage >= self._line_up.skippable
 
     def _single(self, slot: Slot) -> list[int]:
-        """The ticks of each block alone, and the most of them behind."""
+        """The ticks of each block alone, then their maximum."""
         if not self._alone[slot.stage]:
             kinds = [tuple(self._held(slot, block, block + 1)) for block in range(self._end)]
             ticks = {kind: self.knapsack.least(kind, slot.limit, slot.speed) for kind in {*kinds}}
@@ -125,7 +133,7 @@ class CheckpointedChain:
         return self._alone[slot.stage]
 
     def _fitting(self, slot: Slot, begins: Run, bound: int) -> Iterator[Run]:
-        """The runs of begins behind which a block fits alone."""
+        """The parts of a run of begins after which the next block alone is within the bound."""
         first = begins[0]
         last = min(begins[1], self._end - 1)
         single = self._single(slot)
@@ -138,15 +146,15 @@ class CheckpointedChain:
             yield first, last
 
     def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
-        """The least bound at which one more block fits alone."""
+        """The smallest bound at which one more block alone is within it."""
         single = self._single(slot)
         if single[-1] <= bound:
             return INFINITE
-        own = (single[begin] for first, last in begins for begin in range(first, min(last + 1, self._end)))
-        return min((ticks for ticks in own if ticks > bound), default=INFINITE)
+        times = (single[begin] for first, last in begins for begin in range(first, min(last + 1, self._end)))
+        return min((ticks for ticks in times if ticks > bound), default=INFINITE)
 
     def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
-        """The last end of a stage that begins there; one block fits."""
+        """The last end within the bound of a stage with this begin, where at least one block fits."""
         fastest = self._row.fastest
         speed = slot.speed
         within = fastest[begin] + bound * speed.numerator // speed.denominator
@@ -159,11 +167,11 @@ class CheckpointedChain:
     def _next_toll(self, ends: Sequence[Run], bound: int) -> int:
         if len(self._toll) == 1:
             return INFINITE
-        own = (self._toll[end] for first, last in ends for end in range(first, last + 1))
-        return min((ticks for ticks in own if ticks > bound), default=INFINITE)
+        tolls = (self._toll[end] for first, last in ends for end in range(first, last + 1))
+        return min((ticks for ticks in tolls if ticks > bound), default=INFINITE)
 
     def _allowed(self, ends: list[Run], bound: int) -> list[Run]:
-        """Those at which what crosses is within the bound."""
+        """The cuts of the runs whose toll is within the bound."""
         if len(self._toll) == 1:
             return ends
         return _joined([(e, e) for first, last in ends for e in range(first, last + 1) if self._toll[e] <= bound])
@@ -189,8 +197,9 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Of all partitions as good the one of which all stages together take least, and then are most alike; with its
-        choices. (With stages left out, the one that was found.)
+        """Among partitions with the same bottleneck, the one with the least total time, then the most even stages.
+
+        It has the option chosen for each layer. If stages were left out, the given partition is returned.
         """
         slots = self._line_up.slots
         fastest = self._row.fastest
@@ -203,7 +212,7 @@ class CheckpointedChain:
         for slot, room in zip(slots, rooms, strict=True):
             left -= room
             first, high = self._spans[slot.stage + 1]
-            first = max(first, bisect_left(fastest, fastest[-1] - left))  # what is behind must find room
+            first = max(first, bisect_left(fastest, fastest[-1] - left))  # later stages must have room for the rest
             ends: dict[int, tuple[int, int, int]] = {}
             for begin, (ticks, squares, _) in best[-1].items():
                 last = bisect_right(fastest, fastest[begin] + room, begin, high + 1) - 1
@@ -223,7 +232,7 @@ class CheckpointedChain:
 
 
 def _joined(runs: Sequence[Run], first: int = 0, last: int = INFINITE) -> list[Run]:
-    """The runs between two cuts, ascending and apart."""
+    """Merge runs that touch or overlap, restricted to the cuts from ``first`` to ``last``."""
     joined: list[Run] = []
     for low, high in sorted(runs):
         begin = max(low, first)
@@ -242,6 +251,6 @@ def _holds(runs: Sequence[Run], cut: int) -> bool:
 
 
 def _last_before(runs: Sequence[Run], cut: int) -> int | None:
-    """The last cut of the runs before one."""
+    """The last cut of the runs that is before ``cut``."""
     at = bisect_left(runs, (cut, 0))
     return min(runs[at - 1][1], cut - 1) if at else None

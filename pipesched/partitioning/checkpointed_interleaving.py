@@ -1,7 +1,7 @@
-"""Several stages a rank, with choices for the activations of their layers: a rank's stages share its memory.
+"""Cuts for ranks with several stages, with a choice of activation options for each layer.
 
-From cuts for which the busiest rank is as fast as can be where all is held, cuts are moved while that makes the busiest
-rank faster, with the best choices for all layers of each rank (`knapsack`).
+The stages of a rank share its memory. The search starts from the best cuts without recomputation or offloading, and
+moves cuts as long as the busiest rank becomes faster. Each rank has the best options for all its layers (`knapsack`).
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from pipesched.partitioning.problem import Problem
 
 __all__ = ["CheckpointedRanks"]
 
-_ROUNDS = 20  # of moving every cut; a few are enough
+_ROUNDS = 20  # rounds of moving every cut; a few are enough
 _STEPS = (-4, -2, -1, 1, 2, 4)
 
 Key = tuple[int, int, int, int]
-Stages = tuple[tuple[int, int], ...]  # where each of a rank's stages begins and ends
+Stages = tuple[tuple[int, int], ...]  # (begin, end) of each stage of a rank
 
 
 class CheckpointedRanks:
-    """One order of the blocks, and what ranks need for the stages between its cuts."""
+    """The time and memory of ranks for any cuts of one order of the blocks."""
 
     def __init__(self, problem: Problem, order: Sequence[int]) -> None:
         self._line_up = problem.line_up
@@ -35,13 +35,18 @@ class CheckpointedRanks:
         slots = problem.line_up.slots
         self._toll: list[int] = toll if len(toll) > 1 else [0] * (len(order) + 1)
         self._own = [[s for s, slot in enumerate(slots) if slot.rank == r] for r in range(len(problem.line_up.ranks))]
-        self._ways = [at for at, (one, other) in enumerate(pairwise(slots), 1) if one.rank != other.rank]
+        self._links = [at for at, (slot, following) in enumerate(pairwise(slots), 1) if slot.rank != following.rank]
         self._known: dict[tuple[int, Stages], tuple[int, int]] = {}
 
     def descended(self, cuts: list[int]) -> Found | None:
-        """The partition to which moving cuts one by one leads, with its choices; none where that is too large.
+        """Move cuts one by one as long as that helps.
 
-        cuts: with the first and the last.
+        Args:
+            cuts: the cuts to start from, the first and the last included.
+
+        Returns:
+            The partition with its options, or None if it does not fit into memory.
+
         """
         key = self._key(cuts)
         cuts = list(cuts)
@@ -49,9 +54,9 @@ class CheckpointedRanks:
             before = key
             for index in range(1, len(cuts) - 1):
                 for step in _STEPS:
-                    other = [*cuts[:index], cuts[index] + step, *cuts[index + 1 :]]
-                    if self._is_allowed(other, index):
-                        key, cuts = min((key, cuts), (self._key(other), other))
+                    moved = [*cuts[:index], cuts[index] + step, *cuts[index + 1 :]]
+                    if self._is_allowed(moved, index):
+                        key, cuts = min((key, cuts), (self._key(moved), moved))
             if key == before:
                 break
         return None if key[0] else self._with_choices(key[1], cuts)
@@ -61,40 +66,40 @@ class CheckpointedRanks:
         return max(first, cuts[index - 1] + 1) <= cuts[index] <= min(last, cuts[index + 1] - 1)
 
     def _key(self, cuts: Sequence[int]) -> Key:
-        """Bytes too many, the ticks of the busiest rank or link, of all ranks, and their squares."""
+        """The bytes above the limits, the ticks of the busiest rank or link, all ranks' ticks, and their squares."""
         both = [self._of_rank(rank, tuple((cuts[s], cuts[s + 1]) for s in own)) for rank, own in enumerate(self._own)]
         times = [ticks for _, ticks in both]
-        busiest = max(times + [self._toll[cuts[at]] for at in self._ways])
+        busiest = max(times + [self._toll[cuts[at]] for at in self._links])
         return sum(excess for excess, _ in both), busiest, sum(times), sum(ticks * ticks for ticks in times)
 
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
-        """Bytes too many on a rank, and its ticks: the least, or where that is too much with all held."""
+        """The bytes above a rank's limit, and its least ticks; without the limit if its stages do not fit."""
         if (rank, stages) not in self._known:
-            own = self._line_up.ranks[rank]
+            kind = self._line_up.ranks[rank]
             items = self._items(rank, stages)[1]
             excess = 0
-            ticks = self.knapsack.least(items, own.limit, own.speed)
-            if ticks == INFINITE and own.limit is not None:
-                excess = self.knapsack.least_bytes(items) - own.limit
-                ticks = self.knapsack.least(items, None, own.speed)
+            ticks = self.knapsack.least(items, kind.limit, kind.speed)
+            if ticks == INFINITE and kind.limit is not None:
+                excess = self.knapsack.least_bytes(items) - kind.limit
+                ticks = self.knapsack.least(items, None, kind.speed)
             self._known[rank, stages] = excess, ticks
         return self._known[rank, stages]
 
     def _items(self, rank: int, stages: Stages) -> tuple[list[int], list[int]]:
-        """The layers of a rank's stages, and what they are for the knapsack."""
+        """The layers of a rank's stages, and their items for the knapsack."""
         layers = []
         items = []
         for stage, (begin, end) in zip(self._own[rank], stages, strict=True):
-            own = [layer for block in self._members[begin:end] for layer in block]
-            layers += own
-            items += [self.knapsack.item(layer, self._line_up.slots[stage].in_flight) for layer in own]
+            of_stage = [layer for block in self._members[begin:end] for layer in block]
+            layers += of_stage
+            items += [self.knapsack.item(layer, self._line_up.slots[stage].in_flight) for layer in of_stage]
         return layers, items
 
     def _with_choices(self, bottleneck: int, cuts: Sequence[int]) -> Found:
         of_layer: dict[int, ActivationOption] = {}
-        for rank, own in enumerate(self._line_up.ranks):
+        for rank, kind in enumerate(self._line_up.ranks):
             layers, items = self._items(rank, tuple((cuts[s], cuts[s + 1]) for s in self._own[rank]))
-            of_layer.update(zip(layers, self.knapsack.chosen(items, own.limit, own.speed), strict=True))
+            of_layer.update(zip(layers, self.knapsack.chosen(items, kind.limit, kind.speed), strict=True))
         return Found(
             bottleneck=bottleneck,
             order=self.order,

@@ -1,4 +1,4 @@
-"""What a partition costs, stage by stage, and why it cannot be better."""
+"""Explanations of a partition: the cost of each stage, and why no partition is faster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ __all__ = ["explained"]
 
 @dataclass(frozen=True)
 class _StageCosts:
-    """A partition, and what its stages cost."""
+    """The costs of a partition's stages."""
 
     problem: Problem
     found: Found
@@ -48,7 +48,7 @@ class _StageCosts:
         return [(slot, a, b) for slot, (a, b) in zip(self.found.slots, pairwise([0, *self.found.ends]), strict=True)]
 
     def time(self, slot: Slot, begin: int, end: int) -> int:
-        """The ticks of a stage there."""
+        """The ticks of a stage between two cuts."""
         if self.found.chosen:
             chosen = self.chosen(begin, end)
             ticks = slot.time(sum(option.ticks for option in chosen) * slot.speed.denominator)
@@ -58,11 +58,11 @@ class _StageCosts:
         return slot.time(int(ends[end] - begins[begin]))
 
     def chosen(self, begin: int, end: int) -> list[ActivationOption]:
-        """What is done with the activations of the layers between two cuts; nothing where all are held."""
+        """The options of the layers between two cuts; empty if all activations are held."""
         return [self.found.chosen[layer] for layer in self.layers(begin, end)] if self.found.chosen else []
 
     def held(self, slot: Slot, begin: int, end: int) -> tuple[int, int]:
-        """Bytes of activations for all micro-batches in flight, and those of all memory."""
+        """The bytes of activations for all micro-batches in flight, and the bytes of all memory."""
         chosen = self.chosen(begin, end)
         if chosen:
             held = sum(c.held_bytes(slot.in_flight) for c in chosen)
@@ -79,7 +79,7 @@ class _StageCosts:
 
 
 def explained(problem: Problem, found: Found, solution: Solution) -> Partition:
-    """The partition, with what each stage costs and why there is no better."""
+    """Build the Partition, with the cost of each stage and the reason why none is faster."""
     costs = _StageCosts(problem, found)
     layers = problem.blocks.layers
     stages = [[layers.names[layer] for layer in costs.layers(begin, end)] for _, begin, end in costs.stages]
@@ -102,7 +102,7 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
     layers = costs.problem.blocks.layers
     cuts = costs.cuts
     for names, (slot, begin, end) in zip(stages, costs.stages, strict=True):
-        own = costs.layers(begin, end)
+        members = costs.layers(begin, end)
         chosen = [option.keep for option in costs.chosen(begin, end)]
         activations, memory = costs.held(slot, begin, end)
         yield StageSummary(
@@ -111,24 +111,24 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
             last=names[-1],
             num_layers=len(names),
             time_s=layers.seconds(costs.time(slot, begin, end)),
-            parameter_bytes=int(layers.parameter_bytes[own].sum()),
+            parameter_bytes=int(layers.parameter_bytes[members].sum()),
             activation_bytes=activations,
             memory_bytes=memory,
             bytes_in=int(cuts.sent_bytes[begin]),
             bytes_out=int(cuts.sent_bytes[end]),
-            num_parameters=int(layers.num_parameters[own].sum()),
+            num_parameters=int(layers.num_parameters[members].sum()),
             num_recomputed=chosen.count("recompute"),
             num_offloaded=chosen.count("offload"),
         )
 
 
 def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
-    """The stage or the cut that is the bottleneck, and why no partition is faster, or how far one may be."""
+    """The bottleneck, a stage or cut, and the reason why no partition is faster, or how much faster one may be."""
     problem = costs.problem
     ticks = costs.found.bottleneck
     if problem.line_up.shares_ranks:
-        return _busiest(costs), f"cuts were moved until none gained; the {_lower(problem)}"
-    bound = f"the {_lower(problem)}"
+        return _busiest(costs), f"cuts were moved until no move made the busiest rank faster; {_lower(problem)}"
+    bound = _lower(problem)
     for stage, (slot, begin, end) in enumerate(costs.stages):
         if costs.time(slot, begin, end) == ticks:
             at = f"stage {stage} ({span(stages[stage])})"
@@ -136,45 +136,47 @@ def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution)
             break
     else:
         stage = next(at for at, (_, _, end) in enumerate(costs.stages) if costs.toll.ticks[end] == ticks)
-        at = f"the cut behind stage {stage} ({quote_bytes(costs.cuts.sent_bytes[costs.stages[stage][2]])} each way)"
+        at = f"the cut after stage {stage} ({quote_bytes(costs.cuts.sent_bytes[costs.stages[stage][2]])} each way)"
         moves = []
     if not solution.exact and costs.found.chosen:
-        return at, f"choices that are nearly alike were taken for one; {bound}"
+        return at, f"nearly equal choices for activations were merged, so the search was not exact; {bound}"
     if not solution.exact:
-        return at, f"several orders of the layers were cut exactly, not all; {bound}"
+        return at, f"several orders of the layers were searched exactly, but not all; {bound}"
     if ticks == problem.lower:
         return at, bound
-    searched = f"all {solution.ideals} order ideals were searched" if solution.ideals else "the chain was cut exactly"
-    searched += ", with the best choice for the activations of each layer" if costs.found.chosen else ""
+    what = f"all {solution.ideals} order ideals" if solution.ideals else "all splits of the chain"
+    searched = f"{what} were searched" + (", with all choices for activations" if costs.found.chosen else "")
     return at, "; ".join([*moves, searched, f"{bound}, {1 - problem.lower / ticks:.1%} less"])
 
 
 def _busiest(costs: _StageCosts) -> str:
-    """The rank, or the cut, that is the bottleneck where ranks have several stages."""
+    """The bottleneck of ranks with several stages: a rank or a cut."""
     loads: dict[int, int] = {}
     for slot, begin, end in costs.stages:
         loads[slot.rank] = loads.get(slot.rank, 0) + costs.time(slot, begin, end)
     rank = max(loads, key=lambda rank: (loads[rank], -rank))
     if loads[rank] < costs.found.bottleneck and not costs.found.chosen:
         return "a cut between two ranks"
-    own = [str(stage) for stage, (slot, _, _) in enumerate(costs.stages) if slot.rank == rank]
-    return f"rank {rank} (stages {', '.join(own)})"
+    of_rank = [str(stage) for stage, (slot, _, _) in enumerate(costs.stages) if slot.rank == rank]
+    return f"rank {rank} (stages {', '.join(of_rank)})"
 
 
 def _lower(problem: Problem) -> str:
-    """What no partition can beat, in words."""
+    """Describe the lower bound of the bottleneck."""
     layers = problem.blocks.layers
     ranks = problem.line_up.ranks
     even = -(-int(layers.ticks.sum()) // sum(rank.speed for rank in ranks))
     if problem.lower == even:
-        return f"work of all layers in equal shares is {quote_time(layers.seconds(even))} on each of {len(ranks)} ranks"
+        return f"equal shares of all work would take {quote_time(layers.seconds(even))} on each of {len(ranks)} ranks"
     members = problem.blocks.members[problem.heaviest]
-    more = f" and the {len(members) - 1} with it" if len(members) > 1 else ""
-    return f"layer {layers.names[members[0]]}{more} alone takes {quote_time(layers.seconds(problem.lower))}"
+    layer = f"layer {layers.names[members[0]]}"
+    if len(members) > 1:
+        layer += f" with the {len(members) - 1} that must share its stage"
+    return f"{layer} alone takes {quote_time(layers.seconds(problem.lower))}"
 
 
 def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
-    """What giving a neighbour the stage's first or last layers would cost."""
+    """The times of moving the stage's first or last layers to a neighbour."""
     slot, begin, end = costs.stages[stage]
     seconds = costs.problem.blocks.layers.seconds
     names = costs.problem.blocks.layers.names
@@ -186,9 +188,9 @@ def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
         other, first, _ = costs.stages[stage - 1]
         time = max(costs.time(other, first, begin + 1), costs.time(slot, begin + 1, end))
         moved = names[costs.layers(begin, begin + 1)[0]]
-        yield f"with {moved} in stage {stage - 1}, the slower of the two takes {quote_time(seconds(time))}"
+        yield f"moving {moved} to stage {stage - 1} would make the slower of the two {quote_time(seconds(time))}"
     if stage + 1 < len(costs.stages):
         other, _, last = costs.stages[stage + 1]
         time = max(costs.time(other, end - 1, last), costs.time(slot, begin, end - 1))
         moved = names[costs.layers(end - 1, end)[-1]]
-        yield f"with {moved} in stage {stage + 1}, the slower of the two takes {quote_time(seconds(time))}"
+        yield f"moving {moved} to stage {stage + 1} would make the slower of the two {quote_time(seconds(time))}"

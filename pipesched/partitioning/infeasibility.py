@@ -1,4 +1,4 @@
-"""Infeasibility: which rule it fails, by how much, and what would make one possible."""
+"""Infeasibility: the error for a request without a partition, with the limit that it breaks and a remedy."""
 
 from bisect import bisect_left
 from functools import cached_property
@@ -14,19 +14,24 @@ from pipesched.units import quote_bytes
 
 __all__ = ["infeasible"]
 
-_MOST_IDEALS = 5_000  # here an answer is needed that is good enough
+_MOST_IDEALS = 5_000  # a small search: the remedy need not be exact
 
 
 def infeasible(request: Request, *, exact: bool) -> PartitionError:
-    """The error for a request without a partition. exact: surely there is none; else none was found.
+    """Build the error for a request without a partition.
 
-    What would help is looked for when the error is read: who tries many requests reads none.
+    The remedy is searched only when the message is read, since the planner tries many requests and reads no message.
+
+    Args:
+        request: the request.
+        exact: whether it is proved that there is no partition; otherwise none was found.
+
     """
     return PartitionError(_Text(request, exact))
 
 
 class _Text:
-    """What an error says, once somebody asks."""
+    """The text of the error, computed when it is first read."""
 
     def __init__(self, request: Request, exact: bool) -> None:
         self._request = request
@@ -50,13 +55,13 @@ class _Text:
         return repr(self._text)
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self._text,)  # as other processes get it
+        return str, (self._text,)  # a plain string in other processes
 
 
 def _possible(request: Request) -> bool:
     try:
         return solved(request.problem(), _MOST_IDEALS).found is not None
-    except PartitionError:  # more stages than layers kept together leave room for
+    except PartitionError:  # fewer blocks than stages
         return False
 
 
@@ -70,14 +75,14 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
             f"{alone[0]} alone takes {alone[1]} bytes ({quote_bytes(alone[1])}), {alone[1] - most} more than a rank has"
         )
     else:
-        given = ", ".join(map(str, sorted(set(limits))))
-        numbers = f"the limit is {given} bytes a rank, {enough / max(limits) - 1:.1%} more would do"
-    others = _recompute(request) + _more_ranks(request)
-    return place, numbers, f"allow {enough} bytes ({quote_bytes(enough)}) a rank{others}"
+        shown = ", ".join(map(str, sorted(set(limits))))
+        numbers = f"the limit is {shown} bytes a rank, {enough / max(limits) - 1:.1%} more is enough"
+    alternatives = _recompute(request) + _more_ranks(request)
+    return place, numbers, f"allow {enough} bytes ({quote_bytes(enough)}) a rank{alternatives}"
 
 
 def _alone(request: Request) -> tuple[str, int]:
-    """The block that needs the most memory, with the fewest micro-batches in flight."""
+    """The name and the bytes of the block that needs the most memory, with the fewest micro-batches in flight."""
     problem = request.problem()
     layers = problem.blocks.layers
     blocks = problem.blocks
@@ -85,8 +90,8 @@ def _alone(request: Request) -> tuple[str, int]:
     needed = blocks.total(layers.state_bytes + fewest * layers.activation_bytes)
     if problem.options:
         knapsack = Knapsack(problem.options)
-        own = [[knapsack.item(layer, fewest) for layer in members] for members in blocks.members]
-        needed = np.array([knapsack.least_bytes(items) for items in own])
+        items_of = [[knapsack.item(layer, fewest) for layer in members] for members in blocks.members]
+        needed = np.array([knapsack.least_bytes(items) for items in items_of])
     members = blocks.members[int(needed.argmax())]
     name = f"layer {layers.names[members[0]]!r}"
     return name + (f" with the {len(members) - 1} it must share a stage with" if len(members) > 1 else ""), int(
@@ -95,7 +100,7 @@ def _alone(request: Request) -> tuple[str, int]:
 
 
 def _enough(request: Request) -> int:
-    """A limit for every rank that makes a partition possible: the smallest, for a graph that is small enough."""
+    """A memory limit for every rank that makes a partition possible; the smallest one if the graph is small."""
     problem = request.problem()
     layers = problem.blocks.layers
     most = max(slot.in_flight for slot in problem.line_up.slots)
@@ -105,7 +110,7 @@ def _enough(request: Request) -> int:
 
 
 def _recompute(request: Request) -> str:
-    """Whether it would do to compute activations again."""
+    """The advice to recompute activations, if that makes a partition possible."""
     if (
         request.checkpoint
         or request.any_order
@@ -117,41 +122,42 @@ def _recompute(request: Request) -> str:
 
 
 def _more_ranks(request: Request) -> str:
-    """How many ranks would do, where all are alike and it is known what they would hold."""
+    """The advice to use more ranks, if all ranks are alike and more of them make a partition possible."""
     if (
         request.placement is not None
         or len(set(request.ranks)) > 1
         or not (request.in_flight is None or callable(request.in_flight))
     ):
         return ""
-    alike = {"memory_limit_bytes": request.limits[0], "speeds": None}
+    uniform = {"memory_limit_bytes": request.limits[0], "speeds": None}
     for more in range(request.num_stages + 1, min(2 * request.num_stages + 8, len(request.layers)) + 1):
-        if _possible(request.but(num_stages=more, **alike)):
+        if _possible(request.but(num_stages=more, **uniform)):
             return f", or use {more} ranks"
     return ""
 
 
 def _pins(request: Request) -> tuple[str, str, str]:
-    """Which of the user's pins is in the way of the others."""
-    wishes = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
-    wishes += [f"{', '.join(map(repr, group))} together" for group in request.together]
-    wishes += ["every stage in use"] * request.exactly
+    """The error for pins (starts, together, exactly) that no partition satisfies."""
+    pins = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
+    pins += [f"{', '.join(map(repr, group))} share a stage" for group in request.together]
+    pins += ["no stage is empty"] * request.exactly
     return (
         f"of {len(request.layers)} layers into {request.num_stages} stages",
-        f"asked for are: {'; '.join(wishes)}",
+        f"the request is: {'; '.join(pins)}",
         _without(request),
     )
 
 
 def _without(request: Request) -> str:
+    """The advice to drop one pin, if that makes a partition possible."""
     starts: dict[Any, int] = dict(request.starts)
     for layer in starts:
         others = {name: stage for name, stage in starts.items() if name != layer}
         if _possible(request.but(starts=others)):
-            return f"let {layer!r} begin where it may, and there is one"
+            return f"without a stage for {layer!r} there is a partition"
     for place, group in enumerate(request.together):
         if _possible(request.but(together=request.together[:place] + request.together[place + 1 :])):
-            return f"let {', '.join(map(repr, group))} be apart, and there is one"
+            return f"if {', '.join(map(repr, group))} need not share a stage, there is a partition"
     if request.exactly and _possible(request.but(exactly=False)):
-        return "leave out exactly=True, and there is one"
-    return "leave out several of these"
+        return "without exactly=True there is a partition"
+    return "drop several of these"

@@ -1,8 +1,8 @@
-"""Interleaving: cuts for which the busiest rank, not the slowest stage, is as fast as can be.
+"""Interleaving: cuts for ranks with several stages, which minimise the time of the busiest rank by descent.
 
-From the cuts of the fastest slowest stage, and from even ones, one cut after the other moves to where the busiest of
-all ranks has the least to do, and of such places to where ranks are most alike, until none moves. Then some cuts are
-moved at random, always in the same way, and what follows is kept where it is better.
+The descent starts from the cuts with the fastest slowest stage, and from even cuts. It moves one cut at a time to the
+position with the fastest busiest rank, then the most even ranks, until no cut moves. Then it moves some cuts at random,
+with a fixed seed, descends again, and keeps the result if it is better.
 """
 
 import random
@@ -21,18 +21,18 @@ from pipesched.partitioning.slots import Rank, fixed_order
 
 __all__ = ["solved"]
 
-_ROUNDS = 100  # of moving every cut once; some five are enough
+_ROUNDS = 100  # rounds of moving every cut once; about five are enough
 _KICKS = 60
-_MOVES = 400  # of single cuts in a round of all, in large problems
+_MOVES = 400  # upper bound for kicks x cuts
 
 Key = tuple[int, int, float]
 
 
 def solved(problem: Problem, most_ideals: int) -> Solution:
-    """The partition of the smallest bottleneck, as far as that can be searched.
+    """Find the partition with the smallest bottleneck.
 
-    Where ranks have several stages, where to begin is searched exactly, and the rest is a descent: a gap to the bound
-    may stay.
+    For ranks with several stages only the starting point is searched exactly; the rest is a descent, which may leave a
+    gap to the lower bound.
     """
     slots = problem.line_up.slots
     if not problem.line_up.shares_ranks:
@@ -54,23 +54,26 @@ def _descended(problem: Problem, begin: Solution) -> "_Descent":
 
 
 def _with_choices(problem: Problem, begin: Solution) -> Found | None:
-    """From the best cuts without limits of memory, and from those with limits where all is held; in the own order."""
+    """Descend from the best cuts without memory limits, and from the best with limits and all activations held.
+
+    The blocks stay in their own order.
+    """
     line_up = problem.line_up
     kept = CheckpointedRanks(problem, range(len(problem.blocks)))
     begins = [
         _descended(replace(problem, line_up=limits, options=()), begin) for limits in (line_up.without_limits, line_up)
     ]
     found = [kept.descended(descent.cuts) for descent in begins if descent.order == kept.order]
-    return min((one for one in found if one), key=lambda one: one.bottleneck, default=None)
+    return min((each for each in found if each), key=lambda each: each.bottleneck, default=None)
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Orders with as many stages: of the fastest slowest stage, and without pins of even shares of work."""
-    own = list(range(len(problem.blocks)))
+    """The orders and cuts to start from: those with the fastest slowest stage, and if no layer is pinned, even cuts."""
+    in_order = list(range(len(problem.blocks)))
     if begin.found and problem.pins:
         yield begin.found.order, [0, *begin.found.ends]
         return
-    orders = [own] if begin.found is None or begin.found.order == own else [begin.found.order, own]
+    orders = [in_order] if begin.found is None or begin.found.order == in_order else [begin.found.order, in_order]
     for order in orders:
         work = cuts_of(problem.blocks, order).work
         even = np.searchsorted(work, np.arange(1, count) * (int(work[-1]) / count)).clip(1, len(order) - 1)
@@ -80,28 +83,28 @@ def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[lis
 
 
 class _Descent:
-    """One order and where its stages are cut, the first and the last cut included."""
+    """One order of the blocks with its cuts, which the descent moves. The first and the last cut are included."""
 
     def __init__(self, problem: Problem, order: list[int], cuts: list[int]) -> None:
         self.order = order
         self.cuts = cuts
-        self._seen: set[tuple[int, ...]] = set()  # from where it is known to which key cuts lead
+        self._seen: set[tuple[int, ...]] = set()  # cuts from which the descent has already run
         self._slots, self._ranks = slots, _ = problem.line_up.slots, problem.line_up.ranks
         places = cuts_of(problem.blocks, order)
         toll = problem.toll(places)
         self._spans = problem.spans(order)
         self._toll: list[int] = np.broadcast_to(toll.ticks, len(places)).tolist()
         self._blocking = toll.blocking
-        work = {each: (places.work * each).tolist() for each in {slot.speed.denominator for slot in slots}}
+        work = {scale: (places.work * scale).tolist() for scale in {slot.speed.denominator for slot in slots}}
         self._work: list[tuple[list[int], int]] = [
             (work[slot.speed.denominator], slot.speed.numerator) for slot in slots
         ]
-        alike = {slot.in_flight: slot for slot in slots}
-        held = {count: slot.memory(places).tolist() for count, slot in alike.items()}
+        by_in_flight = {slot.in_flight: slot for slot in slots}
+        held = {count: slot.memory(places).tolist() for count, slot in by_in_flight.items()}
         self._memory: list[list[int]] = [held[slot.in_flight] for slot in slots]
 
     def run(self) -> Key:
-        """Move cuts until none moves; excess of memory, the busiest rank's ticks, and the sum of squares then."""
+        """Move cuts until none moves. Return bytes above limits, ticks of the busiest rank, and the sum of squares."""
         self._count()
         for _ in range(_ROUNDS):
             self._seen.add(tuple(self.cuts))
@@ -113,14 +116,14 @@ class _Descent:
 
     @property
     def found(self) -> Found | None:
-        """The partition; none where a rank is too small for its stages."""
+        """The partition; None if a rank exceeds its memory limit."""
         excess, bottleneck, _ = self.key
         if excess:
             return None
         return Found(bottleneck=bottleneck, order=self.order, ends=self.cuts[1:], slots=list(self._slots))
 
     def kicked(self, lower: int) -> None:
-        """Move some neighbouring cuts anywhere and descend again, many times; stay where that gains nothing."""
+        """Move some neighbouring cuts at random and descend, many times. Undo a move that brings no improvement."""
         generator = random.Random(0)
         for _ in range(min(_KICKS, _MOVES // len(self._slots)) if len(self._slots) > 2 else 0):
             if self.key[:2] == (0, lower):
@@ -139,14 +142,14 @@ class _Descent:
         return all(low <= cut <= high for cut, (low, high) in zip(self.cuts, self._spans, strict=True))
 
     def _count(self) -> None:
-        """What each rank computes, waits and holds with these cuts, and how long each link between ranks is busy."""
+        """Compute the load and the memory of each rank, and the busy time of each link, for the current cuts."""
         self._loads = [0] * len(self._ranks)
         self._held = [0] * len(self._ranks)
         self._busy = [0] * len(self._slots)
         for stage, slot in enumerate(self._slots):
-            here, there = self.cuts[stage : stage + 2]
-            self._loads[slot.rank] += self._ticks(stage, here, there)
-            self._held[slot.rank] += self._bytes(stage, here, there)
+            begin, end = self.cuts[stage : stage + 2]
+            self._loads[slot.rank] += self._ticks(stage, begin, end)
+            self._held[slot.rank] += self._bytes(stage, begin, end)
             if stage:
                 self._pay(stage, 1)
 
@@ -159,13 +162,13 @@ class _Descent:
         return memory[end] - memory[begin]
 
     def _pay(self, index: int, times: int) -> None:
-        """Count what crossing a cut costs those beside it, or with -1 no longer."""
-        one = self._slots[index - 1].rank
-        other = self._slots[index].rank
-        toll = times * self._toll[self.cuts[index]] if one != other else 0
+        """Add the toll of a cut to its two ranks or its link. times: 1, or -1 to subtract it."""
+        before = self._slots[index - 1].rank
+        after = self._slots[index].rank
+        toll = times * self._toll[self.cuts[index]] if before != after else 0
         if self._blocking:
-            self._loads[one] += toll
-            self._loads[other] += toll
+            self._loads[before] += toll
+            self._loads[after] += toll
         else:
             self._busy[index] += toll
 
@@ -178,7 +181,7 @@ class _Descent:
         return max(0, held - limit) if limit else 0
 
     def _move(self, index: int) -> bool:
-        """Move a cut to its best place, of equal ones the first; whether one is better than where it is."""
+        """Move a cut to its best position, the first of equal ones. Return whether that is an improvement."""
         low, high = self._spans[index]
         here = self.cuts[index]
         first = max(low, self.cuts[index - 1] + 1)
@@ -196,7 +199,7 @@ class _Descent:
         return best[0] < now
 
     def _as_good(self, index: int, now: Key, first: int, last: int) -> range:
-        """The places of a cut, from the first to the last, where neither stage beside it alone is too much."""
+        """The positions of a cut at which neither stage beside it makes its rank slower than the slowest now."""
         excess, slowest, _ = now
         if not excess:
             (here, per_tick), (behind, per_tick_behind) = self._work[index - 1 : index + 1]
@@ -207,7 +210,7 @@ class _Descent:
         return range(first, last + 1)
 
     def _count_beside(self, index: int, times: int) -> None:
-        """Count the two stages beside a cut, or with -1 no longer."""
+        """Add the two stages beside a cut to their ranks. times: 1, or -1 to subtract them."""
         for stage in (index - 1, index):
             rank = self._slots[stage].rank
             begin = self.cuts[stage]
@@ -217,24 +220,24 @@ class _Descent:
         self._pay(index, times)
 
     def _key_at(self, index: int, place: int, others: int) -> Key:
-        """The key of the ranks beside a cut, which is at that place; the rest of them is counted."""
-        one = self._slots[index - 1].rank
-        other = self._slots[index].rank
-        before = self.cuts[index - 1]
-        behind = self.cuts[index + 1]
-        load = self._loads[one] + self._ticks(index - 1, before, place)
-        held = self._held[one] + self._bytes(index - 1, before, place)
-        more = self._ticks(index, place, behind)
-        more_held = self._bytes(index, place, behind)
-        if one == other:
-            load = load + more
-            held = held + more_held
-            return self._excess(one, held), max(load, others), float(load) ** 2
-        more = self._loads[other] + more
-        more_held = self._held[other] + more_held
+        """The key of the two ranks beside a cut if the cut is at ``place``. others: the largest other load."""
+        rank = self._slots[index - 1].rank
+        next_rank = self._slots[index].rank
+        begin = self.cuts[index - 1]
+        end = self.cuts[index + 1]
+        load = self._loads[rank] + self._ticks(index - 1, begin, place)
+        held = self._held[rank] + self._bytes(index - 1, begin, place)
+        next_load = self._ticks(index, place, end)
+        next_held = self._bytes(index, place, end)
+        if rank == next_rank:
+            load = load + next_load
+            held = held + next_held
+            return self._excess(rank, held), max(load, others), float(load) ** 2
+        next_load = self._loads[next_rank] + next_load
+        next_held = self._held[next_rank] + next_held
         toll = self._toll[place]
         if self._blocking:
             load = load + toll
-            more = more + toll
-        excess = self._excess(one, held) + self._excess(other, more_held)
-        return excess, max(load, more, toll, others), float(load) ** 2 + float(more) ** 2
+            next_load = next_load + toll
+        excess = self._excess(rank, held) + self._excess(next_rank, next_held)
+        return excess, max(load, next_load, toll, others), float(load) ** 2 + float(next_load) ** 2

@@ -1,9 +1,9 @@
-"""Knapsack: takes an activation option for each layer of a rank: the fastest that fit into its memory, exactly.
+"""Knapsack: chooses an activation option for each layer of a rank, the fastest that fit into its memory, exactly.
 
-A 0/1 knapsack with several choices an item (Kellerer, Pferschy and Pisinger 2004, chapter 11), by the states that no
-other equals in bytes and in time (Nemhauser and Ullmann 1969). Layers that are alike are one item many times, so what
-was found for some of them serves wherever as many of them stand. Of what layers need while they run only the largest
-counts: for each size that it may have the options that need no more are combined.
+It is a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11), solved by keeping only states that
+no other state beats in both bytes and time (Nemhauser and Ullmann 1969). Equal layers are the same item, so results are
+reused wherever the same items occur. Only the largest working memory of all layers counts: for each possible size of
+it, the options that need no more are combined.
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,28 +19,29 @@ from pipesched.program.action_arrays import Ints
 
 __all__ = ["Knapsack"]
 
-_MOST_STATES = 20_000  # above it states that are nearly alike become one, and answers are no longer proved
+_MOST_STATES = 20_000  # above this, nearly equal states are merged, and answers are no longer exact
 _MOST_WITH_COPIES = 2_000
 
 
-#: Of an item: the bytes that it holds with each option.
+#: The options of an item, each with the bytes that the item then holds.
 _Options = Sequence[tuple[int, ActivationOption]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Front:
-    """The states of some items: what they sum up to, by bytes, ascending."""
+    """The undominated states of some items, in ascending order of their bytes."""
 
     held: Ints
     ticks: Ints
-    #: Ticks of copies; None where nothing is copied.
+    #: The ticks of copies; None if nothing is copied.
     copies: Ints | None
-    #: The state of all items but the last, and the last one's option.
+    #: The state of all items but the last.
     parent: Ints
+    #: The option of the last item.
     option: Ints
 
     def best(self, room: int, speed: Fraction, forward: int) -> tuple[int, int] | None:
-        """The least time within ``room`` bytes, and its state. forward: ticks of all first forwards."""
+        """The least time within ``room`` bytes, and its state, or None. forward: the ticks of all first forwards."""
         count = int(np.searchsorted(self.held, room, "right"))
         if not count:
             return None
@@ -48,7 +49,7 @@ class _Front:
             return _slowed(int(self.ticks[count - 1]), speed), count - 1
         ticks = -(-self.ticks[:count] * speed.denominator // speed.numerator)
         times = with_copies(_slowed(forward, speed), ticks, self.copies[:count])
-        at = count - 1 - int(times[::-1].argmin())  # of those as fast the one that gives up least
+        at = count - 1 - int(times[::-1].argmin())  # of equally fast states, the one that holds the most
         return int(times[at]), at
 
 
@@ -57,7 +58,10 @@ _EMPTY = _Front(held=_NOTHING, ticks=_NOTHING, copies=None, parent=_NOTHING, opt
 
 
 class Knapsack:
-    """Answers, and what was found on the way to them. exact: every answer so far is the best there is."""
+    """Finds the fastest options of layers within a memory limit, and caches partial results.
+
+    ``exact`` is whether all answers so far are proved to be the best.
+    """
 
     def __init__(self, options: Sequence[Sequence[ActivationOption]]) -> None:
         kinds: dict[tuple[ActivationOption, ...], int] = {}
@@ -70,7 +74,7 @@ class Knapsack:
         self.exact = True
 
     def item(self, layer: int, in_flight: int) -> int:
-        """A layer with so many micro-batches in flight: a number, the same for layers alike."""
+        """The item of a layer with ``in_flight`` micro-batches in flight: a number, equal for equal layers."""
         kind = self._kind_of[layer]
         if (kind, in_flight) not in self._items:
             self._items[kind, in_flight] = len(self._items)
@@ -78,7 +82,7 @@ class Knapsack:
         return self._items[kind, in_flight]
 
     def least(self, items: Sequence[int], limit: int | None, speed: Fraction) -> int:
-        """The least ticks of the items together within ``limit`` bytes; INFINITE where they do not fit."""
+        """The least total ticks of the items within ``limit`` bytes; INFINITE if they do not fit."""
         limit = INFINITE if limit is None else limit
         if self._fits_at_once(items, limit):
             return _slowed(sum(self._options[item][0][1].ticks for item in items), speed)
@@ -88,7 +92,7 @@ class Knapsack:
         return self._least[key]
 
     def chosen(self, items: Sequence[int], limit: int | None, speed: Fraction) -> list[ActivationOption]:
-        """The options with which the items take no longer than that; of items alike the first give up more."""
+        """The options with which the items take the least ticks. Of equal items, the first ones recompute."""
         limit = INFINITE if limit is None else limit
         if self._fits_at_once(items, limit):
             return [self._options[item][0][1] for item in items]
@@ -105,13 +109,13 @@ class Knapsack:
         return [taken[item].pop() for item in items]
 
     def _fits_at_once(self, items: Sequence[int], limit: int) -> bool:
-        """Whether the fastest option of each item fits, and copies nothing."""
+        """Whether the fastest options of all items fit together, without copies."""
         fastest = [self._options[item][0] for item in items]
         needed = sum(held for held, _ in fastest) + max(option.working_bytes for _, option in fastest)
         return needed <= limit and not any(option.copy_ticks for _, option in fastest)
 
     def least_bytes(self, items: Sequence[int]) -> int:
-        """The fewest bytes with which the items do, however long they then take."""
+        """The smallest memory in which the items fit, regardless of their time."""
         kinds = {item: self._options[item] for item in items}
         needed = []
         for working in self._sizes(kinds.values()):
@@ -120,7 +124,7 @@ class Knapsack:
         return min(needed)
 
     def _found(self, key: tuple[int, ...], limit: int, speed: Fraction) -> Iterator[tuple[int, int, int]]:
-        """For each size that the largest working set may have: the least ticks, the size, the state."""
+        """For each possible size of the working memory: the least ticks, the size, and the state."""
         kinds = {item: self._options[item] for item in key}
         forward = sum(kinds[item][0][1].forward_ticks for item in key)
         for working in self._sizes(kinds.values()):
@@ -133,13 +137,13 @@ class Knapsack:
 
     @staticmethod
     def _sizes(kinds: Collection[_Options]) -> list[int]:
-        """What the largest working set may be."""
+        """The possible sizes of the largest working memory."""
         sizes = {option.working_bytes for options in kinds for _, option in options}
         floor = max(min(option.working_bytes for _, option in options) for options in kinds)
         return sorted(size for size in sizes if size >= floor)
 
     def _front(self, key: tuple[int, ...], working: int) -> _Front:
-        """The front of some items, with options that need no more than ``working`` while they run."""
+        """The front of some items, from options with at most ``working`` bytes of working memory."""
         count = len(key)
         while count and (key[:count], working) not in self._fronts:
             count -= 1
@@ -150,10 +154,10 @@ class Knapsack:
         return front
 
     def _with(self, front: _Front, options: _Options, working: int) -> _Front:
-        """A front with one item more."""
+        """A front with one more item."""
         rows = [(at, held, c) for at, (held, c) in enumerate(options) if c.working_bytes <= working]
         size = len(front.held)
-        held = np.concatenate([front.held + own for _, own, _ in rows])
+        held = np.concatenate([front.held + more for _, more, _ in rows])
         ticks = np.concatenate([front.ticks + c.ticks for _, _, c in rows])
         copies = None
         if front.copies is not None or any(c.copy_ticks for _, _, c in rows):
@@ -173,7 +177,7 @@ class Knapsack:
 
 
 def _smallest(kinds: Mapping[int, _Options], working: int) -> dict[int, int]:
-    """The fewest bytes that each item holds, with options that need no more than ``working`` while they run."""
+    """The fewest bytes that each item holds, with options of at most ``working`` bytes of working memory."""
     return {
         item: min(held for held, option in options if option.working_bytes <= working)
         for item, options in kinds.items()
@@ -185,18 +189,18 @@ def _slowed(ticks: int, speed: Fraction) -> int:
 
 
 def _undominated_options(options: Sequence[ActivationOption], in_flight: int) -> list[tuple[int, ActivationOption]]:
-    """The bytes of each, and the option: the fastest first; none that another equals in everything."""
+    """The undominated options with the bytes that each holds, the fastest first."""
     made: list[tuple[tuple[int, int, int, int], ActivationOption]] = []
     for option in options:
         costs = (option.ticks, option.copy_ticks, option.held_bytes(in_flight), option.working_bytes)
         if not any(all(a <= b for a, b in zip(other, costs, strict=True)) for other, _ in made):
             made.append((costs, option))
-    made.sort(key=lambda one: one[0])
+    made.sort(key=lambda entry: entry[0])
     return [(costs[2], option) for costs, option in made]
 
 
 def _undominated(held: Ints, ticks: Ints) -> Ints:
-    """The places of states of which no other has as few bytes and ticks, by bytes."""
+    """The indices of the undominated states, in ascending order of bytes."""
     order = np.lexsort((ticks, held))
     sorted_ticks = ticks[order]
     least = np.minimum.accumulate(sorted_ticks)
@@ -206,27 +210,27 @@ def _undominated(held: Ints, ticks: Ints) -> Ints:
 
 
 def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
-    """The same where copies count: by bytes, beside a staircase of the ticks and copies of those before."""
+    """As `_undominated`, in bytes, ticks and copies: keeps a staircase of the ticks and copies of smaller states."""
     kept: list[int] = []
     stair_ticks: list[int] = []
     stair_copies: list[int] = []
     order = np.lexsort((copies, ticks, held))
-    for place, own, copied in zip(order.tolist(), ticks[order].tolist(), copies[order].tolist(), strict=True):
-        at = bisect_right(stair_ticks, own)
+    for place, time, copied in zip(order.tolist(), ticks[order].tolist(), copies[order].tolist(), strict=True):
+        at = bisect_right(stair_ticks, time)
         if at and stair_copies[at - 1] <= copied:
             continue
         kept.append(place)
-        first = bisect_left(stair_ticks, own)
+        first = bisect_left(stair_ticks, time)
         last = first
         while last < len(stair_ticks) and stair_copies[last] >= copied:
             last += 1
-        stair_ticks[first:last] = [own]
+        stair_ticks[first:last] = [time]
         stair_copies[first:last] = [copied]
     return np.array(kept)
 
 
 def _thinned(kept: Ints, held: Ints, ticks: Ints, copies: Ints | None) -> Ints:
-    """Of states that are nearly as fast the smallest."""
+    """Merge nearly equal states: of those about as fast, keep the one with the fewest bytes."""
     sizes = [ticks[kept]] if copies is None else [ticks[kept], copies[kept]]
     steps = _MOST_STATES if copies is None else 40
     buckets = np.zeros(len(kept), np.int64)

@@ -1,8 +1,8 @@
-"""Stages through all orders of a graph at once: what is within a bound, over the lattice of its ideals.
+"""Lattice: probes for a partition within a bound over all orders of a graph, by dynamic programming over its ideals.
 
-A stage is what lies between two ideals, and its cost a difference of two numbers: one of the ideal where it ends, one
-of that where it begins. So for each slot and ideal it is enough to know the best begin below; that goes down the
-lattice level by level, each level for all slots and ideals at once.
+A stage is the difference of two order ideals. Its cost is the difference of two numbers, one for the ideal at its end
+and one for the ideal at its begin. For each slot and ideal it is therefore enough to know the best begin contained in
+the ideal. The best begins are passed on level by level, for all slots and ideals of a level at once.
 """
 
 from bisect import bisect_right
@@ -24,10 +24,15 @@ Bools = NDArray[np.bool_]
 
 
 class Lattice:
-    """The ideals, and what may be between them.
+    """Partitions whose stages begin and end at order ideals.
 
-    allowed: for a number of stages, the ideals where that many may be closed; all where there is none. ceiling: the
-    bottleneck of a partition that is known, so that nothing above need be looked at.
+    Args:
+        ideals: all order ideals of the blocks.
+        toll: the cost of crossing each ideal's cut.
+        line_up: the slots for the stages.
+        allowed: for a number of stages, the ideals at which that many stages may end; without an entry, all ideals.
+        ceiling: the bottleneck of a known partition. Larger bounds are not probed.
+
     """
 
     def __init__(self, ideals: Ideals, toll: Toll, line_up: LineUp, allowed: Mapping[int, Bools], ceiling: int) -> None:
@@ -54,7 +59,7 @@ class Lattice:
         self._bands = self._bands_below(ceiling)
 
     def probe(self, bound: int) -> Found | Fails:
-        """A partition within the bound; between equal ones of the fewest stages, then of the smallest last cut."""
+        """Find a partition within the bound, with the fewest stages, then with the fewest bytes across the last cut."""
         line_up = self._line_up
         ideals = self._ideals
         limits = np.array([min(bound * slot.speed.numerator, INFINITE - 1) for slot in line_up.slots])
@@ -82,7 +87,7 @@ class Lattice:
         return Fails(following) if state is None else self._found(state, closed, limits)
 
     def _bands_below(self, bound: int) -> list[tuple[int, int]]:
-        """For each level the slots that matter: those before can do what lies before, those behind what is left."""
+        """For each level, the range of slots that can end there while the other slots can do the rest of the work."""
         count = len(self._line_up.slots)
         if not self._line_up.in_line:
             return [(0, count)] * len(self._least)
@@ -102,7 +107,7 @@ class Lattice:
         return None if self._memory is None else self._memory[rows, first:last]
 
     def _least_memory(self, rows: slice, first: int, last: int) -> Ints | None:
-        """What must lie before a stage that ends at each ideal, at least, so that it is within its slot's memory."""
+        """The least memory before the begin of a stage that ends at each ideal, by the limit of its slot."""
         if self._memory is None:
             return None
         return np.asarray(self._memory[rows, first:last] - self._caps[rows, None])
@@ -117,7 +122,7 @@ class Lattice:
                 closed[index, first:last] &= self._allowed[slot.stage + 1][first:last]
 
     def _reached(self, closed: Bools, *, empty: bool) -> Bools:
-        """For each state the ideals of ``closed`` where it may be; with slots left out."""
+        """A mask (states, ideals): whether the state can be reached at the ideal, with empty stages skipped."""
         reached = np.zeros((self._line_up.num_states, closed.shape[1]), bool)
         reached[0] = empty
         reached[1:] = np.logical_or.reduceat(closed, self._first_of_target, axis=0)
@@ -127,7 +132,7 @@ class Lattice:
         return reached
 
     def _reached_in(self, state: int, closed: Bools) -> Bools:
-        """The ideals where the state may be."""
+        """A mask of the ideals at which a state can be reached."""
         skippable = self._line_up.skippable if self._line_up.in_line else self._line_up.num_states
         fewest = min(state, skippable)
         rows = [index for index, slot in enumerate(self._line_up.slots) if fewest <= slot.target <= state]
@@ -160,7 +165,7 @@ class Lattice:
         return Found(bottleneck=bottleneck, order=order, ends=ends, slots=[slot for slot, _ in stages])
 
     def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
-        """The slot of the stage that ends at the ideal, where it begins, and what lies below the ideal."""
+        """The slot of the stage that ends at the ideal, the ideal of its begin, and a mask of the ideals contained."""
         sent = self._ideals.cuts.sent_bytes
         for index, slot in enumerate(self._line_up.slots):
             if slot.target == state and closed[index, ideal]:
@@ -174,10 +179,10 @@ class Lattice:
                 chosen = np.flatnonzero(fits & below & reached)
                 if len(chosen):
                     return index, int(chosen[sent[chosen].argmin()]), below
-        raise RuntimeError(f"no stage leads to state {state}")  # a bug of ours
+        raise RuntimeError(f"no stage leads to state {state}")  # an internal error
 
     def _below(self, ideal: int, least: int, index: int) -> Bools:
-        """The ideals that ``ideal`` contains, other than itself, as far as their work is enough."""
+        """A mask of the ideals that ``ideal`` contains, except itself, with enough work to begin the stage."""
         ideals = self._ideals
         ends = self._ends[self._kind[index]]
         below = np.zeros(len(ideals), bool)
@@ -193,7 +198,7 @@ class Lattice:
         return below
 
     def _between(self, begin: int, ideal: int, below: Bools) -> list[int]:
-        """The blocks of the stage between two ideals, in the blocks' own order."""
+        """The blocks of the stage between two ideals, in ascending order."""
         ideals = self._ideals
         above = np.zeros(len(ideals), bool)
         above[begin] = below[ideal] = True

@@ -1,4 +1,4 @@
-"""A graph with measured costs -> arrays of whole numbers, layers in topological order."""
+"""Reads a graph with measured costs into arrays of integers, with the layers in topological order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,37 +14,41 @@ from pipesched.simulation.links import Link, check_times
 
 __all__ = ["Layers", "Tensors", "numbers", "read", "ticks_per_s"]
 
-_FINEST = 10**12  # whole numbers of picoseconds, so that sums are exact and ties are ties
-_MOST = 2**60  # ticks in all; leaves room in 64 bits
+_FINEST = 10**12  # picoseconds, as integers: sums and ties are exact
+_MOST = 2**60  # upper bound for the sum of all ticks, so that results fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """What layers give to others."""
+    """The tensors that pass between layers."""
 
-    #: The layer that makes each tensor, and its bytes.
+    #: The layer that produces each tensor.
     makers: Ints
+    #: The bytes of each tensor.
     sizes: Ints
-    #: The tensor of each use, and the layer that uses it.
+    #: The tensor of each use.
     used: Ints
+    #: The layer of each use.
     users: Ints
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """Layers in topological order, with edges from ``tails`` to ``heads`` (positions)."""
+    """The costs of layers in topological order."""
 
     names: list[Any]
-    #: Forward and backward time.
+    #: The time of forward and backward.
     ticks: Ints
     ticks_per_s: int
     parameter_bytes: Ints
     num_parameters: Ints
-    #: The parameters with all that an optimizer keeps of them.
+    #: The bytes of the parameters, gradients and optimizer state.
     state_bytes: Ints
-    #: What a layer holds for each micro-batch in flight.
+    #: The bytes held for each micro-batch in flight.
     activation_bytes: Ints
+    #: The producer of each edge.
     tails: Ints
+    #: The consumer of each edge.
     heads: Ints
     tensors: Tensors
 
@@ -52,12 +56,12 @@ class Layers:
         return len(self.names)
 
     def seconds(self, ticks: int) -> float:
-        """The time of so many ticks."""
+        """Convert ticks to seconds."""
         return ticks / self.ticks_per_s
 
 
 def ticks_per_s(total_s: float, scale: int = 1) -> int:
-    """How finely time is counted: picoseconds, or coarser where the sum, times ``scale``, would leave 64 bits."""
+    """The resolution of time: picoseconds, or coarser if the sum times ``scale`` would not fit into 64 bits."""
     per_s = _FINEST
     while total_s * per_s * scale > _MOST and per_s:
         per_s //= 10
@@ -67,14 +71,14 @@ def ticks_per_s(total_s: float, scale: int = 1) -> int:
 
 
 def numbers(values: Sequence[Any], what: str) -> NDArray[np.float64]:
-    """The values as floats. Raises PartitionError for what is no finite number, or negative."""
+    """The values as an array of floats. Raises PartitionError if one is negative or not a finite number."""
     try:
         array = np.asarray(values)
     except ValueError:  # a list among numbers
         array = np.empty(0, object)
     try:
         if array.dtype.kind not in "fiu" or not (np.isfinite(array) & (array >= 0)).all():
-            check_times(values, what)  # says which one; or takes it, such as a fraction
+            check_times(values, what)  # names the wrong value, or accepts another type, such as Fraction
     except ScheduleError as error:
         raise PartitionError(str(error)) from None
     return array.astype(np.float64)
@@ -83,11 +87,20 @@ def numbers(values: Sequence[Any], what: str) -> NDArray[np.float64]:
 def read(
     graph: "nx.DiGraph[Any]", needed: Sequence[str], *, link: Link, weight_copies: float = 1, scale: int = 1
 ) -> Layers:
-    """The layers of a graph with the attributes ``needed`` besides times; others that are not there count as 0.
+    """Read the layers of a graph.
 
-    A layer gives its output to all behind it, unless edges say which ``tensors`` they stand for: names, and bytes.
-    link: what is between stages. scale: what times are multiplied with before they are compared. Raises
-    PartitionError for a graph with a cycle, without layers, or with an attribute missing or of no finite number.
+    An edge carries its producer's whole output, or only the tensors in its attribute ``tensors``, bytes by name.
+
+    Args:
+        graph: the layers, with their costs as node attributes.
+        needed: the attributes that every layer must have besides its times. Other missing attributes count as 0.
+        link: the link between stages, whose times must fit into the ticks.
+        weight_copies: state_bytes / parameter_bytes.
+        scale: the largest factor that ticks are multiplied with later.
+
+    Raises:
+        PartitionError: the graph has a cycle or no layers, or an attribute is missing or not a finite number.
+
     """
     if not graph.is_directed() or not len(graph):
         raise PartitionError(
@@ -99,8 +112,8 @@ def read(
     nodes = [attributes[name] for name in names]
     forward, backward = (_column(names, nodes, name, required=True) for name in ("forward_s", "backward_s"))
     times = forward + backward
-    along: list[tuple[Any, Any, Any]] = list(graph.edges.data("tensors"))
-    named = any(tensors is not None for _, _, tensors in along)
+    edges: list[tuple[Any, Any, Any]] = list(graph.edges.data("tensors"))
+    named = any(tensors is not None for _, _, tensors in edges)
     outputs, parameters, counts = (
         _column(names, nodes, name, required=name in needed and not (named and name == "output_bytes"))
         for name in ("output_bytes", "parameter_bytes", "num_parameters")
@@ -109,7 +122,7 @@ def read(
     activations = numbers(held, "activation_bytes of layer")
     tensors = Tensors(makers=np.arange(len(names)), sizes=_whole(outputs), used=tails, users=heads)
     if named:
-        tensors = _named_tensors(names, along, outputs)
+        tensors = _named_tensors(names, edges, outputs)
     crossing = 2 * (link.latency_s + link.byte_s * float(tensors.sizes.sum()))
     per_s = ticks_per_s(float(times.sum()) + crossing, scale)
     return Layers(
@@ -131,13 +144,13 @@ def _whole(values: NDArray[np.float64]) -> Ints:
 
 
 def _named_tensors(
-    names: Sequence[Any], along: Sequence[tuple[Any, Any, Mapping[Any, float] | None]], outputs: NDArray[np.float64]
+    names: Sequence[Any], edges: Sequence[tuple[Any, Any, Mapping[Any, float] | None]], outputs: NDArray[np.float64]
 ) -> Tensors:
-    """The tensors that edges name; on an edge that names none, the producer's output."""
+    """The tensors that edges name; for an edge without names, the producer's whole output."""
     place = {name: position for position, name in enumerate(names)}
     sizes: dict[tuple[int, Any], float] = {}
     uses: list[tuple[tuple[int, Any], int]] = []
-    for tail, head, tensors in along:
+    for tail, head, tensors in edges:
         maker = place[tail]
         for name, size in ({None: outputs[maker]} if tensors is None else tensors).items():
             sizes.setdefault((maker, name), size)
@@ -152,17 +165,17 @@ def _named_tensors(
 
 
 def _ordered(graph: "nx.DiGraph[Any]") -> tuple[list[Any], Ints, Ints]:
-    """Layers in topological order, of all that are possible the first in the graph's own; and the edges' ends."""
+    """The layers in topological order, in the graph's own where possible, and the tails and heads of the edges."""
     names = list(graph)
     number = {name: position for position, name in enumerate(names)}
     if any(number[a] >= number[b] for a, b in graph.edges):
         try:
             names = list(nx.lexicographical_topological_sort(graph, number.__getitem__))
         except nx.NetworkXUnfeasible:
-            around = [edge[0] for edge in nx.find_cycle(graph)]
+            cycle = [edge[0] for edge in nx.find_cycle(graph)]
             raise PartitionError(
-                f"the layers form a graph without cycles; {' -> '.join(map(repr, [*around, around[0]]))} is one; "
-                f"make the layers of a cycle one layer"
+                f"the layers form a graph without cycles; {' -> '.join(map(repr, [*cycle, cycle[0]]))} is a cycle; "
+                f"make the layers of the cycle one layer"
             ) from None
         number = {name: position for position, name in enumerate(names)}
     ends = np.fromiter((number[end] for edge in graph.edges for end in edge), np.int64, 2 * graph.number_of_edges())
@@ -175,7 +188,7 @@ def _column(names: list[Any], nodes: Sequence[Mapping[str, Any]], name: str, *, 
         missing = [layer for layer, node in zip(names, nodes, strict=True) if name not in node]
         if missing:
             raise PartitionError(
-                f"a layer has the attributes forward_s and backward_s, with communication output_bytes, and with a "
+                f"a layer needs the attributes forward_s and backward_s, for communication output_bytes, and for a "
                 f"memory limit parameter_bytes; {missing[0]!r} has no {name}; measure it"
             )
     return numbers(values, f"{name} of layer")

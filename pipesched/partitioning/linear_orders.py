@@ -1,4 +1,4 @@
-"""Linear orders of a graph whose lattice is too large: each is a chain, and the best of them is taken."""
+"""Linear orders of a graph with too many order ideals for an exact search. Each order is searched as a chain."""
 
 import random
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ __all__ = ["linear_orders"]
 
 
 def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
-    """Orders in which the blocks can run: the graph's own, depth first, the fewest live bytes, random depth first."""
+    """Yield orders of the blocks: the graph's own, depth first, fewest live bytes, then random depth-first orders."""
     yield list(range(len(blocks)))
     yield _depth_first(blocks, list(range(len(blocks))))
     yield _least_live(blocks)
@@ -21,7 +21,7 @@ def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
 
 
 def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
-    """What has just become ready runs first, of several that with the smallest rank."""
+    """A depth-first order: blocks that became ready last come first, the smallest ``rank`` before others."""
     waiting = [len(producers) for producers in blocks.producers]
     ready = sorted((block for block, count in enumerate(waiting) if not count), key=lambda block: -rank[block])
     order = []
@@ -38,7 +38,7 @@ def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
 
 
 def _least_live(blocks: Blocks) -> list[int]:
-    """Of what is ready that runs first which leaves the fewest bytes to be kept."""
+    """A greedy order: of the ready blocks, the one that adds the fewest live bytes comes first."""
     made = [0] * len(blocks)
     users = [len(tensor.consumers) for tensor in blocks.tensors]
     used: list[list[int]] = [[] for _ in range(len(blocks))]

@@ -1,7 +1,7 @@
-"""Order ideals: all sets of blocks that contain what they need, level by level, as arrays.
+"""Order ideals: all sets of blocks that contain the producers of each of their blocks, level by level, as arrays.
 
-An ideal is what may lie before a cut. Level k holds those of k blocks; each comes from ideals of the level above by
-one block more. Sets are bit masks while the lattice is built; later the levels and the steps between them suffice.
+The blocks before a cut form an order ideal. Level k has the ideals of k blocks, each made from ideals of level k - 1 by
+adding one block. Sets are bit masks while the lattice is built; later only levels and the steps between them are kept.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,21 +21,24 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Ideals:
-    """Ideals in the order of their levels.
+    """The order ideals of a graph, sorted by level, and the steps between them.
 
-    A step adds ``added`` to the ideal ``parents`` and gives the ideal ``children``; steps are in the order of their
-    children.
+    A step makes an ideal from one with one block less. Steps are sorted by the ideal that they make.
     """
 
+    #: The sums before the cut of each ideal.
     cuts: Cuts
-    #: Where each level begins, and at last the number of ideals.
+    #: The first ideal of each level, then the number of ideals.
     levels: list[int]
+    #: The ideal that each step starts from.
     parents: Ints
+    #: The ideal that each step makes.
     children: Ints
+    #: The block that each step adds.
     added: Ints
-    #: Where the steps to each ideal begin.
+    #: The first step to each ideal, then the number of steps.
     steps: Ints
-    #: For each set of blocks that was asked for, how many of them each ideal contains.
+    #: For each requested set of blocks, the number of them that each ideal contains.
     contains: list[Ints]
 
     def __len__(self) -> int:
@@ -46,16 +49,18 @@ class Ideals:
 class _Level:
     """The ideals of one size."""
 
+    #: The blocks of each ideal, as bits.
     members: Masks
-    #: The blocks that may be added.
+    #: The blocks that may be added, as bits.
     ready: Masks
+    #: A random key of each set, the sum of its blocks' keys.
     keys: Masks
-    #: What the ideals sum up to; a row a column.
+    #: The sums over the blocks of each ideal, in the order of `_Growth`: (sums, ideals).
     sums: Ints
 
 
 def enumerate_ideals(blocks: Blocks, asked: Collection[Collection[int]], at_most: int) -> Ideals | None:
-    """All ideals, or None where there are more than ``at_most``. asked: sets of blocks to be counted in each."""
+    """All ideals, or None if there are more than ``at_most``. asked: sets of blocks to count in each ideal."""
     growth = _Growth(blocks, asked)
     level = growth.first()
     levels = [0, 1]
@@ -90,7 +95,10 @@ def _joined(parts: list[Ints]) -> Ints:
 
 
 class _Growth:
-    """One block more. Sums are rows: work, state bytes, activation bytes, bytes sent, then the sets asked for."""
+    """Makes each level from the one before.
+
+    The rows of sums are: work, state bytes, activation bytes, bytes sent, then the counts of the requested sets.
+    """
 
     def __init__(self, blocks: Blocks, asked: Collection[Collection[int]]) -> None:
         layers = blocks.layers
@@ -123,11 +131,11 @@ class _Growth:
         )
 
     def next(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
-        """The steps to the next level: from which row, which block; how many lead to each ideal; and the level."""
+        """The next level: the row and the block of each step, the number of steps to each ideal, and the level."""
         rows, new = self._ready(level)
         keys = level.keys[rows] + self._keys[new]
         _, first, child = np.unique(keys, return_index=True, return_inverse=True)
-        by_first = np.argsort(first)  # so that nothing depends on the keys
+        by_first = np.argsort(first)  # so that the order does not depend on the keys
         rank = np.empty(len(first), np.int64)
         rank[by_first] = np.arange(len(first))
         child = rank[child]
@@ -146,7 +154,7 @@ class _Growth:
         return rows[order], new[order], np.bincount(child), grown
 
     def _ready(self, level: _Level) -> tuple[Ints, Ints]:
-        """All pairs of an ideal of the level and a block that may be added to it."""
+        """All pairs of an ideal of the level and a block that may be added, as two arrays."""
         some = np.bitwise_or.reduce(level.ready, axis=0)
         rows = []
         new = []
@@ -158,11 +166,11 @@ class _Growth:
         return np.concatenate(rows), np.concatenate(new)
 
     def _same(self, level: _Level, rows: Ints, new: Ints, child: Ints, members: Masks) -> bool:
-        """Whether equal keys were equal sets."""
+        """Whether sets with equal keys are equal."""
         return bool((_with(level.members[rows], new) == members[child]).all())
 
     def _again(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
-        """With other keys: two sets had the same, which one in 10^8 lattices has."""
+        """Repeat the step with other keys, after two sets had the same key (in about one of 10^8 lattices)."""
         self._seed += 1
         self._new_keys(len(self._keys))
         level.keys = np.array(
@@ -172,7 +180,7 @@ class _Growth:
         return self.next(level)
 
     def _update(self, level: _Level, new: Ints) -> None:
-        """What is ready, and what need not be sent any more, once blocks were added."""
+        """Update the ready blocks and the bytes sent, after a block was added to each ideal."""
         for block in np.unique(new).tolist():
             rows = np.flatnonzero(new == block)
             members = level.members[rows]
@@ -184,7 +192,7 @@ class _Growth:
 
 
 def _used(blocks: Blocks) -> list[list[tuple[Tensor, Mapping[int, np.uint64]]]]:
-    """The tensors that each block uses, each with all that use it."""
+    """The tensors that each block uses, each with the bit mask of all its users."""
     used: list[list[tuple[Tensor, Mapping[int, np.uint64]]]] = [[] for _ in range(len(blocks))]
     for tensor in blocks.tensors:
         for consumer in tensor.consumers:
@@ -193,7 +201,7 @@ def _used(blocks: Blocks) -> list[list[tuple[Tensor, Mapping[int, np.uint64]]]]:
 
 
 def _words(members: Collection[int]) -> dict[int, np.uint64]:
-    """A set of blocks as bits of words of 64, without those that are 0."""
+    """A set of blocks as 64-bit words, by index, without zero words."""
     words: dict[int, int] = {}
     for member in members:
         words[member // 64] = words.get(member // 64, 0) | 1 << member % 64

@@ -1,7 +1,7 @@
-"""Pareto fronts: where below it a stage may best begin.
+"""Pareto fronts: for each ideal, the best begins of a stage that ends there.
 
-Without limits of memory the best begin is one number. With them a begin may spare work or spare memory, and all are
-kept that no other equals in both.
+Without memory limits one number describes the best begin. With limits a begin may save work or save memory, so all
+begins are kept that no other begin beats in both.
 """
 
 import numpy as np
@@ -15,14 +15,14 @@ __all__ = ["Front"]
 
 
 class Front:
-    """The begins of one level. worth, and memory where it counts: (slots, how many are kept, ideals)."""
+    """The best begins for the ideals of one level: arrays of worth, and of memory if limited, (slots, kept, ideals)."""
 
     def __init__(self, num_slots: int, *, capped: bool) -> None:
         self._worth = np.full((num_slots, 1, 1), -INFINITE)
         self._memory = np.full((num_slots, 1, 1), -1) if capped else None
 
     def down(self, ideals: Ideals, level: int, rows: slice) -> "Front":
-        """What the level above leaves to ``level``, for some slots."""
+        """Pass the begins on to the ideals of ``level``, for some slots."""
         above, first, last = ideals.levels[level - 1 : level + 2]
         steps = ideals.steps[first : last + 1]
         parents = ideals.parents[steps[0] : steps[-1]] - above
@@ -34,7 +34,7 @@ class Front:
             return lower
         counts = np.diff(steps)
         nth = np.arange(counts.max())[:, None]
-        columns = parents[np.where(nth < counts, offsets + nth, offsets)]  # the first again, where there are fewer
+        columns = parents[np.where(nth < counts, offsets + nth, offsets)]  # shorter lists repeat their first entry
         worth, memory = (
             of_slots[rows][:, :, columns].reshape(-1, of_slots.shape[1] * len(nth), last - first)
             for of_slots in (self._worth, self._memory)
@@ -45,15 +45,19 @@ class Front:
         return lower
 
     def _all(self, values: Ints, rows: slice, absent: int) -> Ints:
-        """The values of some slots among those of all."""
+        """Extend the values of some slots to all slots, with ``absent`` for the others."""
         every = np.full((len(self._worth), *values.shape[1:]), absent)
         every[rows] = values
         return every
 
     def costs(self, rows: slice, ends: Ints, least_memory: Ints | None) -> Ints:
-        """The least cost of a stage that ends at each ideal, (slots, ideals); INFINITE where it has no begin.
+        """The least cost of a stage that ends at each ideal, (slots, ideals); INFINITE if it has no begin.
 
-        least_memory: the memory that lies before the stage, at least.
+        Args:
+            rows: the slots.
+            ends: the first term of the cost, for the end of the stage.
+            least_memory: the least memory before the begin, from the slot's limit.
+
         """
         worth = self._worth[rows]
         if self._memory is not None and least_memory is not None:
@@ -62,7 +66,7 @@ class Front:
         return np.where(best > -INFINITE, ends - best, INFINITE)
 
     def begin(self, rows: slice, begun: NDArray[np.bool_], begins: Ints, memory: Ints | None) -> None:
-        """Stages may also begin at the ideals of this level themselves, where ``begun``."""
+        """Add the ideals of this level themselves as begins, if ``begun``."""
         worth = np.where(begun, begins, -INFINITE)
         if self._memory is None or memory is None:
             self._worth[rows, 0] = np.maximum(self._worth[rows, 0], worth)
@@ -73,7 +77,7 @@ class Front:
 
 
 def _undominated(worth: Ints, memory: Ints) -> tuple[Ints, Ints]:
-    """Along axis 1, those of which no other has as much worth and as much memory; as many for each as for the most."""
+    """Along axis 1, keep the entries that no other beats in worth and memory, padded to the longest list."""
     order = np.lexsort((-memory, -worth), axis=1)
     worth = np.take_along_axis(worth, order, 1)
     memory = np.take_along_axis(memory, order, 1)

@@ -1,8 +1,8 @@
-"""Partition: layer costs -> stages, exactly.
+"""`partition`: divides a graph of measured layers into stages, exactly.
 
-The smallest bottleneck is found by probe and exact bisection on whole numbers (Pinar and Aykanat 2004): a failed probe
-raises the lower end to the next bound at which something changes, a successful one lowers the upper end to the
-bottleneck that it realised. What a probe is depends on the graph: see `pipesched.partitioning`.
+The smallest bottleneck is found by probing and exact bisection on integers (Pinar and Aykanat 2004). A failed probe
+raises the lower end to the next bound at which its answer can change. A successful probe lowers the upper end to the
+bottleneck of its partition. The package docstring of `pipesched.partitioning` lists the probes.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -51,35 +51,56 @@ def partition(
     offload_bytes_per_s: float | None = None,
     max_ideals: int = 300_000,
 ) -> Partition:
-    """Cut a graph of layers into at most ``num_stages`` non-empty stages with the smallest bottleneck.
+    """Divide a graph of layers into pipeline stages, so that the slowest stage is as fast as possible.
 
-    graph: nodes with ``forward_s`` and ``backward_s`` (seconds), and where they count ``output_bytes``,
-    ``parameter_bytes``, ``num_parameters`` and ``activation_bytes`` (held for each micro-batch in flight; the output
-    unless given); edges from producer to consumer. What an edge carries is the producer's output, unless it has
-    ``tensors``: the bytes of each by a name; one that several consumers of a layer name is one.
-    communication: "none"; "overlap": a cut's link carries its tensors there and their gradients back while ranks
-    compute, and the bottleneck is the slowest of all stages and links (PipeDream, Narayanan et al. 2019); "serial": a
-    stage also waits while what crosses its two cuts is sent. A cut costs latency_s and the bytes that cross it over
-    bandwidth_bytes_per_s, each way; a tensor that skips stages crosses every cut on its way.
-    memory_limit_bytes: of each rank, for weight_copies x parameters (4: weights, gradients, two moments of Adam) and
-    the activations of in_flight micro-batches: one number a stage, or a function of (stage, num_stages); 1 unless
-    given. speeds: of the ranks, relative to the one that was measured, in stage order; any_order: ranks may be used in
-    whichever order is best. starts: layer -> the stage that it begins, all it needs being in earlier ones. together:
-    groups of layers that share a stage. exactly: no stage is empty.
-    placement: the rank of each stage, where ranks have several (`pipesched.program.placement`); then the bottleneck is
-    the busiest rank, speeds and limits are one a rank, a cut inside a rank costs nothing, and the answer, found by
-    descent, need not be the best: ``Partition.gap`` is its distance to the bound.
-    checkpoint: what may be done with activations where memory is short, for each layer by itself and chosen with the
-    cuts: "recompute" (the backward first runs the forward again, from the layer's input) and "offload" (to the host
-    and back, each way at ``offload_bytes_per_s``, one beside forwards and the other beside backwards, which wait where
-    they are shorter). Layers are then cut in their own order, and what
-    they need only while they run, ``forward_transient_bytes`` and ``backward_transient_bytes``, counts, the largest of
-    a stage. ``Partition.checkpoint`` says what was chosen; layers that it does not name hold theirs.
-    A chain is cut exactly, and so is a graph of up to max_ideals order ideals. For others several linear orders are
-    tried, and ``Partition.gap`` says how far the best may be away. Memory limits on a large graph may leave a gap too.
-    Equal inputs give equal partitions. Raises PartitionError where there is none, with what would make one possible.
+        graph = pipesched.graph_of(model, sample)            # or a networkx.DiGraph of your own
+        found = pipesched.partition(graph, 4, memory_limit_bytes=16 * 2**30)
+        print(found)                                         # the stages, and the reason why none is faster
+        found.stages                                         # [["embed", "block.0"], ["block.1"], ...]
+
+    The result is optimal for a chain, and for a graph of up to ``max_ideals`` order ideals. For other graphs several
+    linear orders are searched; `Partition.gap` is the most that the result may be above the optimum. Memory limits on a
+    large graph may leave a gap, too. Equal arguments give equal partitions. The search is exact bisection on integers
+    (Pinar and Aykanat 2004).
+
+    Args:
+        graph: a networkx.DiGraph with an edge from each layer to its consumers. Node attributes: ``forward_s`` and
+            ``backward_s`` (seconds); and as needed ``output_bytes``, ``parameter_bytes``, ``num_parameters`` and
+            ``activation_bytes`` (held for each micro-batch in flight; default: the output). An edge carries the whole
+            output, or only its attribute ``tensors``: {name: bytes}.
+        num_stages: the largest number of stages. Stages are not empty.
+        communication: "none"; "overlap": transfers run while ranks compute, and a link may be the bottleneck
+            (PipeDream, Narayanan et al. 2019); or "serial": stages wait for their transfers. Default: "none".
+        bandwidth_bytes_per_s: the bandwidth of the link between stages, required with communication. A tensor that
+            skips stages crosses every cut on its way.
+        latency_s: the latency of the link, in seconds. Default: 0.
+        memory_limit_bytes: the memory of a rank, one number for all ranks or one for each. Default: no limit.
+        in_flight: the number of micro-batches in flight: a list with one number for each stage, or a function (stage,
+            num_stages). Default: 1.
+        weight_copies: how many times the parameters count as memory. Default: 4, for weights, gradients and the two
+            moments of Adam.
+        speeds: the speed of each rank relative to the measured one, in stage order. Default: all 1.
+        any_order: whether ranks may be used in any order. Default: False.
+        starts: {layer: the stage that it begins}; all layers that it needs are then in earlier stages. Default: none.
+        together: groups of layers that must share a stage. Default: none.
+        exactly: whether to use exactly ``num_stages`` stages. Default: False.
+        placement: the rank of each stage, for ranks with several stages (see `pipesched.program.placement`). The
+            busiest rank is then the bottleneck; it is minimised by descent, which may leave a gap. Default: one stage
+            a rank.
+        checkpoint: how activations may be treated if memory is short, chosen for each layer: any of "recompute" and
+            "offload". Layers stay in graph order, and their ``forward_transient_bytes`` and
+            ``backward_transient_bytes`` count as memory. Default: (), all activations are held.
+        offload_bytes_per_s: the bandwidth to the host and back, required for "offload".
+        max_ideals: the largest number of order ideals to search. Default: 300,000, which takes seconds.
+
+    Returns:
+        The partition: the layers of each stage, with the time and memory of the stages.
+
+    Raises:
+        PartitionError: an argument is invalid, or there is no partition. The error has a remedy.
+
     """
-    rule = "together has groups of layers that share a stage"
+    rule = "together is a list of groups of layers that share a stage"
     remedy = "pass such as [(first, second)]"
     request = Request(
         graph=graph,
@@ -109,10 +130,18 @@ def partition(
 
 
 def balance(times: Sequence[float], num_stages: int) -> list[int]:
-    """Where each of ``num_stages`` non-empty stages begins, such that the slowest is as fast as can be.
+    """Divide a chain of layers into non-empty stages, so that the slowest stage is as fast as possible.
 
-    times: of the layers of a chain, in seconds. Raises PartitionError for more stages than layers, fewer than one, or
-    bad times.
+    Args:
+        times: the time of each layer, in seconds.
+        num_stages: the number of stages.
+
+    Returns:
+        The first layer of each stage.
+
+    Raises:
+        PartitionError: there are more stages than layers, no stages, or invalid times.
+
     """
     seconds = numbers(times, "the time of layer")
     if not 1 <= num_stages <= max(1, len(times)):

@@ -1,4 +1,4 @@
-"""Problem: the blocks, the slots, what crossing a cut costs, and what is pinned."""
+"""Problem: the input of the search, with the blocks, the slots, the cost of cuts, and the pins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Communication = Literal["none", "overlap", "serial"]
 
 @dataclass(frozen=True)
 class Pin:
-    """A layer that a stage begins with: all that it needs, its ``ancestors``, lies in earlier stages."""
+    """A layer that begins a given stage. Its ``ancestors``, the layers that it needs, are in earlier stages."""
 
     stage: int
     layer: int
@@ -33,19 +33,19 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is to be cut, and into what."""
+    """A partitioning problem: the blocks to divide, and the slots for the stages."""
 
     blocks: Blocks
     line_up: LineUp
     communication: Communication
     link: Link
     pins: Sequence[Pin]
-    #: Of each layer, what may be done with its activations; none where all are held.
+    #: The activation options of each layer; empty if all activations are held.
     options: Sequence[Sequence[ActivationOption]] = ()
 
     @property
     def fills_up(self) -> bool:
-        """Whether more stages never cost anything: then as many are made as there may be."""
+        """Whether more stages never cost time, so that the partition gets as many stages as possible."""
         return self.communication == "none" and self.line_up.alike and self.line_up.in_line and not self.pins
 
     @cached_property
@@ -55,13 +55,13 @@ class Problem:
 
     @cached_property
     def lower(self) -> int:
-        """Ticks that no partition can beat: all work in even shares, or the heaviest block on the fastest rank."""
+        """A lower bound in ticks: equal shares of all work, or the heaviest block on the fastest rank."""
         work = self.blocks.total(self.blocks.layers.ticks)
         speeds = [rank.speed for rank in self.line_up.ranks]
         return max(-(-int(work.sum()) // sum(speeds)), -(-int(work.max()) // max(speeds)))
 
     def toll(self, cuts: Cuts) -> Toll:
-        """What crossing each cut costs: one way where the stages beside it wait, both ways where only the link does."""
+        """The toll of each cut: one way if the stages beside it wait for it, both ways if it occupies only the link."""
         if self.communication == "none":
             return Toll(np.zeros(1, np.int64), blocking=False)
         per_s = self.blocks.layers.ticks_per_s
@@ -71,12 +71,12 @@ class Problem:
         return Toll(ticks, blocking=True) if self.communication == "serial" else Toll(2 * ticks, blocking=False)
 
     def chain(self, order: Sequence[int]) -> Chain:
-        """The search along one order of the blocks."""
+        """The search along one order of the blocks, with all activations held."""
         cuts = cuts_of(self.blocks, order)
         return Chain(list(order), cuts, self.toll(cuts), self.line_up, self.spans(order))
 
     def checkpointed_chain(self, order: Sequence[int]) -> CheckpointedChain:
-        """The same where choices are made for layers."""
+        """The search along one order of the blocks, with a choice of activation options for each layer."""
         return CheckpointedChain(
             order=list(order),
             members=self.blocks.members,
@@ -87,7 +87,7 @@ class Problem:
         )
 
     def spans(self, order: Sequence[int]) -> list[tuple[int, int]]:
-        """For each number of stages, the first and the last cut of an order where pins let that many be closed."""
+        """For each number of stages, the first and the last cut of an order at which the pins let them end."""
         place = {block: position for position, block in enumerate(order)}
         spans = [(0, len(order)) for _ in range(max(slot.stage for slot in self.line_up.slots) + 2)]
         for pin in self.pins:
@@ -99,18 +99,18 @@ class Problem:
 
     @property
     def counted(self) -> list[set[int]]:
-        """The sets of blocks that pins ask about: the layer's own, and what it needs."""
+        """For each pin, two sets of blocks to count in ideals: the block of its layer, and the blocks that it needs."""
         groups = [group for pin in self.pins for group in ([pin.layer], pin.ancestors)]
         return [{int(self.blocks.block_of[layer]) for layer in group} for group in groups]
 
     def lattice(self, ideals: Ideals, ceiling: int) -> Lattice:
-        """The search through all orders; ``ideals`` with the sets of ``counted``; ceiling: a known bottleneck."""
+        """The search over all orders. ideals: with the sets of `counted`. ceiling: a known bottleneck."""
         allowed: dict[int, NDArray[np.bool_]] = {}
         counts = ideals.contains
-        for pin, own, needed, blocks in zip(self.pins, counts[::2], counts[1::2], self.counted[1::2], strict=True):
-            before = (own == 0) & (needed == len(blocks))
+        for pin, itself, needed, blocks in zip(self.pins, counts[::2], counts[1::2], self.counted[1::2], strict=True):
+            before = (itself == 0) & (needed == len(blocks))
             allowed[pin.stage] = allowed.get(pin.stage, True) & before
-            allowed[pin.stage + 1] = allowed.get(pin.stage + 1, True) & (own == 1)
+            allowed[pin.stage + 1] = allowed.get(pin.stage + 1, True) & (itself == 1)
         return Lattice(ideals, self.toll(ideals.cuts), self.line_up, allowed, ceiling)
 
 

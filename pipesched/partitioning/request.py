@@ -1,4 +1,4 @@
-"""What the user asks of a partition, checked; and the problem that it is."""
+"""Request: the checked arguments of `partition`, and the partitioning problem made from them."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,12 +22,12 @@ __all__ = ["InFlight", "Request"]
 
 InFlight = Sequence[int] | Callable[[int, int], int]
 
-_FINEST_SPEED = 1000  # speeds are fractions with denominators up to this
+_FINEST_SPEED = 1000  # the largest denominator of a speed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The arguments of `pipesched.partition`, under their names. Raises PartitionError for those that make no sense."""
+    """The arguments of `pipesched.partition`. Raises PartitionError if they are invalid."""
 
     graph: "nx.DiGraph[Any]"
     num_stages: int
@@ -60,8 +60,8 @@ class Request:
             )
         if self.communication != "none" and self.bandwidth_bytes_per_s is None:
             raise PartitionError(
-                f"what crosses a cut takes time; communication={self.communication!r} has no bandwidth_bytes_per_s; "
-                f"pass that of the slowest link, such as 10e9"
+                f"communication takes time; communication={self.communication!r} is set without bandwidth_bytes_per_s; "
+                f"pass the bandwidth of the slowest link, such as 10e9"
             )
         _number(self.weight_copies, "weight_copies")
         if self.placement is not None:
@@ -72,37 +72,38 @@ class Request:
     def _check_types(self) -> None:
         graph = "a networkx.DiGraph with the layers' costs", "pass such as pipesched.graph_of(model, sample)"
         check_type(self.graph, nx.Graph, f"graph is {graph[0]}", graph[1])
-        check_type(self.starts, Mapping, "starts says of layers which stages they begin", "pass such as {'head': 3}")
+        check_type(self.starts, Mapping, "starts maps layers to the stages that they begin", "pass such as {'head': 3}")
         if self.in_flight is not None and not callable(self.in_flight):
-            rule = "in_flight is a number of micro-batches a stage, or a function of (stage, num_stages)"
+            rule = "in_flight is a list of numbers of micro-batches, one a stage, or a function (stage, num_stages)"
             as_list(self.in_flight, rule, "pass such as [4, 3, 2, 1]")
         if self.placement is not None:
             as_list(
                 self.placement,
                 "a placement is a list with a rank for each stage",
-                "make it by pipesched.program.placement",
+                "make one with pipesched.program.placement",
             )
 
     def _check_checkpoint(self) -> None:
         if self.any_order:
             raise PartitionError(
-                "choices for activations are made with ranks in their order; any_order is given beside checkpoint; "
-                "leave one of the two out"
+                "checkpoint needs ranks in a fixed order; got any_order=True and checkpoint; leave out one of them"
             )
         if self.communication == "serial":
             raise PartitionError(
-                "choices for activations are made where a longer stage never costs less; with communication='serial' "
-                "it may; use 'overlap' or 'none' beside checkpoint"
+                "checkpoint does not work with communication='serial', where one more layer can make a stage faster; "
+                "got both; use communication='overlap' or 'none'"
             )
 
     def _check_placement(self, ranks: list[Any]) -> None:
         if len(ranks) != self.num_stages or not all(map(is_whole, ranks)) or set(ranks) != {*range(max(ranks) + 1)}:
             raise PartitionError(
-                f"a placement is a rank for each stage, and each rank has a stage; got {shown(ranks)} for "
+                f"a placement has a rank for each stage, and every rank has a stage; got {shown(ranks)} for "
                 f"{self.num_stages} stages; make one with pipesched.program.placement"
             )
         if self.any_order:
-            raise PartitionError("a placement says where stages are; any_order cannot be kept beside it; leave one out")
+            raise PartitionError(
+                "a placement fixes the rank of each stage; got placement and any_order=True; leave out one of them"
+            )
 
     @property
     def _all_used(self) -> bool:
@@ -110,12 +111,12 @@ class Request:
 
     @property
     def num_ranks(self) -> int:
-        """A rank for each stage, or those of the placement."""
+        """The number of ranks: one for each stage, or those of the placement."""
         return self.num_stages if self.placement is None else 1 + max(self.placement)
 
     @cached_property
     def link(self) -> Link:
-        """What lies between stages."""
+        """The link between stages. Raises PartitionError for a wrong latency or bandwidth."""
         try:
             return Link(self.latency_s, self.bandwidth_bytes_per_s)
         except ScheduleError as error:
@@ -129,13 +130,13 @@ class Request:
 
     @cached_property
     def speeds_of_ranks(self) -> list[Fraction]:
-        """How fast each rank is, relative to the one that was measured."""
-        given = _one_each(1 if self.speeds is None else self.speeds, self.num_ranks, "speeds")
-        speeds = [Fraction(_number(speed, "a speed")).limit_denominator(_FINEST_SPEED) for speed in given]
+        """The speed of each rank, relative to the rank on which the layers were measured."""
+        values = _one_each(1 if self.speeds is None else self.speeds, self.num_ranks, "speeds")
+        speeds = [Fraction(_number(speed, "a speed")).limit_denominator(_FINEST_SPEED) for speed in values]
         if not all(speeds):
             raise PartitionError(
-                f"a rank's speed is relative to the one that was measured, at least 1/{_FINEST_SPEED}; got {given}; "
-                f"leave out ranks that are slower"
+                f"a rank's speed is relative to the measured rank, at least 1/{_FINEST_SPEED}; got {values}; leave out "
+                f"slower ranks"
             )
         return speeds
 
@@ -151,13 +152,13 @@ class Request:
 
     @cached_property
     def ranks(self) -> list[Rank]:
-        """A rank for each stage; where all are alike and some may stay empty, no more than there are layers."""
+        """The ranks; at most one for each layer, if all ranks are alike and some may stay empty."""
         ranks = [Rank(speed, limit) for speed, limit in zip(self.speeds_of_ranks, self.limits, strict=True)]
         spare = self.placement is None and self.in_flight is None and set(ranks) == {Rank()}
         return ranks[: len(self.layers)] if spare else ranks
 
     def problem(self) -> Problem:
-        """What is to be cut, and into what."""
+        """The partitioning problem of this request. Raises PartitionError for unknown layers and impossible pins."""
         layers = self.layers
         position = {name: at for at, name in enumerate(layers.names)} if self.starts or self.together else {}
         groups = [[_known(layer, position, "together") for layer in group] for group in self.together]
@@ -165,8 +166,8 @@ class Request:
         blocks = contract(layers, groups)
         if self._all_used and len(blocks) < self.num_stages:
             raise PartitionError(
-                f"every stage holds at least one layer; {self.num_stages} stages, but layers kept together make "
-                f"{len(blocks)} blocks; use fewer stages, or keep fewer together"
+                f"every stage holds at least one layer; there are {self.num_stages} stages, but layers kept together "
+                f"make only {len(blocks)} blocks; use fewer stages, or keep fewer layers together"
             )
         options: list[tuple[ActivationOption, ...]] = []
         if self.checkpoint:
@@ -194,24 +195,24 @@ class Request:
         most = min(self.num_stages, len(position))
         if self.any_order:
             raise PartitionError(
-                f"starts counts stages along the ranks; {layer!r} is to begin stage {stage}, and any_order=True; "
-                f"leave one of the two out"
+                f"starts needs ranks in a fixed order; {layer!r} is to begin stage {stage}, but any_order=True; leave "
+                f"out one of them"
             )
         if not is_whole(stage) or not 0 <= stage < most:
             raise PartitionError(
-                f"starts says which stage a layer begins, 0 to {most - 1}; {layer!r} is to begin stage {stage!r}; "
-                f"choose one of these, or more stages"
+                f"starts maps a layer to the stage that it begins, 0 to {most - 1}; {layer!r} is to begin stage "
+                f"{stage!r}; choose one of these stages, or use more stages"
             )
         ancestors = frozenset(position[name] for name in nx.ancestors(self.graph, layer))
         if ancestors and not stage:
             raise PartitionError(
-                f"a layer begins a stage where all that it needs is in earlier stages; {layer!r} is to begin stage 0 "
-                f"and needs {len(ancestors)} layers; choose another stage for it"
+                f"a layer begins a stage only if all layers that it needs are in earlier stages; {layer!r} is to begin "
+                f"stage 0 but needs {len(ancestors)} layers; choose a later stage for it"
             )
         return Pin(int(stage), at, ancestors)
 
     def _held(self, num_stages: int) -> list[int]:
-        """How many micro-batches each stage has in flight."""
+        """The number of micro-batches in flight on each stage."""
         if self.in_flight is None:
             return [1] * num_stages
         if callable(self.in_flight):
@@ -220,13 +221,13 @@ class Request:
             held = list(self.in_flight)
         if len(held) != num_stages or not all(is_whole(count) and count >= 0 for count in held):
             raise PartitionError(
-                f"in_flight is a number of micro-batches a stage; got {held!r} for {num_stages} stages; "
-                f"pass one whole number each, or a function of (stage, num_stages)"
+                f"in_flight has a number of micro-batches for each stage; got {held!r} for {num_stages} stages; pass a "
+                f"whole number for each stage, or a function (stage, num_stages)"
             )
         return [int(count) for count in held]
 
     def but(self, **changes: Any) -> "Request":
-        """The same with other wishes; costs stay as they were read."""
+        """The same request with some arguments changed. The layers' costs are not read again."""
         other = replace(self, **changes)
         other.__dict__["layers"] = self.layers
         return other
@@ -240,15 +241,18 @@ def _number(value: Any, what: str) -> Any:
     return value
 
 
-def _one_each(given: Any, num_stages: int, name: str) -> list[Any]:
-    values = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given] * num_stages
-    if len(values) != num_stages:
-        raise PartitionError(f"{name} is one number a rank; got {len(values)} for {num_stages} ranks; pass as many")
+def _one_each(value: Any, num_ranks: int, name: str) -> list[Any]:
+    """One value for each rank: a single value is repeated. Raises PartitionError for another number of values."""
+    values = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value] * num_ranks
+    if len(values) != num_ranks:
+        raise PartitionError(
+            f"{name} has one number for each rank; got {len(values)} for {num_ranks} ranks; pass {num_ranks}"
+        )
     return values
 
 
 def _known(layer: Any, position: Mapping[Any, int], what: str) -> int:
     if layer not in position:
         names = ", ".join(map(repr, list(position)[:12])) + (", ..." if len(position) > 12 else "")
-        raise PartitionError(f"{what} names layers; {layer!r} is none; the layers are {names}; use one of these")
+        raise PartitionError(f"{what} names layers; {layer!r} is not a layer; the layers are {names}; use one of these")
     return position[layer]

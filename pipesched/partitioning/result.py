@@ -1,4 +1,4 @@
-"""`Partition`: the stages, what each costs, and why they cannot be better."""
+"""`Partition`: the stages of a model, the cost of each, and the reason why no partition is faster."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,24 +18,27 @@ StageLayers = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class StageSummary:
-    """One stage: its rank, its first and last layer, and how many it has.
-
-    time_s: of forward and backward together, on its rank, with transfers that it waits for. parameter_bytes: without
-    copies. activation_bytes: held for all micro-batches in flight. memory_bytes: these and parameters with copies.
-    bytes_in, bytes_out: over its two cuts, forward. num_parameters: 0 where layers do not say how many they have.
-    num_recomputed, num_offloaded: layers whose activations are not held.
-    """
+    """The time and memory of one stage of a partition."""
 
     rank: int
+    #: The first layer.
     first: Any
+    #: The last layer.
     last: Any
     num_layers: int
+    #: Forward and backward of a micro-batch on this rank, with the transfers that the stage waits for.
     time_s: float
+    #: The parameters alone, without gradients and optimizer state.
     parameter_bytes: int
+    #: The activations of all micro-batches in flight.
     activation_bytes: int
+    #: The activations, and the parameters with gradients and optimizer state.
     memory_bytes: int
+    #: The bytes that enter the stage in a forward.
     bytes_in: int
+    #: The bytes that leave the stage in a forward.
     bytes_out: int
+    #: 0 if the layers have no ``num_parameters``.
     num_parameters: int = 0
     num_recomputed: int = 0
     num_offloaded: int = 0
@@ -43,48 +46,55 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class Partition:
-    """Layers by stage, in an order in which they can run.
+    """The result of `partition`: the layers of each stage, with the time and memory of the stages.
 
-    bottleneck_s: the time of the slowest stage, rank or cut. lower_bound_s: what no partition can beat; where it is
-    the bottleneck, that is proved to be the best. ranks: of each stage. reason: why it cannot be better. ideals: how
-    many order ideals were searched, 0 for a chain or single orders; probes: how often they, or chains, were gone
-    through. checkpoint: layers whose activations are not held, and what is done with them.
+    ``print(partition)`` shows a table of the stages, and the reason why no partition is faster.
     """
 
+    #: The layers of each stage, in an order in which they can run.
     stages: list[list[Any]]
+    #: The time of the slowest stage, rank or cut.
     bottleneck_s: float
+    #: No partition has a smaller bottleneck than this. If equal to ``bottleneck_s``, the partition is optimal.
     lower_bound_s: float
+    #: The rank of each stage.
     ranks: tuple[int, ...] = ()
+    #: The time and memory of each stage.
     summaries: tuple[StageSummary, ...] = ()
+    #: A description of the slowest stage, rank or cut.
     bottleneck: str = ""
+    #: The reason why no partition is faster, or how much faster one may be.
     reason: str = ""
+    #: The number of order ideals searched; 0 if single orders of the layers were searched.
     ideals: int = 0
+    #: The number of bounds for which the search looked for a partition.
     probes: int = 0
+    #: The layers whose activations are recomputed or offloaded.
     checkpoint: dict[Any, LayerCheckpoint] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:
-        """How far the bottleneck may be above the best: 0.02 for at most 2 %."""
+        """The most that the bottleneck may be above the optimum, as a ratio: 0.02 is 2 %."""
         return self.bottleneck_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
     @property
     def proved(self) -> bool:
-        """Whether no partition has a smaller bottleneck."""
+        """Whether the partition is proved to be optimal: none has a smaller bottleneck."""
         return self.bottleneck_s <= self.lower_bound_s
 
     @property
     def is_summarised(self) -> bool:
-        """Whether the summaries can be those of these stages."""
-        seen = [(own.first, own.last, own.num_layers) for own in self.summaries]
+        """Whether the summaries match the stages, or there are none."""
+        seen = [(stage.first, stage.last, stage.num_layers) for stage in self.summaries]
         return seen in ([], [(layers[0], layers[-1], len(layers)) for layers in self.stages if layers])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON takes them, without the stages' layers."""
+        """Convert to plain values for JSON, without the layers of the stages."""
         return {name: value for name, value in asdict(self).items() if name != "stages"} | {"ranks": list(self.ranks)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Partition":
-        """The inverse of ``to_dict``, with ``stages``. Raises ScheduleError for what is none."""
+        """The inverse of ``to_dict``, from values with ``stages`` added. Raises ScheduleError for invalid values."""
 
         def summaries(rows: Any) -> tuple[StageSummary, ...]:
             return tuple(read_fields(StageSummary, row, "the summary of a stage has") for row in rows)
@@ -92,15 +102,15 @@ class Partition:
         made = read_fields(cls, values, "a partition has", summaries=summaries)
         if len(made.summaries) not in (0, len(made.stages)):
             raise ScheduleError(
-                f"a partition has a summary of each stage, or none; got {len(made.summaries)} for {len(made.stages)} "
-                f"stages; save it again"
+                f"a partition has a summary of every stage, or none; got {len(made.summaries)} summaries for "
+                f"{len(made.stages)} stages; save it again"
             )
         return made
 
     def explain(self) -> str:
-        """A table, a stage a row, then the bottleneck, and why it cannot be better."""
+        """Return a table with a row for each stage, then the bottleneck, and the reason why no partition is faster."""
         rows = [_HEAD, *(_row(stage, summary) for stage, summary in enumerate(self.summaries))]
-        verdict = "the best there is" if self.proved else f"at most {self.gap:.1%} above the best"
+        verdict = "optimal" if self.proved else f"at most {self.gap:.1%} above the optimum"
         lines = [
             *_aligned(rows),
             f"bottleneck: {self.bottleneck}, {quote_time(self.bottleneck_s)}: {verdict}",
@@ -138,7 +148,7 @@ def _number_of_layers(summary: StageSummary) -> str:
 
 
 def span(layers: Sequence[Any]) -> str:
-    """The first and the last of a stage's layers."""
+    """The first and the last layer of a stage, as text."""
     return f"{layers[0]} .. {layers[-1]}" if layers[0] != layers[-1] else str(layers[0])
 
 

@@ -1,4 +1,4 @@
-"""Search: a chain exactly; a graph exactly where its lattice is small enough, else along many orders."""
+"""Search: exact for a chain and for a graph with few order ideals, otherwise along many orders of the layers."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,48 +14,49 @@ from pipesched.partitioning.problem import Problem
 
 __all__ = ["Solution", "fill_up", "solve"]
 
-_MOST_LIMITED = 100_000  # ideals up to which limits of memory are at once searched exactly: some seconds
+_MOST_LIMITED = 100_000  # ideals up to which memory limits are searched exactly from the start: a few seconds
 _RESTARTS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """The answer to a problem."""
+    """The result of a search."""
 
-    #: None where there is no partition, or none was found.
+    #: None if there is no partition, or none was found.
     found: Found | None
-    #: Ticks that no partition can beat.
+    #: A lower bound of the bottleneck in ticks.
     lower: int
-    #: Nothing better exists, or, where nothing was found, nothing at all.
+    #: Whether it is proved that no partition is better; or, if none was found, that there is none.
     exact: bool
-    #: How much was searched.
+    #: The number of order ideals that were searched.
     ideals: int
+    #: The number of bounds that were probed.
     probes: int
 
 
 def solve(problem: Problem, most_ideals: int) -> Solution:
-    """The partition of the smallest bottleneck, as far as that can be searched."""
+    """Find the partition with the smallest bottleneck, exactly if the search is small enough."""
     if problem.options:
         return _with_choices(problem)
     if problem.blocks.is_chain:
         found, probes = _along(problem, range(len(problem.blocks)))
         return _exact(found, 0, probes)
-    own, tried = _along(problem, range(len(problem.blocks)))
-    if own is not None and own.bottleneck == problem.lower:
-        return _exact(own, 0, tried)
+    in_order, tried = _along(problem, range(len(problem.blocks)))
+    if in_order is not None and in_order.bottleneck == problem.lower:
+        return _exact(in_order, 0, tried)
     may_be_empty = not problem.line_up.exactly and not problem.pins
-    small = _reduced(problem) if may_be_empty else problem  # else a layer without cost may be what a stage has
+    small = _reduced(problem) if may_be_empty else problem  # otherwise a stage may need a layer without cost
     ideals = enumerate_ideals(small.blocks, small.counted, most_ideals)
     if ideals is None:
-        return _along_many(problem, problem.lower, own, 0, tried)
-    known = own.bottleneck if own else INFINITE
+        return _along_many(problem, problem.lower, in_order, 0, tried)
+    known = in_order.bottleneck if in_order else INFINITE
     if problem.line_up.capped and len(ideals) > _MOST_LIMITED:
-        return _with_limits(problem, small, ideals, own, tried)
+        return _with_limits(problem, small, ideals, in_order, tried)
     return _searched(problem, small, ideals, known, tried)
 
 
 def _with_choices(problem: Problem) -> Solution:
-    """The best cut of the blocks' own order, with choices for their layers."""
+    """Search the blocks' own order, with a choice of activation options for each layer."""
     chain = problem.checkpointed_chain(range(len(problem.blocks)))
     slowest = sum(max(option.ticks for option in options) for options in problem.options)
     found, probes = smallest(problem.lower, problem.lower + slowest // len(problem.line_up.slots), chain.probe)
@@ -65,7 +66,7 @@ def _with_choices(problem: Problem) -> Solution:
 
 
 def _searched(problem: Problem, small: Problem, ideals: Ideals, known: int, tried: int) -> Solution:
-    """The best of all orders. known: the bottleneck of some partition; tried: probes so far."""
+    """Search all orders. known: the bottleneck of a known partition. tried: the probes so far."""
     found, probes = smallest(problem.lower, known, small.lattice(ideals, known).probe)
     return _exact(found and _of(problem, small, found), len(ideals), probes + tried)
 
@@ -76,13 +77,13 @@ def _exact(found: Found | None, ideals: int, probes: int) -> Solution:
 
 
 def _along(problem: Problem, order: Sequence[int]) -> tuple[Found | None, int]:
-    """The best of one order, and the number of probes."""
+    """Search one order. Return the best partition and the number of probes."""
     largest = int(problem.blocks.total(problem.blocks.layers.ticks).max())
     return smallest(problem.lower, problem.lower + largest, problem.chain(order).probe)
 
 
 def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, probes: int) -> Solution:
-    """The best of several orders; ``best`` is one that is known."""
+    """Search several orders. best: the best partition so far."""
     for order in linear_orders(problem.blocks, _RESTARTS):
         if best and best.bottleneck == lower:
             break
@@ -97,14 +98,15 @@ def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, p
     return Solution(found=best, lower=lower, exact=exact, ideals=ideals, probes=probes)
 
 
-def _with_limits(problem: Problem, small: Problem, ideals: Ideals, own: Found | None, tried: int) -> Solution:
-    """First without limits of memory: that is a bound, and the answer if it keeps them; else along many orders.
+def _with_limits(problem: Problem, small: Problem, ideals: Ideals, in_order: Found | None, tried: int) -> Solution:
+    """Search a large lattice with memory limits.
 
-    Where none of these keeps them, all orders with limits: that may take minutes.
+    The search without limits gives a lower bound, and the answer if its partition keeps the limits. Otherwise several
+    orders are searched with limits. If none has a partition, all orders are searched, which may take minutes.
     """
     line_up = problem.line_up
     free = replace(small, line_up=line_up.without_limits)
-    known = own.bottleneck if own else INFINITE
+    known = in_order.bottleneck if in_order else INFINITE
     unlimited, probes = smallest(problem.lower, known, free.lattice(ideals, known).probe)
     if unlimited is None:
         return _exact(None, len(ideals), tried + probes)
@@ -113,7 +115,7 @@ def _with_limits(problem: Problem, small: Problem, ideals: Ideals, own: Found | 
     found = _of(problem, small, replace(unlimited, slots=slots))
     if _keeps_limits(problem, found):
         return _exact(found, len(ideals), tried + probes)
-    solution = _along_many(problem, unlimited.bottleneck, own, len(ideals), tried + probes)
+    solution = _along_many(problem, unlimited.bottleneck, in_order, len(ideals), tried + probes)
     return solution if solution.found else _searched(problem, small, ideals, known, solution.probes)
 
 
@@ -127,13 +129,13 @@ def _keeps_limits(problem: Problem, found: Found) -> bool:
 
 
 def _reduced(problem: Problem) -> Problem:
-    """The problem with fewer blocks and the same best bottleneck."""
+    """The problem with blocks merged where that does not change the smallest bottleneck."""
     by_size = problem.communication != "none"
     return replace(problem, blocks=reduce_blocks(problem.blocks, by_size=by_size, by_memory=problem.line_up.capped))
 
 
 def _of(problem: Problem, small: Problem, found: Found) -> Found:
-    """A partition of the small problem as one of the whole."""
+    """Convert a partition of the reduced problem to the original problem."""
     order: list[int] = []
     ends = []
     for first, last in pairwise([0, *found.ends]):
@@ -144,14 +146,14 @@ def _of(problem: Problem, small: Problem, found: Found) -> Found:
 
 
 def fill_up(found: Found, problem: Problem) -> Found:
-    """As many stages as there may be: while there are too few, the slowest of several blocks is cut in two."""
+    """Split stages until there are as many as slots: each time the slowest stage of several blocks is split in two."""
     slots = problem.line_up.slots[: len(problem.blocks)]
     work = cuts_of(problem.blocks, found.order).work.tolist()
     return replace(found, ends=filled_up([0, *found.ends], work, len(slots))[1:], slots=list(slots))
 
 
 def filled_up(cuts: list[int], prefix: list[int], num_stages: int) -> list[int]:
-    """Cuts, the first and the last included, of exactly ``num_stages`` stages; each new one where it is best."""
+    """Add cuts until there are ``num_stages`` stages, each at the best place. The first and last cut are included."""
     waiting = [(prefix[a] - prefix[b], a, b) for a, b in pairwise(cuts) if b - a > 1]
     heapify(waiting)
     ends = set(cuts)
@@ -166,7 +168,7 @@ def filled_up(cuts: list[int], prefix: list[int], num_stages: int) -> list[int]:
 
 
 def _middle(prefix: list[int], first: int, last: int) -> int:
-    """Where a stage is best cut in two; of equal places the first."""
+    """The most even cut of a stage into two; the first of equal ones."""
     half = prefix[first] + prefix[last]
     above = bisect_left(range(first + 1, last), half, key=lambda cut: 2 * prefix[cut]) + first + 1
     below = max(first + 1, above - 1)

@@ -1,7 +1,7 @@
-"""Slots: what the stages of a partition may be, one after the other, and what the user has pinned.
+"""Slots: the stages that a partition may have, as transitions between states.
 
-A slot is one stage on one rank. Slots lead from state to state: state k says that k stages are closed, or, where
-ranks may come in any order, how many ranks of each kind are used.
+A slot is one stage on one rank. If ranks have a fixed order, state k means that k stages are done. If ranks may be used
+in any order, a state is the number of used ranks of each kind.
 """
 
 from collections.abc import Sequence
@@ -19,23 +19,27 @@ __all__ = ["LineUp", "Rank", "Slot", "Toll", "fixed_order", "free_order", "place
 
 @dataclass(frozen=True)
 class Rank:
-    """speed: how many times as fast as the rank that was measured. limit: bytes it has, None for no limit."""
+    """The speed and the memory of a rank."""
 
+    #: Relative to the rank on which the layers were measured.
     speed: Fraction = Fraction(1)
+    #: The memory in bytes; None for no limit.
     limit: int | None = None
 
 
 @dataclass(frozen=True)
 class Toll:
-    """What crossing a cut costs in ticks, one a cut, each way. blocking: the stages at both of its sides wait."""
+    """The cost of crossing each cut."""
 
+    #: The ticks of each cut.
     ticks: Ints
+    #: Whether the stages on both sides wait for the transfer. Otherwise only the link is busy.
     blocking: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One stage: the ``stage``-th, on a rank, or on one like it, between two states."""
+    """One stage on one rank, or on a rank of one kind: a transition between two states."""
 
     source: int
     target: int
@@ -43,42 +47,42 @@ class Slot:
     rank: int
     speed: Fraction
     limit: int | None
-    #: Micro-batches that it holds.
+    #: The number of micro-batches in flight.
     in_flight: int
 
     def weighed(self, cuts: Cuts, toll: Toll) -> tuple[Ints, Ints]:
-        """What a stage costs, as (at its end, at its begin): their difference is its time x the numerator of speed."""
+        """The cost terms of a stage at each cut, for its end and its begin: end - begin is time x speed.numerator."""
         work = cuts.work * self.speed.denominator
         paid = toll.ticks * self.speed.numerator if toll.blocking else np.zeros(1, np.int64)
         return work + paid, work - paid
 
     def memory(self, cuts: Cuts) -> Ints:
-        """Bytes held for all layers before each cut."""
+        """The bytes held for all layers before each cut."""
         return np.asarray(cuts.state_bytes + self.in_flight * cuts.activation_bytes)
 
     def time(self, difference: int) -> int:
-        """The ticks of a stage from a difference of what it costs."""
+        """The ticks of a stage, from the difference of its cost terms."""
         return -(-difference // self.speed.numerator)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineUp:
-    """All slots in the order of their targets."""
+    """The ranks and all slots, sorted by target state."""
 
     ranks: tuple[Rank, ...]
     slots: tuple[Slot, ...]
     num_states: int
     #: The states in which a partition may end, those of fewer stages first.
     accepted: tuple[int, ...]
-    #: Stages from this one on may be left out.
+    #: The first stage that may be left out.
     skippable: int
-    #: States follow each other; then what is left out is a slot without layers.
+    #: Whether ranks have a fixed order, so that each state leads only to the next.
     in_line: bool
-    #: No stage is left out.
+    #: Whether no stage may be left out.
     exactly: bool
 
     def on_ranks(self, slots: Sequence[Slot]) -> list[Slot]:
-        """The slots of a partition, where any order will do with a rank each: of those alike the first first."""
+        """Assign ranks to the slots of a partition whose ranks have any order: equal ranks in ascending order."""
         if self.in_line:
             return list(slots)
         kinds = [Rank(slot.speed, slot.limit) for slot in slots]
@@ -87,28 +91,28 @@ class LineUp:
 
     @property
     def without_limits(self) -> "LineUp":
-        """The same ranks without limits of memory."""
+        """The same ranks and slots without memory limits."""
         ranks = tuple(replace(rank, limit=None) for rank in self.ranks)
         return replace(self, ranks=ranks, slots=tuple(replace(slot, limit=None) for slot in self.slots))
 
     @property
     def alike(self) -> bool:
-        """Whether every stage may be on every rank: as fast as the one that was measured, without a limit."""
+        """Whether all ranks have the speed of the measured rank and no memory limit."""
         return set(self.ranks) == {Rank()}
 
     @property
     def shares_ranks(self) -> bool:
-        """Whether some rank has several stages."""
+        """Whether a rank has several stages."""
         return self.in_line and len(self.slots) > len({slot.rank for slot in self.slots})
 
     @property
     def capped(self) -> bool:
-        """Whether some rank has a limit."""
+        """Whether a rank has a memory limit."""
         return any(rank.limit is not None for rank in self.ranks)
 
 
 def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool, pinned: int) -> LineUp:
-    """Stage k on rank k. exactly: each has a layer. pinned: this many of the first stages have one."""
+    """The slots for stage k on rank k. exactly: no stage is empty. pinned: so many first stages are not empty."""
     slots = tuple(
         Slot(source=k, target=k + 1, stage=k, rank=k, speed=rank.speed, limit=rank.limit, in_flight=in_flight[k])
         for k, rank in enumerate(ranks)
@@ -125,14 +129,14 @@ def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: boo
 
 
 def placed(ranks: Sequence[Rank], in_flight: Sequence[int], placement: Sequence[int]) -> LineUp:
-    """Each stage on the rank that the placement says; none is left out."""
+    """The slots for stages on the ranks of a placement. No stage is empty."""
     line_up = fixed_order([ranks[rank] for rank in placement], in_flight, exactly=True, pinned=0)
     slots = tuple(replace(slot, rank=rank) for slot, rank in zip(line_up.slots, placement, strict=True))
     return replace(line_up, ranks=tuple(ranks), slots=slots)
 
 
 def free_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool) -> LineUp:
-    """Stages on ranks in any order: a state says how many ranks of each kind are used."""
+    """The slots for ranks in any order: a state is the number of used ranks of each kind."""
     kinds = sorted(set(ranks), key=lambda kind: (-kind.speed, -1 if kind.limit is None else -kind.limit))
     counts = [ranks.count(kind) for kind in kinds]
     states = sorted(product(*(range(count + 1) for count in counts)), key=lambda used: (sum(used), used))

@@ -1,1 +1,1 @@
-"""A schedule as data: actions, orders, the rules of what comes before what, its text form, and what makes one."""
+"""Programs: schedules as data, with their validation, text form, lowering, and the tools to write them."""

@@ -1,6 +1,7 @@
-"""Action arrays: many actions as arrays of integers, an action a row. ``Action`` is their face.
+"""Action arrays: many actions as arrays of integers, one row per action.
 
-A pipeline of a thousand ranks has millions of actions: whatever looks at all of them works on columns.
+A program for a thousand ranks has millions of actions. Code that visits all of them works on these arrays; code that
+visits a few reads rows as `Action`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,35 +23,38 @@ Mask = NDArray[np.bool_]
 
 _KINDS = tuple(Kind)
 NUM_KINDS = len(_KINDS)
-#: The number that stands for a kind in a column.
+#: The integer code of each kind in `Columns.kind`.
 CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(_KINDS)}
-MOST_SLOTS = 64  # for each action: a table with more holes is a mistake, and might not fit in memory
+MOST_SLOTS = 64  # table slots per action; a sparser table means wrong counts, and might not fit in memory
 _COMPUTES = np.array([KINDS[kind].lane is Lane.COMPUTE for kind in _KINDS])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Columns:
-    """Actions, each a row. peer: -1 for none. joined: the action overlaps with the next one, which starts with it."""
+    """A sequence of actions as arrays, one row per action."""
 
     stage: Ints
+    #: Codes of kinds, see `CODES`.
     kind: Ints
     microbatch: Ints
+    #: The other stage of a transfer; -1 for other actions.
     peer: Ints
+    #: Whether the action overlaps with the next row: both start together.
     joined: Mask
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> "Columns":
-        """The columns of these actions. Raises ScheduleError for numbers that no program has."""
+        """Convert actions to columns. Raises ScheduleError for anything but actions with integers below 2**31."""
         try:
             rows: list[tuple[Any, ...]] = [
                 (stage, CODES[kind], mb, -1 if peer is None else peer) for stage, kind, mb, peer in actions
             ]
-            table = np.array(rows or np.zeros((0, 4), np.int64))  # of no given type, to which fractions would be cut
+            table = np.array(rows or np.zeros((0, 4), np.int64))  # no dtype is passed: it would truncate fractions
         except ScheduleError:
             raise
         except (KeyError, OverflowError, ValueError, TypeError) as error:
             raise ScheduleError(
-                f"an order is of actions, Action(stage, kind, microbatch, peer=None); {error!r}; correct it"
+                f"an order consists of actions, Action(stage, kind, microbatch, peer=None); {error!r}; correct it"
             ) from None
         if table.dtype.kind != "i" or (table >= 2**31).any() or (table < -(2**31)).any():
             wrong = next(row for row in rows if not all(map(_fits, row)))
@@ -59,7 +63,7 @@ class Columns:
 
     @classmethod
     def numbered(cls, stage: Ints, kind: Ints, microbatch: Ints, peer: Ints | int = -1) -> "Columns":
-        """Columns of the given numbers, none of them overlapping."""
+        """Build columns from integer arrays, without overlapping actions."""
         peers = np.full(len(stage), peer, np.int32) if isinstance(peer, int) else peer.astype(np.int32)
         return cls(
             stage.astype(np.int32),
@@ -73,7 +77,7 @@ class Columns:
         return len(self.stage)
 
     def __getitem__(self, rows: Any) -> "Columns":
-        """The rows that a slice, a mask or an array of positions names."""
+        """Select rows by a slice, a mask or an array of positions."""
         return Columns(*(column[rows] for column in self._all()))
 
     def __eq__(self, other: object) -> bool:
@@ -93,48 +97,48 @@ class Columns:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def action(self, row: int) -> Action:
-        """The action of one row."""
+        """One row as an Action."""
         return next(iter(self[row : row + 1]))
 
     def are(self, *kinds: Kind) -> Mask:
-        """Which rows are of one of these kinds."""
+        """A mask of the rows of these kinds."""
         chosen = np.zeros(NUM_KINDS, np.bool_)
         chosen[[CODES[kind] for kind in kinds]] = True
         return chosen[self.kind]
 
     @property
     def compute(self) -> Mask:
-        """Which rows occupy the compute lane."""
+        """A mask of the rows on the compute lane."""
         return _COMPUTES[self.kind]
 
     @property
     def overlapping(self) -> Mask:
-        """Which rows overlap with the row before them."""
+        """A mask of the rows that overlap with the row before them."""
         second = np.zeros(len(self), np.bool_)
         second[1:] = self.joined[:-1]
         return second
 
     @property
     def pair(self) -> Ints:
-        """A number for each (stage, micro-batch) pair."""
+        """For each row, an integer that identifies its (stage, micro-batch) pair."""
         width = int(self.microbatch.max(initial=0)) + 1
         pair: Ints = self.stage.astype(np.int64) * width + self.microbatch
         if pair.max(initial=0) <= MOST_SLOTS * (len(pair) + 1024):
             return pair
-        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # a table of what is numbered so fits in memory
+        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # dense: a table of all fits in memory
 
     @staticmethod
     def joined_up(parts: Sequence["Columns"]) -> "Columns":
-        """The rows of all parts, one after the other."""
+        """Concatenate the rows of all parts."""
         if not parts:
             return Columns.of(())
         return Columns(*(np.concatenate(columns) for columns in zip(*(part._all() for part in parts), strict=True)))
 
 
 class Orders(Sequence[tuple[Action, ...]]):
-    """The orders of all ranks: a sequence of tuples of actions, kept as columns, rank after rank.
+    """The orders of all ranks: a sequence of tuples of actions, stored as columns, rank after rank.
 
-    Rows of rank r are ``offsets[r]`` up to ``offsets[r + 1]``. Equal to the tuples that it shows.
+    The rows of rank r are ``offsets[r]`` to ``offsets[r + 1]``. Compares equal to a tuple or list of such tuples.
     """
 
     __slots__ = ("_shown", "columns", "offsets")
@@ -146,7 +150,7 @@ class Orders(Sequence[tuple[Action, ...]]):
 
     @classmethod
     def of(cls, orders: Iterable[Iterable[Action]]) -> "Orders":
-        """The same orders as columns."""
+        """Convert any sequence of orders, one per rank."""
         if isinstance(orders, Orders):
             return orders
         shown = [tuple(order) for order in orders]
@@ -156,16 +160,16 @@ class Orders(Sequence[tuple[Action, ...]]):
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Columns]) -> "Orders":
-        """The orders whose columns are given rank by rank."""
+        """Build the orders from the columns of each rank."""
         return cls(Columns.joined_up(ranks), _offsets(map(len, ranks)))
 
     def parts(self) -> tuple[Ints | Mask, ...]:
-        """All that it holds, as arrays."""
+        """All arrays of this object: the offsets, then the columns."""
         return self.offsets, *self.columns._all()
 
     @classmethod
     def of_parts(cls, offsets: Ints, *columns: Any) -> "Orders":
-        """The inverse of ``parts``."""
+        """Build the orders from the arrays that `parts` returns."""
         return cls(Columns(*columns), offsets)
 
     def rank(self, rank: int) -> Columns:
@@ -178,12 +182,12 @@ class Orders(Sequence[tuple[Action, ...]]):
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def place(self, row: int) -> tuple[int, int]:
-        """Rank and position of a row."""
+        """The rank and the position of a row."""
         rank = int(np.searchsorted(self.offsets, row, side="right")) - 1
         return rank, row - int(self.offsets[rank])
 
     def where(self, rows: Mask) -> "Orders":
-        """The orders with these rows alone; one whose other half is not kept overlaps no more."""
+        """Keep only the rows of a mask. An overlapping action no longer overlaps if its partner is not kept."""
         kept = np.concatenate([[0], np.cumsum(rows)])
         columns = self.columns[rows]
         columns.joined[:] &= np.concatenate([rows[1:], [False]])[rows]

@@ -1,8 +1,8 @@
-"""Actions: what one rank does at one moment, and the table of kinds.
+"""Actions: the steps of a rank's order, such as a forward or a send, and the table of their kinds.
 
-An action has a text form that is used everywhere (programs, errors, traces, pictures): ``2F0`` is the
-forward of stage 2 for micro-batch 0, ``0SEND_F3>1`` sends its output 3 from stage 0 to stage 1, and
-``1RECV_F3<0`` is the other end of it. ``str`` and ``Action.parse`` are inverses.
+Programs, errors, traces and pictures use one text form of actions. ``2F0`` is the forward of stage 2 for micro-batch 0.
+``0SEND_F3>1`` sends the output of stage 0 for micro-batch 3 to stage 1, and ``1RECV_F3<0`` receives it there.
+``Action.parse`` is the inverse of ``str``.
 """
 
 import re
@@ -23,35 +23,35 @@ class Lane(StrEnum):
 
 
 class Kind(StrEnum):
-    """What an action does. ``str(kind)`` is its text form."""
+    """The kind of an action: F, B, I, W, and so on. ``str(kind)`` is its text form."""
 
     F = "F"  # forward
     B = "B"  # full backward: input and weight gradients
     I = "I"  # noqa: E741  input gradients only
     W = "W"  # weight gradients, after I
-    R = "R"  # recompute the activations that a checkpointed F dropped
-    UPDATE = "UPDATE"  # the optimizer's step on a stage's weights; its number counts the stage's updates
+    R = "R"  # recompute the activations that a checkpointed F did not keep
+    UPDATE = "UPDATE"  # an optimizer step on a stage's weights, numbered from 0 in place of a micro-batch
     SEND_F = "SEND_F"  # a stage's output, to a consumer
     RECV_F = "RECV_F"  # a stage's input, from a producer
     SEND_B = "SEND_B"  # the gradient of a stage's input, to its producer
     RECV_B = "RECV_B"  # the gradient of a stage's output, from a consumer
-    OFFLOAD = "OFFLOAD"  # copy activations to the host, beside what is computed
-    FREE = "FREE"  # wait for that copy, and give their memory back
-    FETCH = "FETCH"  # bring them back, beside what is computed
+    OFFLOAD = "OFFLOAD"  # start copying activations to the host
+    FREE = "FREE"  # wait for the end of the copy, then free the activations on the device
+    FETCH = "FETCH"  # start copying the activations back to the device
 
 
 class Holding(StrEnum):
-    """What a rank holds in memory for one (stage, micro-batch) pair."""
+    """A kind of memory that a rank holds for one (stage, micro-batch) pair."""
 
-    INPUT = "input"  # the stage's input, all that a checkpointed forward keeps
-    ACTIVATIONS = "activations"  # what the backward needs
-    OFFLOADED = "offloaded"  # the part of it that waits on the host between FREE and FETCH
-    WEIGHT_GRAD = "weight_grad"  # what W needs, between I and W
-    WEIGHTS = "weights"  # an older version of a stage's weights, which micro-batches in flight still use
+    INPUT = "input"  # the stage's input, which is everything that a checkpointed forward keeps
+    ACTIVATIONS = "activations"  # the tensors saved for the backward
+    OFFLOADED = "offloaded"  # the part of the activations that is on the host between FREE and FETCH
+    WEIGHT_GRAD = "weight_grad"  # the tensors that W needs, from I to W
+    WEIGHTS = "weights"  # an older version of a stage's weights that micro-batches in flight still use
 
 
 class _KindRow(NamedTuple):
-    """One row of the table of kinds: the lane, the memory it takes when it starts and gives back at its end."""
+    """A row of `KINDS`: the lane, the memory taken at the start of an action, and the memory freed at its end."""
 
     lane: Lane
     takes: Holding | None = None
@@ -60,8 +60,8 @@ class _KindRow(NamedTuple):
 
 _EVERYTHING = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
 
-#: The table of kinds. F takes INPUT instead of ACTIVATIONS where the program has an R for its pair. UPDATE takes
-#: WEIGHTS where the version before it is still in use, until its last use.
+#: The table of kinds. F takes INPUT instead of ACTIVATIONS if the program has an R for its (stage, micro-batch) pair.
+#: UPDATE takes WEIGHTS if micro-batches still use the version before it, until the last of them has used it.
 KINDS: dict[Kind, _KindRow] = {
     Kind.F: _KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
     Kind.B: _KindRow(Lane.COMPUTE, gives=_EVERYTHING),
@@ -78,7 +78,7 @@ KINDS: dict[Kind, _KindRow] = {
     Kind.FETCH: _KindRow(Lane.COPY, takes=Holding.OFFLOADED),
 }
 
-#: The kind at the other end of a transfer, both ways.
+#: The matching receive of each send, and the matching send of each receive.
 OTHER_END: dict[Kind, Kind] = {
     Kind.SEND_F: Kind.RECV_F,
     Kind.SEND_B: Kind.RECV_B,
@@ -91,7 +91,7 @@ _TEXT = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{1,9})(?:([<>])([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
-    """One thing that the rank holding ``stage`` does for ``microbatch``; ``peer`` is the stage at the other end."""
+    """An action of the rank that holds ``stage``, for ``microbatch``. ``peer``: the other stage of a transfer."""
 
     stage: int
     kind: Kind
@@ -104,12 +104,12 @@ class Action(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """The lane that the action occupies."""
+        """The lane that the action occupies: compute or copy."""
         return KINDS[self.kind].lane
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Read the text form. Raises ScheduleError naming what is wrong."""
+        """Read the text form. Raises ScheduleError, with the expected form in the message."""
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None or match[2] not in Kind.__members__:
             kinds = ", ".join(Kind)
@@ -120,7 +120,7 @@ class Action(NamedTuple):
         if (match[4] or "") != _ARROWS.get(kind, ""):
             want = f"{match[1]}{kind}{match[3]}{_ARROWS.get(kind, '')}"
             raise ScheduleError(
-                f"sends end in '>' and the stage they go to, receives in '<' and the stage they come from, "
-                f"others in neither; got {text!r}; write {want}{'<stage>' if kind in _ARROWS else ''}"
+                f"a send ends in '>' and the receiving stage, a receive in '<' and the sending stage, any other action "
+                f"in its micro-batch; got {text!r}; write {want}{'<stage>' if kind in _ARROWS else ''}"
             )
         return cls(int(match[1]), kind, int(match[3]), int(match[5]) if match[5] else None)

@@ -1,6 +1,4 @@
-"""Checkpoint options: what becomes of the activations that forwards save: kept, recomputed or offloaded, by stage or
-layer.
-"""
+"""Checkpoint options: whether saved activations are kept, recomputed or offloaded, by stage or by layer."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,25 +17,25 @@ __all__ = [
     "offloading",
 ]
 
-#: Whole stages: which of their micro-batches run again (R) before their backward.
+#: For whole stages: for which micro-batches the stage's forward is recomputed (R) before the backward.
 CheckpointMode = Literal["never", "always", "except_last"]
-#: One layer: it runs again inside its own backward, all of it, or but for products and attention, whose results are
-#: kept; or what it saved waits on the host.
+#: For one layer: "recompute" runs its forward again inside its backward; "recompute-cheap" does so, but keeps the
+#: results of matrix products and attention; "offload" moves its saved tensors to the host until the backward.
 LayerCheckpoint = Literal["recompute", "recompute-cheap", "offload"]
-#: One word for all stages, or layers by name; those that are not named keep what they save.
+#: One mode for all stages, or an option for each named layer; other layers keep their activations.
 Checkpoint = CheckpointMode | Mapping[str, LayerCheckpoint]
 
 
 def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
-    """The same, checked against the layers that there are, and in their order.
+    """Check a checkpoint option against the model's layers, and sort its layers in model order.
 
-    Raises ScheduleError for another word, and for a layer that does not exist.
+    Raises ScheduleError for an unknown mode or option, and for a layer that does not exist.
     """
     if not isinstance(checkpoint, Mapping):
         if checkpoint not in get_args(CheckpointMode):
             raise ScheduleError(
-                f"checkpoint is one of {', '.join(get_args(CheckpointMode))}, or {{layer: word}}; got {checkpoint!r}; "
-                f"choose one of them"
+                f"checkpoint is one of {', '.join(get_args(CheckpointMode))}, or {{layer: option}}; got "
+                f"{checkpoint!r}; choose one of them"
             )
         mode: CheckpointMode = checkpoint
         return mode
@@ -46,24 +44,24 @@ def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
         if layer not in order:
             shown = ", ".join(order[:8]) + (", ..." if len(order) > 8 else "")
             raise ScheduleError(
-                f"checkpoint names layers as a plan does; it names {layer!r}, the model's {len(order)} layers are "
-                f"{shown}; name some of them"
+                f"checkpoint names layers of the model; {layer!r} is not one of its {len(order)} layers: {shown}; "
+                f"choose from these"
             )
         if word not in get_args(LayerCheckpoint):
             raise ScheduleError(
-                f"what a layer saves is kept unless it is one of {', '.join(get_args(LayerCheckpoint))}; "
-                f"layer {layer!r} has got {word!r}; choose one of them, or leave the layer out"
+                f"a layer's checkpoint option is one of {', '.join(get_args(LayerCheckpoint))}; layer {layer!r} has {word!r}; "
+                f"choose one of them, or leave the layer out to keep its activations"
             )
     return {layer: checkpoint[layer] for layer in order if layer in checkpoint}
 
 
 def checkpoint_by_layer(checkpoint: Checkpoint) -> Mapping[str, LayerCheckpoint]:
-    """What is done layer by layer; nothing where whole stages run again."""
+    """The option of each named layer; empty if the checkpoint option is a mode for whole stages."""
     return checkpoint if isinstance(checkpoint, Mapping) else {}
 
 
 def offloading(checkpoint: Checkpoint, stages: Iterable[Iterable[str]]) -> frozenset[int]:
-    """The stages, each given by its layers, that have layers whose activations wait on the host."""
+    """The numbers of the stages with a layer that is offloaded. stages: the layers of each stage."""
     keep = checkpoint_by_layer(checkpoint)
     return frozenset(
         stage for stage, layers in enumerate(stages) if any(keep.get(layer) == "offload" for layer in layers)
@@ -71,9 +69,11 @@ def offloading(checkpoint: Checkpoint, stages: Iterable[Iterable[str]]) -> froze
 
 
 def checkpoint_in_words(checkpoint: Checkpoint) -> str:
-    """In few words: the mode, or how many layers are treated how."""
+    """Describe a checkpoint option: the mode, or the number of layers with each option."""
     if not isinstance(checkpoint, Mapping):
         return checkpoint
     counts = Counter(checkpoint.values())
-    words = [word for word in get_args(LayerCheckpoint) if counts[word]]
-    return ", ".join(f"{word} {counted(counts[word], 'layer')}" for word in words) or "never"
+    return (
+        ", ".join(f"{word} {counted(counts[word], 'layer')}" for word in get_args(LayerCheckpoint) if counts[word])
+        or "never"
+    )

@@ -1,7 +1,7 @@
-"""The only statement of what must come before what.
+"""Dependencies: which actions must have ended before an action starts.
 
-``NEEDS`` is the rule. It is read for one action (``needs``, for messages) and for all at once (``requirements``);
-the validator, the lowering, the simulator and the executors go by it.
+``NEEDS`` is the only statement of these rules. ``needs`` applies it to one action, for messages; ``requirements``
+applies it to all actions at once. The validator, the lowering, the simulator and the executors all use it.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -25,14 +25,14 @@ BACKWARDS = (Kind.B, Kind.I)
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Which stage's output goes to which stages. ``producers[s]`` and ``consumers[s]`` are ascending."""
+    """The producers and consumers of each stage, ascending."""
 
     producers: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, num_stages: int, edges: Iterable[tuple[int, int]]) -> "StageGraph":
-        """The graph with these (producer, consumer) edges."""
+        """Build the graph from its (producer, consumer) edges."""
         producers: list[list[int]] = [[] for _ in range(num_stages)]
         consumers: list[list[int]] = [[] for _ in range(num_stages)]
         for a, b in sorted(set(edges)):
@@ -47,24 +47,24 @@ class StageGraph:
 
     @cached_property
     def edge_codes(self) -> Ints:
-        """A number for each edge, ascending: producer x stages + consumer."""
+        """An integer for each edge, ascending: producer x number of stages + consumer."""
         return np.array([a * len(self.consumers) + b for a, b in self.edges], np.int64)
 
     def ends(self, table: tuple[tuple[int, ...], ...]) -> list[Ints]:
-        """``producers`` or ``consumers`` as arrays by stage: everybody's first, everybody's second; -1 for none."""
+        """``producers`` or ``consumers`` as arrays by stage: the n-th array has each stage's n-th entry, or -1."""
         most = max(map(len, table), default=0)
         return [np.array([row[nth] if nth < len(row) else -1 for row in table], np.int64) for nth in range(most)]
 
 
 @cache
 def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
-    """The default graph: every stage feeds the next one; with several chains, of equal lengths, within its own."""
+    """The default graph: every stage feeds the next one. With several chains of equal length, each is separate."""
     length = num_stages // num_chains
     return StageGraph.of(num_stages, [(s, s + 1) for s in range(num_stages - 1) if (s + 1) % length])
 
 
 class _At(Enum):
-    """Where a needed action is: at the stage itself, at those that feed it, at those that it feeds, at its peer."""
+    """The stages of a needed action: the stage itself, its producers, its consumers, or the peer of a transfer."""
 
     OWN = auto()
     PRODUCERS = auto()
@@ -73,10 +73,10 @@ class _At(Enum):
 
 
 class _Need(NamedTuple):
-    """One thing that must have ended: the first of these kinds that the program has; the last where it has none.
+    """One dependency: an action at these stages, of the first of these kinds that the program has.
 
-    The kinds are forms of one dependency: a backward that is split (I) or whole (B), a stage that is recomputed (R),
-    an edge that is a transfer (RECV) or lies inside one rank.
+    The kinds are alternatives. A backward may be split (I) or whole (B), a stage may be recomputed (R), and an edge may
+    be a transfer (RECV) or lie inside one rank. If the program has none of the kinds, the last one is missing.
     """
 
     at: _At
@@ -104,10 +104,9 @@ NEEDS: dict[Kind, tuple[_Need, ...]] = {
 
 
 def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iterator[Action]:
-    """Yield what must have ended before ``action`` starts.
+    """Yield the actions that must have ended before ``action`` starts.
 
-    ``present`` holds the program's actions. A needed action that the program lacks is yielded all the same, in its
-    simplest form.
+    ``present`` contains the program's actions. If the program has no form of a needed action, its last form is yielded.
     """
     for need in NEEDS.get(action.kind, ()):
         for end in _ends_of(action, need.at, graph):
@@ -127,7 +126,7 @@ def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
 
 
 def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
-    """A needed action: a transfer's end beside its stage, or a transfer's other end, or what a stage computes."""
+    """Build a needed action: the other end of a transfer, a transfer of this stage, or a compute action."""
     if at is _At.PEER:
         return Action(end, kind, action.microbatch, action.stage)
     if kind in OTHER_END:
@@ -136,9 +135,9 @@ def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
 
 
 class Index:
-    """Where each action of a program stands: a row of its columns, -1 where there is none.
+    """Finds the row of an action in a program's columns, or -1 if the program does not have it.
 
-    A table with a place for each (kind, stage, micro-batch), for transfers (kind, edge, micro-batch).
+    It is a table with a slot for each (kind, stage, micro-batch), and for transfers (kind, edge, micro-batch).
     """
 
     def __init__(self, columns: Columns, graph: StageGraph, num_microbatches: int) -> None:
@@ -153,10 +152,11 @@ class Index:
             size += rows * max(0, num_microbatches)
             if size > MOST_SLOTS * (len(columns) + 1024):
                 raise ScheduleError(
-                    f"every stage runs every micro-batch; {self._num_stages} stages and {shown(num_microbatches)} "
-                    f"micro-batches, but {len(columns)} actions in all; correct the counts or add the actions"
+                    f"every stage runs every micro-batch; there are {self._num_stages} stages and "
+                    f"{shown(num_microbatches)} micro-batches, but only {len(columns)} actions; correct the counts or "
+                    f"add the actions"
                 )
-        self._table = np.full(size + 1, -1, np.int32)  # the last place stays empty: for what has none
+        self._table = np.full(size + 1, -1, np.int32)  # the last slot stays empty, for actions without a slot
         self.slots = self._slots(columns.kind, columns.stage, columns.microbatch, columns.peer)
         self._table[self.slots] = np.arange(len(columns))
         self._table[size] = -1
@@ -177,16 +177,16 @@ class Index:
         return np.where(good & (self._bases[kind] >= 0), slots, len(self._table) - 1)
 
     def _edges(self, kind: Ints, stage: Ints, peer: Ints) -> tuple[Ints, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-        """The number of the edge that each transfer belongs to, and whether there is one."""
+        """The number of each transfer's edge, and a mask of the transfers that have one."""
         codes = self._graph.edge_codes
-        outward = _CODE_IS_OUTWARD[kind]  # its own stage is the edge's producer
+        outward = _CODE_IS_OUTWARD[kind]  # the action's stage is the edge's producer
         wanted = np.where(outward, stage * self._num_stages + peer, peer * self._num_stages + stage)
         numbers = np.minimum(np.searchsorted(codes, wanted), max(0, len(codes) - 1))
         known = (codes[numbers] == wanted) & (peer >= 0) if len(codes) else np.zeros(len(kind), np.bool_)
         return numbers, known
 
     def rows(self, kind: Kind, stage: Ints, microbatch: Ints, peer: Ints | None = None) -> Ints:
-        """The rows of many actions of one kind, -1 where the program has none."""
+        """The rows of many actions of one kind; -1 for each that the program does not have."""
         if self._bases[CODES[kind]] < 0:
             return np.full(len(stage), -1, np.int64)
         kinds = np.full(len(stage), CODES[kind])
@@ -194,7 +194,7 @@ class Index:
         return self._table[self._slots(kinds, stage, microbatch, peers)]
 
     def row(self, action: Action) -> int:
-        """The row of one action, -1 where the program has none."""
+        """The row of one action; -1 if the program does not have it."""
         stage, kind, microbatch, peer = action
         ends = None if peer is None else np.array([peer])
         return int(self.rows(kind, np.array([stage]), np.array([microbatch]), ends)[0])
@@ -207,7 +207,7 @@ class Index:
         return any(self._bases[CODES[kind]] >= 0 for kind in kinds)
 
     def grid(self, kind: Kind) -> Ints:
-        """The rows of all actions of a compute kind, by stage and micro-batch."""
+        """The rows of all actions of a compute kind, as an array (stages, micro-batches); -1 for none."""
         shape = self._num_stages, self._num_microbatches
         base = int(self._bases[CODES[kind]])
         if base < 0:
@@ -215,7 +215,7 @@ class Index:
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
 
     def repeated(self) -> Ints:
-        """The rows of actions that stand a second time, and of those that have no place."""
+        """The rows of repeated actions, all but the last of each, and of actions without a slot in the table."""
         return np.flatnonzero(self._table[self.slots] != np.arange(len(self.slots)))
 
 
@@ -224,15 +224,15 @@ _CODE_IS_OUTWARD = np.array([kind in (Kind.SEND_F, Kind.RECV_B) for kind in Kind
 
 
 class Requirements(NamedTuple):
-    """Which row must have ended before which: ``needed[i]`` before ``row[i]``; -1 where the program lacks it."""
+    """Pairs of rows: ``needed[i]`` must have ended before ``row[i]`` starts; -1 if the program does not have it."""
 
     row: Ints
     needed: Ints
 
 
 def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requirements:
-    """What all actions need, at once."""
-    found: list[tuple[Ints, Ints]] = []
+    """The dependencies of all actions."""
+    pairs: list[tuple[Ints, Ints]] = []
     producers = graph.ends(graph.producers)
     consumers = graph.ends(graph.consumers)
     for kind, rules in NEEDS.items():
@@ -244,10 +244,10 @@ def requirements(columns: Columns, index: Index, graph: StageGraph) -> Requireme
             for ends in _ends(need.at, stage, columns.peer[rows], producers, consumers):
                 chosen = ends >= 0
                 some = columns[rows[chosen]]
-                found.append((rows[chosen], _first_form(need, some, ends[chosen], index)))
-    if not found:
+                pairs.append((rows[chosen], _first_form(need, some, ends[chosen], index)))
+    if not pairs:
         return Requirements(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    row, needed = (np.concatenate(part) for part in zip(*found, strict=True))
+    row, needed = (np.concatenate(part) for part in zip(*pairs, strict=True))
     return Requirements(row, needed)
 
 
@@ -264,8 +264,8 @@ def _ends(at: _At, stage: Ints, peer: Ints, producers: Sequence[Ints], consumers
 
 
 def _first_form(need: _Need, columns: Columns, ends: Ints, index: Index) -> Ints:
-    """As ``_form``, for many: the row of the first form that the program has."""
-    found = np.full(len(ends), -1, np.int64)
+    """For many actions at once: the row of the first form of a needed action that the program has, or -1."""
+    first_rows = np.full(len(ends), -1, np.int64)
     for kind in need.kinds:
         if not index.has(kind):
             continue
@@ -275,5 +275,5 @@ def _first_form(need: _Need, columns: Columns, ends: Ints, index: Index) -> Ints
             rows = index.rows(kind, columns.stage, columns.microbatch, ends)
         else:
             rows = index.rows(kind, ends, columns.microbatch)
-        found = np.where(found < 0, rows, found)
-    return found
+        first_rows = np.where(first_rows < 0, rows, first_rows)
+    return first_rows

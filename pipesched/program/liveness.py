@@ -1,4 +1,4 @@
-"""Liveness: what a rank holds while each of its actions runs. A matter of order alone, not of time."""
+"""Liveness: the memory that a rank holds while each of its actions runs. It depends on the order, not on times."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -17,25 +17,25 @@ _TAKERS = {Holding.WEIGHT_GRAD: Kind.I, Holding.ACTIVATIONS: Kind.F, Holding.INP
 
 
 class Held(NamedTuple):
-    """How much is held while each action runs, and after it."""
+    """The amount held while each action runs, and after it."""
 
     during: Ints
     after: Ints
 
     @classmethod
     def of(cls, takes: Ints, gives: Ints) -> "Held":
-        """From what each action takes at its start and gives back at its end."""
+        """Add up the amount that each action takes at its start and frees at its end."""
         after = np.cumsum(takes - gives)
         return cls(after + gives, after)
 
     @property
     def peak(self) -> int:
-        """The most that is held at once."""
+        """The largest amount held at any time."""
         return int(self.during.max(initial=0))
 
 
 class _Pairs(NamedTuple):
-    """The (stage, micro-batch) pair of each row, whether it is recomputed, and whether anything ends it."""
+    """For each row: its (stage, micro-batch) pair, whether the pair is recomputed, and whether it has a B or W."""
 
     pair: Ints
     recomputed: Mask
@@ -52,10 +52,10 @@ class _Pairs(NamedTuple):
 
 
 def pairs_held(columns: Columns) -> Held:
-    """The (stage, micro-batch) pairs in flight, for one rank's order.
+    """Count the (stage, micro-batch) pairs in flight during one rank's order.
 
-    A pair is held from its F to the end of its B or W; one that is recomputed from its R; one without a backward
-    only while its F runs.
+    A pair is in flight from its F, or from its R if it is recomputed, to the end of its B or W. A pair without a
+    backward is in flight only while its F runs.
     """
     pairs = _Pairs.of(columns)
     starts = np.where(pairs.recomputed, columns.are(Kind.R), columns.are(Kind.F))
@@ -64,25 +64,24 @@ def pairs_held(columns: Columns) -> Held:
 
 
 def peak_in_flight(actions: Iterable[Action] | Columns) -> int:
-    """The most (stage, micro-batch) pairs that one rank's order holds at once."""
+    """The largest number of (stage, micro-batch) pairs in flight at once in one rank's order."""
     return pairs_held(actions if isinstance(actions, Columns) else Columns.of(actions)).peak
 
 
 def peaks_of_stages(columns: Columns) -> Ints:
-    """The most micro-batches that each stage holds at once. columns: the orders of all ranks, one after the other."""
-    by_stage = columns[np.argsort(columns.stage, kind="stable")]  # each stage holds nothing in the end
+    """The largest number of micro-batches in flight at once on each stage. columns: the orders of all ranks."""
+    by_stage = columns[np.argsort(columns.stage, kind="stable")]  # a stage ends holding nothing
     begins = np.searchsorted(by_stage.stage, np.arange(int(columns.stage.max(initial=-1)) + 1))
     return np.maximum.reduceat(pairs_held(by_stage).during, begins)
 
 
 def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
-    """The limits as a list, of one number one for each rank. Raises ScheduleError for what is no whole number."""
-    given = max_in_flight if isinstance(max_in_flight, Iterable) else [max_in_flight] * num_ranks
-    limits = list(given)
+    """One limit for each rank: a single number is repeated. Raises ScheduleError unless all are whole numbers."""
+    limits = list(max_in_flight if isinstance(max_in_flight, Iterable) else [max_in_flight] * num_ranks)
     wrong = [limit for limit in limits if not isinstance(limit, Integral)]
     if wrong:
         raise ScheduleError(
-            f"max_in_flight counts micro-batches, one number or one a rank; got {wrong[0]!r}; pass whole numbers"
+            f"max_in_flight is a whole number, or one for each rank; got {wrong[0]!r}; pass whole numbers"
         )
     return limits
 
@@ -90,7 +89,14 @@ def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
 def bytes_held(
     columns: Columns, sizes: Mapping[Holding, Sequence[int]], versions: tuple[tuple[int, ...], ...] = ()
 ) -> Held:
-    """The bytes held, for one rank's order. sizes: bytes by stage of each holding. versions: as a program's."""
+    """The bytes held during one rank's order.
+
+    Args:
+        columns: the order.
+        sizes: for each holding, its bytes on each stage.
+        versions: as in `Program`.
+
+    """
     pairs = _Pairs.of(columns)
     takes = np.zeros(len(columns), np.int64)
     gives = np.zeros(len(columns), np.int64)
@@ -117,53 +123,53 @@ def bytes_held(
 
 
 def versions_held(columns: Columns, versions: tuple[tuple[int, ...], ...] = ()) -> dict[int, int]:
-    """The most versions of its weights that each stage of a rank holds at once, the newest included."""
+    """The largest number of weight versions that each stage of a rank holds at once, the newest included."""
     held: dict[int, list[tuple[int, int]]] = {stage: [] for stage in np.unique(columns.stage).tolist()}
     for stage, begin, end in _stashes(columns, versions):
         held[stage].append((begin, end))
-    return {stage: 1 + _most_at_once(own) for stage, own in held.items()}
+    return {stage: 1 + _most_at_once(intervals) for stage, intervals in held.items()}
 
 
 def _most_at_once(intervals: list[tuple[int, int]]) -> int:
-    """The most of these intervals, ends included, that share a row."""
+    """The largest number of intervals, ends included, that contain the same row."""
     begins, ends = np.sort(np.array(intervals, np.int64).reshape(-1, 2), axis=0).T
     begun = np.arange(1, len(begins) + 1)
     return int((begun - np.searchsorted(ends, begins)).max(initial=0))
 
 
 def _stashes(columns: Columns, versions: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
-    """(stage, row of the update that makes a version old, row of that version's last use), where it is used later."""
-    found: list[tuple[int, int, int]] = []
+    """The old weight versions to keep: (stage, row of the update that replaces it, row of its last use)."""
+    stashes: list[tuple[int, int, int]] = []
     for stage in np.unique(columns.stage[columns.are(Kind.UPDATE)]).tolist():
-        own = columns.stage == stage
-        updates = np.flatnonzero(own & columns.are(Kind.UPDATE))
-        forwards = np.flatnonzero(own & columns.are(Kind.F))
+        of_stage = columns.stage == stage
+        updates = np.flatnonzero(of_stage & columns.are(Kind.UPDATE))
+        forwards = np.flatnonzero(of_stage & columns.are(Kind.F))
         newest = np.searchsorted(updates, forwards)
         table = np.asarray(versions[stage] if versions and versions[stage] else (), np.int64)
         used = table[columns.microbatch[forwards]] if len(table) else newest
         last_use = np.full(len(updates) + 1, -1)
-        ends = np.flatnonzero(own & columns.are(*_ENDS))
+        ends = np.flatnonzero(of_stage & columns.are(*_ENDS))
         end_of = dict(zip(columns.microbatch[ends].tolist(), ends.tolist(), strict=True))
         for version, forward in zip(used.tolist(), forwards.tolist(), strict=True):
             if version < len(last_use):
                 last_use[version] = max(last_use[version], end_of.get(int(columns.microbatch[forward]), forward))
-        found += [
+        stashes += [
             (stage, update, int(last))
             for update, last in zip(updates.tolist(), last_use[:-1].tolist(), strict=True)
             if last > update
         ]
-    return found
+    return stashes
 
 
 def _any_of(pair: Ints, rows: Mask) -> Mask:
-    """Which rows belong to a pair that has one of these rows."""
+    """A mask of the rows of all pairs that have at least one of the given rows."""
     has = np.zeros(int(pair.max(initial=0)) + 1, np.bool_)
     has[pair[rows]] = True
     return has[pair]
 
 
 def _firsts(pair: Ints, rows: Mask) -> Mask:
-    """Of the given rows the first one of each pair."""
+    """A mask of the first of the given rows of each pair."""
     chosen = np.zeros(len(pair), np.bool_)
     candidates = np.flatnonzero(rows)
     chosen[candidates[np.unique(pair[candidates], return_index=True)[1]]] = True

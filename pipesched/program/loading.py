@@ -1,4 +1,4 @@
-"""Loading: programs that were written down, as our text form or as the CSV of torch.distributed.pipelining."""
+"""Loading programs from files: the text form of pipesched, or the CSV of torch.distributed.pipelining."""
 
 import csv
 import re
@@ -15,7 +15,7 @@ from pipesched.program.program import Program
 __all__ = ["load_program"]
 
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{0,9})")
-#: The long names of PyTorch's kinds; the short ones are ours.
+#: Names of kinds in a table: the long names of PyTorch, and the short ones.
 _NAMES = {
     "FORWARD": Kind.F,
     "FULL_BACKWARD": Kind.B,
@@ -27,20 +27,30 @@ _Place = tuple[int, int, Action]  # row and column, both from 1
 
 
 def load_program(path: str | PathLike[str]) -> Program:
-    """Read a program from a file: what ``str(program)`` writes or, where its name ends in .csv, a table.
+    """Read a program from a text file as written by ``str(program)``, or from a .csv table of actions.
 
-    In a table each row is a rank and each cell an action, ``2F0``; empty cells are idle time, empty lines do not count.
-    A stage lies on the rank whose row names it; there are as many micro-batches as the cells count; cells that are
-    all F make a program that is forward only. ``torch.distributed.pipelining`` writes such tables (its
-    ``format="compute_only"``). Cells for communication or sharding are refused, not skipped: what runs is what is
-    written, and communication is added by ``lower``. An overlapped pair, ``(0F1;1B0)OVERLAP_F_B``, is refused too.
+    A table has one row per rank and one action per cell, such as ``2F0``; empty cells and empty lines are skipped. A
+    stage is on the rank in whose row its actions are. The largest micro-batch in a cell gives their number. A table
+    with only F actions is a forward-only program. ``torch.distributed.pipelining`` writes such tables with
+    ``format="compute_only"``. Cells for communication or sharding are refused, since `lower` adds communication; so
+    are overlapped pairs such as ``(0F1;1B0)OVERLAP_F_B``.
 
-    A program without a name of its own is named as the file without its suffix. Raises ScheduleError with file, row
-    and column, or line; OSError where the file cannot be read. Whether the program is valid, ``validate`` says.
+    The program is not validated; call `validate` for that.
+
+    Args:
+        path: the file. Its name without the suffix becomes the program's name if the file does not contain one.
+
+    Returns:
+        The program.
+
+    Raises:
+        ScheduleError: the content cannot be read. The error has the file, and the line or the row and column.
+        OSError: the file cannot be read.
+
     """
     path = as_path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a mark at the start
+        text = path.read_text(encoding="utf-8-sig")  # "-sig": spreadsheets write a byte order mark
         if path.suffix.lower() == ".csv":
             return _table(list(csv.reader(text.splitlines())), path.stem)
         program = Program.parse(text)
@@ -72,11 +82,11 @@ def _action(cell: str, row: int, column: int) -> Action:
     match = _CELL.fullmatch(cell)
     kind = match[2] if match else ""
     if kind in _NOT_OURS or "SEND" in cell or "RECV" in cell:
-        what = "communicate or shard"
+        problem = "communicate or shard"
         remedy = 'leave them out, as _dump_csv(file, format="compute_only") does'
     elif cell.startswith("("):
-        what = "run two actions at once"
-        remedy = "write the two into cells of their own, one after the other"
+        problem = "run two actions at once"
+        remedy = "write the two actions into separate cells"
     elif match and match[3] and kind in _NAMES:
         return Action(int(match[1]), _NAMES[kind], int(match[3]))
     else:
@@ -84,19 +94,19 @@ def _action(cell: str, row: int, column: int) -> Action:
             f"row {row}, column {column}: a cell is empty or <stage><kind><micro-batch>, such as 2F0; "
             f"got {shown(cell)}; kinds: {', '.join(_NAMES)}"
         )
-    raise ScheduleError(f"row {row}, column {column}: cells do not {what}; got {shown(cell)}; {remedy}")
+    raise ScheduleError(f"row {row}, column {column}: cells do not {problem}; got {shown(cell)}; {remedy}")
 
 
 def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
-    """Stage -> rank: the row that names the stage."""
+    """The rank of each stage: the row that has its actions."""
     first: dict[int, tuple[int, int, int]] = {}  # stage -> rank, row, column
     for rank, cells in enumerate(rows):
         for row, column, action in cells:
             holder, other_row, other_column = first.setdefault(action.stage, (rank, row, column))
             if holder != rank:
                 raise ScheduleError(
-                    f"row {row}, column {column}: a stage lies on one rank, and each row is a rank; {action} is of "
-                    f"stage {action.stage}, which row {other_row}, column {other_column} names too; move one of them"
+                    f"row {row}, column {column}: a stage is on one rank, and each row is a rank; {action} is of stage "
+                    f"{action.stage}, and so is row {other_row}, column {other_column}; move one of them"
                 )
     if not first:
         raise ScheduleError("a table has at least one action; all cells are empty; write a row for each rank: 0F0,0B0")
@@ -104,7 +114,7 @@ def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
     if missing is not None:
         rank, row, column = first[max(first)]
         raise ScheduleError(
-            f"row {row}, column {column}: stages are numbered from 0 without a gap; stage {max(first)} is here, but no "
-            f"row names stage {missing}; add its actions or renumber"
+            f"row {row}, column {column}: stages are numbered from 0 without a gap; this is stage {max(first)}, but no "
+            f"row has stage {missing}; add its actions or renumber the stages"
         )
     return tuple(first[stage][0] for stage in range(len(first)))

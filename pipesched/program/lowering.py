@@ -1,4 +1,4 @@
-"""Lowering: passes ``Program -> Program`` that add what the author of a schedule leaves out."""
+"""Lowering: passes ``Program -> Program`` that add communication, recomputation, offloading and updates."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -24,9 +24,17 @@ __all__ = [
 
 
 def lower(program: Program) -> Program:
-    """Turn a compute-only program into one that an executor runs: adds communication.
+    """Add communication to a program, so that an executor can run it.
 
-    Raises ScheduleError for stages and actions on ranks that there are not.
+    Args:
+        program: a program with compute actions. If it already has transfers, it is returned unchanged.
+
+    Returns:
+        The same program with a send after each action whose result another rank needs, and the matching receives.
+
+    Raises:
+        ScheduleError: a stage, or an action, is on a rank that does not exist.
+
     """
     check_program(program)
     check_places(program)
@@ -34,12 +42,12 @@ def lower(program: Program) -> Program:
 
 
 def _add_communication(program: Program) -> Program:
-    """Add a send behind each producer and a receive before each consumer on another rank.
+    """Add a send after each producer and a receive before each consumer on another rank.
 
-    A channel is (sending rank, receiving rank, kind), first in first out. Receives stand in the order of the sends
-    of their channel: each as late as its consumer allows, and earlier where a later message is used first. Actions
-    that overlap stay together: receives for both come before the first, sends of both behind the second.
-    A program that already has transfers is returned as it is.
+    A channel (sending rank, receiving rank, kind) is first in, first out, so its receives are in the order of its
+    sends. Each receive is as late as possible: before its consumer, or before the consumer of a later message of the
+    channel if that runs first. Actions that overlap stay together: the receives of both come before the first, the
+    sends of both after the second. A program that already has transfers is returned unchanged.
     """
     if program.index.has(*OTHER_END):
         return program
@@ -54,23 +62,28 @@ def _add_communication(program: Program) -> Program:
     return replace(program, orders=_inserted(program.orders, parts))
 
 
-#: By the code of a send, the code of its receive; of other kinds their own.
+#: The code of the other end of a transfer, by its code; other kinds map to themselves.
 _RECEIVE_OF = np.array([CODES[OTHER_END.get(kind, kind)] for kind in CODES])
 
 
 class _Messages(NamedTuple):
-    """What travels between ranks. sender, consumer: the rows that yield and that need it; giver, taker: stages."""
+    """The messages between ranks, one per entry of each array."""
 
+    #: The row of the action that produces the message.
     sender: Ints
+    #: The row of the action that needs the message.
     consumer: Ints
+    #: The stage that sends.
     giver: Ints
+    #: The stage that receives.
     taker: Ints
     microbatch: Ints
-    send: Ints  # the code of SEND_F or SEND_B
+    #: The code of SEND_F or SEND_B.
+    send: Ints
 
     @classmethod
     def of(cls, program: Program) -> "_Messages":
-        """All messages, by sender; those of one sender by where they go."""
+        """All messages, sorted by producing row, then by receiving stage."""
         columns = program.columns
         row, needed = (part[program.crossing] for part in program.requirements)
         order = np.lexsort((columns.stage[row], needed))
@@ -89,23 +102,21 @@ class _Messages(NamedTuple):
 
 
 def _places(program: Program, messages: _Messages) -> Ints:
-    """The row before which each message is received: before its consumer, and before whatever its channel's later
-    messages are received for.
-    """
+    """The row to receive each message before: the first row that consumes it or a later message of its channel."""
     rank_of = program.orders.rank_of
     ends = rank_of[messages.sender] * program.num_ranks + rank_of[messages.consumer]
     channel = ends * 2 + (messages.send == CODES[Kind.SEND_B])
     order = np.lexsort((messages.sender, channel))[::-1]  # each channel's last message first
     _, segment = np.unique(-channel[order], return_inverse=True)
     step = len(program.columns) + 1
-    lowered = messages.consumer[order] - segment.reshape(-1) * step  # a channel's values lie below those before it
+    lowered = messages.consumer[order] - segment.reshape(-1) * step  # below all values of the channel before
     places = np.empty(len(order), np.int64)
     places[order] = np.minimum.accumulate(lowered) + segment.reshape(-1) * step
     return places
 
 
 def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Orders:
-    """Merge parts, each (row of the orders that an action belongs to, the actions, its turn at that row)."""
+    """Merge actions into the orders. Each part: the rows to insert at, the actions, and their turn at the same row."""
     turns = 4
     keys = np.concatenate([rows * turns + turn for rows, _, turn in parts])
     merged = Columns.joined_up([columns for _, columns, _ in parts])
@@ -115,12 +126,18 @@ def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Ord
 
 
 def add_recompute(program: Program, mode: Checkpoint) -> Program:
-    """Put an R just before each backward whose forward is checkpointed.
+    """Insert an R just before each backward of a checkpointed forward.
 
-    never: none. always: all. except_last: all but those whose backward is the next on their rank, with no other B, I, W
-    or R in between: what such a pair keeps, its R would make before anything else is freed, so the peak is that of
-    always. It is each rank's first micro-batch, and of 1F1B every one on the last rank. Layers that are named run
-    again inside their own backward: no R is theirs. Raises ScheduleError for another mode.
+    Args:
+        program: the program.
+        mode: "never", "always" or "except_last"; or options for named layers, which add no R because such layers are
+            recomputed inside their backward. "except_last" skips pairs with no other B, I, W or R between their F and
+            their backward: nothing is freed in between, so recomputing them would not lower the peak. In 1F1B these
+            are all pairs of the last rank, and the first pair of every other rank.
+
+    Raises:
+        ScheduleError: the mode is unknown.
+
     """
     if isinstance(mode, Mapping) or as_checkpoint(mode, ()) == "never" or program.forward_only:
         return program
@@ -130,31 +147,35 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
     if mode == "except_last":
         spared |= _next_back(program)
     rows = np.flatnonzero(columns.are(*BACKWARDS) & ~spared)
-    again = Columns.numbered(columns.stage[rows], np.full(len(rows), CODES[Kind.R]), columns.microbatch[rows])
+    recomputes = Columns.numbered(columns.stage[rows], np.full(len(rows), CODES[Kind.R]), columns.microbatch[rows])
     before = rows - columns.overlapping[rows]
-    parts = [(before, again, 0), (np.arange(len(columns)), columns, 1)]
+    parts = [(before, recomputes, 0), (np.arange(len(columns)), columns, 1)]
     return replace(program, orders=_inserted(program.orders, parts))
 
 
 def _next_back(program: Program) -> Mask:
-    """Which rows are backwards that nothing which frees or recomputes separates from their forward."""
+    """A mask of the backwards with no other B, I, W or R between their forward and themselves."""
     columns = program.columns
     rows = np.flatnonzero(columns.are(*BACKWARDS, Kind.W, Kind.R))
     forwards = program.index.rows(Kind.F, columns.stage[rows], columns.microbatch[rows])
     before = np.concatenate([[-1], rows[:-1]])
-    found = np.zeros(len(columns), np.bool_)
-    found[rows] = forwards > before
-    return found
+    next_back = np.zeros(len(columns), np.bool_)
+    next_back[rows] = forwards > before
+    return next_back
 
 
 def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1) -> Program:
-    """Take what some stages save to the host between forward and backward, where that frees memory for a while.
+    """Offload the activations of some stages to the host between forward and backward.
 
-    OFFLOAD stands behind the F, and its copy runs beside the next action that computes; behind that one FREE gives the
-    memory back, once the copy has ended. FETCH stands ``ahead`` such actions in front of the backward, and its copy
-    runs beside them. A pair whose memory would come back before another action has run keeps it, and so does one that
-    is recomputed (R). Of an overlapping pair both actions are one. stages: where several run on the same weights, of
-    one chain.
+    OFFLOAD follows the F, so that its copy runs during the next compute action. FREE follows that action. FETCH comes
+    ``ahead`` compute actions before the backward, so that its copy runs during them. A pair is not offloaded if no
+    action would run between its FREE and its FETCH, or if it is recomputed (R). Two overlapping actions count as one.
+
+    Args:
+        program: the program.
+        stages: the stages to offload. If several chains share weights, their numbers in the first chain.
+        ahead: how many compute actions before the backward the copy back starts.
+
     """
     if not stages or program.forward_only:
         return program
@@ -163,17 +184,17 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
     acts = np.flatnonzero(columns.compute & ~columns.overlapping)  # the first row of each
     going = [stage for stage, part in enumerate(program.weights) if part in stages]
     backs = np.flatnonzero(columns.are(*BACKWARDS) & np.isin(columns.stage, going))
-    own = columns[backs]
-    forwards = program.index.rows(Kind.F, own.stage, own.microbatch)
+    pairs = columns[backs]
+    forwards = program.index.rows(Kind.F, pairs.stage, pairs.microbatch)
     begin, end = (np.searchsorted(acts, rows, side="right") - 1 for rows in (forwards, backs))
-    kept = (program.index.rows(Kind.R, own.stage, own.microbatch) < 0) & (end - begin > ahead + 2)
+    kept = (program.index.rows(Kind.R, pairs.stage, pairs.microbatch) < 0) & (end - begin > ahead + 2)
     kept &= rank_of[forwards] == rank_of[backs]
     begin = begin[kept]
     end = end[kept]
-    own = own[kept]
+    pairs = pairs[kept]
 
     def copies(kind: Kind) -> Columns:
-        return Columns.numbered(own.stage, np.full(len(own), CODES[kind]), own.microbatch)
+        return Columns.numbered(pairs.stage, np.full(len(pairs), CODES[kind]), pairs.microbatch)
 
     ends = acts + columns.joined[acts]
     parts = [
@@ -186,7 +207,7 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
 
 
 def add_updates(program: Program) -> Program:
-    """Put an UPDATE of each stage at the end of its rank's order. A program that has updates is returned as it is."""
+    """Append an UPDATE of each stage to its rank's order. A program that has updates is returned unchanged."""
     if program.has_updates or program.forward_only:
         return program
     stages = sorted(range(program.num_stages), key=lambda stage: (program.placement[stage], stage))
@@ -198,11 +219,10 @@ def add_updates(program: Program) -> Program:
 
 
 def forward_then_backward(program: Program) -> Program:
-    """All forwards in the program's order, then all backwards in its order, whole: GPipe over the same placement.
+    """Reorder a program into all forwards, then all full backwards, each in the program's order, without updates.
 
-    Updates are left out: the caller's optimizer steps.
-
-    What another program's validity proves holds here: taking actions out, or putting all forwards first, adds no wait.
+    The result is GPipe over the same placement. It is valid if the program is: removing actions and moving forwards to
+    the front adds no dependency cycle.
     """
     columns = program.columns
     backward = columns.are(*BACKWARDS)
@@ -215,7 +235,7 @@ def forward_then_backward(program: Program) -> Program:
 
 
 def halves(program: Program) -> tuple[tuple[tuple[Action, ...], ...], tuple[tuple[Action, ...], ...]]:
-    """The orders of such a program, lowered, up to each rank's last forward or its send; and the rest."""
+    """Split the orders of a lowered `forward_then_backward` program after each rank's last forward action."""
     forward_kinds = (Kind.F, Kind.SEND_F, Kind.RECV_F)
     cuts = [
         next((i for i, action in enumerate(order) if action.kind not in forward_kinds), len(order))

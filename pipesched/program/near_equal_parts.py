@@ -1,9 +1,9 @@
-"""Near-equal parts: a whole number as a sum of numbers that differ by one at most."""
+"""Near-equal parts: an integer as a sum of parts that differ by at most 1."""
 
 __all__ = ["near_equal_parts"]
 
 
 def near_equal_parts(total: int, num_parts: int) -> list[int]:
-    """The parts, the larger ones first, as ``torch.tensor_split`` makes them: 7 in 4 parts are 2, 2, 2, 1."""
-    each, more = divmod(total, num_parts)
-    return [each + (part < more) for part in range(num_parts)]
+    """Split ``total`` as ``torch.tensor_split`` does, larger parts first: 7 in 4 parts is 2, 2, 2, 1."""
+    smaller, num_larger = divmod(total, num_parts)
+    return [smaller + (part < num_larger) for part in range(num_parts)]

@@ -1,6 +1,6 @@
-"""What the author of a schedule uses, and all that a file in ``schedules/`` imports.
+"""Writing schedules: `Order`, `Shape`, `Schedule` and the decorator `schedule`.
 
-A schedule is a function ``def name(rank: int, shape: Shape) -> Order`` that writes down one rank's order:
+A schedule is a function ``def name(rank: int, shape: Shape) -> Order`` that writes the order of one rank:
 
     @schedule("gpipe")
     def gpipe(rank: int, shape: Shape) -> Order:
@@ -11,8 +11,8 @@ A schedule is a function ``def name(rank: int, shape: Shape) -> Order`` that wri
             order.B(rank)
         return order
 
-Micro-batches number themselves: the first ``order.F(2)`` is 2F0, the next one 2F1. Asking for more than there are
-adds nothing, so a rule that is stated for many micro-batches also serves few.
+Micro-batches are numbered automatically: the first ``order.F(2)`` is 2F0, the next is 2F1. Calls beyond the last
+micro-batch add nothing, so a rule for many micro-batches also works for few.
 """
 
 import inspect
@@ -38,44 +38,51 @@ __all__ = ["Order", "Schedule", "Shape", "linear", "loop", "schedule", "v"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule is written for."""
+    """The sizes that a schedule is written for: ranks, micro-batches, and the placement of the stages."""
 
     num_ranks: int
+    #: The micro-batches of all steps; with token slices, the slices.
     num_microbatches: int
     chunks_per_rank: int
+    #: The rank of each stage.
     placement: Placement
+    #: The number of pipelines that run at once over the same weights.
     num_chains: int = 1
-    num_steps: int = 1  # an asynchronous schedule runs on from step to step: num_microbatches counts those of all
-    slices_per_microbatch: int = 1  # token slices: num_microbatches counts slices, those of a micro-batch in a row
+    #: The number of steps that an asynchronous schedule runs without draining.
+    num_steps: int = 1
+    #: The number of token slices of a micro-batch, which have consecutive numbers.
+    slices_per_microbatch: int = 1
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.placement)
 
     def chunks(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in stage order."""
+        """The chunks of a rank: its stages in ascending order."""
         return chunks_of(self.placement, rank)
 
     def microbatches(self, stage: int) -> range:
-        """The micro-batches that visit a stage: with several chains each has its even share, in turn."""
+        """The micro-batches that visit a stage. Several chains share them evenly, each a range of consecutive ones."""
         shares = near_equal_parts(self.num_microbatches, self.num_chains)
-        own = stage * self.num_chains // self.num_stages
-        first = sum(shares[:own])
-        return range(first, first + shares[own])
+        nth_chain = stage * self.num_chains // self.num_stages
+        first = sum(shares[:nth_chain])
+        return range(first, first + shares[nth_chain])
 
     def exactly(self, count: int, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, for a schedule written for so many. Raises ScheduleError for another number."""
+        """The chunks of a rank, which must be ``count``. Raises ScheduleError for another number of chunks a rank."""
         if self.chunks_per_rank != count:
             raise ScheduleError(
-                f"this schedule holds {count} stages on each rank; asked for {self.chunks_per_rank}; cut the model "
-                f"into {count * self.num_ranks} stages for {self.num_ranks} ranks (chunks_per_rank={count})"
+                f"this schedule holds {count} stages on each rank; got chunks_per_rank={self.chunks_per_rank}; cut the "
+                f"model into {count * self.num_ranks} stages for {self.num_ranks} ranks (chunks_per_rank={count})"
             )
         return self.chunks(rank)
 
     def interleaved(self, rank: int) -> tuple[list[int], list[int]]:
-        """The stage of each forward and of each backward of a rank: group by group, and in a group chunk by chunk,
-        for backwards from the last chunk to the first (Megatron-LM, Narayanan et al. 2021).
+        """The stages of a rank's forwards and of its backwards, interleaved (Megatron-LM, Narayanan et al. 2021).
+
+        Micro-batches run group by group (see `groups`). In a group, forwards run chunk by chunk, and backwards run from
+        the last chunk to the first.
         """
         chunks = self.chunks(rank)
         sizes = self.groups()
@@ -84,63 +91,81 @@ class Shape:
         return forwards, backwards
 
     def even_ranks(self) -> int:
-        """The number of ranks, for a schedule whose ranks mirror each other in pairs. Raises ScheduleError if odd."""
+        """The number of ranks, for schedules in two directions. Raises ScheduleError if it is odd."""
         if self.num_ranks % 2:
             near = [str(count) for count in (self.num_ranks - 1, self.num_ranks + 1) if count]
             raise ScheduleError(
-                f"two directions need an even number of ranks; got {self.num_ranks}; use {' or '.join(near)}, "
-                f"with any number of micro-batches"
+                f"a schedule in two directions needs an even number of ranks; got {self.num_ranks}; use "
+                f"{' or '.join(near)}, with any number of micro-batches"
             )
         return self.num_ranks
 
     def groups(self) -> list[int]:
-        """The micro-batches in even groups of at least p, for interleaving (Megatron-LM: groups of p, no rest)."""
+        """The sizes of the groups for interleaving: near-equal, of p micro-batches or more (Megatron-LM: exactly p)."""
         return near_equal_parts(self.num_microbatches, max(1, self.num_microbatches // self.num_ranks))
 
 
 class Order:
-    """One rank's order while it is written. Each method adds the stage's next micro-batch, if any is left."""
+    """The order of one rank, written action by action.
+
+    Each method appends an action for the next micro-batch of a stage, or nothing if the stage has run all of them:
+
+        order = Order(shape)
+        for _ in range(shape.num_microbatches):
+            order.F(rank)
+            order.B(rank)
+
+    Args:
+        shape: the shape that the schedule's function receives.
+
+    Raises:
+        ScheduleError: a method got a number that is not a stage, or W was called without an I before it.
+
+    """
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
         self._limit = shape.num_microbatches
-        self._numbers: list[int] = []  # each action as one: (stage x kinds + kind) x micro-batches + micro-batch
-        self._left: list[dict[int, Iterator[int]]] = [{} for _ in range(NUM_KINDS)]  # by kind and stage
-        self._owed: dict[int, deque[int]] = {}  # by stage, the numbers of the W that are due after an I
+        #: Each action as one number: (stage x NUM_KINDS + kind) x number of micro-batches + micro-batch.
+        self._numbers: list[int] = []
+        #: The actions not yet written, by kind and stage.
+        self._left: list[dict[int, Iterator[int]]] = [{} for _ in range(NUM_KINDS)]
+        #: The W actions whose I has been written, by stage.
+        self._owed: dict[int, deque[int]] = {}
         self._joined: list[int] = []
         self._versions: dict[tuple[int, int], int] = {}
 
     def F(self, stage: int, *, version: int | None = None) -> None:
-        """Forward. version: with weights after so many updates of the stage, where not with the newest."""
+        """Append a forward. version: the number of updates behind the weights that it uses. Default: the newest."""
         if self._add(stage, _F) and version is not None:
             self._versions[stage, self._numbers[-1] % self._limit] = version
 
     def B(self, stage: int) -> None:
-        """Full backward. B and I count together: each takes the next micro-batch that has gone back by neither."""
+        """Append a full backward. B and I count together: each takes the next micro-batch without a backward."""
         self._add(stage, _B)
 
     def I(self, stage: int) -> None:  # noqa: E743
-        """Input gradients only; a W for the same micro-batch must follow."""
+        """Append the input gradients of a backward. A W for the same micro-batch must follow."""
         if self._add(stage, _B):
             self._numbers[-1] += (_I - _B) * self._limit
             self._owed.setdefault(stage, deque()).append(self._numbers[-1] + (_W - _I) * self._limit)
 
     def W(self, stage: int) -> None:
-        """Weight gradients of the oldest I that has none yet. Raises ScheduleError where no I is before it."""
+        """Append the weight gradients of the oldest I without a W. Raises ScheduleError if there is no such I."""
         if owed := self._owed.get(stage):
             self._numbers.append(owed.popleft())
         elif left := length_hint(self._left[_B].get(stage, range(self._limit))):
             raise ScheduleError(
-                f"a W follows an I of its stage; {left} micro-batches have not gone back on stage {stage}, and no I "
-                f"waits for its W; write order.I({stage}) first"
+                f"a W follows an I of its stage; on stage {stage}, {left} micro-batches have no backward yet and every "
+                f"I has its W; write order.I({stage}) first"
             )
 
     def UPDATE(self, stage: int) -> None:
-        """The optimizer's step on the stage's weights, with the gradients since the one before."""
+        """Append an optimizer step on the stage's weights, with the gradients accumulated since the last step."""
         self._add(stage, _UPDATE)
 
     def overlap(self, forward: int, backward: int) -> None:
-        """A forward and a full backward of another micro-batch at the same time: both end when both are done."""
+        """Append a forward and a full backward of another micro-batch that overlap: both end when both are done."""
         first = self._add(forward, _F)
         if self._add(backward, _B) and first:
             self._joined.append(len(self._numbers) - 2)
@@ -156,23 +181,23 @@ class Order:
         return True
 
     def _numbers_of(self, stage: int, kind: int) -> Iterator[int]:
-        """The numbers of a stage's actions of one kind, in turn."""
+        """The numbers of all actions of one kind on a stage, in micro-batch order."""
         if not isinstance(stage, int) or not 0 <= stage < self._shape.num_stages:
             raise ScheduleError(
-                f"an order's actions are of the stages 0..{self._shape.num_stages - 1}; got {stage!r}; "
-                f"take them from shape.chunks(rank)"
+                f"an order has actions of the stages 0..{self._shape.num_stages - 1}; got {stage!r}; take a stage from "
+                f"shape.chunks(rank)"
             )
         line = (stage * NUM_KINDS + kind) * self._limit
-        own = self._shape.microbatches(stage)
-        return iter(range(line + own.start, line + own.stop))
+        microbatches = self._shape.microbatches(stage)
+        return iter(range(line + microbatches.start, line + microbatches.stop))
 
     @property
     def actions(self) -> list[Action]:
-        """What is written so far."""
+        """The actions written so far."""
         return list(self.columns())
 
     def columns(self) -> Columns:
-        """What is written so far, as columns."""
+        """The actions written so far, as columns."""
         lines, microbatches = np.divmod(np.array(self._numbers, np.int64), self._limit)
         stages, kinds = np.divmod(lines, NUM_KINDS)
         if self._shape.slices_per_microbatch > 1:
@@ -182,28 +207,43 @@ class Order:
         return columns
 
     def _last_slice_first(self, numbers: Ints) -> Ints:
-        """Backwards go through a micro-batch's slices from the last, which depends on all others, to the first."""
+        """Reverse the slices of each micro-batch: backwards start with the last slice, which depends on the others."""
         whole, part = np.divmod(numbers, self._shape.slices_per_microbatch)
         slices: Ints = (whole + 1) * self._shape.slices_per_microbatch - 1 - part
         return slices
 
     @property
     def versions(self) -> dict[tuple[int, int], int]:
-        """The version of each (stage, micro-batch) whose forward was written with one."""
+        """The weight version of each (stage, micro-batch) whose forward was written with a version."""
         return self._versions
 
 
 _F, _B, _I, _W, _UPDATE = (CODES[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.UPDATE))
 _BACKWARD = (_B, _I, _W)
 
-#: What an author writes: (rank, shape) -> Order; or (shape) -> the Orders of all ranks, where one rank's order depends
-#: on the others'. Keyword-only parameters with defaults are the schedule's own options.
+#: The function of a schedule: (rank, shape) -> Order. If ranks' orders depend on each other: (shape) -> list of Orders.
+#: Its keyword-only parameters, which must have defaults, are the options of the schedule.
 OrderFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """An algorithm that makes programs: a named function with a placement rule and options."""
+    """A pipeline schedule: builds the program for any number of ranks and micro-batches.
+
+    Schedules come from `pipesched.schedules.get`, or from the decorator `schedule` above a function of your own:
+
+        zb_v = pipesched.schedules.get("zb-v")
+        program = zb_v.program(num_ranks=4, num_microbatches=8)
+        wider = pipesched.schedules.get("interleaved-1f1b").with_options(chunks_per_rank=4)
+
+    Args:
+        name: the schedule's name, such as "zb-v".
+        function: (rank, shape) -> Order, or (shape) -> the Orders of all ranks.
+        placement: (num_ranks, chunks_per_rank) -> the rank of each stage.
+        options: the options and their defaults. Default: none.
+        num_chains: the number of pipelines that run at once over the same weights. Default: 1.
+
+    """
 
     name: str
     function: OrderFunction
@@ -213,26 +253,34 @@ class Schedule:
 
     @property
     def description(self) -> str:
-        """The docstring that the author wrote."""
+        """The docstring of the schedule's function."""
         return inspect.getdoc(self.function) or ""
 
     @property
     def searches(self) -> bool:
-        """Whether the orders of all ranks are made at once: they depend on each other, and take longer to make."""
+        """Whether the function writes the orders of all ranks together, which usually takes longer."""
         return len(_required(self.function)) == 1
 
     @property
     def module(self) -> str:
-        """The module that defines the schedule."""
+        """The name of the module that defines the schedule."""
         return self.function.__module__
 
     @property
     def chunks_per_rank(self) -> int:
-        """How many stages a rank holds: an option where the schedule has chunks, else 1."""
+        """The number of stages that a rank holds: an option of schedules with chunks, otherwise 1."""
         return self.options.get("chunks_per_rank", 1)  # type: ignore[no-any-return]
 
     def with_options(self, **options: Any) -> "Schedule":
-        """The same schedule with other defaults. Raises ScheduleError for an unknown option."""
+        """Return the schedule with other values of its options.
+
+        Args:
+            options: new values by name, such as ``chunks_per_rank=4``. Other options keep theirs.
+
+        Raises:
+            ScheduleError: the schedule has no such option.
+
+        """
         unknown = sorted(set(options) - set(self.options))
         if unknown:
             raise ScheduleError(
@@ -242,29 +290,40 @@ class Schedule:
         return replace(self, options={**self.options, **options})
 
     def program(self, num_ranks: int, num_microbatches: int, *, steps: int = 1, **options: Any) -> Program:
-        """Build the program for so many ranks and micro-batches. Raises ScheduleError for counts below 1.
+        """Build the program for a number of ranks and micro-batches.
 
-        steps: so many steps, of so many micro-batches each, that run on into each other: for schedules with updates.
+        Args:
+            num_ranks: the number of ranks, at least 1.
+            num_microbatches: the number of micro-batches of a step, at least 1.
+            steps: the number of steps to run without draining, for schedules with updates. Default: 1.
+            options: values of the schedule's options for this program, such as ``chunks_per_rank=4``.
+
+        Returns:
+            The program, without communication; `lower` adds it.
+
+        Raises:
+            ScheduleError: a count is below 1, an option is unknown, or the schedule does not have this shape.
+
         """
         if options:
             return self.with_options(**options).program(num_ranks, num_microbatches, steps=steps)
-        own = {name: value for name, value in self.options.items() if name not in _OF_THE_SHAPE}
+        own_options = {name: value for name, value in self.options.items() if name not in _OF_THE_SHAPE}
         slices = self.options.get("slices_per_microbatch", 1)
         chunks_per_rank = self.chunks_per_rank
         counts = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks a rank": chunks_per_rank}
         counts |= {"steps": steps, "slices a micro-batch": slices}
-        for what, count in counts.items():
+        for name, count in counts.items():
             if not is_count(count):
                 raise ScheduleError(
-                    f"schedule {self.name!r} needs a whole number of {what}, at least 1; got {shown(count)}; pass 1 "
+                    f"schedule {self.name!r} needs a whole number of {name}, at least 1; got {shown(count)}; pass 1 "
                     f"or more"
                 )
         units = num_microbatches * steps * slices
         if (pairs := num_ranks * chunks_per_rank * self.num_chains * units) > _MOST_PAIRS:
             raise ScheduleError(
-                f"a program lists the actions of at most {_MOST_PAIRS:,} pairs of a stage and a micro-batch; "
-                f"{self.name!r} has {pairs:,} for "
-                f"{', '.join(f'{count:,} {what}' for what, count in counts.items() if count > 1)}; ask for fewer"
+                f"a program has at most {_MOST_PAIRS:,} pairs of a stage and a micro-batch; {self.name!r} has "
+                f"{pairs:,} for {', '.join(f'{count:,} {name}' for name, count in counts.items() if count > 1)}; use "
+                f"fewer"
             )
         placement = self.placement(num_ranks, chunks_per_rank * self.num_chains)
         shape = Shape(
@@ -276,7 +335,7 @@ class Schedule:
             num_steps=steps,
             slices_per_microbatch=slices,
         )
-        orders = self._written(shape, own)
+        orders = self._written(shape, own_options)
         program = Program(
             orders=Orders.of_ranks([order.columns() for order in orders]),
             placement=placement,
@@ -288,8 +347,8 @@ class Schedule:
         )
         if steps > 1 and not program.has_updates:
             raise ScheduleError(
-                f"steps run on into each other where a schedule updates its weights itself; {self.name!r} does not; "
-                f"ask for one step"
+                f"only a schedule with updates can run several steps without draining; {self.name!r} has none; "
+                f"pass steps=1"
             )
         return program if self.num_chains == 1 else _with_chains(program, shape)
 
@@ -310,14 +369,14 @@ class Schedule:
 
 
 def _required(function: OrderFunction) -> list[str]:
-    """The parameters that a schedule's function is called with."""
+    """The positional parameters without defaults of a schedule's function."""
     parameters = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [each.name for each in parameters if each.kind in positional and each.default is each.empty]
+    return [p.name for p in parameters if p.kind in positional and p.default is p.empty]
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """The versions that were written, by stage and micro-batch; () for stages without."""
+    """The weight versions that the orders were written with, by stage and micro-batch; () for a stage without any."""
     written = {pair: version for order in orders for pair, version in order.versions.items()}
     stages = {stage for stage, _ in written}
     return tuple(
@@ -329,7 +388,7 @@ def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], .
 
 
 def _with_chains(program: Program, shape: Shape) -> Program:
-    """Several chains of stages over one set of weights."""
+    """Set the weights and routes of a program with several chains over one set of weights."""
     length = shape.num_stages // shape.num_chains
     routes: list[tuple[int, ...]] = []
     for first in range(0, shape.num_stages, length):
@@ -337,8 +396,8 @@ def _with_chains(program: Program, shape: Shape) -> Program:
     return replace(program, weights=tuple(range(length)) * shape.num_chains, routes=tuple(routes))
 
 
-#: Options that say what a schedule is written for.
-_MOST_PAIRS = 10**8  # they take some ten gigabytes
+_MOST_PAIRS = 10**8  # their program takes about 10 GB of memory
+#: Options that reach the function through the shape.
 _OF_THE_SHAPE = ("chunks_per_rank", "slices_per_microbatch")
 
 
@@ -350,12 +409,35 @@ def schedule(
     num_chains: int = 1,
     slices_per_microbatch: int | None = None,
 ) -> Callable[[OrderFunction], Schedule]:
-    """Make a Schedule of a function. The placement rule lays the stages out on the ranks.
+    """Turn a function that writes one rank's order into a `Schedule`.
 
-    ``chunks_per_rank``: the default number of stages a rank holds; without it the schedule holds one and has no
-    such option. num_chains: how many pipelines run at once over the same weights, each on its share of the
-    micro-batches; stage ``s`` of the second of 2 chains of p is number ``p + s``. slices_per_microbatch: the default
-    number of token slices, for a schedule of causal models that runs slice by slice.
+        @pipesched.schedule("my-gpipe")
+        def my_gpipe(rank: int, shape: pipesched.Shape) -> pipesched.Order:
+            order = pipesched.Order(shape)
+            for _ in range(shape.num_microbatches):
+                order.F(rank)
+            for _ in range(shape.num_microbatches):
+                order.B(rank)
+            return order
+
+    Args:
+        name: the schedule's name, in kebab case.
+        placement: the rule that places stages on ranks: linear, loop or v, or a function (num_ranks, chunks_per_rank)
+            -> the rank of each stage. Default: linear.
+        chunks_per_rank: the default number of stages a rank holds, which becomes an option of the schedule. Default:
+            None, always one stage a rank.
+        num_chains: the number of pipelines that run at once over the same weights, each with its share of the
+            micro-batches. Stage s of the second of two chains of p stages has the number p + s. Default: 1.
+        slices_per_microbatch: the default number of token slices, for schedules of causal models that run slice by
+            slice; it becomes an option. Default: None, no slices.
+
+    Returns:
+        A decorator for the function.
+
+    Raises:
+        ScheduleError: an argument is invalid, the function takes other parameters than (rank, shape) or (shape), or
+            one of its options has no default.
+
     """
     _check_arguments(name, placement, num_chains)
 
@@ -365,37 +447,37 @@ def schedule(
                 f"a schedule is a function (rank, shape) -> Order; {name!r} is {shown(function)}; decorate a function"
             )
         parameters = inspect.signature(function).parameters.values()
-        own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-        bare = [option for option, default in own.items() if default is inspect.Parameter.empty]
+        keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        bare = [option for option, default in keywords.items() if default is inspect.Parameter.empty]
         if bare:
             raise ScheduleError(
-                f"a schedule builds without options; {bare[0]!r} of {name!r} has no default; give it one"
+                f"every option of a schedule has a default; {bare[0]!r} of {name!r} has none; give it a default"
             )
         if len(_required(function)) not in (1, 2):
             raise ScheduleError(
                 f"a schedule is a function (rank, shape) -> Order, or (shape) -> the Orders of all ranks; {name!r} "
-                f"takes ({', '.join(_required(function))}); give its options defaults, behind a '*'"
+                f"takes ({', '.join(_required(function))}); make its options keyword-only, with defaults, after a '*'"
             )
         shape = {"chunks_per_rank": chunks_per_rank, "slices_per_microbatch": slices_per_microbatch}
-        given = {option: count for option, count in shape.items() if count is not None}
-        return Schedule(name=name, function=function, placement=placement, options=given | own, num_chains=num_chains)
+        options = {option: count for option, count in shape.items() if count is not None} | keywords
+        return Schedule(name=name, function=function, placement=placement, options=options, num_chains=num_chains)
 
     return decorate
 
 
 def _check_arguments(name: Any, placement: Any, num_chains: Any) -> None:
-    """Raise ScheduleError for what ``schedule`` does not take. Other counts are checked where programs are made."""
+    """Raise ScheduleError for invalid arguments of ``schedule``. `Schedule.program` checks the other counts."""
     if not isinstance(name, str) or not name:
         raise ScheduleError(
             f"a schedule has a name; got {shown(name)}; write @schedule('my-schedule') above the function"
         )
     if not callable(placement):
         raise ScheduleError(
-            f"a placement rule is a function (ranks, chunks) -> the rank of each stage; {name!r} has "
-            f"{shown(placement)}; pass linear, loop or v of pipesched.program.order"
+            f"a placement rule is a function (num_ranks, chunks_per_rank) -> the rank of each stage; {name!r} has "
+            f"{shown(placement)}; pass linear, loop or v of pipesched.order"
         )
     if not is_count(num_chains):
         raise ScheduleError(
-            f"a schedule runs a whole number of pipelines at once; {name!r} has num_chains={shown(num_chains)}; pass 1 "
-            f"or more"
+            f"num_chains is a whole number of pipelines, at least 1; {name!r} has num_chains={shown(num_chains)}; pass "
+            f"1 or more"
         )

@@ -1,13 +1,14 @@
-"""Program: every rank's order of actions, where the stages lie, and how they feed each other.
+"""Program: the order of actions of every rank, the placement of the stages, and the stage graph.
 
-A program is a value: immutable, comparable, and equal to what its own text form parses to. The same object is
-validated, simulated, drawn and executed.
+A program is an immutable value. Parsing its text form gives an equal program. The same object is validated, simulated,
+drawn and executed.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,25 +20,50 @@ from pipesched.program.actions import Action, Kind
 from pipesched.program.dependencies import Index, Requirements, StageGraph, chain, needs, requirements
 from pipesched.program.placement import Placement, chunks_of
 from pipesched.program.text_format import order_words, parse_program, table_lines
+from pipesched.units import counted
 
 __all__ = ["Program", "check_program", "marked_grid"]
 
 _ORDERED = ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W))
-_CHAIN = StageGraph((), ())  # stands for the chain of as many stages as there are
+_CHAIN = StageGraph((), ())  # replaced by a chain of all stages
 _GRID_REACH = 5  # actions shown on either side of a mark
+_REPR_RANKS = 8
+_REPR_COLUMNS = 40
 
 
 @dataclass(frozen=True)
 class Program:
-    """The orders of all ranks.
+    """Every rank's order of actions: the object that is validated, simulated, drawn and executed.
 
-    orders: a tuple of actions for each rank, kept as columns of integers. placement: stage -> rank. graph: which stage
-    feeds which, a chain unless given. forward_only: the program has no backward, as for evaluation.
-    weights: stage -> weight copy, its own unless given: stages of one copy hold the same layers. routes: the stages
-    that each micro-batch visits, all unless given: whole chains of the graph. versions: for each stage how many updates
-    lie behind the weights that each micro-batch uses, forward and backward; () for the newest when its F runs.
-    slices_per_microbatch: into so many token slices each micro-batch is cut; what an action and num_microbatches count
-    are then slices, those of a micro-batch in a row.
+    A schedule builds programs. ``repr`` shows the orders as a grid, shortened if they are long; ``str`` is the whole
+    text form, and `Program.parse` reads it back:
+
+        >>> pipesched.schedules.get("1f1b").program(num_ranks=2, num_microbatches=4)
+        Program '1f1b': 2 ranks, 2 stages, 4 micro-batches
+        rank 0 | 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
+        rank 1 | 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
+
+    ``2F0`` is the forward of stage 2 for micro-batch 0.
+
+    Args:
+        orders: the actions of each rank, in the order in which the rank runs them.
+        placement: the rank of each stage.
+        num_microbatches: the number of micro-batches of a step; with token slices, the number of slices.
+        graph: which stage feeds which. Default: a chain, every stage feeding the next.
+        forward_only: whether the program has no backward, for evaluation. Default: False.
+        name: the schedule's name, for display; ignored by ``==``. Default: "".
+        weights: the weight copy of each stage. Stages with the same copy hold the same layers. Default: one copy for
+            each stage.
+        routes: the stages that each micro-batch visits, a whole chain of the graph. Default: all stages.
+        versions: for each stage, the number of updates behind the weights that each micro-batch uses, forward and
+            backward; () for the newest weights when its F runs. Default: () for all stages.
+        slices_per_microbatch: the number of token slices of a micro-batch. Actions then count slices, and the slices of
+            a micro-batch have consecutive numbers. Default: 1.
+
+    Raises:
+        ScheduleError: a field has the wrong type, or the fields disagree on the number of stages or micro-batches.
+            The orders themselves are checked by `validate`.
+
     """
 
     orders: Orders
@@ -62,7 +88,7 @@ class Program:
             object.__setattr__(self, "graph", chain(len(self.placement)))
         if not self.weights:
             object.__setattr__(self, "weights", tuple(range(len(self.placement))))
-        if not any(self.versions):  # no stage says any
+        if not any(self.versions):  # no stage has versions
             object.__setattr__(self, "versions", ())
         for what, has, due in (
             ("a stage graph", len(self.graph.producers), len(self.placement)),
@@ -83,8 +109,8 @@ class Program:
                 object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
         except (TypeError, ValueError, AttributeError) as error:
             raise ScheduleError(
-                f"a program has orders, a list of Actions for each rank, and lists of whole numbers beside them; got "
-                f"something else ({error}); make it by a Schedule, or by Program.parse"
+                f"a program takes a list of Actions for each rank, and lists of whole numbers for its other fields; "
+                f"got something else ({error}); build it with a Schedule or Program.parse"
             ) from error
 
     @property
@@ -94,56 +120,56 @@ class Program:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.orders)
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.placement)
 
     @property
     def num_weights(self) -> int:
-        """How many weight copies there are: into so many parts the model is cut."""
+        """The number of weight copies, which is the number of parts that the model is cut into."""
         return len(set(self.weights))
 
     @property
     def is_chain(self) -> bool:
-        """Whether the graph is the default: stage after stage."""
+        """Whether every stage feeds only the next stage, as in the default graph."""
         return self.graph == chain(self.num_stages)
 
     @property
     def is_chains(self) -> bool:
-        """Whether it is a chain, or several, each over all weight copies in order; a micro-batch visits one."""
+        """Whether the graph is one or more chains over all weight copies, and each micro-batch visits one chain."""
         num_chains, rest = divmod(self.num_stages, max(1, self.num_weights))
-        own = tuple(range(self.num_weights)) * num_chains
-        if rest or self.weights != own or self.graph != chain(self.num_stages, num_chains):
+        copies = tuple(range(self.num_weights)) * num_chains
+        if rest or self.weights != copies or self.graph != chain(self.num_stages, num_chains):
             return False
         return num_chains == 1 or {len(route) for route in self.routes} == {self.num_weights}
 
     @cached_property
     def output_rank(self) -> int:
-        """The rank where the first micro-batch leaves the program."""
+        """The rank of the last stage that micro-batch 0 visits."""
         return self.placement[self.routes[0][-1] if self.routes else -1]
 
     @cached_property
     def has_updates(self) -> bool:
-        """Whether it updates the weights itself, as asynchronous schedules do."""
+        """Whether the program has UPDATE actions, as asynchronous schedules do."""
         return bool(self.columns.are(Kind.UPDATE).any())
 
     @cached_property
     def index(self) -> Index:
-        """Where each action stands."""
+        """The row of each action in `columns`."""
         return Index(self.columns, self.graph, self.num_microbatches)
 
     @cached_property
     def requirements(self) -> Requirements:
-        """What every action needs, at once."""
+        """All dependencies between actions, as pairs of rows of `columns`."""
         return requirements(self.columns, self.index, self.graph)
 
     @cached_property
     def crossing(self) -> Ints:
-        """The places, among the requirements, of those between actions of different ranks."""
+        """The positions in `requirements` of the dependencies between different ranks."""
         row, needed = self.requirements
         rank_of = self.orders.rank_of
         return np.flatnonzero((needed >= 0) & (rank_of[row] != rank_of[needed]))
@@ -154,21 +180,22 @@ class Program:
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """For each stage, how many forwards of its rank one micro-batch is, on all its stages and in all its slices: so
-        many share the rank's work.
+        """For each stage, the number of forwards that its rank runs for one micro-batch, over all chunks and slices.
+
+        One forward of the stage is therefore 1 / shares[stage] of its rank's forward work for a micro-batch.
         """
         routes = set(self.routes) or {tuple(range(self.num_stages))}
         held = [Counter(self.placement[stage] for stage in route) for route in routes]
-        own = {stage: ranks for route, ranks in zip(routes, held, strict=True) for stage in route}
-        chunks = (own[stage][rank] if stage in own else 1 for stage, rank in enumerate(self.placement))
+        per_stage = {stage: ranks for route, ranks in zip(routes, held, strict=True) for stage in route}
+        chunks = (per_stage[stage][rank] if stage in per_stage else 1 for stage, rank in enumerate(self.placement))
         return tuple(count * self.slices_per_microbatch for count in chunks)
 
     def needs(self, action: Action) -> Iterable[Action]:
-        """What must have ended before ``action`` starts."""
+        """The actions that must have ended before ``action`` starts."""
         return needs(action, self.graph, self.index)
 
     def place(self, action: Action) -> tuple[int, int]:
-        """The rank and the position at which an action runs. Raises KeyError where it does not."""
+        """The rank and the position of an action. Raises KeyError if the program does not have it."""
         row = self.index.row(action)
         if row < 0:
             raise KeyError(str(action))
@@ -176,7 +203,7 @@ class Program:
 
     @property
     def visits(self) -> Mask:
-        """Which stage runs which micro-batch: by stage and micro-batch."""
+        """A boolean array (stages, micro-batches): whether the micro-batch visits the stage."""
         visits = np.full((self.num_stages, self.num_microbatches), not self.routes)
         for microbatch, route in enumerate(self.routes):
             visits[list(route), microbatch] = True
@@ -184,17 +211,17 @@ class Program:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether every stage has weights of its own and runs its F, its B or I, and its B or W in ascending order of
-        whole micro-batches.
+        """Whether the program's results are bit-identical to those of every other exact program.
 
-        Buffers and sums of gradients then have one order, whatever the schedule, and results are equal to the bit.
-        (I counts too: it delivers the gradients that are too cheap to be deferred.)
+        Every stage must have weights of its own, micro-batches must not be sliced, and each stage must run its F, its B
+        or I, and its B or W in ascending micro-batch order. Buffers are then updated and gradients summed in one order,
+        whatever the schedule. (I counts because it delivers the gradients that are too cheap to defer.)
         """
         own_weights = self.num_weights == self.num_stages
         return own_weights and self.slices_per_microbatch == 1 and self.first_descent() is None
 
     def first_descent(self) -> tuple[int, int, Action] | None:
-        """The first (rank, position, action) that breaks the ascending order of an exact program, or None."""
+        """The first (rank, position, action) that is out of ascending micro-batch order, or None."""
         rows = [row for family in _ORDERED for row in _descents(self.columns, family)]
         return (*self.orders.place(min(rows)), self.columns.action(min(rows))) if rows else None
 
@@ -204,8 +231,33 @@ class Program:
         return replace(self, orders=changed)
 
     def forward(self) -> "Program":
-        """The forwards of this program alone, in the same order: for evaluation."""
+        """Only the forwards of this program, in the same order, for evaluation."""
         return replace(self, orders=self.orders.where(self.columns.are(Kind.F)), forward_only=True, versions=())
+
+    def __repr__(self) -> str:
+        units = "micro-batch" if self.slices_per_microbatch == 1 else "slice"
+        counts = (counted(self.num_ranks, "rank"), counted(self.num_stages, "stage"))
+        title = f"Program {self.name!r}" if self.name else "Program"
+        lines = [f"{title}: {', '.join(counts)}, {counted(self.num_microbatches, units)}"]
+        ranks = range(min(self.num_ranks, _REPR_RANKS))
+        grid = [list(self._first_words(rank)) for rank in ranks]
+        widths = [max(map(len, column)) for column in zip_longest(*grid, fillvalue="")]
+        for rank, row in zip(ranks, grid, strict=True):
+            cells = " ".join(word.ljust(width) for word, width in zip(row, widths, strict=False))
+            lines.append(f"rank {rank} | {cells}".rstrip())
+        total = len(self.columns)
+        in_grid = sum(1 + word.count("&") for row in grid for word in row)
+        if in_grid < total:
+            lines.append(
+                f"not shown: {self.num_ranks - len(ranks):,} of {counted(self.num_ranks, 'rank')}, "
+                f"{total - in_grid:,} of {total:,} actions; str(program) has all of them"
+            )
+        return "\n".join(lines)
+
+    def _first_words(self, rank: int) -> Iterable[str]:
+        """The first columns of a rank's row in the grid; two actions that overlap share a column."""
+        start = self.orders.rank(rank)[: 2 * _REPR_COLUMNS]
+        return islice(order_words(start), _REPR_COLUMNS)
 
     def __str__(self) -> str:
         lines = [f"name {self.name}"] if self.name else []
@@ -228,19 +280,23 @@ class Program:
     def parse(cls, text: str) -> "Program":
         """Read the text form: header lines, then a line ``rank 0: 0F0 0F1 ...`` for each rank.
 
-        Empty lines and what follows ``#`` do not count. Raises ScheduleError with the line's number.
+        Empty lines are skipped, and ``#`` starts a comment.
+
+        Raises:
+            ScheduleError: a line cannot be read. The error has the line's number.
+
         """
-        check_type(text, str, "a program is read from its text", "pass str(program); load_program reads files")
+        check_type(text, str, "Program.parse reads a str", "pass str(program); load_program reads files")
         return cls(**parse_program(text))
 
 
 def check_program(program: Any) -> None:
-    """Raise ArgumentError for what is none."""
+    """Raise ArgumentError unless the argument is a Program."""
     check_type(program, Program, "program is a Program", "pass such as schedules.get('1f1b').program(4, 8)")
 
 
 def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:
-    """The rows that run a micro-batch after a later one of the same stage, among the rows of some kinds."""
+    """Among the rows of some kinds, those that run a micro-batch after a later micro-batch of the same stage."""
     rows = np.flatnonzero(columns.are(*family))
     rows = rows[np.argsort(columns.stage[rows], kind="stable")]
     stage = columns.stage[rows]
@@ -250,7 +306,7 @@ def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:
 
 
 def marked_grid(program: Program, marks: Mapping[int, int]) -> str:
-    """The orders as a grid with ``>action<`` at position ``marks[rank]``, cut to the marks' neighbourhood."""
+    """The orders as a grid with ``>action<`` at position ``marks[rank]``, cut to a few positions around the marks."""
     reach = range(
         max(0, min(marks.values(), default=0) - _GRID_REACH), max(marks.values(), default=0) + _GRID_REACH + 1
     )

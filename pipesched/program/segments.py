@@ -1,8 +1,8 @@
-"""Segments: the orders of a stream, steps that run on into each other for as long as anybody asks for more.
+"""Segments: the orders of asynchronous steps, for any number of steps that run without draining.
 
-A schedule writes so many steps; a stream has no number of steps. Each rank's order is cut before the first action of
-every later step: the segments. From some step on a segment is the one before it, a step later; so is the cool-down
-that ends the stream. Both are checked, since nothing else says that a schedule repeats.
+A schedule writes a fixed number of steps, but training runs any number. Each rank's order is cut into segments, before
+the first action of each step. After the warm-up every segment repeats the one before it, shifted by one step, and so
+does the cool-down. Both are checked, because not every schedule repeats.
 """
 
 from collections.abc import Sequence
@@ -18,20 +18,26 @@ from pipesched.program.weight_versions import Uses, update_groups, used_versions
 
 __all__ = ["Orders", "Segments", "enough_steps"]
 
-_FORMS = (Kind.R, Kind.I)  # a forward must know whether one comes
+_FORMS = (Kind.R, Kind.I)  # a forward runs differently if one of these follows
 #: A part of every rank's order.
 Orders = tuple[tuple[Action, ...], ...]
 
 
 def enough_steps(num_ranks: int, num_microbatches: int) -> int:
-    """So many steps show a stream: warm-up, two steps that repeat, and one to see where the last of them ends."""
+    """The number of steps to write: the warm-up, two steps that repeat, and one that ends the second of them."""
     return 4 + -(-2 * num_ranks // num_microbatches)
 
 
 class Segments:
-    """The endless orders that a program of several steps is the beginning of.
+    """The orders of any number of steps, extrapolated from a program of several steps.
 
-    program: lowered, of ``enough_steps``. num_microbatches: of a step. Raises ScheduleError where it does not repeat.
+    Args:
+        program: a lowered program of `enough_steps` steps.
+        num_microbatches: the number of micro-batches of a step.
+
+    Raises:
+        ScheduleError: the last two steps of the program are not the same.
+
     """
 
     def __init__(self, program: Program, num_microbatches: int) -> None:
@@ -45,32 +51,33 @@ class Segments:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The micro-batches of a step, counted within it, that each of its updates is of."""
+        """For each update of a step, the micro-batches whose gradients it applies, numbered within the step."""
         size = self.num_microbatches
-        own = [tuple(number % size for number in group) for group in update_groups(self.program) if group[0] < size]
-        if sorted(number for group in own for number in group) != list(range(size)):
+        groups = [tuple(number % size for number in group) for group in update_groups(self.program) if group[0] < size]
+        if sorted(number for group in groups for number in group) != list(range(size)):
             raise ScheduleError(
-                f"an update of schedule {self.program.name!r} is of micro-batches of one step; with {size} a step an "
-                f"update is of {len(own[-1])} that belong to two; update at the end of each step"
+                f"an update applies the gradients of one step; schedule {self.program.name!r} with {size} "
+                f"micro-batches a step has an update for {len(groups[-1])} micro-batches of two steps; update at the "
+                f"end of each step"
             )
-        return tuple(sorted(own))
+        return tuple(sorted(groups))
 
     def versions(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """The versions of the first so many micro-batches, by stage, as a program says them."""
+        """The weight versions of the first ``count`` micro-batches, by stage, as in `Program.versions`."""
         return tuple(tuple(map(self.uses(stage).version, range(count))) for stage in range(self.program.num_stages))
 
     @property
     def updates(self) -> int:
-        """How many updates a step has."""
+        """The number of updates in a step."""
         return len(self.groups)
 
     def segment(self, step: int) -> Orders:
-        """What each rank runs for a step: up to the first action of the next one."""
+        """The actions of each rank for a step, up to the first action of the next step."""
         known = min(step, self._steps - 1)
         return self._moved([order[start:end] for order, (start, end) in self._ranges(known)], step - known)
 
     def cooldown(self, steps: int) -> Orders:
-        """What is left to run where the stream ends after so many steps: what concerns later ones is left out."""
+        """The actions that drain the pipeline after a number of steps, without those of later steps."""
         known = min(steps, self._steps)
         rest = (order[ends[known - 1] :] for order, ends in zip(self.program.orders, self._cuts, strict=True))
         microbatches = known * self.num_microbatches
@@ -82,16 +89,16 @@ class Segments:
         return self._moved(kept, steps - known)
 
     def uses(self, stage: int) -> Uses:
-        """The versions of a stage's weights that the stream uses."""
+        """The weight versions that each micro-batch uses on a stage, for any number of steps."""
         return Uses(self._used[stage][: self._steps * self.num_microbatches], (self.num_microbatches, self.updates))
 
     def pair(self, microbatch: int) -> int:
-        """The micro-batch of the program that runs as this one of the stream does."""
+        """The micro-batch of the program that has the same actions as a micro-batch of any step."""
         over = microbatch // self.num_microbatches - (self._steps - 1)
         return microbatch - max(0, over) * self.num_microbatches
 
     def _cut(self, rank: int) -> list[int]:
-        """How many actions of a rank precede the first of each step after the first."""
+        """For each step after the first, the number of actions of a rank before its first action."""
         columns = self.program.orders.rank(rank)
         step = np.where(columns.are(Kind.UPDATE), 0, columns.microbatch // self.num_microbatches)
         begun: Ints = np.maximum.accumulate(step)
@@ -118,7 +125,7 @@ class Segments:
         )
 
     def _check_cuts(self) -> None:
-        """What an action needs lies in no later segment: a step can run before the next one is asked for."""
+        """Check that no action needs a later segment: a step must be able to run before the next is requested."""
         program = self.program
         offsets = program.orders.offsets
         segment = np.concatenate(
@@ -130,24 +137,24 @@ class Segments:
         row, needed = program.requirements
         late = np.flatnonzero(segment[needed] > segment[row])
         if len(late):
-            one, other = (program.columns.action(int(rows[late[0]])) for rows in (row, needed))
+            waiting, awaited = (program.columns.action(int(rows[late[0]])) for rows in (row, needed))
             raise ScheduleError(
-                f"a step runs before the next one is asked for; schedule {program.name!r} has {one} wait for {other}, "
-                f"which comes behind the first action of a later step; move {other} before it"
+                f"a step runs before the next step is requested; in schedule {program.name!r}, {waiting} waits for "
+                f"{awaited}, which comes after the first action of a later step; move {awaited} before that action"
             )
         self._check_losses(segment)
 
     def _check_losses(self, segment: Ints) -> None:
-        """A step's forwards lie in its own segment: its loss is known once that has run."""
+        """Check that the last stage's forwards of a step are in its segment, so that its loss is known after it."""
         columns = self.program.columns
         last = self.program.num_stages - 1
         late = columns.are(Kind.F) & (columns.stage == last) & (segment > columns.microbatch // self.num_microbatches)
         if late.any():
-            one = columns.action(int(np.flatnonzero(late)[0]))
+            forward = columns.action(int(np.flatnonzero(late)[0]))
             raise ScheduleError(
-                f"a step's loss is known before its rank begins the next one; schedule {self.program.name!r} has {one} "
-                f"behind the first action of a later step; move it before that, or pass a Program, which runs step by "
-                f"step"
+                f"a step's loss is computed before its rank begins the next step; schedule {self.program.name!r} has "
+                f"{forward} after the first action of a later step; move it before that action, or pass a Program, "
+                f"which runs step by step"
             )
 
     @property
@@ -157,24 +164,25 @@ class Segments:
     def _check_repeats(self) -> None:
         before, last = ([order[start:end] for order, (start, end) in self._ranges(step)] for step in self._last_two)
         if self._moved(before, 1) != tuple(last):
-            raise self._not_repeating(f"step {self._steps - 1} is not step {self._steps - 2} over again")
+            raise self._not_repeating(f"step {self._steps - 1} differs from step {self._steps - 2}")
         size = self.num_microbatches
         for stage, used in enumerate(self._used):
-            one = used[-3 * size : -2 * size]
-            two = used[-2 * size : -size]
-            if [version + self.updates for version in one] != list(two):
-                raise self._not_repeating(f"stage {stage} uses the versions {one} in one step and {two} in the next")
+            earlier = used[-3 * size : -2 * size]
+            later = used[-2 * size : -size]
+            if [version + self.updates for version in earlier] != list(later):
+                versions = f"{earlier} in one step and {later} in the next"
+                raise self._not_repeating(f"stage {stage} uses the weight versions {versions}")
         columns = self.program.columns
         for kind in _FORMS:
             rows = columns[columns.are(kind)]
-            step, own = np.divmod(rows.microbatch, size)
-            pairs = [set(zip(rows.stage[step == s], own[step == s], strict=True)) for s in self._last_two]
+            step, in_step = np.divmod(rows.microbatch, size)
+            pairs = [set(zip(rows.stage[step == s], in_step[step == s], strict=True)) for s in self._last_two]
             if pairs[0] != pairs[1]:
-                raise self._not_repeating(f"one step has more {kind} than the next")
+                raise self._not_repeating(f"two steps have different {kind} actions")
 
-    def _not_repeating(self, what: str) -> ScheduleError:
+    def _not_repeating(self, difference: str) -> ScheduleError:
         return ScheduleError(
-            f"a stream goes on for ever: from some step on each is the one before, a step later; schedule "
-            f"{self.program.name!r} with {self.num_microbatches} micro-batches a step does not repeat: {what}; "
-            f"write it so that it does, or pass a Program, which runs step by step"
+            f"an asynchronous schedule repeats the same actions in every step after the warm-up; schedule "
+            f"{self.program.name!r} with {self.num_microbatches} micro-batches a step does not: {difference}; "
+            f"make its steps repeat, or pass a Program, which runs step by step"
         )

@@ -1,4 +1,4 @@
-"""Text format: a program as lines that people read and write, and back."""
+"""Text format: writes a program as lines of text, and parses them."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,13 +17,13 @@ from pipesched.program.dependencies import StageGraph
 __all__ = ["order_words", "parse_program", "table_lines"]
 
 _LINES = (
-    "a line is 'name', 'microbatches N', 'placement RANK...', 'edges A-B...', 'weights COPY...', 'slices N', "
+    "a line is 'name NAME', 'microbatches N', 'placement RANK...', 'edges A-B...', 'weights COPY...', 'slices N', "
     "'route STAGE... : MICROBATCH...', 'versions STAGE : VERSION...', 'forward-only' or 'rank R: ...'"
 )
 
 
 def order_words(columns: Columns) -> Iterator[str]:
-    """One rank's actions as words; those that overlap are one word: ``1F4&0B2``."""
+    """The actions of one rank as words. Two overlapping actions are one word: ``1F4&0B2``."""
     before = ""
     for action, joined in zip(columns, columns.joined.tolist(), strict=True):
         if joined:
@@ -34,13 +34,13 @@ def order_words(columns: Columns) -> Iterator[str]:
 
 
 def table_lines(routes: tuple[tuple[int, ...], ...], versions: tuple[tuple[int, ...], ...]) -> Iterator[str]:
-    """The lines of routes, each with its micro-batches, and of versions, each stage's."""
+    """The lines for routes, each with its micro-batches, and for weight versions, one a stage."""
     for route in dict.fromkeys(routes):
-        members = [microbatch for microbatch, own in enumerate(routes) if own == route]
+        members = [microbatch for microbatch, its_route in enumerate(routes) if its_route == route]
         yield f"route {_spaced(route)} : {_spaced(members)}"
-    for stage, own in enumerate(versions):
-        if own:
-            yield f"versions {stage} : {_spaced(own)}"
+    for stage, of_stage in enumerate(versions):
+        if of_stage:
+            yield f"versions {stage} : {_spaced(of_stage)}"
 
 
 def _spaced(numbers: Iterable[int]) -> str:
@@ -49,7 +49,7 @@ def _spaced(numbers: Iterable[int]) -> str:
 
 @dataclass
 class _Read:
-    """What the lines so far have said."""
+    """The content of the lines parsed so far."""
 
     header: dict[str, Any] = field(default_factory=dict)
     edges_line: int = 0
@@ -58,7 +58,7 @@ class _Read:
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def line(self, words: list[str], number: int) -> None:
-        """Take in one line."""
+        """Parse one line, given as its words."""
         match words[0]:
             case "rank":
                 self.ranks.append(_parse_order(words, len(self.ranks)))
@@ -74,7 +74,7 @@ class _Read:
 
 
 def parse_program(text: str) -> dict[str, Any]:
-    """The fields of the program that a text describes. Raises ScheduleError with the line's number."""
+    """Parse a program's text into the fields of `Program`. Raises ScheduleError with the line's number."""
     read = _Read()
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split("#")[0].split()
@@ -109,20 +109,20 @@ def _halves(words: list[str]) -> tuple[list[int], list[int]]:
 
 def _number(word: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,9}", word):
-        raise ValueError(f"{shown(word)} is none of at most nine digits; correct it")
+        raise ValueError(f"{shown(word)} is not a whole number of at most nine digits; correct it")
     return int(word)
 
 
 def _add(table: dict[int, tuple[int, ...]], entries: dict[int, tuple[int, ...]], rule: str) -> None:
     taken = sorted(set(table) & set(entries))
     if taken:
-        raise ScheduleError(f"{rule}; {taken[0]} has another already; remove one")
+        raise ScheduleError(f"{rule}; {taken[0]} already has one; remove one of them")
     table |= entries
 
 
 def _once(header: Mapping[str, Any], parsed: dict[str, Any], word: str) -> dict[str, Any]:
     if not parsed.keys().isdisjoint(header):
-        raise ScheduleError(f"a header line stands once; {word!r} stands again; remove one")
+        raise ScheduleError(f"a header line appears once; {word!r} appears twice; remove one")
     return parsed
 
 
@@ -145,10 +145,10 @@ def _parse_header(words: list[str]) -> dict[str, Any]:
 
 
 def _complete(read: _Read) -> dict[str, Any]:
-    """Fill in what the header left out: a linear placement, a chain."""
+    """Check the header, and add the default placement and the lines for routes, versions and edges to the fields."""
     header = read.header
     if "num_microbatches" not in header:
-        raise ScheduleError("a program says how many micro-batches it has; no such line; add 'microbatches N'")
+        raise ScheduleError("a program's text has its number of micro-batches; no such line; add 'microbatches N'")
     if not read.ranks:
         raise ScheduleError("a program has at least one rank; found none; add 'rank 0: 0F0 0B0'")
     header["orders"] = Orders.of_ranks(read.ranks)
@@ -158,12 +158,13 @@ def _complete(read: _Read) -> dict[str, Any]:
         ("versions", read.versions, len(placement)),
     ):
         if table and not 0 <= min(table) <= max(table) < count:
-            raise ScheduleError(f"{name} are of those that the program has, 0..{count - 1}; got {max(table)}; correct")
+            unit = "micro-batches" if name == "routes" else "stages"
+            raise ScheduleError(f"{name} are for the {unit} 0..{count - 1}; got {max(table)}; correct the line")
         if name == "routes" and 0 < len(table) < count:
             missing = next(number for number in range(count) if number not in table)
             raise ScheduleError(
-                f"each micro-batch has a route where any has one; {len(table)} of {count:,} have, micro-batch "
-                f"{missing} has none; add its route, or correct the number of micro-batches"
+                f"either every micro-batch has a route, or none has; {len(table)} of {count:,} have one, and "
+                f"micro-batch {missing} has none; add its route, or correct the number of micro-batches"
             )
         if table:
             header[name] = tuple(table.get(number, ()) for number in range(count))
@@ -172,7 +173,7 @@ def _complete(read: _Read) -> dict[str, Any]:
         bad = [edge for edge in edges if not 0 <= edge[0] < edge[1] < len(placement)]
         if bad:
             raise ScheduleError(
-                f"line {read.edges_line}: an edge A-B goes from an earlier to a later one of the stages "
+                f"line {read.edges_line}: an edge A-B goes from a stage to a later one, among the stages "
                 f"0..{len(placement) - 1}; got {bad[0][0]}-{bad[0][1]}; correct it"
             )
         header["graph"] = StageGraph.of(len(placement), edges)

@@ -1,6 +1,6 @@
-"""Traversal: the one way through a program that its dependencies allow, with or without time.
+"""Traversal: runs a program on a virtual clock, with or without times.
 
-Every rank runs its order as far as the others let it. What never runs is in a deadlock.
+Every rank runs its order until an action waits for another rank. Actions that never run are in a deadlock.
 """
 
 from collections.abc import Sequence
@@ -15,47 +15,52 @@ from pipesched.program.program import Program
 
 __all__ = ["Timing", "Walked", "walk"]
 
-Times = NDArray[Any]  # any kind of number: whole numbers and fractions stay exact
+Times = NDArray[Any]  # any type of number: ints and Fractions stay exact
 
 
 class Timing(NamedTuple):
-    """What takes how long. seconds: of each action; of two that overlap the first has both's, the second none.
+    """The times of a program's actions and messages."""
 
-    lags: how long after the needed action's end its result is there, for each of the program's requirements.
-    links: for each action the link that it occupies, -1 for none; None where no transfer occupies one.
-    """
-
+    #: The duration of each action. Of two overlapping actions, the first has the time of both and the second 0.
     seconds: Times
+    #: For each of the program's requirements, the time from the end of the needed action to the arrival of its result.
     lags: Times
+    #: The link that each action occupies, -1 for none; None if no action occupies a link.
     links: Ints | None = None
 
 
 class Walked(NamedTuple):
-    """Start and end of every action by row, None where it never ran; and how far each rank came in its order."""
+    """The result of `walk`."""
 
+    #: The start of each action, by row; None if it never ran.
     starts: list[Any]
+    #: The end of each action, by row; None if it never ran.
     ends: list[Any]
+    #: The number of actions that each rank ran.
     reached: list[int]
 
 
 class _Waits(NamedTuple):
-    """The rows that an action waits for, with their lags: the first, -1 for none, and of a few actions the others."""
+    """The rows that each action waits for, with their lags."""
 
+    #: The first row that each action waits for; -1 for none.
     first: list[int]
+    #: The lag of that row.
     lag: list[Any]
+    #: For the few actions that wait for several rows: the other rows and their lags.
     others: dict[int, list[tuple[int, Any]]]
 
 
-# What the walk does with an action, a byte each.
+# How `walk` treats an action; one byte per action.
 _COMPUTES, _SENDS, _RECEIVES, _OVERLAPS = range(4)
 
 
-def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR0915  one loop, which calls little
-    """Run the program; without timing nothing takes any time.
+def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR0915  one loop, with few calls for speed
+    """Run a program on a virtual clock. Without ``timing`` every action takes no time.
 
-    An action starts when its rank is free and what it needs has come. Only computing keeps a rank busy, and waiting for
-    a copy to the host (FREE): a transfer, to a rank or the host, begins at its place in the order and ends when it can.
-    Actions that overlap start together and end together.
+    An action starts when its rank is free and the results that it needs have arrived. Only compute actions keep a rank
+    busy, and FREE, which waits for a copy to the host. A transfer to another rank or to the host starts at its position
+    in the order and does not block its rank. Overlapping actions start together and end together.
     """
     orders = program.orders
     total = len(program.columns)
@@ -70,7 +75,7 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
     busy = _Links(timing)
     awaited: dict[int, list[int]] = {}
     ready = list(reversed(range(len(orders))))
-    while ready:  # the loop over millions of actions: nothing in it is called that need not be
+    while ready:  # a loop over millions of actions, so function calls are avoided
         rank = ready.pop()
         row = position[rank]
         stop = stops[rank]
@@ -90,7 +95,7 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
                         awaited.setdefault(arrivals, []).append(rank)
                         break
                     arrival = max(arrival, *arrivals)
-                if arrival > start:  # noqa: PLR1730  max() would take as long as all the rest
+                if arrival > start:  # noqa: PLR1730  max() would double the time of the loop
                     start = arrival
             role = roles[row]
             if role == _COMPUTES:
@@ -114,7 +119,7 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
 
 
 class _Links:
-    """When each link, where links are occupied, is free again."""
+    """The times at which the occupied links become free."""
 
     def __init__(self, timing: Timing | None) -> None:
         self._link: list[int] = [] if timing is None or timing.links is None else timing.links.tolist()
@@ -122,7 +127,7 @@ class _Links:
         self._free: dict[int, Any] = {}
 
     def send(self, row: int, start: Any) -> tuple[Any, Any]:
-        """Start and end of a transfer that is asked for at ``start``."""
+        """The start and the end of a transfer that is ready at ``start``, after earlier transfers on its link."""
         link = self._link[row] if self._link else -1
         if link < 0:
             return start, start
@@ -132,7 +137,7 @@ class _Links:
 
 
 def _arrivals(waits: list[tuple[int, Any]], ends: list[Any]) -> list[Any] | int:
-    """When each has come; or the first row that has not run."""
+    """The arrival time of each awaited result; or, if one has not run yet, its row."""
     for need, _ in waits:
         if ends[need] is None:
             return need
@@ -148,9 +153,9 @@ def _roles(columns: Columns) -> bytes:
 
 
 def _waits(program: Program, timing: Timing | None) -> _Waits:
-    """What is not already in the order of the action's own rank: results of other ranks, and of transfers.
+    """The dependencies that a rank's own order does not already guarantee: on other ranks and on copies.
 
-    The second of two that overlap waits for nothing: the first waits for both.
+    Of two overlapping actions, the first waits for the needs of both.
     """
     columns = program.columns
     row, needed = program.requirements
@@ -165,12 +170,12 @@ def _waits(program: Program, timing: Timing | None) -> _Waits:
     row = row[order]
     needed = needed[order]
     lags = lags[order]
-    again = np.concatenate([[False], row[1:] == row[:-1]]) if len(row) else np.zeros(0, np.bool_)
+    repeated = np.concatenate([[False], row[1:] == row[:-1]]) if len(row) else np.zeros(0, np.bool_)
     first = np.full(len(columns), -1, np.int64)
     lag = np.zeros(len(columns), object)
-    first[row[~again]] = needed[~again]
-    lag[row[~again]] = lags[~again]
+    first[row[~repeated]] = needed[~repeated]
+    lag[row[~repeated]] = lags[~repeated]
     others: dict[int, list[tuple[int, Any]]] = {}
-    for at, need, late in zip(row[again].tolist(), needed[again].tolist(), lags[again].tolist(), strict=True):
+    for at, need, late in zip(row[repeated].tolist(), needed[repeated].tolist(), lags[repeated].tolist(), strict=True):
         others.setdefault(at, []).append((need, late))
     return _Waits(first.tolist(), lag.tolist(), others)

@@ -1,7 +1,8 @@
-"""Validation: one function a rule. A program that passes runs to its end without a deadlock.
+"""Validation: proves that a program is complete, ordered and free of deadlock, with one function per rule.
 
 Rules are checked in this order: places, routes, complete, slices, overlaps, offloads, dependencies, transfers,
-versions, deadlock, and on request memory and exactness. Each raises with rank, position, action and the marked grid.
+versions, deadlock, and on request memory and exactness. Errors have the rank, the position, the action and a grid of
+the orders with the action marked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +20,26 @@ from pipesched.program.weight_versions import check_versions
 
 __all__ = ["check_order", "deadlock_error", "validate"]
 
-_SHOWN = 16  # numbers of a list
+_SHOWN = 16  # numbers of a list that an error shows
 _WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = None, exact: bool = False) -> None:
     """Prove that a program is complete, ordered and free of deadlock.
 
-    max_in_flight: at most so many (stage, micro-batch) pairs held at once, one number or one a rank.
-    exact: also demand ascending micro-batch order (see ``Program.exact``).
-    Raises ScheduleError, DeadlockError or MemoryLimitError.
+        pipesched.validate(pipesched.schedules.get("1f1b").program(4, 8), max_in_flight=4)
+
+    Args:
+        program: the program, plain or lowered.
+        max_in_flight: the most (stage, micro-batch) pairs that a rank may hold at once: a number, or one for each rank.
+            Default: None, no limit.
+        exact: whether the program must be exact, with bit-identical results (see `Program.exact`). Default: False.
+
+    Raises:
+        ScheduleError: an action is missing, repeated, on a wrong rank or out of order.
+        DeadlockError: ranks wait for each other in a cycle.
+        MemoryLimitError: a rank exceeds ``max_in_flight``.
+
     """
     check_program(program)
     check_order(program)
@@ -40,7 +51,7 @@ def validate(program: Program, *, max_in_flight: int | Sequence[int] | None = No
 
 
 def check_order(program: Program) -> None:
-    """All rules but deadlock, memory and exactness: what can be said without walking through the program."""
+    """Check all rules except deadlock, memory and exactness: the rules that need no traversal of the program."""
     check_places(program)
     check_routes(program)
     check_complete(program)
@@ -66,7 +77,7 @@ def _first(rows: Mask) -> int | None:
 
 
 def check_places(program: Program) -> None:
-    """There is something to run, every stage lies on a rank that exists, and every action on its stage's rank."""
+    """Check that there are stages and micro-batches, on existing ranks, and that actions are on their stage's rank."""
     if program.num_microbatches < 1 or program.num_stages < 1:
         raise ScheduleError(
             f"a program has at least one stage and one micro-batch; this one has {program.num_stages} stages and "
@@ -75,13 +86,13 @@ def check_places(program: Program) -> None:
     for stage, rank in enumerate(program.placement):
         if not 0 <= rank < program.num_ranks:
             raise ScheduleError(
-                f"every stage lies on one of the ranks; stage {stage} is placed on rank {rank}, "
+                f"every stage is on one of the ranks; stage {stage} is placed on rank {rank}, "
                 f"but there are {program.num_ranks} ranks; correct the placement"
             )
     if set(program.weights) != set(range(program.num_weights)):
         raise ScheduleError(
             f"weight copies are numbered from 0 without a gap; the stages have "
-            f"{', '.join(map(str, program.weights[:_SHOWN]))}; number them anew"
+            f"{', '.join(map(str, program.weights[:_SHOWN]))}; renumber them"
         )
     columns = program.columns
     stage_in = (columns.stage >= 0) & (columns.stage < program.num_stages)
@@ -99,7 +110,7 @@ def check_places(program: Program) -> None:
     if not inside[row]:
         raise ScheduleError(
             f"{_place(program, row)}: {action} is outside the program's {program.num_stages} stages and "
-            f"{program.num_microbatches} micro-batches. Count both from 0." + _grid(program, row)
+            f"{program.num_microbatches} micro-batches. Both count from 0." + _grid(program, row)
         )
     raise ScheduleError(
         f"{_place(program, row)}: {action} belongs to rank {program.placement[action.stage]}, which holds stage "
@@ -108,30 +119,30 @@ def check_places(program: Program) -> None:
 
 
 def check_routes(program: Program) -> None:
-    """A micro-batch that visits a stage also visits those that feed it and that it feeds."""
+    """Check that a micro-batch that visits a stage also visits its producers and its consumers."""
     for route in set(program.routes):
         if not route or len(set(route)) < len(route):
             raise ScheduleError(
-                f"a micro-batch visits at least one stage, and each once; the route of micro-batch "
-                f"{program.routes.index(route)} is of {len(route)} stages, {len(set(route))} of them different; "
+                f"a micro-batch visits at least one stage, and no stage twice; the route of micro-batch "
+                f"{program.routes.index(route)} has {len(route)} stages, {len(set(route))} of them different; "
                 f"correct the route"
             )
         for stage in route:
             if not 0 <= stage < program.num_stages:
                 raise ScheduleError(
-                    f"a route visits stages of the program; it has 0..{program.num_stages - 1}, a route {stage}; "
+                    f"a route visits stages of the program, 0..{program.num_stages - 1}; one visits stage {stage}; "
                     f"correct the route"
                 )
-            beside = {*program.graph.producers[stage], *program.graph.consumers[stage]} - set(route)
-            if beside:
+            neighbours = {*program.graph.producers[stage], *program.graph.consumers[stage]} - set(route)
+            if neighbours:
                 raise ScheduleError(
                     f"a route takes whole chains of stages; one has stage {stage} but not its neighbour "
-                    f"{min(beside)}; add that, or take the edge out of the graph"
+                    f"{min(neighbours)}; add stage {min(neighbours)}, or remove the edge from the graph"
                 )
 
 
 def check_complete(program: Program) -> None:
-    """Every stage runs every micro-batch that visits it once: F, and B or both I and W, or F alone in evaluation."""
+    """Check that stages run each micro-batch that visits them once: F, and B or both I and W; only F in evaluation."""
     index = program.index
     columns = program.columns
     for row in index.repeated().tolist():
@@ -141,11 +152,11 @@ def check_complete(program: Program) -> None:
         rows = np.flatnonzero(same)
         if len(rows) > 1:
             raise ScheduleError(
-                f"{_place(program, int(rows[0]))}: {action} runs once; found {len(rows)} times. Remove the others."
+                f"{_place(program, int(rows[0]))}: {action} runs once; found {len(rows)} times. Remove the duplicates."
                 + _grid(program, int(rows[0]))
             )
         raise ScheduleError(
-            f"{_place(program, row)}: {action} goes along no edge of the stage graph. Correct or remove it."
+            f"{_place(program, row)}: {action} has no edge in the stage graph. Correct or remove it."
             + _grid(program, row)
         )
     has = {kind: index.grid(kind) >= 0 for kind in _WORK}
@@ -183,28 +194,28 @@ def _incomplete(program: Program, stage: int, microbatch: int, kinds: set[Kind])
 
 
 def check_slices(program: Program) -> None:
-    """The slices of a micro-batch run forward from the first to the last, backward from the last to the first."""
+    """Check that slices of a micro-batch run in ascending order in forwards, and in descending order in backwards."""
     slices = program.slices_per_microbatch
     if slices == 1:
         return
     if slices < 1 or program.num_microbatches % slices:
         raise ScheduleError(
-            f"every micro-batch has as many slices; {program.num_microbatches} slices in all, {slices} a micro-batch; "
-            f"make them a multiple"
+            f"every micro-batch has the same number of slices, at least 1; there are {program.num_microbatches} slices "
+            f"in total, {slices} a micro-batch; make the total a multiple"
         )
     visits = program.visits.reshape(program.num_stages, -1, slices)
     visited = visits.sum(axis=2)
     parted = np.flatnonzero(((visited > 0) & (visited < slices)).any(axis=0))
     if len(parted):
         raise ScheduleError(
-            f"the slices of a micro-batch take one route; those of micro-batch {parted[0]}, "
-            f"{slices} of them, take several; give all the same one"
+            f"all slices of a micro-batch take one route; the {slices} slices of micro-batch {parted[0]} take several; "
+            f"give them the same route"
         )
     forward = program.index.grid(Kind.F)
     backward = np.maximum(program.index.grid(Kind.B), program.index.grid(Kind.I))[:, ::-1]
     for rows, direction in ((forward, "first to the last"), (backward, "last to the first")):
         grid = rows.reshape(program.num_stages, -1, slices)
-        in_order = (np.diff(grid, axis=2) > 0) | (grid[:, :, 1:] < 0)  # or not there
+        in_order = (np.diff(grid, axis=2) > 0) | (grid[:, :, 1:] < 0)  # or the stage is not visited
         if program.forward_only and direction.startswith("last"):
             continue
         if not in_order.all():
@@ -217,7 +228,7 @@ def check_slices(program: Program) -> None:
 
 
 def check_overlaps(program: Program) -> None:
-    """Two actions that overlap are an F and a backward behind it, of different pairs, of one rank."""
+    """Check that overlapping actions are an F and the backward after it, of another pair, on the same rank."""
     columns = program.columns
     rank_of = program.orders.rank_of
     pair = program.columns.pair
@@ -230,33 +241,33 @@ def check_overlaps(program: Program) -> None:
         rank, position = program.orders.place(int(first[wrong]))
         pairs = " & ".join(map(str, program.orders[rank][position : position + 2]))
         raise ScheduleError(
-            f"rank {rank}, position {position}: an F overlaps with a B or I directly behind it that does not need "
-            f"it; got {pairs}. Run them one after the other." + _grid(program, int(first[wrong]))
+            f"rank {rank}, position {position}: an F overlaps only with a B or I directly after it that does not "
+            f"need it; got {pairs}. Run them one after the other." + _grid(program, int(first[wrong]))
         )
 
 
 def check_offloads(program: Program) -> None:
-    """What goes to the host gives its memory back and is fetched again, and is not recomputed as well."""
+    """Check that offloaded activations are freed and fetched, and that they are not also recomputed."""
     columns = program.columns
     index = program.index
     if not index.has(Kind.OFFLOAD):
         return
     rows = np.flatnonzero(columns.are(Kind.OFFLOAD))
-    own = columns[rows]
+    offloads = columns[rows]
     for kind, due in ((Kind.FREE, True), (Kind.FETCH, True), (Kind.R, False)):
-        wrong = _first((index.rows(kind, own.stage, own.microbatch) >= 0) != due)
+        wrong = _first((index.rows(kind, offloads.stage, offloads.microbatch) >= 0) != due)
         if wrong is not None:
-            action = own.action(wrong)
+            action = offloads.action(wrong)
             other = action._replace(kind=kind)
-            what = f"has no {other}. Add it" if due else f"is also recomputed, by {other}. Remove one of them"
+            problem = f"has no {other}. Add it" if due else f"is also recomputed, by {other}. Remove one of them"
             raise ScheduleError(
-                f"{_place(program, int(rows[wrong]))}: what is offloaded gives its memory back (FREE) and comes back "
-                f"(FETCH) before its backward; {action} {what}." + _grid(program, int(rows[wrong]))
+                f"{_place(program, int(rows[wrong]))}: offloaded activations are freed (FREE), and fetched (FETCH) "
+                f"before their backward; {action} {problem}." + _grid(program, int(rows[wrong]))
             )
 
 
 def check_dependencies(program: Program) -> None:
-    """What an action needs is in the program, and earlier where it is on the same rank."""
+    """Check that needed actions are in the program, and come first if they are on the same rank."""
     row, needed = program.requirements
     rank_of = program.orders.rank_of
     late = (needed < 0) | ((rank_of[row] == rank_of[needed]) & (needed > row))
@@ -280,8 +291,10 @@ def check_dependencies(program: Program) -> None:
 
 
 def check_transfers(program: Program) -> None:
-    """Every send has its receive, each channel (from rank, to rank, kind) is first in, first out, and where a program
-    has transfers, all that ranks need from each other is transferred.
+    """Check the transfers of a program that has any.
+
+    Every send needs its receive, each channel (from rank, to rank, kind) must be first in, first out, and every result
+    that another rank needs must be transferred.
     """
     if not program.index.has(*OTHER_END):
         return
@@ -304,8 +317,8 @@ def _check_transferred(program: Program) -> None:
         send, receive = (Kind.SEND_F, Kind.RECV_F) if action.kind is Kind.F else (Kind.SEND_B, Kind.RECV_B)
         ends = Action(stage, send, action.microbatch, action.stage), action._replace(kind=receive, peer=stage)
         raise ScheduleError(
-            f"{_place(program, first)}: {action} needs what stage {stage} on rank {rank_of[giver]} gives; this program "
-            f"has transfers, but none for it. Add {ends[0]} and {ends[1]}, or leave all transfers to lower()."
+            f"{_place(program, first)}: {action} needs a result of stage {stage} on rank {rank_of[giver]}; the program "
+            f"has transfers, but none for it. Add {ends[0]} and {ends[1]}, or remove all transfers and call lower()."
             + _grid(program, first)
         )
 
@@ -326,15 +339,15 @@ def _check_channels(program: Program, send: Kind) -> None:
         )
     placement = np.asarray(program.placement)
     channel = placement[sent.stage].astype(np.int64) * program.num_ranks + placement[sent.peer]
-    order = np.argsort(channel, kind="stable")  # within a channel: as they are sent
+    order = np.argsort(channel, kind="stable")  # within a channel, in sending order
     channel = channel[order]
     receives = receives[order]
     swapped = np.flatnonzero((channel[1:] == channel[:-1]) & (receives[1:] < receives[:-1]))
     if len(swapped):
-        # The first receive, in its rank's order, that is not the next one due.
-        own = channel == channel[swapped[0]]
-        due = receives[own]
-        by_place = np.sort(receives[own])
+        # The first receive, in its rank's order, that does not match the next send.
+        in_channel = channel == channel[swapped[0]]
+        due = receives[in_channel]
+        by_place = np.sort(receives[in_channel])
         at = int(np.argmax(due != by_place))
         early, first = (columns.action(int(rows[at])) for rows in (by_place, due))
         raise ScheduleError(
@@ -345,20 +358,20 @@ def _check_channels(program: Program, send: Kind) -> None:
 
 
 def check_deadlock(program: Program) -> None:
-    """The orders of all ranks, taken together, can be run to their ends."""
+    """Check that the orders of all ranks together run to their ends."""
     reached = walk(program).reached
     if sum(reached) < len(program.columns):
         raise deadlock_error(program, reached)
 
 
 def deadlock_error(program: Program, reached: Sequence[int]) -> DeadlockError:
-    """Name the cycle that the waiting ranks form, each at the position it reached."""
+    """The error for a deadlock, with the cycle of waiting ranks. reached: the number of actions that each rank ran."""
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, order in enumerate(program.orders):
         if reached[rank] < len(order):
             at = reached[rank]
             actions = order[at : at + 2] if program.orders.rank(rank).joined[at] else order[at : at + 1]
-            missing = (need for one in actions for need in program.needs(one) if not _has_run(program, need, reached))
+            missing = (need for act in actions for need in program.needs(act) if not _has_run(program, need, reached))
             waits[rank] = actions[0], next(missing)
     return DeadlockError(_deadlock(program, waits))
 
@@ -370,7 +383,7 @@ def _has_run(program: Program, action: Action, reached: Sequence[int]) -> bool:
 
 
 def _deadlock(program: Program, waits: Mapping[int, tuple[Action, Action]]) -> str:
-    """Each rank of the cycle waits for an action of the next one."""
+    """Describe the cycle: each of its ranks waits for an action of the next."""
     chain: list[int] = []
     rank = next(iter(waits))
     while rank not in chain and rank in waits:
@@ -380,21 +393,22 @@ def _deadlock(program: Program, waits: Mapping[int, tuple[Action, Action]]) -> s
     rows = {r: program.index.row(action) for r, (action, _) in waits.items()}
     lines = [f"  {_place(program, rows[r])}: {waits[r][0]} waits for {waits[r][1]}" for r in cycle]
     others = [f"rank {r} at {action} for {need}" for r, (action, need) in waits.items() if r not in cycle]
-    behind = f"\nBehind them wait {', '.join(others)}." if others else ""
+    also = f"\nAlso waiting: {', '.join(others)}." if others else ""
     return (
         f"deadlock: {len(cycle)} of {program.num_ranks} ranks wait for each other in a cycle\n"
         + "\n".join(lines)
-        + f"\nMove one of the awaited actions before the place where its rank waits.{behind}"
+        + f"\nMove one of the awaited actions before the position where its rank waits.{also}"
         + _grid(program, *rows.values())
     )
 
 
 def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
-    """No rank holds more (stage, micro-batch) pairs at once than its limit."""
+    """Check that no rank holds more (stage, micro-batch) pairs at once than its limit."""
     limits = rank_limits(max_in_flight, program.num_ranks)
     if len(limits) != program.num_ranks:
         raise ScheduleError(
-            f"max_in_flight is one number or one a rank; got {len(limits)} for {program.num_ranks} ranks; pass as many"
+            f"max_in_flight is a number, or one for each rank; got {len(limits)} for {program.num_ranks} ranks; pass "
+            f"{program.num_ranks}"
         )
     for rank, limit in enumerate(limits):
         order = program.orders.rank(rank)
@@ -402,30 +416,30 @@ def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
         position = _first(held > limit)
         if position is not None:
             raise MemoryLimitError(
-                f"rank {rank}, position {position}: {order.action(position)} makes {held[position]} micro-batches in "
+                f"rank {rank}, position {position}: {order.action(position)} puts {held[position]} micro-batches in "
                 f"flight, but the limit is {limit} (the order's peak is {peak_in_flight(order)}). "
                 f"Run a backward before it, or raise the limit.\n" + marked_grid(program, {rank: position})
             )
 
 
 def check_exact(program: Program) -> None:
-    """Forwards and weight gradients of each stage run in ascending micro-batch order, so that sums have one order."""
+    """Check that the program is exact, so that gradients are summed in one order (see `Program.exact`)."""
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"an exact program has weights of its own on every stage; here {program.num_stages} stages share "
-            f"{program.num_weights} weight copies, whose gradients are sums of sums; validate without exact=True: "
+            f"every stage of an exact program has its own weights; here {program.num_stages} stages share "
+            f"{program.num_weights} weight copies, so gradients are sums of sums; validate without exact=True: "
             f"results then agree within rounding only"
         )
     if program.slices_per_microbatch > 1:
         raise ScheduleError(
             f"an exact program runs whole micro-batches; this one cuts each into {program.slices_per_microbatch} "
-            f"slices, whose gradients are summed; validate without exact=True: results then agree within rounding only"
+            f"slices and sums their gradients; validate without exact=True: results then agree within rounding only"
         )
     descent = program.first_descent()
     if descent is not None:
         rank, position, action = descent
         raise ScheduleError(
             f"rank {rank}, position {position}: an exact program runs each stage's F, and its B or W, in ascending "
-            f"micro-batch order; {action} comes after a later micro-batch. Reorder it, or validate without exact=True: "
+            f"micro-batch order; {action} comes after a later micro-batch. Move it, or validate without exact=True: "
             f"results then agree within rounding only.\n" + marked_grid(program, {rank: position})
         )

@@ -1,6 +1,7 @@
-"""Weight versions: which version of a stage's weights each micro-batch uses, read from the program.
+"""Weight versions: the version of a stage's weights that each micro-batch uses, derived from the program.
 
-Version v is the weights after v updates of the stage. A micro-batch's forward and backward use one version.
+Version v is the weights after v updates of the stage. The forward and the backward of a micro-batch use the same
+version.
 """
 
 from collections.abc import Iterator
@@ -15,18 +16,17 @@ from pipesched.program.program import Program, marked_grid
 
 __all__ = ["Uses", "check_versions", "update_groups", "used_versions"]
 
-_NEVER = -1  # stands for the version of a micro-batch that does not visit the stage
+_NEVER = -1  # the version of a micro-batch that does not visit the stage
 
 
 @dataclass(frozen=True)
 class Uses:
-    """The version of one stage's weights that each micro-batch uses.
+    """The version of one stage's weights that each micro-batch uses."""
 
-    used: by micro-batch. period: (micro-batches, updates) of a step, where the steps go on for ever: what follows
-    repeats the last step of ``used``, as many versions later.
-    """
-
+    #: The version, by micro-batch.
     used: tuple[int, ...]
+    #: (micro-batches, updates) of a step if steps repeat without end: later micro-batches continue the last step of
+    #: ``used``, each step with versions higher by its updates. None: there are no later micro-batches.
     period: tuple[int, int] | None = None
 
     def version(self, microbatch: int) -> int:
@@ -38,7 +38,7 @@ class Uses:
         return self.used[microbatch - steps * microbatches] + steps * updates
 
     def users(self, version: int) -> Iterator[int]:
-        """The micro-batches that use a version."""
+        """Yield the micro-batches that use a version."""
         yield from (microbatch for microbatch, used in enumerate(self.used) if used == version)
         if self.period is None:
             return
@@ -51,21 +51,21 @@ class Uses:
 
 
 def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
-    """The version that each micro-batch uses, by stage: as the program says, else the newest when its F runs."""
-    found: list[tuple[int, ...]] = []
+    """The version that each micro-batch uses, by stage: as given in the program, else the newest when its F runs."""
+    of_stages: list[tuple[int, ...]] = []
     for stage, rank in enumerate(program.placement):
         written = program.versions[stage] if program.versions else ()
-        own = program.orders.rank(rank)
-        own = own[own.stage == stage]
-        forwards = own.are(Kind.F)
+        actions = program.orders.rank(rank)
+        actions = actions[actions.stage == stage]
+        forwards = actions.are(Kind.F)
         table = np.full(program.num_microbatches, _NEVER)
-        table[own.microbatch[forwards]] = np.cumsum(own.are(Kind.UPDATE))[forwards]
-        found.append(written or tuple(table.tolist()))
-    return tuple(found)
+        table[actions.microbatch[forwards]] = np.cumsum(actions.are(Kind.UPDATE))[forwards]
+        of_stages.append(written or tuple(table.tolist()))
+    return tuple(of_stages)
 
 
 def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
-    """The micro-batches whose gradients each update applies, ascending; validation proves them equal on all stages."""
+    """The micro-batches whose gradients each update applies, ascending. A valid program has the same on all stages."""
     groups: list[tuple[int, ...]] = []
     waiting: list[int] = []
     last = program.num_stages - 1
@@ -79,17 +79,18 @@ def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def check_versions(program: Program) -> None:
-    """Updates follow each other, each behind the backwards of the same micro-batches on every stage, and what a
-    forward uses exists.
+    """Check that updates are in order and the same on every stage, and that every version exists before its first use.
+
+    Raises ScheduleError.
     """
     if not program.index.has(Kind.UPDATE):
         if any(any(own) for own in program.versions):
-            raise ScheduleError("versions of weights come from updates; there is no UPDATE; add some, or no versions")
+            raise ScheduleError("updates make weight versions; there is no UPDATE; add updates, or remove the versions")
         return
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"an UPDATE changes the weights of one stage; here {program.num_stages} stages share {program.num_weights} "
-            f"weight copies; update them after the step, when their gradients are summed"
+            f"an UPDATE changes the weights of one stage; this program has {program.num_stages} stages but "
+            f"{program.num_weights} weight copies; update shared weights after the step, once gradients are summed"
         )
     models: dict[bytes, tuple[int, list[tuple[int, ...]]]] = {}
     placed = _placed(program)
@@ -99,14 +100,15 @@ def check_versions(program: Program) -> None:
         if due != groups:
             number = next(n for n, (mine, theirs) in enumerate(zip_longest(groups, due)) if mine != theirs)
             raise ScheduleError(
-                f"rank {rank}: update {number} is of the same micro-batches on every stage; stage {model} has "
-                f"{_quoted(due, number)}, stage {stage} {_quoted(groups, number)}. Move {stage}UPDATE{number}."
+                f"rank {rank}: update {number} applies the same micro-batches on every stage; it applies "
+                f"{_quoted(due, number)} on stage {model}, {_quoted(groups, number)} on stage {stage}. Move "
+                f"{stage}UPDATE{number}."
             )
         _check_used(program, stage, placed[stage])
 
 
 def _placed(program: Program) -> list[list[tuple[int, Action]]]:
-    """For each stage its actions, with their positions."""
+    """The (position, action) pairs of each stage, in the order of its rank."""
     placed: list[list[tuple[int, Action]]] = [[] for _ in program.placement]
     for order in program.orders:
         for position, action in enumerate(order):
@@ -118,47 +120,47 @@ def _quoted(groups: list[tuple[int, ...]], number: int) -> str:
     return f"micro-batches {', '.join(map(str, groups[number]))}" if number < len(groups) else "none"
 
 
-def _updated(program: Program, stage: int, own: list[tuple[int, Action]]) -> list[tuple[int, ...]]:
-    """The micro-batches whose gradients each update of a stage applies. All are applied."""
+def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) -> list[tuple[int, ...]]:
+    """The micro-batches whose gradients each update of a stage applies. Raises ScheduleError if any is not applied."""
     groups: list[tuple[int, ...]] = []
     open_group: list[int] = []
     rank = program.placement[stage]
-    for position, action in own:
+    for position, action in actions:
         if action.kind in (Kind.B, Kind.W):
             open_group.append(action.microbatch)
         if action.kind is Kind.UPDATE:
             if action.microbatch != len(groups) or not open_group:
-                due = f"{stage}UPDATE{len(groups)}, behind a backward"
+                due = f"{stage}UPDATE{len(groups)}, after a backward"
                 raise ScheduleError(
-                    f"rank {rank}, position {position}: updates count from 0, each behind the backwards that it "
-                    f"applies; got {action}, due is {due}.\n" + marked_grid(program, {rank: position})
+                    f"rank {rank}, position {position}: updates are numbered from 0, each after the backwards that it "
+                    f"applies; got {action}, expected {due}.\n" + marked_grid(program, {rank: position})
                 )
             groups.append(tuple(sorted(open_group)))
             open_group = []
     if open_group:
         raise ScheduleError(
-            f"rank {rank}: every gradient is applied by an update; none follows the backward of micro-batch "
+            f"rank {rank}: every gradient is applied by an update; no update follows the backward of micro-batch "
             f"{open_group[0]} on stage {stage}. Add {stage}UPDATE{len(groups)} at the end."
         )
     return groups
 
 
-def _check_used(program: Program, stage: int, own: list[tuple[int, Action]]) -> None:
-    """A forward uses weights that its stage has had, and weight gradients of one version follow each other."""
+def _check_used(program: Program, stage: int, actions: list[tuple[int, Action]]) -> None:
+    """Check that each forward uses a version that exists when it runs. Raises ScheduleError."""
     wanted = program.versions[stage] if program.versions else ()
     if wanted and len(wanted) != program.num_microbatches:
         raise ScheduleError(
-            f"versions of a stage are one for each of {program.num_microbatches} micro-batches; stage {stage} has "
-            f"{len(wanted)}; give as many"
+            f"a stage has one weight version for each of {program.num_microbatches} micro-batches; stage {stage} has "
+            f"{len(wanted)} versions; pass {program.num_microbatches}"
         )
     newest = 0
     rank = program.placement[stage]
-    for position, action in own:
+    for position, action in actions:
         if action.kind is Kind.UPDATE:
             newest += 1
         if wanted and action.kind is Kind.F and not 0 <= wanted[action.microbatch] <= newest:
             raise ScheduleError(
                 f"rank {rank}, position {position}: {action} uses the weights after {wanted[action.microbatch]} "
-                f"updates, but {newest} of stage {stage} ran before it. Use an older version, or move it.\n"
-                + marked_grid(program, {rank: position})
+                f"updates, but only {newest} updates of stage {stage} come before it. Use an older version, or move "
+                f"{action}.\n" + marked_grid(program, {rank: position})
             )

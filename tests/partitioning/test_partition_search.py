@@ -211,8 +211,8 @@ def test_a_partition_explains_itself():
         "    0     0       2  embedding .. first   3 s       2 KiB        4 KiB  12 KiB    0 B  2 KiB",
         "    1     1       1  second               4 s       1 KiB        2 KiB   6 KiB  2 KiB  2 KiB",
         "    2     2       1  head                 3 s       1 KiB        2 KiB   6 KiB  2 KiB    0 B",
-        "bottleneck: stage 1 (second), 4 s: the best there is",
-        "why: the layer second alone takes 4 s",
+        "bottleneck: stage 1 (second), 4 s: optimal",
+        "why: layer second alone takes 4 s",
     ]
 
 
@@ -224,25 +224,25 @@ def test_layers_that_say_how_many_parameters_they_have_are_counted():
 
 def test_why_a_bottleneck_of_several_layers_cannot_be_better():
     text = partition(small_chain(), 2).explain()
-    assert "bottleneck: stage 0 (embedding .. second), 7 s: the best there is" in text or "stage 1" in text
-    assert "with first in stage 0" in text or "with second in stage 1, the slower of the two takes 7 s" in text
-    assert "the chain was cut exactly" in text
-    assert "the work of all layers in equal shares is 5 s on each of 2 ranks, 28.6% less" in text
+    assert "bottleneck: stage 0 (embedding .. second), 7 s: optimal" in text or "stage 1" in text
+    assert "moving first to stage 0" in text or "moving second to stage 1 would make the slower of the two 7 s" in text
+    assert "all splits of the chain were searched" in text
+    assert "equal shares of all work would take 5 s on each of 2 ranks, 28.6% less" in text
 
 
 def test_a_cut_may_be_the_bottleneck():
     graph = small_chain()
     found = partition(graph, 2, communication="overlap", bandwidth_bytes_per_s=512)
     assert found.bottleneck_s == 8
-    assert "bottleneck: the cut behind stage 0 (2 KiB each way), 8 s" in found.explain()
+    assert "bottleneck: the cut after stage 0 (2 KiB each way), 8 s" in found.explain()
 
 
 def test_what_is_not_proved_says_so():
     text = partition(
         branches([(3, 3, 3)]), 4, communication="serial", bandwidth_bytes_per_s=1e9, max_ideals=10
     ).explain()
-    assert "above the best" in text
-    assert "several orders of the layers were cut exactly, not all" in text
+    assert "above the optimum" in text
+    assert "several orders of the layers were searched exactly, but not all" in text
 
 
 def test_ranks_that_stay_empty_are_left_out():
@@ -267,19 +267,19 @@ def test_ranks_that_stay_empty_are_left_out():
         ),
         (
             {"memory_limit_bytes": 10000},
-            r"the limit is 10000 bytes a rank, 22\.9% more would do; allow 12288 bytes \(12 KiB\) a rank, or use 4 ",
+            r"the limit is 10000 bytes a rank, 22\.9% more is enough; allow 12288 bytes \(12 KiB\) a rank, or use 4 ",
         ),
         (
             {"memory_limit_bytes": 14000, "in_flight": lambda stage, stages: stages - stage},
-            r"the limit is 14000 bytes a rank, 17\.0% more would do; allow 16384 bytes \(16 KiB\) a rank, or use 3 ",
+            r"the limit is 14000 bytes a rank, 17\.0% more is enough; allow 16384 bytes \(16 KiB\) a rank, or use 3 ",
         ),
         (
             {"starts": {"first": 1}, "together": [["embedding", "first"]]},
-            r"asked for are: 'first' begins stage 1; 'embedding', 'first' together; let 'first' begin where it may",
+            r"request is: 'first' begins stage 1; 'embedding', 'first' share a stage; without a stage for 'first'",
         ),
         (
             {"exactly": True, "together": [["embedding", "head"]]},
-            r"layers kept together make 1 blocks; use fewer stages",
+            r"layers kept together make only 1 blocks; use fewer stages",
         ),
         (
             {"exactly": True, "together": [["embedding", "first"], ["second", "head"]], "memory_limit_bytes": 12000},
@@ -382,13 +382,13 @@ def test_ranks_with_several_stages_keep_to_their_memory():
 @pytest.mark.parametrize(
     ("asked", "match"),
     [
-        ({"placement": [0, 1]}, r"a rank for each stage, and each rank has a stage; got \[0, 1\] for 4 stages"),
+        ({"placement": [0, 1]}, r"a rank for each stage, and every rank has a stage; got \[0, 1\] for 4 stages"),
         ({"placement": [0, 2, 2, 0]}, r"got \[0, 2, 2, 0\] for 4 stages"),
         (
             {"placement": [0, 1, 1, 0], "starts": {"first": 0}},
-            r"'first' is to begin stage 0 and needs 1 layers; choose",
+            r"'first' is to begin stage 0 but needs 1 layers; choose",
         ),
-        ({"placement": [0, 1, 1, 0], "speeds": [1, 1, 1]}, r"one number a rank; got 3 for 2 ranks"),
+        ({"placement": [0, 1, 1, 0], "speeds": [1, 1, 1]}, r"one number for each rank; got 3 for 2 ranks"),
         ({"placement": [0, 1, 1, 0], "together": [["first", "second"]]}, r"4 stages, but layers kept .* 3 blocks"),
         ({"placement": [0, 1, 1, 0, 0]}, r"5 stages, 4 layers"),
     ],

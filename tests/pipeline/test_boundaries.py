@@ -89,13 +89,19 @@ def test_what_pins_cost_is_told() -> None:
         ({"boundaries": {"b": "1"}}, r"got stage '1' for layer 'b'; pass its number, such as \{'b': 1\}"),
         ({"boundaries": {"c": 1, "b": 2}}, r"'b' begins stage 2, but 'c', a later layer, begins stage 1; exchange"),
         ({"boundaries": {"b": 2}}, r"no partition of 4 layers into 3 stages; .*'b' begins stage 2"),
-        ({"boundaries": {"b": 3}}, r"which stage a layer begins, 0 to 2; 'b' is to begin stage 3"),
-        ({"boundaries": {"b": 0}}, r"'b' is to begin stage 0 and needs 1 layers; choose another stage"),
+        ({"boundaries": {"b": 3}}, r"the stage that it begins, 0 to 2; 'b' is to begin stage 3"),
+        ({"boundaries": {"b": 0}}, r"'b' is to begin stage 0 but needs 1 layers; choose a later stage"),
         ({"together": [("a", "x")]}, r"together names layers; got 'x'; the layers are a, b, c, d"),
         ({"together": ["ab"]}, r"together is a list of groups of layers; got 'ab'; pass \[\(first, second\)\]"),
-        ({"together": [("a", "d")]}, r"3 stages, but layers kept together make 1 blocks; .* keep fewer together"),
+        (
+            {"together": [("a", "d")]},
+            r"3 stages, but layers kept together make only 1 blocks; .* fewer layers together",
+        ),
         ({"boundaries": ["b", "c"], "together": [("a", "b")]}, r"put 'a' into stage 0, 'b' into stage 1; move a bound"),
-        ({"boundaries": {"b": 1}, "together": [("a", "b")]}, r"'b' begins stage 1; 'a', 'b' together; .*let 'b' begin"),
+        (
+            {"boundaries": {"b": 1}, "together": [("a", "b")]},
+            r"'b' begins stage 1; 'a', 'b' share a stage; .*without a stage for 'b' there is a partition",
+        ),
     ],
 )
 def test_pins_that_cannot_be_kept_say_why(pins, match) -> None:

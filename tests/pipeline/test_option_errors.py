@@ -105,12 +105,16 @@ def test_the_front_door_stays_small():
 @pytest.mark.parametrize(
     ("name", "function", "match"),
     [
-        ("wrap", 3, r"wrap is a function or a Module; got 3; pass one that can be called"),
-        ("wrap", lambda stage: stage, r"wrap\(stage_module, stage\); got .*too many positional arguments\); pass one"),
+        ("wrap", 3, r"wrap is a function or a Module; got 3; pass a callable"),
+        (
+            "wrap",
+            lambda stage: stage,
+            r"wrap\(stage_module, stage\); got .*too many positional arguments\); pass a function",
+        ),
         ("loss_fn", lambda output: output, r"loss_fn\(output, target\); got "),
-        ("loss_fn", nn.MSELoss, r"got the class MSELoss; pass one of it, MSELoss\(\)"),
+        ("loss_fn", nn.MSELoss, r"got the class MSELoss; pass an instance, MSELoss\(\)"),
         ("optimizer", torch.optim.SGD([nn.Parameter(torch.ones(1))]), r"a function params -> Optimizer, .* got SGD;"),
-        ("optimizer", lambda: None, r"optimizer\(params\); got .*; pass one that takes these"),
+        ("optimizer", lambda: None, r"optimizer\(params\); got .*; pass a function that takes these arguments"),
     ],
 )
 def test_functions_that_do_not_take_what_they_are_called_with(name, function, match):
@@ -214,9 +218,7 @@ def test_graphs_and_profiles_are_of_modules(take, kind):
 @pytest.mark.parametrize("sample", [None, {}, (), torch.ones(0, 3), "text", {"x": 3}])
 @pytest.mark.parametrize("take", [graph_of, profile])
 def test_a_sample_has_a_tensor(take, sample):
-    with pytest.raises(
-        InputError, match=r"a sample is one micro-batch as an example, .* got .*; pass a tensor, a tupl"
-    ):
+    with pytest.raises(InputError, match=r"a sample is one example micro-batch, .* got .*; pass a tensor, a tupl"):
         take(linears(), sample)
 
 
@@ -379,7 +381,7 @@ def test_devices_of_other_types(devices):
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("1F1B", "1f1b"), ("gpip", "gpipe"), ("zbv", "zb-v"), ("dualpipe_v", "dual")]
+    ("name", "near"), [("1F1BB", "1f1b"), ("gpip", "gpipe"), ("zbv", "zb-v"), ("dualpipe_v", "dual")]
 )
 def test_a_misspelt_schedule_names_the_nearest(name, near):
     refused(

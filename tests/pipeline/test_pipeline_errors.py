@@ -132,7 +132,7 @@ def test_a_bad_number_of_microbatches(count):
 
 @pytest.mark.parametrize("mode", ["sometimes", 3, True])
 def test_an_unknown_checkpoint_mode_names_the_three(mode):
-    match = rf"one of never, always, except_last, or {{layer: word}}; got {mode!r}; choose one of them"
+    match = rf"one of never, always, except_last, or {{layer: option}}; got {mode!r}; choose one of them"
     refused(ScheduleError, ValueError, match, checkpoint=mode)
 
 

@@ -119,7 +119,7 @@ def test_a_step_whose_loss_comes_after_the_next_one_begins_is_refused() -> None:
         return order
 
     program = there_and_back.program(3, 4)
-    with pytest.raises(ScheduleError, match="has 5F0 behind the first action of a later step"):
+    with pytest.raises(ScheduleError, match="has 5F0 after the first action of a later step"):
         pipeline(transformer(), there_and_back, 1, boundaries=None)
     with pipeline(transformer(), program, None, boundaries=None) as pipe:
         assert pipe.step(batch(0)[0], target=batch(0)[1]).isfinite()

@@ -81,7 +81,7 @@ def test_a_block_of_one_stage_a_rank_is_faster_than_1f1b(p):
 
 def test_generated_schedules_of_a_v_have_two_chunks():
     for name in ("v-half", "v-min"):
-        with pytest.raises(ScheduleError, match="holds 2 stages on each rank; asked for 3"):
+        with pytest.raises(ScheduleError, match="holds 2 stages on each rank; got chunks_per_rank=3"):
             schedules.get(name).program(4, 8, chunks_per_rank=3)
 
 
@@ -177,7 +177,7 @@ def test_one_micro_batch_in_flight_is_a_serial_schedule():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"costs": Costs.uniform(3)}, "there are 4 stages, the costs have 3; make the costs for 4 stages"),
+        ({"costs": Costs.uniform(3)}, "there are 4 stages, but the costs have 3; pass costs for 4 stages"),
         ({"max_in_flight": 0}, "a whole number, at least 1; got 0"),
         ({"max_in_flight": 2.5}, "a whole number, at least 1; got 2.5"),
         ({"weight_grad_share": 1.5}, "0 to 1; got 1.5"),

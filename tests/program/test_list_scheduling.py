@@ -45,7 +45,8 @@ def test_without_a_place_kept_for_the_oldest_microbatch_the_ranks_fill_up_and_st
 
 def test_less_memory_than_one_microbatch_needs_is_refused():
     shape = Shape(2, 4, 4, v(2, 4))
-    with pytest.raises(ScheduleError, match="3 may be in flight, a rank has 4 chunks; pass max_in_flight=4 or more"):
+    match = "max_in_flight is 3, but a rank has 4 chunks; pass max_in_flight=4 or more"
+    with pytest.raises(ScheduleError, match=match):
         backward_first(shape, max_in_flight=3, windows=[2])
 
 
@@ -94,7 +95,7 @@ def test_waves_beat_1f1b_with_as_many_microbatches_as_ranks(p):
 
 @pytest.mark.parametrize(("chunks", "stages", "even"), [(1, 8, 2), (3, 8, 2), (5, 16, 4)])
 def test_half_a_wave_is_refused(chunks, stages, even):
-    match = rf"asked for {chunks}; cut the model into {stages} stages for 4 ranks \(chunks_per_rank={even}\)"
+    match = rf"got chunks_per_rank={chunks}; cut the model into {stages} stages for 4 ranks \(chunks_per_rank={even}\)"
     with pytest.raises(ScheduleError, match=match):
         hanayo.program(4, 8, chunks_per_rank=chunks)
 

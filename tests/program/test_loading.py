@@ -84,11 +84,11 @@ def test_a_text_without_a_name_is_named_as_its_file(file):
         ("0F0,(0F1;0B0)OVERLAP_F_B\n", r"row 1, column 2: cells do not run two actions at once; got '\(0F1;0B0\)"),
         (
             "0F0,0B0\n1F0,0F1\n",
-            "row 2, column 2: a stage lies on .* 0F1 is of stage 0, which row 1, column 1",
+            "row 2, column 2: a stage is on one rank, .* 0F1 is of stage 0, and so is row 1, column 1",
         ),
         (
             "0F0,0B0\n2F0,2B0\n",
-            "row 2, column 1: stages are numbered from 0 .*; stage 2 is here, but no row",
+            "row 2, column 1: stages are numbered from 0 .*; this is stage 2, but no row",
         ),
         ("", "at least one action"),
         (",,\n", "at least one action"),

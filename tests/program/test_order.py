@@ -81,7 +81,7 @@ def test_an_unknown_option_is_refused_with_the_known_ones(ask):
     [(4, 10**9, r"4,000,000,000 for 4 ranks, 1,000,000,000 micro-"), (10**9, 1, r"1,000,000,000 for 1,000,000,000 ra")],
 )
 def test_a_program_that_no_memory_holds_is_refused_before_it_is_made(num_ranks, num_microbatches, says):
-    with pytest.raises(ScheduleError, match=rf"at most 100,000,000 pairs of .*; '1f1b' has {says}.*; ask for fewer"):
+    with pytest.raises(ScheduleError, match=rf"at most 100,000,000 pairs of .*; '1f1b' has {says}.*; use fewer"):
         schedules.get("1f1b").program(num_ranks, num_microbatches)
 
 
@@ -135,6 +135,17 @@ def test_names_are_sorted_and_get_finds_each():
         assert schedules.get(name).description
 
 
+@pytest.mark.parametrize("name", ["1F1B", "ZB-V", "GPipe", "Interleaved-1f1b"])
+def test_names_are_found_in_any_case(name):
+    assert schedules.get(name) is schedules.get(name.lower())
+    assert schedules.get(name).program(2, 4).name == name.lower()
+
+
+def test_an_unknown_name_in_capitals_is_refused_with_the_nearest_one():
+    with pytest.raises(ScheduleError, match=r"got 'ZBV'; choose one of: .*; the nearest is 'zb-v'$"):
+        schedules.get("ZBV")
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ScheduleError, match=r"got '1b1f'; choose one of: .*1f1b, .*gpipe, .*interleaved-1f1b, .*zb-h1"):
         schedules.get("1b1f")
@@ -163,6 +174,16 @@ def test_two_modules_with_one_name_are_refused_by_both_their_names(tmp_path):
     error = found_with(tmp_path, mine="gpipe").stderr
     assert "ScheduleError" in error
     assert "'gpipe' of pipesched.schedules.mine is taken by pipesched.schedules.gpipe" in error
+
+
+def test_a_schedule_whose_name_is_in_capitals_is_found_and_listed_as_it_is_written(tmp_path):
+    assert "Our-Schedule" in found_with(tmp_path, ours="Our-Schedule").stdout.split()
+
+
+def test_names_that_differ_in_case_alone_are_refused(tmp_path):
+    error = found_with(tmp_path, mine="GPipe").stderr
+    assert "every schedule has a different name, whatever the case" in error
+    assert "'GPipe' of pipesched.schedules.mine is taken by pipesched.schedules.gpipe; rename one" in error
 
 
 ENTRY = """
@@ -209,7 +230,7 @@ def test_schedules_of_installed_packages_are_found_by_their_entry_point(tmp_path
             "'mine = their_schedules' of theirs 1.2 raises ModuleNotFoundError: No module named 'no_such_module'",
         ),
         ("their_schedules:gone", ENTRY, "'mine = their_schedules:gone' of theirs 1.2 raises AttributeError"),
-        ("their_schedules", "", "a module that holds some; 'mine = their_schedules' of theirs 1.2 is <module"),
+        ("their_schedules", "", "a module with Schedules; 'mine = their_schedules' of theirs 1.2 is <module"),
         ("their_schedules:made.name", ENTRY, "'mine = their_schedules:made.name' of theirs 1.2 is 'from-a-package'"),
     ],
 )
@@ -227,7 +248,7 @@ def test_a_stage_is_one_of_the_programs(stage):
         order.F(stage)
         return order
 
-    with pytest.raises(ScheduleError, match=r"stages 0\.\.1; got .*; take them from shape.chunks"):
+    with pytest.raises(ScheduleError, match=r"stages 0\.\.1; got .*; take a stage from shape.chunks"):
         lost.program(2, 2)
 
 

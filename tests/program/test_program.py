@@ -57,6 +57,36 @@ def test_comments_and_empty_lines_do_not_count():
     assert not program.forward_only
 
 
+def test_repr_is_the_grid_of_the_orders():
+    assert repr(schedules.get("1f1b").program(2, 3)).splitlines() == [
+        "Program '1f1b': 2 ranks, 2 stages, 3 micro-batches",
+        "rank 0 | 0F0 0F1 0B0 0F2 0B1 0B2",
+        "rank 1 | 1F0 1B0 1F1 1B1 1F2 1B2",
+    ]
+
+
+def test_repr_shows_overlapping_actions_in_one_column():
+    program = Program.parse("microbatches 2\nrank 0: 0F0 0F1&0B0 0B1\n")
+    assert repr(program).splitlines() == [
+        "Program: 1 rank, 1 stage, 2 micro-batches",
+        "rank 0 | 0F0 0F1&0B0 0B1",
+    ]
+
+
+def test_repr_shows_the_first_eight_ranks():
+    lines = repr(schedules.get("gpipe").program(10, 20)).splitlines()
+    assert lines[0] == "Program 'gpipe': 10 ranks, 10 stages, 20 micro-batches"
+    assert len(lines) == 1 + 8 + 1
+    assert [len(line.split(" | ")[1].split()) for line in lines[1:-1]] == [40] * 8
+    assert lines[-1] == "not shown: 2 of 10 ranks, 80 of 400 actions; str(program) has all of them"
+
+
+def test_repr_shows_the_first_forty_columns():
+    lines = repr(schedules.get("gpipe").program(1, 1000)).splitlines()
+    assert lines[1].split() == ["rank", "0", "|", *(f"0F{k}" for k in range(40))]
+    assert lines[2:] == ["not shown: 0 of 1 rank, 1,960 of 2,000 actions; str(program) has all of them"]
+
+
 def test_the_header_has_defaults():
     program = Program.parse("microbatches 1\nrank 0: 0F0\nrank 1: 1F0")
     assert program.placement == (0, 1)
@@ -75,16 +105,16 @@ def test_a_graph_without_edges_keeps_its_text_form():
         ("rank 2: 0F0", r"line 4: ranks are written in order.*got 'rank 2:'; write 'rank 1:'"),
         ("rank 1", r"line 4: ranks are written in order.*write 'rank 1:'"),
         ("rank 1: 1F0 1Q0", r"line 4: an action is .* got '1Q0'"),
-        ("rank 1: 1SEND_B0", r"line 4: sends end in '>'.*got '1SEND_B0'"),
+        ("rank 1: 1SEND_B0", r"line 4: a send ends in '>'.*got '1SEND_B0'"),
         ("microbatches two", r"line 4: expected whole numbers; got 'microbatches two'"),
-        ("microbatches 1 2", r"line 4: a line is 'name'.*got 'microbatches 1 2'"),
+        ("microbatches 1 2", r"line 4: a line is 'name NAME'.*got 'microbatches 1 2'"),
         ("placement 0 x", r"line 4: expected whole numbers; got 'placement 0 x'"),
-        ("edges 0>1", r"line 4: a line is 'name'.*got 'edges 0>1'"),
-        ("forward-only please", r"line 4: a line is 'name'.*got 'forward-only please'"),
-        ("stages 2", r"line 4: a line is 'name'.*got 'stages 2'; correct or remove it"),
-        ("edges 1-0", r"line 4: an edge A-B goes from an earlier to a later .*0\.\.1; got 1-0"),
+        ("edges 0>1", r"line 4: a line is 'name NAME'.*got 'edges 0>1'"),
+        ("forward-only please", r"line 4: a line is 'name NAME'.*got 'forward-only please'"),
+        ("stages 2", r"line 4: a line is 'name NAME'.*got 'stages 2'; correct or remove it"),
+        ("edges 1-0", r"line 4: an edge A-B goes from a stage to a later one, .*0\.\.1; got 1-0"),
         ("microbatches 2", r"line 4: .*microbatches"),
-        ("edges 0-2", r"line 4: an edge A-B goes from an earlier to a later .*0\.\.1; got 0-2"),
+        ("edges 0-2", r"line 4: an edge A-B goes from a stage to a later one, .*0\.\.1; got 0-2"),
     ],
 )
 def test_an_error_says_in_which_line(line, message):
@@ -175,7 +205,7 @@ def test_versions_that_no_stage_has_are_no_versions():
     ],
 )
 def test_orders_are_of_actions_with_whole_numbers(action):
-    with pytest.raises(ScheduleError, match=r"an order is of actions|whole numbers below"):
+    with pytest.raises(ScheduleError, match=r"an order consists of actions|whole numbers below"):
         Program(((action, Action(0, Kind.B, 0)),), (0,), 1)
 
 

@@ -62,7 +62,7 @@ def test_an_action_lies_on_the_rank_of_its_stage():
 def test_stage_and_microbatch_are_within_the_program(action):
     message = refused(
         program(f"0F0 {action} 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"),
-        f"rank 0, position 1: {action} is outside the program's 2 stages and 2 micro-batches. Count both from 0.",
+        f"rank 0, position 1: {action} is outside the program's 2 stages and 2 micro-batches. Both count from 0.",
     )
     assert marked(message) == {0: action}
 
@@ -160,8 +160,8 @@ def test_a_deadlock_is_named_as_a_cycle_with_every_waiting_rank():
         "deadlock: 2 of 3 ranks wait for each other in a cycle",
         "rank 0, position 1: 0B0 waits for 1B0",
         "rank 1, position 1: 1F1 waits for 0F1",
-        "Move one of the awaited actions before the place where its rank waits.",
-        "Behind them wait rank 2 at 2F1",
+        "Move one of the awaited actions before the position where its rank waits.",
+        "Also waiting: rank 2 at 2F1",
         error=DeadlockError,
     )
     assert marked(message) == {0: "0B0", 1: "1F1", 2: "2F1"}
@@ -171,7 +171,7 @@ def test_a_rank_that_waits_for_a_deadlock_is_not_part_of_its_cycle():
     refused(
         program("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1"),
         "deadlock: 2 of 3 ranks wait for each other in a cycle\n  rank 1, position 1: 1B0 waits for 2B0\n",
-        "Behind them wait rank 0 at 0B0",
+        "Also waiting: rank 0 at 0B0",
         error=DeadlockError,
     )
 
@@ -185,7 +185,7 @@ def test_a_deadlock_through_three_ranks():
         "rank 2, position 1: 2F1 waits for 0F1",
         error=DeadlockError,
     )
-    assert "Behind them" not in message
+    assert "Also waiting" not in message
 
 
 def test_a_long_order_is_shown_around_the_mark():
@@ -221,7 +221,7 @@ def test_memory_limits_hold_at_the_peak_and_not_below(name, num_microbatches, pe
 def test_a_memory_limit_names_the_action_that_breaks_it():
     message = refused(
         schedules.get("gpipe").program(2, 3),
-        "rank 1, position 2: 1F2 makes 3 micro-batches in flight, but the limit is 2 (the order's peak is 3). "
+        "rank 1, position 2: 1F2 puts 3 micro-batches in flight, but the limit is 2 (the order's peak is 3). "
         "Run a backward before it, or raise the limit.",
         error=MemoryLimitError,
         max_in_flight=[3, 2],
@@ -233,7 +233,7 @@ def test_a_memory_limit_names_the_action_that_breaks_it():
 def test_memory_limits_are_one_number_or_one_a_rank(limits):
     refused(
         schedules.get("1f1b").program(2, 3),
-        f"one number or one a rank; got {len(limits)} for 2 ranks",
+        f"a number, or one for each rank; got {len(limits)} for 2 ranks",
         max_in_flight=limits,
     )
 
@@ -312,7 +312,7 @@ def test_where_there_are_transfers_all_that_ranks_need_is_transferred():
     lost = Action.parse("0SEND_F1>1"), Action.parse("1RECV_F1<0")
     refused(
         lowered.with_orders([[a for a in order if a not in lost] for order in lowered.orders]),
-        "1F1 needs what stage 0 on rank 0 gives; this program has transfers, but none for it",
+        "1F1 needs a result of stage 0 on rank 0; the program has transfers, but none for it",
         "Add 0SEND_F1>1 and 1RECV_F1<0",
     )
 

@@ -65,13 +65,13 @@ NO_JSON = {
     "deep lists": ("[" * 100_000, "at most 32 deep"),
     "deep mappings": ('{"x":' * 100_000, "at most 32 deep"),
     "lists that are a little too deep": ("[" * 40 + "]" * 40, "at most 32 deep"),
-    "5,000 digits": (f'{{"x": {"9" * 5000}}}', "the file is JSON"),
+    "5,000 digits": (f'{{"x": {"9" * 5000}}}', "the file must be JSON"),
     "more than 64 bits": (f'{{"x": {10**30}}}', r"whole numbers in a file are below 2\*\*63; got 10{30}; correct it"),
-    "no text": (b"\xff\x00\xfe", "the file is JSON; .*; save it again"),
-    "half a pair": ('{"x": "\\ud800"}', "text in a file is Unicode"),
-    "a key twice": ('{"x": 1, "x": 2}', "a key stands once; 'x' stands 2 times; remove the others"),
-    "nothing": ("", "the file is JSON; .* line 1 column 1"),
-    "more": ("{} {}", "the file is JSON; Extra data: line 1 column 4"),
+    "no text": (b"\xff\x00\xfe", "the file must be JSON; .*; save it again"),
+    "half a pair": ('{"x": "\\ud800"}', "text in a file is valid Unicode"),
+    "a key twice": ('{"x": 1, "x": 2}', "a key appears once; 'x' appears 2 times; remove the duplicates"),
+    "nothing": ("", "the file must be JSON; .* line 1 column 1"),
+    "more": ("{} {}", "the file must be JSON; Extra data: line 1 column 4"),
 }
 
 
@@ -109,7 +109,7 @@ SPAN = ["0F0", 0, 0.0, 1.0]
         ),
         (Links.from_dict, Links().to_dict() | {"special": [[0.5, 1, {}]]}, "special maps pairs of ranks to links"),
         (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": 10**400}}, "costs are numbers below"),
-        (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": 10**5000}}, "below .* is one of type int"),
+        (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": 10**5000}}, "below .* is a value of type int"),
         (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": True}}, "latency_s of a link is a number"),
         (Links.from_dict, Links().to_dict() | {"inside": {"bytes_per_s": 1e-320}}, "a speed is above 0"),
         (Machine.from_dict, {"threds": None}, "a machine has .*; got 'threds', nearest to 'threads'"),
@@ -188,16 +188,19 @@ def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, s
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["microbatches 999999999", "route 0 : 0", "rank 0: 0F0 0B0"], "1 of 999,999,999 have, micro-batch 1 has none"),
+        (
+            ["microbatches 999999999", "route 0 : 0", "rank 0: 0F0 0B0"],
+            "1 of 999,999,999 have one, and micro-batch 1 has none",
+        ),
         (["microbatches 9999999999", "rank 0: 0F0 0B0"], "line 1: expected whole numbers; .* at most nine digits"),
         ([f"microbatches {'9' * 5000}", "rank 0: 0F0 0B0"], r"line 1: expected whole numbers; .*\(5,000 letters\)"),
         (["microbatches 1", f"rank 0: {'0F0' * 50_000}"], r"line 2: an action is .*; got '0F0.*\(150,000 letters\)"),
         (["microbatches 1", "weights -1", "rank 0: 0F0 0B0"], "weight copies are numbered from 0 without a gap"),
         (
             ["microbatches 1", "route 0 0 : 0", "rank 0: 0F0 0B0"],
-            "a micro-batch visits at least one stage, and each on",
+            "a micro-batch visits at least one stage, and no sta",
         ),
-        (["microbatches 1", "slices 0", "rank 0: 0F0 0B0"], "0 a micro-batch; make them a multiple"),
+        (["microbatches 1", "slices 0", "rank 0: 0F0 0B0"], "0 a micro-batch; make the total a multiple"),
         (
             ["microbatches 1", "placement 0", "rank 0: 0F0 0SEND_F0>7 0B0"],
             "0SEND_F0>7 is outside the program's 1 stages",
@@ -225,7 +228,7 @@ def test_a_cell_with_a_huge_number_is_refused(tmp_path, cell):
 def test_the_slices_of_a_micro_batch_take_one_route():
     text = str(schedules.get("chimera").program(4, 4))
     validate(Program.parse(text))
-    with pytest.raises(ScheduleError, match="the slices of a micro-batch take one route"):
+    with pytest.raises(ScheduleError, match="all slices of a micro-batch take one route"):
         validate(Program.parse("slices 4\n" + text))
     sliced = Program.parse("slices 2\n" + text)  # those of a micro-batch go back in the wrong order
     with pytest.raises(ScheduleError, match="runs too early; the slices of a micro-batch"):
@@ -237,7 +240,7 @@ def test_fake_stages_refuse_a_placement_on_ranks_that_there_are_not(placement):
     lines = ["microbatches 1", f"placement {' '.join(map(str, placement))}", "rank 0: 0F0 0B0", "rank 1: 1F0 1B0"]
     program = Program.parse("\n".join(lines))
     for use in (run_fake, lower, lambda it: run_fake(it, Costs.uniform(it.num_stages), sleeping=True)):
-        with pytest.raises(ScheduleError, match=r"every stage lies on one of the ranks|is outside|belongs to rank"):
+        with pytest.raises(ScheduleError, match=r"every stage is on one of the ranks|is outside|belongs to rank"):
             use(program)
     with pytest.raises(ScheduleError):
         simulate(program, Costs.uniform(program.num_stages))

@@ -1,1 +1,1 @@
-"""Generators of orders, which several schedules share."""
+"""Generators of orders that several schedules share."""

@@ -1,9 +1,8 @@
-"""Building blocks: Pipeline Parallelism with Controllable Memory (Qi et al. 2024,
-arXiv:2405.15362).
+"""Building blocks: schedules that repeat one micro-batch's time slots (Qi et al. 2024, arXiv:2405.15362).
 
-A building block says in which slot one micro-batch runs its forward and its input gradient on every stage. Repeated at
-an interval that leaves no two passes of a rank in one slot, it is a schedule, and the time that activations live in
-the block, over the interval, is how many of them a rank holds. Weight gradients fill the slots in between.
+A building block has the slots of one micro-batch's forward and input gradient on every stage. It is repeated at an
+interval that puts no two passes of a rank in the same slot. A rank then holds as many micro-batches as the lifetime of
+activations in the block, divided by the interval. Weight gradients fill the remaining slots.
 """
 
 from collections import Counter
@@ -23,21 +22,28 @@ class Pass(NamedTuple):
     backward: bool
 
 
-#: Passes that have ended, each with its micro-batch.
+#: The passes that have ended, each with its micro-batch.
 Ended = set[tuple[Pass, int]]
 
 
 def repeated(
     shape: Shape, block: Mapping[int, tuple[int, int]], *, interval: int, max_in_flight: int, early_forwards: bool
 ) -> list[Order]:
-    """The orders of all ranks: the block for each micro-batch, ``interval`` slots apart, with the gaps squeezed out.
+    """Write the orders of all ranks by repeating a block for each micro-batch, without its gaps.
 
-    On a clock of equal passes every rank runs the first pass of the block that is ready and, where none is or memory
-    is full, a weight gradient. So input gradients move up where what stands before them has to wait.
-    block: for each stage the slots of the forward and of the input gradient of micro-batch 0.
-    max_in_flight: how many (stage, micro-batch) pairs a rank may hold at once.
-    early_forwards: whether forwards, too, may move up, as far as the rest of the block then stays within that limit.
-    Raises ScheduleError for a block that no rank can follow.
+    All passes take one slot. In each slot, a rank runs the first ready pass of the repeated blocks. If no pass is ready
+    or memory is full, it runs a weight gradient. Input gradients may overtake passes that are not ready.
+
+    Args:
+        shape: the ranks, micro-batches and placement.
+        block: for each stage, the slots of the forward and of the input gradient of micro-batch 0.
+        interval: the number of slots between micro-batches.
+        max_in_flight: the most (stage, micro-batch) pairs that a rank may hold at once.
+        early_forwards: whether forwards may overtake, too, if the passes they overtake still fit within the limit.
+
+    Raises:
+        ScheduleError: the block has a pass before its dependencies, or does not fit within the limit.
+
     """
     ranks = [_Rank(shape, rank, block, interval, max_in_flight) for rank in range(shape.num_ranks)]
     ended: Ended = set()
@@ -45,14 +51,14 @@ def repeated(
         ended |= {run for rank in ranks if (run := rank.run_slot(ended, early_forwards))}
         if left == sum(rank.left for rank in ranks):
             raise ScheduleError(
-                f"a block runs each pass after what it needs, within memory; {left} actions wait for each other with "
-                f"{max_in_flight} micro-batches in flight; move slots of {dict(block)}, or raise the limit"
+                f"a block runs each pass after its dependencies, within the memory limit; {left} actions wait for each "
+                f"other with {max_in_flight} micro-batches in flight; move slots of {dict(block)}, or raise the limit"
             )
     return [rank.order for rank in ranks]
 
 
 class _Rank:
-    """One rank: what it has still to run, in the block's order, and what it has written."""
+    """One rank: its passes to run, in the order of the repeated blocks, and the order written so far."""
 
     def __init__(
         self, shape: Shape, rank: int, block: Mapping[int, tuple[int, int]], interval: int, max_in_flight: int
@@ -65,16 +71,16 @@ class _Rank:
         ]
         self.order = Order(shape)
         self.left = 3 * shape.num_microbatches * len(shape.chunks(rank))  # actions still to write
-        self._passes = [each for _, each in sorted(slots)]
+        self._passes = [a_pass for _, a_pass in sorted(slots)]
         self._distinct = len(set(self._passes))
         self._last_stage = shape.num_stages - 1
         self._count: Counter[Pass] = Counter()
         self._limit = max_in_flight
         self._held = 0  # pairs, from F to the end of W
-        self._owed: list[int] = []  # the stages of the weight gradients that can run, the oldest first
+        self._owed: list[int] = []  # stages of the weight gradients that can run, oldest first
 
     def run_slot(self, ended: Ended, early_forwards: bool) -> tuple[Pass, int] | None:
-        """Run what one slot has time for, if anything can run. Returns the pass, with its micro-batch."""
+        """Run one action, if any can run. Returns the pass with its micro-batch; None if it was no pass."""
         position = self._choose(ended, early_forwards)
         if position is None or (self._held == self._limit and not self._passes[position].backward):
             self._run_weight_gradient()
@@ -82,22 +88,22 @@ class _Rank:
         return self._run(self._passes.pop(position))
 
     def _choose(self, ended: Ended, early_forwards: bool) -> int | None:
-        """The position of the first pass that can run; a later one of its stage and kind never runs before it."""
+        """The position of the first pass that can run. Passes of the same stage and kind never overtake each other."""
         seen: set[Pass] = set()
-        for position, each in enumerate(self._passes):
-            if each in seen:
+        for position, a_pass in enumerate(self._passes):
+            if a_pass in seen:
                 continue
-            may_move = position == 0 or each.backward or (early_forwards and self._fits_before(position))
-            if may_move and self._is_ready(each, ended):
+            may_move = position == 0 or a_pass.backward or (early_forwards and self._fits_before(position))
+            if may_move and self._is_ready(a_pass, ended):
                 return position
-            seen.add(each)
+            seen.add(a_pass)
             if len(seen) == self._distinct:
                 break
         return None
 
-    def _is_ready(self, each: Pass, ended: Ended) -> bool:
-        stage, backward = each
-        microbatch = self._count[each]
+    def _is_ready(self, a_pass: Pass, ended: Ended) -> bool:
+        stage, backward = a_pass
+        microbatch = self._count[a_pass]
         needs = [Pass(stage, False)] if backward else []
         if backward and stage < self._last_stage:
             needs.append(Pass(stage + 1, True))
@@ -106,7 +112,7 @@ class _Rank:
         return all((need, microbatch) in ended for need in needs)
 
     def _fits_before(self, position: int) -> bool:
-        """Whether all that stands before a forward can still run after it: each weight gradient as soon as it can."""
+        """Whether all earlier passes still fit in memory after a forward, if weight gradients run at once."""
         held = self._held - len(self._owed) + 1
         if held > self._limit:
             return False
@@ -116,17 +122,17 @@ class _Rank:
                 return False
         return True
 
-    def _run(self, each: Pass) -> tuple[Pass, int]:
-        microbatch = self._count[each]
-        self._count[each] += 1
+    def _run(self, a_pass: Pass) -> tuple[Pass, int]:
+        microbatch = self._count[a_pass]
+        self._count[a_pass] += 1
         self.left -= 1
-        if each.backward:
-            self.order.I(each.stage)
-            self._owed.append(each.stage)
+        if a_pass.backward:
+            self.order.I(a_pass.stage)
+            self._owed.append(a_pass.stage)
         else:
-            self.order.F(each.stage)
+            self.order.F(a_pass.stage)
             self._held += 1
-        return each, microbatch
+        return a_pass, microbatch
 
     def _run_weight_gradient(self) -> None:
         if self._owed:

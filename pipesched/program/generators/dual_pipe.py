@@ -1,4 +1,4 @@
-"""Dual pipe: the order of DualPipe and DualPipeV, where each rank sends micro-batches both ways (DeepSeek-AI 2024)."""
+"""The order of DualPipe and DualPipeV, in which micro-batches pass each rank in both directions (DeepSeek-AI 2024)."""
 
 from collections import deque
 
@@ -8,11 +8,18 @@ __all__ = ["eight_steps"]
 
 
 def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, count: int) -> Order:
-    """Write one rank's order: its forwards of one stage overlap with its backwards of the other one.
+    """Write the order of one rank, in which forwards of one stage overlap backwards of the other.
 
-    near, far: the rank's two stages; micro-batches reach ``near`` first. depth: how many ranks lie between an end and
-    the turning point; place: this one's, from 0. count: the micro-batches that go each way; steps are stated for
-    2 x depth and more, for fewer they drop what is not there. DeepSeek-V3, arXiv:2412.19437, and its open source.
+    The eight steps are those of DeepSeek-V3, arXiv:2412.19437, and its open source.
+
+    Args:
+        order: the empty order to write to.
+        near: the rank's stage that micro-batches reach first.
+        far: the rank's other stage.
+        depth: the number of ranks from an end of the pipeline to its turning point.
+        place: the position of this rank among them, from 0 at the end.
+        count: the number of micro-batches in each direction. Below 2 x depth the order is the same, with gaps.
+
     """
     ahead = depth - 1 - place
     count = max(count, 2 * depth)
@@ -26,10 +33,10 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
         left.I(far)
         left.W()
         order.F(far)
-    for round_ in range(count - 2 * depth + place + 1):  # 4: forwards and backwards overlap
+    for round_ in range(count - 2 * depth + place + 1):  # 4: overlapping forwards and backwards
         if round_ or ahead:
             order.overlap(near, far)
-        else:  # one after the other here makes the bubble smaller
+        else:  # not overlapped: this makes the bubble smaller
             order.F(near)
             order.B(far)
         order.overlap(far, near)
@@ -42,23 +49,23 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
     for _ in range(ahead):  # 7: zero bubble
         left.W()
         left.I(near)
-    for _ in range(place + 1):  # 8: what is left
+    for _ in range(place + 1):  # 8: the remaining weight gradients
         left.W()
     return order
 
 
 class _Left:
-    """Weight gradients that wait, of both stages, first in, first out."""
+    """A queue of the weight gradients of both stages, first in, first out."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._waiting: deque[int] = deque()
 
     def I(self, stage: int) -> None:  # noqa: E743
-        """Split: the weight gradient waits."""
+        """Write an I, and queue its weight gradient."""
         self._order.I(stage)
         self._waiting.append(stage)
 
     def W(self) -> None:
-        """The weight gradient that has waited longest."""
+        """Write the oldest queued weight gradient."""
         self._order.W(self._waiting.popleft())

@@ -1,12 +1,12 @@
-"""List scheduling: the orders of all ranks at once, written down while a virtual clock runs (Graham 1969).
+"""List scheduling: writes the orders of all ranks while a virtual clock runs (Graham 1969).
 
-For placements without a rule in closed form. Whenever a rank is free it starts the first action of a list of priorities
-that can start now: a backward before a forward, and of either the one that is furthest on its way.
+It serves placements for which no order in closed form is known. A free rank starts the ready action of the highest
+priority: backwards before forwards, and of either the one with the fewest stages to go.
 
-A limit on memory can stop such a rule for ever: a rank is full of young micro-batches while the oldest one, without
-which nobody goes on, finds no place. So a forward starts only where all micro-batches that its rank holds could then
-be finished within the limit one after the other, the oldest first (the banker's algorithm, Dijkstra 1965). The oldest
-micro-batch of all may therefore always go on, on every rank, and the clock never stops before the end.
+With a memory limit this rule alone could deadlock: young micro-batches could fill a rank, so that the oldest one, which
+all others wait for, does not fit. Therefore a forward starts only if its rank could then finish all micro-batches that
+it holds within the limit, one after the other, oldest first (the banker's algorithm, Dijkstra 1965). The oldest
+micro-batch can then always proceed, and the clock runs to the end.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,13 +20,14 @@ __all__ = ["backward_first", "whole_waves"]
 
 
 def whole_waves(shape: Shape) -> int:
-    """How many times a `v` placement goes down the ranks and up again. Raises ScheduleError for half a wave."""
+    """The number of waves of a `v` placement, down the ranks and up again. Raises ScheduleError for half a wave."""
     waves, half = divmod(shape.chunks_per_rank, 2)
     if half:
         even = 2 * max(1, waves)
         raise ScheduleError(
-            f"a wave holds 2 stages on each rank, one down the ranks and one up; asked for {shape.chunks_per_rank}; "
-            f"cut the model into {even * shape.num_ranks} stages for {shape.num_ranks} ranks (chunks_per_rank={even})"
+            f"a wave has 2 stages on each rank, one down the ranks and one up; got "
+            f"chunks_per_rank={shape.chunks_per_rank}; cut the model into {even * shape.num_ranks} stages for "
+            f"{shape.num_ranks} ranks (chunks_per_rank={even})"
         )
     return waves
 
@@ -34,16 +35,23 @@ def whole_waves(shape: Shape) -> int:
 def backward_first(
     shape: Shape, *, max_in_flight: int, windows: Iterable[int], forward_time: int = 1, backward_time: int = 2
 ) -> list[Order]:
-    """The orders that greedy list scheduling writes for a chain of stages, with full backwards; valid and exact.
+    """Write the orders of a chain of stages by greedy list scheduling, with full backwards. The program is exact.
 
-    max_in_flight: at most so many (stage, micro-batch) pairs on a rank, at least its chunks.
-    windows: a rank's forwards are less than so many micro-batches ahead of its oldest unfinished one, at least 1. Of
-    several windows the one that ends first is taken: running ahead as far as memory lets can be slower.
-    forward_time, backward_time: of every stage alike, in any unit.
+    Args:
+        shape: the ranks, micro-batches and placement.
+        max_in_flight: the most (stage, micro-batch) pairs on a rank, at least its number of chunks.
+        windows: limits to try on how many micro-batches a rank's forwards may be ahead of its oldest unfinished one;
+            the limit with the shortest makespan is taken. Running ahead as far as memory allows can be slower.
+        forward_time: the time of a forward, equal for all stages, in any unit.
+        backward_time: the time of a backward, in the same unit.
+
+    Raises:
+        ScheduleError: ``max_in_flight`` is less than the number of chunks a rank.
+
     """
     if max_in_flight < shape.chunks_per_rank:
         raise ScheduleError(
-            f"a micro-batch needs a place in each chunk of a rank; {max_in_flight} may be in flight, a rank has "
+            f"a micro-batch is in flight in every chunk of a rank; max_in_flight is {max_in_flight}, but a rank has "
             f"{shape.chunks_per_rank} chunks; pass max_in_flight={shape.chunks_per_rank} or more"
         )
     runs = []
@@ -55,7 +63,7 @@ def backward_first(
 
 
 def _run(clock: "_Clock", ranks: list["_Rank"], forward_time: int, backward_time: int) -> int:
-    """Run to the end; returns the makespan."""
+    """Run all ranks to the end, and return the makespan."""
     left = 2 * clock.shape.num_stages * clock.shape.num_microbatches
     while left:
         for rank in ranks:
@@ -67,7 +75,7 @@ def _run(clock: "_Clock", ranks: list["_Rank"], forward_time: int, backward_time
 
 @dataclass
 class _Clock:
-    """What every rank sees: the time, and when each stage's forwards and backwards end, by micro-batch."""
+    """The virtual clock: the time, and the ends of each stage's forwards and backwards, by micro-batch."""
 
     shape: Shape
     now: int = 0
@@ -79,18 +87,18 @@ class _Clock:
         self.backwards = [[] for _ in range(self.shape.num_stages)]
 
     def ended(self, ends: list[int], microbatch: int) -> bool:
-        """Whether this one of a stage's forwards or backwards has ended."""
+        """Whether a stage's forward or backward of a micro-batch has ended. ends: the stage's ends so far."""
         return microbatch < len(ends) and ends[microbatch] <= self.now
 
     def forward_is_ready(self, stage: int) -> bool:
-        """Whether the input of the stage's next forward is there."""
+        """Whether the stage's next forward has its input."""
         microbatch = len(self.forwards[stage])
         if microbatch == self.shape.num_microbatches:
             return False
         return stage == 0 or self.ended(self.forwards[stage - 1], microbatch)
 
     def backward_is_ready(self, stage: int) -> bool:
-        """Whether the stage's own forward and the next stage's backward are done for the stage's next backward."""
+        """Whether the stage's next backward has its inputs: its forward and the next stage's backward have ended."""
         microbatch = len(self.backwards[stage])
         last = stage == self.shape.num_stages - 1
         return self.ended(self.forwards[stage], microbatch) and (
@@ -99,7 +107,7 @@ class _Clock:
 
 
 class _Rank:
-    """One rank: its order so far, and when it is free again."""
+    """One rank: its order so far, and the time at which it becomes free."""
 
     def __init__(self, clock: _Clock, rank: int, max_in_flight: int, window: int) -> None:
         self.order = Order(clock.shape)
@@ -110,13 +118,13 @@ class _Rank:
         self._window = window
 
     def starts_backward(self, time: int) -> bool:
-        """Start a backward if one is ready; the nearest to the first stage is the furthest on its way."""
+        """Start a backward if one is ready: the one nearest to the first stage."""
         clock = self._clock
         stage = next((stage for stage in self._chunks if clock.backward_is_ready(stage)), None)
         return stage is not None and self._start(self.order.B, stage, clock.backwards, time)
 
     def starts_forward(self, time: int) -> bool:
-        """Start a forward if one is ready and has a place; the deepest stage is the furthest on its way."""
+        """Start a forward if one is ready and fits in memory: the one nearest to the last stage."""
         clock = self._clock
         ready = (stage for stage in reversed(self._chunks) if clock.forward_is_ready(stage) and self._has_place(stage))
         stage = next(ready, None)
@@ -129,7 +137,7 @@ class _Rank:
         return True
 
     def _has_place(self, stage: int) -> bool:
-        """Whether all that the rank holds can still be finished within the limit if this stage's forward starts."""
+        """Whether the rank can still finish all its micro-batches within the limit after a forward of this stage."""
         started = {chunk: len(self._clock.forwards[chunk]) + (chunk == stage) for chunk in self._chunks}
         finished = {chunk: len(self._clock.backwards[chunk]) for chunk in self._chunks}
         free = self._max_in_flight - sum(started.values()) + sum(finished.values())

@@ -1,9 +1,8 @@
-"""Zero bubble: orders made for given costs and memory (Qi et al. 2023, arXiv:2401.10241,
-section 3.1).
+"""The zero-bubble heuristic for given costs and memory (Qi et al. 2023, arXiv:2401.10241, section 3.1).
 
 Warm-up forwards fill the time until a rank's first input gradient can start. Then every rank runs input gradients and
-forwards by turns, and weight gradients where it would wait or where memory is full. Three choices are open; all eight
-combinations are tried, and the shortest wins.
+forwards in turn. It runs weight gradients when it would otherwise wait, or when memory is full. The paper leaves three
+choices open; all eight combinations are tried, and the shortest order is taken.
 """
 
 from collections.abc import Sequence
@@ -18,31 +17,31 @@ __all__ = ["StageTimes", "zero_bubble"]
 
 
 class StageTimes(Protocol):
-    """What the heuristic reads of ``pipesched.Costs``: seconds, one a stage, and of a transfer."""
+    """The attributes of ``pipesched.Costs`` that the heuristic reads, in seconds."""
 
     @property
     def num_stages(self) -> int:
-        """How many stages."""
+        """The number of stages."""
 
     @property
     def forward_s(self) -> Sequence[float]:
-        """Of F."""
+        """The time of F, by stage."""
 
     @property
     def input_grad_s(self) -> Sequence[float]:
-        """Of I."""
+        """The time of I, by stage."""
 
     @property
     def weight_grad_s(self) -> Sequence[float]:
-        """Of W."""
+        """The time of W, by stage."""
 
     @property
     def transfer_s(self) -> float:
-        """Of a message between neighbours."""
+        """The time of a message between neighbouring ranks."""
 
 
 class _Equal(NamedTuple):
-    """Every action takes a second, and no message any time."""
+    """The default costs: 1 s for every action, and 0 s for every message."""
 
     num_stages: int
     forward_s: Sequence[float]
@@ -52,29 +51,36 @@ class _Equal(NamedTuple):
 
 
 class Switches(NamedTuple):
-    """What the heuristic leaves open."""
+    """The choices that the heuristic leaves open."""
 
     late_input_grad: bool  # a warm-up forward may delay the first input gradient
-    input_grad_first: bool  # a forward that is not yet needed may not delay an input gradient
-    fill_every_gap: bool  # a weight gradient goes into any gap, however short
+    input_grad_first: bool  # a forward that is not needed yet must not delay an input gradient
+    fill_every_gap: bool  # a weight gradient may run in any gap, however short
 
 
 def zero_bubble(
     shape: Shape, costs: StageTimes | None, *, max_in_flight: int | None, weight_grad_share: float
 ) -> list[Order]:
-    """The orders of all ranks, one stage each, with the shortest span that the heuristic finds.
+    """Write the orders of all ranks, one stage each, with the shortest span that the heuristic finds.
 
-    costs: seconds, one a stage; where None all 1 and no latency. max_in_flight: how many micro-batches a rank may
-    hold at once; where None p. weight_grad_share: what is held from I to W as a share of a micro-batch's activations;
-    1 counts it whole until the end of W. ZB-H1 competes too, where the limit allows it, so the span is no longer.
-    Raises ScheduleError for costs of another number of stages, a limit below 1 and a share that is none.
+    ZB-H1 is also tried if the limit allows it, so the span is never longer than its span.
+
+    Args:
+        shape: the ranks and micro-batches.
+        costs: seconds, one number for each stage. None: 1 s for every action, 0 s for messages.
+        max_in_flight: the most micro-batches that a rank may hold at once. None: p.
+        weight_grad_share: the share of a micro-batch's activations that is held from I to W, from 0 to 1.
+
+    Raises:
+        ScheduleError: the costs are for another number of stages, or the limit or the share is out of range.
+
     """
     if costs is None:
         ones = [1.0] * shape.num_stages
         costs = _Equal(shape.num_stages, forward_s=ones, input_grad_s=ones, weight_grad_s=ones)
     limit = shape.num_ranks if max_in_flight is None else max_in_flight
     _check(shape, costs, limit, weight_grad_share)
-    choices: list[Switches | None] = [Switches(*each) for each in product((False, True), repeat=3)]
+    choices: list[Switches | None] = [Switches(*values) for values in product((False, True), repeat=3)]
     if limit >= min(shape.num_ranks, shape.num_microbatches):
         choices.append(None)
     candidates = [_Pipeline(shape, costs, limit, weight_grad_share, choice) for choice in choices]
@@ -84,11 +90,11 @@ def zero_bubble(
 
 def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
     if not all(hasattr(costs, name) for name in _Equal._fields):
-        raise ScheduleError(f"costs are pipesched.Costs, one number a stage; got {costs!r}; pass Costs(...)")
+        raise ScheduleError(f"costs are pipesched.Costs, one number for each stage; got {costs!r}; pass Costs(...)")
     if costs.num_stages != shape.num_stages:
         raise ScheduleError(
-            f"costs have one number a stage; there are {shape.num_stages} stages, the costs have {costs.num_stages}; "
-            f"make the costs for {shape.num_stages} stages"
+            f"costs have one number for each stage; there are {shape.num_stages} stages, but the costs have "
+            f"{costs.num_stages}; pass costs for {shape.num_stages} stages"
         )
     if not isinstance(limit, int) or limit < 1:
         raise ScheduleError(f"max_in_flight is a whole number, at least 1; got {limit!r}; pass 1 or more")
@@ -97,7 +103,7 @@ def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
 
 
 class _Rank:
-    """One rank and its only stage: what it has run, on its own clock."""
+    """One rank with its only stage: the actions that it has run, and their times."""
 
     def __init__(self, shape: Shape, stage: int, costs: StageTimes, share: float) -> None:
         self.order = Order(shape)
@@ -110,31 +116,31 @@ class _Rank:
         self.weight_grads = 0
         self.start_s: float = 0
         self.end_s: float = 0
-        self.idle_s: float = 0  # since its own start
+        self.idle_s: float = 0  # since its first action
         self._share = share
 
     @property
     def forwards(self) -> int:
-        """How many forwards have run."""
+        """The number of forwards that have run."""
         return len(self.forward_ends)
 
     @property
     def input_grads(self) -> int:
-        """How many input gradients have run."""
+        """The number of input gradients that have run."""
         return len(self.input_grad_ends)
 
     @property
     def owed(self) -> int:
-        """How many weight gradients can run."""
+        """The number of weight gradients that can run."""
         return self.input_grads - self.weight_grads
 
     @property
     def held(self) -> float:
-        """Micro-batches in memory."""
+        """The micro-batches in memory; those that wait for W count as their share."""
         return self.forwards - self.input_grads + self._share * self.owed
 
     def run_forward(self, ready_s: float) -> None:
-        """Run the next micro-batch's forward once its input is there."""
+        """Run the next micro-batch's forward, when its input is ready."""
         if not self.forwards:
             self.start_s = self.end_s = ready_s
         self._run(ready_s, self.forward_s)
@@ -142,13 +148,13 @@ class _Rank:
         self.order.F(self.stage)
 
     def run_input_grad(self, ready_s: float) -> None:
-        """Run the next micro-batch's input gradient once the gradient of its output is there."""
+        """Run the next micro-batch's input gradient, when the gradient of its output is ready."""
         self._run(ready_s, self.input_grad_s)
         self.input_grad_ends.append(self.end_s)
         self.order.I(self.stage)
 
     def run_weight_grad(self) -> None:
-        """Run the oldest weight gradient that is owed."""
+        """Run the oldest weight gradient that can run."""
         self._run(self.end_s, self.weight_grad_s)
         self.weight_grads += 1
         self.order.W(self.stage)
@@ -160,7 +166,7 @@ class _Rank:
 
 
 class _Pipeline:
-    """All ranks of one candidate: the heuristic with its choices made, or ZB-H1 where there are none."""
+    """All ranks of one candidate: the heuristic with given choices, or ZB-H1 if ``switches`` is None."""
 
     def __init__(self, shape: Shape, costs: StageTimes, limit: int, share: float, switches: Switches | None) -> None:
         self.ranks = [_Rank(shape, stage, costs, share) for stage in range(shape.num_stages)]
@@ -177,16 +183,16 @@ class _Pipeline:
 
     @property
     def span_s(self) -> float:
-        """The longest of the ranks' own last end minus first start."""
+        """The longest time from the first start to the last end of a rank."""
         return max(rank.end_s - rank.start_s for rank in self.ranks)
 
     @property
     def makespan_s(self) -> float:
-        """The last end; rank 0 starts at 0."""
+        """The last end of all ranks; rank 0 starts at 0."""
         return max(rank.end_s for rank in self.ranks)
 
     def _run_heuristic(self, switches: Switches) -> None:
-        """Write the orders by section 3.1 of the paper, with the open choices made."""
+        """Write the orders by section 3.1 of the paper, with the given choices."""
         for rank in self.ranks:
             self._warm_up(rank, switches)
         needed = set(range(len(self.ranks)))
@@ -203,7 +209,7 @@ class _Pipeline:
                     self._run_forward(rank, switches)
 
     def _run_by_hand(self) -> None:
-        """Write ZB-H1: on rank r weight gradients lag r micro-batches behind input gradients."""
+        """Write ZB-H1: on rank r, weight gradients run r micro-batches after input gradients."""
         for rank in self.ranks:
             for _ in range(min(self._m, len(self.ranks) - rank.stage)):
                 rank.run_forward(self._forward_ready_s(rank))
@@ -217,19 +223,19 @@ class _Pipeline:
                     rank.run_forward(self._forward_ready_s(rank))
 
     def _forward_ready_s(self, rank: _Rank) -> float:
-        """When the input of the next forward is there."""
+        """The time at which the input of the next forward is ready."""
         if rank.stage == 0:
             return 0
         return self.ranks[rank.stage - 1].forward_ends[rank.forwards] + self._transfer_s
 
     def _input_grad_ready_s(self, rank: _Rank) -> float:
-        """When the gradient that the next input gradient starts from is there."""
+        """The time at which the output gradient for the next input gradient is ready."""
         if rank is self.ranks[-1]:
             return rank.forward_ends[rank.input_grads]
         return self.ranks[rank.stage + 1].input_grad_ends[rank.input_grads] + self._transfer_s
 
     def _warm_up(self, rank: _Rank, switches: Switches) -> None:
-        """Run forwards until the first input gradient can start, fewer than the rank before and within memory."""
+        """Run forwards until the first input gradient can start: fewer than the rank before, and within the limit."""
         behind = self.ranks[rank.stage + 1 :]
         needed = min(self._m, self._limit, len(behind) + 1)
         most = min(self._m, self._limit)
@@ -238,14 +244,14 @@ class _Pipeline:
         while rank.forwards < most:
             ready_s = self._forward_ready_s(rank)
             if rank.forwards >= needed:
-                round_trip_s = sum(each.forward_s + each.input_grad_s + 2 * self._transfer_s for each in behind)
+                round_trip_s = sum(other.forward_s + other.input_grad_s + 2 * self._transfer_s for other in behind)
                 gap_s = rank.forward_ends[0] + round_trip_s - max(rank.end_s, ready_s)
                 if gap_s <= 0 or (gap_s < rank.forward_s and not switches.late_input_grad):
                     break
             rank.run_forward(ready_s)
 
     def _needed_forwards(self) -> set[int]:
-        """The stages that need a forward: every rank is one ahead of the next, the last one of its input gradients."""
+        """The stages that need a forward to stay one ahead of the next rank; the last rank, of its input gradients."""
         needed: set[int] = set()
         wanted = self.ranks[-1].input_grads + 1
         for rank in reversed(self.ranks):
@@ -255,7 +261,7 @@ class _Pipeline:
         return needed
 
     def _run_optional_forward(self, rank: _Rank, input_grad_ready_s: float, switches: Switches) -> None:
-        """Get further ahead of the next rank, unless that delays an input gradient and none may be."""
+        """Run a forward before it is needed, unless it would delay an input gradient and the choices forbid that."""
         if rank.forwards < self._m and self._has_input(rank):
             end_s = max(rank.end_s, self._forward_ready_s(rank)) + rank.forward_s
             if end_s <= input_grad_ready_s or not switches.input_grad_first:
@@ -265,7 +271,7 @@ class _Pipeline:
         return rank.stage == 0 or self.ranks[rank.stage - 1].forwards > rank.forwards
 
     def _run_forward(self, rank: _Rank, switches: Switches) -> None:
-        """Run a forward, if weight gradients can make room for it."""
+        """Run a forward if the limit allows it, after weight gradients that free memory for it."""
         if not self._has_input(rank) or rank.forwards - rank.input_grads >= self._limit:
             return
         while rank.held + 1 > self._limit:
@@ -275,11 +281,12 @@ class _Pipeline:
         rank.run_forward(ready_s)
 
     def _fill(self, rank: _Rank, ready_s: float, switches: Switches) -> None:
-        """Run weight gradients until ``ready_s``: also one too long for its gap, where waiting would make this the rank
-        that has waited longest.
+        """Run weight gradients until ``ready_s``.
+
+        One longer than the gap still runs if waiting would give this rank the most idle time, or in ``fill_every_gap``.
         """
         while rank.owed and (gap_s := ready_s - rank.end_s) > 0:
-            waits_s = max(each.idle_s for each in self.ranks) - rank.idle_s
+            waits_s = max(other.idle_s for other in self.ranks) - rank.idle_s
             if gap_s < rank.weight_grad_s and gap_s <= waits_s and not switches.fill_every_gap:
                 break
             rank.run_weight_grad()
