@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-__all__ = ["Unit", "byte_unit", "counted", "quote_bytes", "quote_count", "quote_time", "time_unit"]
+__all__ = ["Unit", "byte_unit", "counted", "quote_bytes", "quote_count", "quote_speed", "quote_time", "time_unit"]
 
 
 class Unit(NamedTuple):
@@ -59,3 +59,13 @@ def quote_count(count: int) -> str:
         if count >= each:
             return f"{count / each:.3g} {unit}"
     return str(count)
+
+
+def quote_speed(ratio: float) -> str:
+    """A speed-up (old time / new time) in words: ``1.38x faster``, ``2.00x slower``."""
+    faster = ratio >= 1
+    times = ratio if faster else 1 / ratio
+    if times < 1.0005:
+        return "as fast"
+    digits = f"{times:.3f}" if times < 1.01 else f"{times:.2f}" if times < 9.995 else f"{times:.3g}"
+    return f"{digits}x {'faster' if faster else 'slower'}"

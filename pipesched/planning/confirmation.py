@@ -25,6 +25,7 @@ from pipesched.simulation.comparison import Pair, StageComparison, compared
 from pipesched.simulation.layer_costs import TIMES, LayerCosts, costs_of
 from pipesched.simulation.profile import Profile
 from pipesched.simulation.trace import Trace
+from pipesched.units import quote_speed
 
 __all__ = ["Run", "confirmed_plan", "corrected"]
 
@@ -72,8 +73,8 @@ class _Tried:
         """As plain numbers, with why another one was chosen."""
         note = ""
         if self is not chosen:
-            share = self.step_s / chosen.step_s - 1
-            note = f"measured {share:.1%} slower" if self.is_slower(chosen) else "measured as fast, within noise"
+            speed = quote_speed(chosen.step_s / self.step_s)
+            note = f"measured {speed}" if self.is_slower(chosen) else "measured as fast, within noise"
         return replace(self.found.alternative(note=note), measured_s=self.step_s, first_s=self.first_s)
 
 
@@ -203,7 +204,7 @@ def _not_run(other: Alternative, chosen_s: float, least_s: float) -> Alternative
     share = other.step_s / chosen_s - 1
     if share >= -WORTH or other.step_s < least_s * (1 - WORTH):
         return other
-    return replace(other, note=f"{-share:.1%} faster as predicted, but did not run")
+    return replace(other, note=f"predicted {quote_speed(chosen_s / other.step_s)}, but did not run")
 
 
 # ---- what that tells of layers --------------------------------------------------------------------------------------

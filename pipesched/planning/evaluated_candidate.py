@@ -15,7 +15,7 @@ from pipesched.simulation.costs import Costs
 from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.simulator import simulate, step_time
 from pipesched.simulation.trace import Trace
-from pipesched.units import quote_bytes
+from pipesched.units import quote_bytes, quote_speed
 
 __all__ = ["WORTH", "EvaluatedCandidate", "label_of", "simplest"]
 
@@ -92,9 +92,9 @@ class EvaluatedCandidate:
         if more := max(self.excess_bytes, default=0):
             note = f"needs {quote_bytes(more)} more than a rank may hold"
         elif share < -WORTH:
-            note = f"{-share:.1%} faster, but not as asked"
+            note = f"{quote_speed(chosen.step_s / self.step_s)}, but not as asked"
         else:
-            note = f"{share:.1%} slower" if share > WORTH else "as fast, and not simpler"
+            note = quote_speed(chosen.step_s / self.step_s) if share > WORTH else "as fast, and not simpler"
         return self.alternative(label, note)
 
 

@@ -7,9 +7,9 @@ from pipesched.planning.alternatives import Alternative, fastest, taken
 from pipesched.planning.plan import Plan
 from pipesched.simulation.comparison import Comparison, measured_costs, quote_off
 from pipesched.simulation.trace import Trace
-from pipesched.units import quote_time
+from pipesched.units import quote_speed, quote_time
 
-__all__ = ["findings"]
+__all__ = ["findings", "step_times"]
 
 _OTHERWISE = 0.001  # two predictions that differ by more are not the same
 _BASELINES = {"equal split": "an equal split", "one device": "one device"}
@@ -107,29 +107,27 @@ def _gains(plan: Plan) -> Iterator[str]:
         baseline = fastest(plan.alternatives, label)
         if own is None or baseline is None or baseline is own:
             continue
-        own_s, other_s, how = _compared(own, baseline)
+        own_s, other_s, how = step_times(own, baseline)
         if own_s:
             yield f"{_faster(other_s / own_s, name)} ({quote_time(other_s)}), as {how}"
 
 
-def _compared(own: Alternative, other: Alternative) -> tuple[float, float, str]:
+def step_times(own: Alternative, other: Alternative) -> tuple[float, float, str]:
+    """The step times of two plans in seconds, measured if both ran, else predicted; and which of the two, in words."""
     if own.measured_s and other.measured_s:
         return own.measured_s, other.measured_s, "measured"
     return own.step_s, other.step_s, "the search predicted"
 
 
 def _faster(ratio: float, name: str) -> str:
-    """A ratio of two times as people say it: ``12 % faster than this``, ``3.4 times as fast as that``."""
-    if ratio >= 2:
-        return f"{ratio:.1f} times as fast as {name}"
-    if abs(ratio - 1) < _OTHERWISE / 2:
-        return f"as fast as {name}"
-    return f"{abs(ratio - 1):.1%} {'faster' if ratio >= 1 else 'slower'} than {name}"
+    """A ratio of two times in words: ``1.38x faster than one device``."""
+    words = quote_speed(ratio)
+    return f"{words} {'as' if words.startswith('as') else 'than'} {name}"
 
 
 def _bottleneck(plan: Plan) -> Iterator[str]:
     """The stage that holds all others up, and why there is no better partition."""
-    cut = plan.partition
-    if cut is not None:
+    if plan.partition is not None:
+        cut = plan.partition.with_class_names(plan.layer_classes)
         verdict = "no cut is better" if cut.proved else f"the best cut is at most {cut.gap:.1%} better"
         yield f"bottleneck: {cut.bottleneck}, {quote_time(cut.bottleneck_s)} a micro-batch; {verdict}: {cut.reason}"

@@ -1,18 +1,18 @@
 """Report tables: what a report says in numbers."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pipesched.partitioning.result import span
 from pipesched.planning.alternatives import Alternative, fastest, taken
 from pipesched.planning.plan import Plan
 from pipesched.program.actions import Kind
 from pipesched.program.checkpoint_options import Keep, keep_by_layer
 from pipesched.simulation.comparison import Comparison, Pair, quote_off
 from pipesched.simulation.trace import Trace
-from pipesched.units import quote_bytes, quote_count, quote_time, time_unit
+from pipesched.units import quote_bytes, quote_count, quote_speed, quote_time, time_unit
+from pipesched.viz.legend import KIND_NAMES
 from pipesched.viz.tables import Cell, Table
 
 __all__ = ["tables"]
@@ -27,10 +27,12 @@ _WEIGHED = {
     "memory": "memory: of the largest rank.",
     "margin": "margin: to what a rank may hold.",
 }
-_STAGES = "Times and sizes are of one micro-batch. kept: activations for the backward. sent: the stage's output."
+_STAGES = (
+    "Times and sizes are of one micro-batch. {kinds} kept: activations for the backward. sent: the stage's output."
+)
 _RANKS = "busy: share of the step. in flight: the most (stage, micro-batch) pairs at once."
 _MEMORY = "The most that each rank needs at once, as predicted."
-_MEDIANS = "Medians of the stage's actions, predicted → measured; a step: all of them."
+_MEDIANS = "Medians of the stage's actions, predicted → measured. {kinds} a step: all actions of the stage."
 
 _Row = dict[str, Cell]
 
@@ -74,8 +76,7 @@ def _alternative(other: Alternative, equal_s: float | None) -> _Row:
         "predicted": _time(other.step_s),
     }
     if equal_s:
-        change = other.step_s / equal_s - 1
-        row["to equal split"] = Cell(quote_off(change), change)
+        row["than equal split"] = Cell(quote_speed(equal_s / other.step_s), other.step_s / equal_s)
     if other.measured_s is not None:
         row["measured"] = _time(other.measured_s)
     row["bubble"] = _share(other.bubble_ratio)
@@ -102,7 +103,8 @@ def _differences(comparison: Comparison | None) -> Table | None:
             "a step", own.work_s, "bad" if own is comparison.worst and abs(pair.off or 0) > _NOTABLE else "strong"
         )
         rows.append(row)
-    return Table.of("Predicted and measured, by stage", rows, (), _MEDIANS)
+    kinds = dict.fromkeys(kind for own in comparison.stages for kind in own.seconds)
+    return Table.of("Predicted and measured, by stage", rows, (), _MEDIANS.format(kinds=_in_words(kinds)))
 
 
 def _pair(name: str, pair: Pair, tone: Any = "") -> _Row:
@@ -131,7 +133,7 @@ def _stages(plan: Plan) -> Table:
             "stage": _count(stage),
             "rank": _count(plan.program.placement[stage]),
             "layers": _count(len(layers)),
-            "first .. last": Cell(span(layers) if layers else "none"),
+            "first .. last": Cell(plan.first_to_last(part) if layers else "none"),
         }
         kept = Counter(treated[name].removesuffix("-cheap") for name in layers if name in treated)
         row |= {head: Cell(str(kept[word] or ""), kept[word]) for word, head in _TREATED.items()}
@@ -146,7 +148,7 @@ def _stages(plan: Plan) -> Table:
             count = summaries[part].num_parameters
             row["parameters"] = Cell(quote_count(count), count)
         rows.append(row)
-    return Table.of("Stages", rows, ("first .. last",), _STAGES if costs else "")
+    return Table.of("Stages", rows, ("first .. last",), _STAGES.format(kinds=_in_words(kinds)) if costs else "")
 
 
 def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> Table | None:
@@ -183,6 +185,11 @@ def _memory(plan: Plan) -> Table | None:
             row["margin"] = _margin(limit - need.total_bytes)
         rows.append(row)
     return Table.of("Memory", rows, (), _MEMORY, ("all",))
+
+
+def _in_words(kinds: Iterable[Kind]) -> str:
+    """The column heads of kinds of actions, spelled out."""
+    return " ".join(f"{kind}: {KIND_NAMES[kind]}." for kind in kinds if kind in KIND_NAMES)
 
 
 # ---- cells ----------------------------------------------------------------------------------------------------------
