@@ -290,7 +290,7 @@ def test_the_command_finds_the_same_plan_each_time(tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("nope.json", "of tune also a saved profile.*it names no function"), ("math:pi", "math:pi returned float")],
+    [("nope.json", "or for tune a saved profile.*it names no function"), ("math:pi", "math:pi returned float")],
 )
 def test_what_is_no_model_on_the_command_line(target, said):
     result = CliRunner().invoke(main, ["tune", target, "--batch", "4"])
