@@ -188,9 +188,9 @@ def _read_options(path: Path) -> None:
     """Rebuild a program from its schedule and options, as loading a plan does."""
     values = load_json(path, lambda plain: plain)
     if not isinstance(values, dict) or not isinstance(values.get("options"), dict):
-        raise PipeschedError("not what is asked here")
+        raise PipeschedError("the file has no schedule with options")
     if set(values) - {"schedule", "options", "num_ranks", "num_microbatches", "steps"}:
-        raise PipeschedError("not what is asked here")
+        raise PipeschedError("the file has no schedule with options")
     schedule = schedules.get(values.get("schedule")).with_options(**values["options"])
     program = schedule.program(values.get("num_ranks"), values.get("num_microbatches"), steps=values.get("steps"))
     validate(program)

@@ -241,7 +241,7 @@ def main() -> None:
     count = torch.cuda.device_count()
     if args.device == "cuda" and not count:
         print(
-            f"no CUDA device found by torch {torch.__version__}; this script measures stages on the streams of one "
+            f"no CUDA device: torch {torch.__version__} finds none; this script measures stages on the streams of one "
             f"device, and with two or four devices stages on several and ranks over NCCL"
         )
         return

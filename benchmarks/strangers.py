@@ -150,7 +150,7 @@ KINDS: dict[str, tuple[str, Callable[[list[Address], Path], Iterator[int]]]] = {
     "huge": ("lengths of 2**63 - 1", lambda to, _: passing(to, lambda _: (b"\xff" * 7 + b"\x7f") * 64, hold=50)),
     "memory": ("300 silent connections with each abstract socket", lambda to, _: holding(in_memory(to), many=300)),
     "other-user": ("floods abstract sockets as another user", lambda to, _: as_nobody(to)),
-    "replayed": ("repeats what ranks have said to each other", replaying),
+    "replayed": ("repeats the greetings of the ranks", replaying),
     "slow-reader": (
         "half a greeting, and reads nothing",
         lambda to, _: holding(to, lambda _: bytes(16), receive_bytes=1),

@@ -45,7 +45,7 @@ class Table:
     words: frozenset[str] = frozenset()
     #: The explanation below the table.
     note: str = ""
-    #: The columns behind whose numbers a page draws bars.
+    #: Columns with bars behind the numbers on a page.
     bars: frozenset[str] = frozenset()
 
     @classmethod

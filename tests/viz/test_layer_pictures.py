@@ -150,7 +150,7 @@ def test_the_command_cuts_a_model_explains_and_draws(tmp_path, monkeypatch):
         ("nowhere.py:small", "No such file or directory"),
         (
             "own_model",
-            "MODEL is file.py:function or module:function, of tune also a saved profile",
+            "MODEL is file.py:function or module:function, or for tune a saved profile",
         ),
     ):
         result = CliRunner().invoke(main, ["graph", target])
