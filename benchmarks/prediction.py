@@ -261,7 +261,7 @@ def run_all(rank: int, cases: Sequence[Case], path: Path, ranks_are: RanksAre, s
 
 
 def taken(one: Running, before: Measured, steps: int) -> Measured:
-    """Run steps until ``steps`` of them count; after as many disturbed ones, the remaining steps count in any case."""
+    """Run until ``steps`` steps count, repeating disturbed ones; at most twice as many steps run."""
     for _ in range(2):
         one.step()
     makespans_s, disturbed = list(before.makespans_s), before.disturbed

@@ -55,5 +55,5 @@ def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
     rows[-1].set_xlabel(f"time [{unit.name}]")
     entries = patches(*(trace for _, trace in traces))
     if entries:
-        figure.legend(handles=entries, loc="outside upper right", ncols=len(entries), frameon=False, handlelength=1.4)
+        figure.legend(handles=entries, loc="outside upper left", ncols=len(entries), frameon=False, handlelength=1.4)
     return figure
