@@ -1,14 +1,15 @@
-"""Broken files: valid files of every sort that pipesched reads, changed at random; what becomes of each.
+"""Broken files: random changes to every kind of file that pipesched reads, and the outcome of reading each.
 
-A file that is read is either taken, and then is valid, or refused by a PipeschedError that names it. Whatever else
-happens is a bug: another exception (raw), a reader that does not return (hang), a value that was taken although it
-cannot be true, or that was taken and is not in what was read (ignored). Equal seeds make equal files.
+A reader may accept a changed file that is still valid, or refuse it with a PipeschedError that names the file. Every
+other outcome is a bug: another exception (raw), a reader that does not return (hang), an accepted value that cannot be
+true or that is not in the object that was read (wrong), a message that quotes the whole file (long). Equal seeds
+make equal files.
 
-    python benchmarks/broken_files.py --files 400            # of each sort; prints a table and what went wrong
+    python benchmarks/broken_files.py --files 400            # of each kind; prints a table and the failures
     python benchmarks/broken_files.py --only plan --show 3   # three messages of each outcome
 
-Each file is read in a process of its own that is ended after ``--limit`` seconds, with all that one does with what was
-read: a program is validated, simulated and run by fake stages, a profile is cut, a plan explained, a trace drawn.
+Each file is read in a separate process with a limit of ``--limit`` seconds, and the result is used: programs are
+validated, simulated and run by fake stages, profiles are partitioned, plans explained, traces drawn.
 """
 
 import argparse
@@ -46,24 +47,27 @@ from pipesched.viz.text import text_timeline
 
 FILES, LIMIT_S = 400, 20.0
 _MEMORY_BYTES = 8 << 30
-_LONGEST = 4000  # letters of a message: a longer one quotes the file
+_LONGEST = 4000  # letters; a longer message quotes the file
 
 
 class Wrong(Exception):
-    """A file was taken that should not have been."""
+    """A reader accepted a file that it should have refused."""
 
 
 @dataclass(frozen=True)
 class Sort:
-    """A sort of file. seeds: valid ones; read: takes a path and does with it all that one does; ending: of its name."""
+    """A kind of file."""
 
     name: str
+    #: Makes valid files, which are then changed.
     seeds: Callable[[], list[str | bytes]]
+    #: Reads a file and uses the result.
     read: Callable[[Path], None]
+    #: The ending of the file name.
     ending: str = ".json"
 
 
-# ---- what is done with a file -------------------------------------------------------------------------------------
+# ---- reading and using a file -------------------------------------------------------------------------------------
 
 
 def _use_program(program: Program) -> None:
@@ -106,7 +110,7 @@ def _read_plan(path: Path) -> None:
     back = plan.to_dict()
     if Plan.from_dict(back).to_dict() != back:
         raise Wrong("the plan's dict is of another plan")
-    edited = {"costs", "ties", "alternatives"} if plan.partition is None else set()  # then what was measured is dropped
+    edited = {"costs", "ties", "alternatives"} if plan.partition is None else set()  # an edited plan loses these
     _nothing_ignored(_json(path), back, {"predicted", "program", "partition"} | edited)
     plan.explain()
     plan.memory()
@@ -181,12 +185,12 @@ def _read_machine(path: Path) -> None:
 
 
 def _read_options(path: Path) -> None:
-    """As a plan does, whose program is made again from them."""
+    """Rebuild a program from its schedule and options, as loading a plan does."""
     values = load_json(path, lambda plain: plain)
     if not isinstance(values, dict) or not isinstance(values.get("options"), dict):
-        raise PipeschedError("not what is asked here")
+        raise PipeschedError("the file has no schedule with options")
     if set(values) - {"schedule", "options", "num_ranks", "num_microbatches", "steps"}:
-        raise PipeschedError("not what is asked here")
+        raise PipeschedError("the file has no schedule with options")
     schedule = schedules.get(values.get("schedule")).with_options(**values["options"])
     program = schedule.program(values.get("num_ranks"), values.get("num_microbatches"), steps=values.get("steps"))
     validate(program)
@@ -229,7 +233,7 @@ SORTS = [
 ]
 
 
-# ---- what must hold of a file that was taken ----------------------------------------------------------------------
+# ---- checks of accepted files --------------------------------------------------------------------------------------
 
 
 def _json(path: Path) -> Any:
@@ -237,7 +241,7 @@ def _json(path: Path) -> Any:
 
 
 def _numbers_hold(value: Any) -> None:
-    """All numbers are finite, and none is negative."""
+    """Raise Wrong if any number is negative or not finite."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -248,7 +252,7 @@ def _numbers_hold(value: Any) -> None:
 
 
 def _nothing_ignored(given: Any, kept: Any, but: set[str] | None = None, place: str = "") -> None:
-    """What the file says is in what was read. An empty list is one that is not given."""
+    """Raise Wrong if a value of the file is missing in the object that was read. An empty list may be missing."""
     if given == []:
         return
     if isinstance(given, dict) and isinstance(kept, dict):
@@ -268,7 +272,7 @@ def _nothing_ignored(given: Any, kept: Any, but: set[str] | None = None, place: 
 
 
 def broken(sort: Sort, index: int) -> bytes:
-    """One broken file: the same for the same sort and index."""
+    """Return the broken file of a kind with this index; equal arguments give equal files."""
     rng = random.Random(f"{sort.name} {index}")
     seed = rng.choice(_seeds(sort.name))
     if isinstance(seed, bytes):
@@ -293,7 +297,7 @@ def _seeds(name: str) -> list[str | bytes]:
 
 
 def outcome(sort: Sort, path: Path) -> tuple[str, str]:
-    """What becomes of a file: a word, and what was said."""
+    """Read a file and return the outcome, one of WORDS, with the message."""
     try:
         sort.read(path)
     except PipeschedError as error:
@@ -301,18 +305,18 @@ def outcome(sort: Sort, path: Path) -> tuple[str, str]:
         return ("refused", said) if len(said) <= _LONGEST else ("long", said[:200])
     except Wrong as error:
         return "wrong", str(error)
-    except BaseException as error:  # whatever it is, it is the finding
+    except BaseException as error:  # any exception is a finding
         where = traceback.extract_tb(error.__traceback__)[-1]
         return "raw", f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno})"
     return "accepted", ""
 
 
 def _work(pipe: Any, folder: str, name: str, first: int, stop: int) -> None:
-    """In a process of its own: reads one file after the other, and says what became of each."""
+    """Read broken files one after the other in a worker process, and send the outcome of each."""
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     sort = next(sort for sort in SORTS if sort.name == name)
     path = Path(folder) / f"broken{sort.ending}"
-    import pipesched.model.safetensors_files  # noqa: F401  which take seconds, and not of the first file
+    import pipesched.model.safetensors_files  # noqa: F401  # takes seconds, which do not count for the first file
 
     _seeds(name)
     pipe.send("ready")
@@ -323,7 +327,7 @@ def _work(pipe: Any, folder: str, name: str, first: int, stop: int) -> None:
 
 
 def run(sort: Sort, files: int, limit_s: float) -> list[tuple[int, str, str, float]]:
-    """What became of so many broken files of a sort: (index, word, message, seconds) of each."""
+    """Read ``files`` broken files of a kind; returns (index, outcome, message, seconds) of each."""
     context = multiprocessing.get_context("spawn")
     found: list[tuple[int, str, str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -350,7 +354,7 @@ WORDS = ("accepted", "refused", "raw", "hang", "wrong", "long")
 
 
 def table(found: dict[str, list[tuple[int, str, str, float]]]) -> str:
-    """A row a sort, in Markdown."""
+    """The results as a Markdown table with a row for each kind."""
     head = (
         "file",
         "files",
@@ -371,13 +375,13 @@ def table(found: dict[str, list[tuple[int, str, str, float]]]) -> str:
 
 
 def main() -> None:
-    """Break files, read them, and print what became of them."""
+    """Break files, read them, and print the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--files", type=int, default=FILES, help="of each sort")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a file")
-    parser.add_argument("--only", help="sorts whose name contains this")
-    parser.add_argument("--show", type=int, default=0, help="so many messages of each outcome, also of what is right")
-    parser.add_argument("--keep", type=Path, help="write what went wrong into this folder")
+    parser.add_argument("--files", type=int, default=FILES, help="files of each kind")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each file")
+    parser.add_argument("--only", help="only kinds with this text in their name")
+    parser.add_argument("--show", type=int, default=0, help="print this many messages of each outcome")
+    parser.add_argument("--keep", type=Path, help="write the files that failed to this folder")
     options = parser.parse_args()
     chosen = [sort for sort in SORTS if options.only in (None, sort.name) or (options.only or "") in sort.name]
     found: dict[str, list[tuple[int, str, str, float]]] = {}

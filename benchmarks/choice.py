@@ -1,15 +1,16 @@
-"""The plan that schedule="auto" picks, against what a sweep over all plans finds by running them.
+"""Choice: the plan of schedule="auto" beside the best plans of an exhaustive sweep that runs every plan.
 
     python benchmarks/choice.py [--steps 31] [--models N ...]
 
-Two ranks, threads of one process, and 8 micro-batches of 4 rows, for three models of few layers that really compute: an
-even one, one with a heavy last layer (a large vocabulary) and one with a heavy first layer; and for three of the same
-sorts whose layers sleep, as if they waited for devices: what else the machine does is then not in their times. The
-profile is measured in a process of its own, saved, and the plan searched from it. The sweep runs every synchronous
-schedule, with every cut into two stages, and for schedules with chunks every cut into four whose busiest rank has at
-most 1.3 times the least work: each two steps, the faster counts. Then the plan, the three that the sweep puts first,
-and the equal split with GPipe and with 1F1B, are run in turn: medians, and the plan's steps over the others' with 95 %
-intervals, pair by pair. All processes keep the memory that they have freed, as for prediction.py.
+Two ranks (threads of one process) train on 8 micro-batches of 4 rows. Three small models compute: one with equal
+layers, one with a heavy last layer (a large vocabulary), one with a heavy first layer. Three models of the same shapes
+sleep instead, as if they waited for devices, which excludes other load of the machine from their times.
+
+The profile is measured and saved in a separate process; the plan is searched from it. The sweep runs every synchronous
+schedule with every cut into two stages, and schedules with chunks with every cut into four stages whose busiest rank
+has at most 1.3 times the least possible work. Each plan runs two steps, and the faster one counts. Then the plan, the
+three best of the sweep, and equal splits with GPipe and 1F1B run in turn. Printed are medians, and the paired ratio of
+the plan's steps to the others' with 95 % intervals. All processes keep freed memory, as in prediction.py.
 """
 
 import argparse
@@ -36,11 +37,11 @@ from tests.support.sleeping_layers import Waiting
 
 RANKS, COUNT, ROWS, WIDTH, LENGTH = 2, 8, 4, 192, 64
 SLEEP_S = 0.003
-NEAR = 1.3  # of the least work of the busiest rank
+NEAR = 1.3  # limit of the busiest rank, over the least possible
 
 
 class Block(nn.Module):
-    """A layer of a transformer's size without its attention: products, a norm, and what goes around."""
+    """A layer as large as a transformer block, without attention: products, a norm, a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,18 +57,18 @@ def even() -> nn.Sequential:
 
 
 def heavy_last() -> nn.Sequential:
-    """A head over a vocabulary behind seven blocks."""
+    """Seven blocks, then a head over a large vocabulary."""
     return nn.Sequential(*(Block() for _ in range(7)), nn.Linear(WIDTH, 8 * WIDTH))
 
 
 def heavy_first() -> nn.Sequential:
-    """A wide stem before seven blocks."""
+    """A wide stem, then seven blocks."""
     stem = nn.Sequential(nn.Linear(WIDTH, 12 * WIDTH), nn.GELU(), nn.Linear(12 * WIDTH, WIDTH))
     return nn.Sequential(stem, *(Block() for _ in range(7)))
 
 
 def asleep(*times: int) -> nn.Sequential:
-    """Layers that sleep."""
+    """Layers that sleep instead of computing."""
     return nn.Sequential(*(Waiting(factor * SLEEP_S) for factor in times))
 
 
@@ -82,7 +83,7 @@ MODELS: dict[str, Callable[[], nn.Sequential]] = {
 
 
 def parts(name: str) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """The model, inputs and targets."""
+    """The model, its inputs and targets."""
     torch.manual_seed(0)
     model, x = MODELS[name](), torch.randn(COUNT * ROWS, LENGTH, WIDTH)
     with torch.no_grad():
@@ -90,7 +91,7 @@ def parts(name: str) -> tuple[nn.Sequential, Tensor, Tensor]:
 
 
 def measured(name: str, path: Path) -> None:
-    """Save what the layers cost, and what the machine does."""
+    """Measure and save the profile of a model, with the overheads of the machine."""
     torch.set_num_threads(1)
     model, x, y = parts(name)
     profile = pipesched.profile(model, x[:ROWS], loss_fn=functional.mse_loss, target=y[:ROWS], rows=[ROWS])
@@ -101,7 +102,7 @@ def measured(name: str, path: Path) -> None:
 
 
 class Running:
-    """A pipeline that takes steps."""
+    """An open pipeline that runs steps."""
 
     def __init__(self, name: str, label: str, **options: Any) -> None:
         model, self.x, self.y = parts(name)
@@ -110,7 +111,7 @@ class Running:
         self.pipe = Pipeline(model, self.x[:ROWS], **given)
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Run a step and return its seconds."""
         self.pipe.model.zero_grad()
         self.pipe.step(self.x, target=self.y)
         trace = self.pipe.trace
@@ -119,7 +120,7 @@ class Running:
 
 
 def swept(name: str, profile: Profile) -> Iterator[tuple[float, str, dict[str, Any]]]:
-    """Each plan's time, a label, and what makes it."""
+    """Run every plan and yield its seconds, a label, and the options that make it."""
     graph = profile.graph(ROWS)
     work = [graph.nodes[layer]["forward_s"] + graph.nodes[layer]["backward_s"] for layer in graph]
     for schedule in synchronous():
@@ -133,7 +134,7 @@ def swept(name: str, profile: Profile) -> Iterator[tuple[float, str, dict[str, A
 
 
 def cuts(work: Sequence[float], placement: Sequence[int], layers: int) -> Iterator[tuple[int, ...]]:
-    """All, or of several chunks a rank those whose busiest rank has little more than the least work."""
+    """All cuts; with several chunks on a rank, only cuts whose busiest rank is close to the least work."""
 
     def busiest(cut: tuple[int, ...]) -> float:
         spans = pairwise((0, *cut, layers))
@@ -150,7 +151,7 @@ def cuts(work: Sequence[float], placement: Sequence[int], layers: int) -> Iterat
 
 
 def compare(name: str, path: Path, steps: int) -> None:
-    """Print how the plan does."""
+    """Run and print the comparison for one model."""
     torch.set_num_threads(1)
     profile = Profile.load(path)
     options: dict[str, Any] = {"num_ranks": RANKS, "batch_size": COUNT * ROWS, "num_microbatches": COUNT}
@@ -182,7 +183,7 @@ def compare(name: str, path: Path, steps: int) -> None:
 
 
 def main() -> None:
-    """Print a block a model."""
+    """Print a block for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=31)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))

@@ -1,13 +1,13 @@
-"""What the layers of five published models cost on one accelerator, from formulas: one table a model.
+"""Cost tables: layer costs of published models on one accelerator, computed from formulas, one table for each model.
 
-A layer is a list of operations. An operation takes the longer of its arithmetic and its memory traffic (a roofline,
-Williams, Waterman and Patterson 2009), at the share of the peak that large kernels reach. So one table serves every
-planner that is compared, and no runtime counts. The device is an A100 of 80 GB (NVIDIA's data sheet): 312 TFLOP/s of
-bf16 products, 19.5 TFLOP/s of other arithmetic, 2.04 TB/s; assumed are 60 % of the first two and 80 % of the third.
-Activations and weights have two bytes.
+A layer is a list of operations. An operation takes the longer of its arithmetic and its memory traffic (the roofline of
+Williams, Waterman and Patterson 2009), at the share of the peak that large kernels reach. So all planners are compared
+on the same table, without the effect of any runtime. The device is an A100 with 80 GB (NVIDIA's data sheet):
+312 TFLOP/s for bf16 products, 19.5 TFLOP/s for other arithmetic, 2.04 TB/s. Kernels are assumed to reach 60 % of the
+first two and 80 % of the third. Activations and weights have two bytes.
 
-A product with a weight costs its forward once more for the gradient of its input and once more for that of its weight.
-Attention without stored scores (Dao et al. 2022) costs 2.5 times its forward for the gradients of its inputs.
+A product with a weight costs its forward time once more for the gradient of its input and once more for the gradient of
+its weight. Attention without stored scores (Dao et al. 2022) costs 2.5 times its forward for its input gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ WIDE = 2  # bytes of an element
 
 @dataclass(frozen=True)
 class Work:
-    """What operations cost for one micro-batch, in seconds; the elements of their weights; the bytes they keep."""
+    """The cost of operations for one micro-batch: seconds, elements of weights, bytes kept for the backward."""
 
     forward_s: float = 0
     input_grad_s: float = 0
@@ -39,27 +39,27 @@ class Work:
 
 
 def product(rows: int, inner: int, outer: int, experts: int = 1) -> Work:
-    """Rows times a weight; with several experts each row times one of their weights."""
+    """A matrix product of rows with a weight; with several experts each row is multiplied by one of their weights."""
     moved = (rows * inner + experts * inner * outer + rows * outer) * WIDE
     seconds = max(2 * rows * inner * outer / PRODUCTS_PER_S, moved / BYTES_PER_S)
     return Work(seconds, seconds, seconds, experts * inner * outer, rows * inner * WIDE)
 
 
 def attention(rows: int, context: int, heads: int, head_dim: int, *, causal: bool = True) -> Work:
-    """Every row against its context: queries times keys, and scores times values."""
+    """Attention of every row over its context: queries x keys, then scores x values."""
     flops = 4 * rows * context * heads * head_dim * (0.5 if causal else 1)
     seconds = flops / PRODUCTS_PER_S
     return Work(seconds, 2.5 * seconds, 0, 0, 2 * rows * heads * head_dim * WIDE)
 
 
 def passes(elements: int, count: float, width: int = WIDE) -> Work:
-    """Elementwise work that goes through memory so often; its backward reads the gradient besides."""
+    """Elementwise operations that read or write memory ``count`` times; the backward also reads the gradient."""
     seconds = elements * count * width / BYTES_PER_S
     return Work(seconds, 1.5 * seconds, 0, 0, elements * width)
 
 
 def self_attention(rows: int, sequence: int, width: int, heads: int, head_dim: int, keys: int, *, causal: bool) -> Work:
-    """A norm, projections, attention, and what is added to the stream; ``keys``: heads of keys and of values."""
+    """A norm, projections, attention and the residual sum; ``keys`` is the number of key and value heads."""
     return (
         passes(rows * width, 4)
         + product(rows, width, (heads + 2 * keys) * head_dim)
@@ -69,10 +69,10 @@ def self_attention(rows: int, sequence: int, width: int, heads: int, head_dim: i
 
 
 def feed_forward(rows: int, width: int, hidden: int, *, gated: bool, experts: int = 1, chosen: int = 1) -> Work:
-    """Two products around an activation, or three where it is gated; of several experts some are chosen a row."""
+    """Two products around an activation, three if it is gated; with experts, each row uses some of them."""
     sent = rows * chosen
     return (
-        passes(rows * width, 4 if experts == 1 else 4 + 4 * chosen)  # rows are brought to experts and back
+        passes(rows * width, 4 if experts == 1 else 4 + 4 * chosen)  # rows are sent to the experts and back
         + product(sent, width, hidden * (2 if gated else 1), experts)
         + passes(sent * hidden, 3 if gated else 2)
         + product(sent, hidden, width, experts)
@@ -80,13 +80,13 @@ def feed_forward(rows: int, width: int, hidden: int, *, gated: bool, experts: in
 
 
 def embedding(rows: int, width: int, vocabulary: int) -> Work:
-    """Rows are looked up; their gradients are added to the table's."""
+    """A table lookup for each row; the backward adds gradients to the table."""
     seconds = 2 * rows * width * WIDE / BYTES_PER_S
     return Work(seconds, 0, 2 * seconds, vocabulary * width, rows * 8)
 
 
 def head(rows: int, width: int, vocabulary: int) -> Work:
-    """A norm, the logits, and their cross entropy in four bytes."""
+    """A norm, the logits, and their cross-entropy in float32."""
     return passes(rows * width, 3) + product(rows, width, vocabulary) + passes(rows * vocabulary, 2, 4)
 
 
@@ -95,7 +95,7 @@ def head(rows: int, width: int, vocabulary: int) -> Work:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, its work, and the bytes that it gives to its users: the next layer unless given."""
+    """A layer: its work, the bytes of its output, and the layers that use the output (default: the next one)."""
 
     name: str
     work: Work
@@ -109,7 +109,7 @@ Layers = Iterator[Layer]
 def gemma_2_9b(rows: int = 4096) -> Layers:
     """A GPT with a large vocabulary: Gemma 2 9B (Gemma Team 2024, table 1), one sequence of 4,096 tokens.
 
-    Of each two layers the first looks back 4,096 tokens at most, which here is all.
+    Every second layer attends to the last 4,096 tokens only, which here is the whole sequence.
     """
     width, given = 3584, rows * 3584 * WIDE
     yield Layer("embedding", embedding(rows, width, 256_128), given)
@@ -120,8 +120,10 @@ def gemma_2_9b(rows: int = 4096) -> Layers:
 
 
 def glam_8b_64e(sequences: int = 4) -> Layers:
-    """A mixture of experts: GLaM 8B/64E (Du et al. 2022, table 4), sequences of 1,024 tokens: every second layer has
-    64 experts, of which two serve a token. (Two products an expert: with these all are the 143 B that are published.)
+    """A mixture of experts: GLaM 8B/64E (Du et al. 2022, table 4), sequences of 1,024 tokens.
+
+    Every second layer has 64 experts, two of which serve a token. With two products for each expert, the parameters
+    add up to the published 143 B.
     """
     rows, width, vocabulary = 1024 * sequences, 4096, 256_000
     given = rows * width * WIDE
@@ -134,8 +136,9 @@ def glam_8b_64e(sequences: int = 4) -> Layers:
 
 
 def jamba(rows: int = 4096) -> Layers:
-    """Attention and state spaces: Jamba v0.1 (Lieber et al. 2024, and its published configuration): of 8 layers one
-    has attention, of 2 one has 16 experts, of which two serve a token.
+    """Attention and state spaces: Jamba v0.1 (Lieber et al. 2024, and its published configuration).
+
+    One of 8 layers has attention; one of 2 has 16 experts, two of which serve a token.
     """
     width, given = 4096, rows * 4096 * WIDE
     yield Layer("embedding", embedding(rows, width, 65536), given)
@@ -148,8 +151,10 @@ def jamba(rows: int = 4096) -> Layers:
 
 
 def mamba(rows: int, width: int, state: int = 16, rank: int = 256) -> Work:
-    """A selective state space (Gu and Dao 2023): projections, a short convolution, and the scan: nine operations a
-    channel and state, once forward, and with what is computed again three times that backward.
+    """A selective state space layer (Gu and Dao 2023): projections, a short convolution and the scan.
+
+    The scan takes nine operations for each channel and state in the forward, and 27 in the backward, which
+    recomputes part of the forward.
     """
     inner = 2 * width
     scan_s = max(9 * rows * inner * state / OTHERS_PER_S, 5 * rows * inner * WIDE / BYTES_PER_S)
@@ -165,7 +170,7 @@ def mamba(rows: int, width: int, state: int = 16, rank: int = 256) -> Work:
 
 
 def resnet_152(images: int = 32) -> Layers:
-    """A convolution net: ResNet-152 (He et al. 2016, table 1), 32 images of 224 x 224."""
+    """A convolutional network: ResNet-152 (He et al. 2016, table 1), 32 images of 224 x 224."""
     stem = convolution(images, 112, 3, 64, 7) + passes(images * 112**2 * 64, 2)
     yield Layer("stem", stem, images * 56**2 * 64 * WIDE)
     given = 64
@@ -182,7 +187,7 @@ def resnet_152(images: int = 32) -> Layers:
 
 
 def convolution(images: int, side: int, given: int, made: int, kernel: int) -> Work:
-    """A convolution to ``side`` x ``side``, its norm of whole batches (two passes forward) and its activation."""
+    """A convolution to ``side`` x ``side``, its batch norm (two passes in the forward) and its activation."""
     rows, inner = images * side**2, given * kernel**2
     moved = (rows * (given + made) + inner * made) * WIDE
     seconds = max(2 * rows * inner * made / PRODUCTS_PER_S, moved / BYTES_PER_S)
@@ -190,7 +195,7 @@ def convolution(images: int, side: int, given: int, made: int, kernel: int) -> W
 
 
 def t5_3b(sequences: int = 8) -> Layers:
-    """T5-3B (Raffel et al. 2020): 512 tokens come in and 114 go out, as in its training on spans."""
+    """T5-3B (Raffel et al. 2020): 512 input tokens and 114 output tokens, as in its span-corruption training."""
     width, hidden, heads, head_dim, vocabulary = 1024, 16384, 32, 128, 32128
     read, written = 512 * sequences, 114 * sequences
     inner = heads * head_dim
@@ -211,7 +216,7 @@ def t5_3b(sequences: int = 8) -> Layers:
 
 
 def table(layers: Iterable[Layer]) -> "nx.DiGraph[str]":
-    """The layers as a measured graph, as `pipesched.graph_of` gives one: in a row, with what each gives to others."""
+    """The layers as a measured graph, in the form of `pipesched.graph_of`."""
     graph: nx.DiGraph[str] = nx.DiGraph(parameters={})
     row, given = list(layers), 0
     for layer in row:

@@ -1,14 +1,16 @@
-"""A measured step over the simulated one, and over the time that no schedule can beat: 2 ranks that really compute.
+"""Efficiency: a measured step over the simulated step and over the lower bound, with 2 ranks that really compute.
 
     python benchmarks/efficiency.py [--steps 25] [--schedules gpipe 1f1b ...] [--executors threads processes]
 
-16 transformer blocks (d = 256, 64 tokens, 32 rows, m = 8), with a thread a rank and with a process a rank. The
-simulation takes the medians of what each stage's actions took in all other steps than the one compared, and nothing for
-messages; a step's time is its makespan on the ranks' common clock. Printed: medians over the steps of measured /
-simulated, with a 95 % bootstrap interval, and of measured / bound. Then what the first ratio consists of: "actions",
-the time that the program takes with this very step's own actions over the simulated one, and "between", the measured
-time over that: what is lost between actions. Of that the medians: from the end of a rank's action to the start of its
-next one, and from the end of an action on another rank to the start of the one that waits for it.
+The model has 16 transformer blocks (d = 256, 64 tokens, 32 rows, m = 8). Ranks are threads, then processes. The
+simulation uses the median time of each stage's actions in all other steps, and no time for messages. The time of a step
+is its makespan on the common clock of the ranks.
+
+Printed are medians over the steps: measured / simulated with a 95 % bootstrap interval, and measured / bound. The first
+ratio is split into two factors: "actions", the program simulated with this step's own action times over the simulated
+step, and "between", the measured time over that: the time lost between actions. The last columns are median gaps: from
+the end of an action to the start of the next action of its rank, and from the end of an action on another rank to the
+start of the action that waits for it.
 """
 
 import argparse
@@ -44,7 +46,7 @@ def pipeline(name: str, processes: bool) -> tuple[Pipeline, torch.Tensor, torch.
 
 
 def traces(rank: int, name: str, processes: bool, steps: int) -> tuple[Program, list[Trace]]:
-    """Run so many steps, after two that count nothing."""
+    """Run steps and return their traces, after two warm-up steps."""
     pipe, x, y = pipeline(name, processes)
     found = []
     with pipe:
@@ -56,7 +58,7 @@ def traces(rank: int, name: str, processes: bool, steps: int) -> tuple[Program, 
 
 
 class Step(NamedTuple):
-    """What a step took, in seconds: measured, simulated, bound, and the program's time with the step's own actions."""
+    """The times of one step in seconds: measured, simulated, bound, and simulated with the step's own action times."""
 
     measured_s: float
     simulated_s: float
@@ -66,7 +68,7 @@ class Step(NamedTuple):
 
 
 def compared(program: Program, all_traces: Sequence[Trace], number: int) -> Step:
-    """One step with the simulation that all others give."""
+    """Compare one step with the simulation from all other steps."""
     trace = all_traces[number]
     others = [other for at, other in enumerate(all_traces) if at != number]
     simulated = simulate(program, measured_costs(others, program.num_stages))
@@ -78,7 +80,7 @@ def compared(program: Program, all_traces: Sequence[Trace], number: int) -> Step
 
 
 def main() -> None:
-    """Print one line a case."""
+    """Print one line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument(

@@ -1,12 +1,12 @@
-"""How processes end while their pipelines are open: exit codes, and what is on stderr beside the script's own.
+"""Exits: how processes end while their pipelines are open: the exit code, and output on stderr beyond the script's own.
 
     python benchmarks/exits.py [--quick] [--runs 2]
 
-Each case is a script that trains, leaves its pipelines open, and ends: at its last line, with and without
-``destroy_process_group()``, with an exception, or by ``sys.exit(3)``; in one process, in processes with torchrun's
-environment (the store is in rank 0), and under torchrun. With an asynchronous schedule, steps are under way. Right is
-the script's own exit code, and nothing on stderr but the script's own traceback. --quick: one run of a case, and fewer
-cases.
+Each case is a script that trains, leaves its pipelines open, and ends: after its last line, with or without
+``destroy_process_group()``, with an exception, or with ``sys.exit(3)``. It runs in one process, in processes with
+torchrun's environment (the store is in rank 0), and under torchrun. With an asynchronous schedule, steps are still
+running at the end. A case is right if it has the script's own exit code and nothing on stderr but the script's own
+traceback. --quick runs fewer cases, once each.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SCHEDULES = ("1f1b", "pipedream")
 
 
 def cases(quick: bool) -> Iterator[tuple[str, str, str]]:
-    """Where, with which schedule, and how a script ends."""
+    """Yield the cases: where the script runs, with which schedule, and how it ends."""
     for place in PLACES:
         for schedule in SCHEDULES:
             for end in ENDS:
@@ -36,7 +36,7 @@ def cases(quick: bool) -> Iterator[tuple[str, str, str]]:
 
 
 def is_right(place: str, end: str, one: Exit) -> bool:
-    """Torchrun ends with 1 where a rank fails; it may end the others before they have, which is no fault of theirs."""
+    """Whether a case ended correctly. torchrun exits with 1 if a rank fails, and may stop the other ranks itself."""
     if place == "torchrun":
         stopped = set(one.said.split()) <= {"-15"} if ENDS[end] else not one.said
         return one.code == int(ENDS[end] != 0) and stopped
@@ -44,7 +44,7 @@ def is_right(place: str, end: str, one: Exit) -> bool:
 
 
 def main() -> None:
-    """Run all, and print a table."""
+    """Run all cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--runs", type=int, default=2)

@@ -1,12 +1,12 @@
-"""One rank fails: how soon the others end, and which rank their errors name.
+"""Faults: one rank fails; how soon the other ranks end, and which rank their errors name.
 
     python benchmarks/faults.py [--quick] [--timeout 5] [--side-by-side 1] [--only TEXT]
 
-Every fault in every phase of a script: 3 ranks, with the store of the process group in a process of its own, and in
-rank 0; and 2x2 ranks whose stages are sharded over the replicas by FSDP2's ``fully_shard``, where failing ranks take
-turns. A survivor is late if it has neither raised nor ended within the timeout and 5 s; its error is right if it names
-the failing rank and no other. --quick: a few cases of each. --side-by-side: how many cases run at a time; --only: cases
-whose description contains this.
+Every fault happens in every part of a script: with 3 ranks whose process group has its store in a separate process or
+in rank 0, and with 2x2 ranks whose stages are sharded over replicas by FSDP2's ``fully_shard``, where the failing ranks
+take turns. A survivor is late if it has neither raised nor ended within the timeout plus 5 s. Its error is right if it
+names the failing rank and no other. --quick runs a few cases of each; --side-by-side is the number of cases that run at
+a time; --only runs the cases with this text in their description.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """With 3 ranks each of them fails in each way in each phase; with 2x2 ranks they take turns."""
+    """Yield the cases: with 3 ranks each rank fails in every way at every point; with 2x2 ranks they take turns."""
     for store, num_ranks, replicas in LAYOUTS:
         for turn, (fault, phase) in enumerate((fault, phase) for phase in PHASES for fault in FAULTS):
             ranks = [(turn + turn // len(FAULTS)) % num_ranks] if replicas > 1 or quick else range(num_ranks)
@@ -37,7 +37,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def main() -> None:
-    """Run all, and print a table."""
+    """Run all cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--timeout", type=float, default=5.0)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def row(text: str, own: list[Outcome]) -> str:
-    """Of the table."""
+    """A row of the table."""
     failed = sum(one.survivors for one in own)
     late, wrong = sum(len(one.late) for one in own), sum(len(one.wrong) for one in own)
     named = f"{failed - wrong} of {failed}, {(failed - wrong) / max(1, failed):.1%}"

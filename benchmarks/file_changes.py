@@ -1,4 +1,4 @@
-"""File changes: random changes of a file's values, words or bytes."""
+"""File changes: random changes to the values, words or bytes of a file."""
 
 import json
 import random
@@ -10,7 +10,7 @@ __all__ = ["changed_bytes", "changed_value", "changed_words"]
 
 _DEEP = 100_000
 _DIGITS = 5000
-#: In the place of a value, as they stand in the file.
+#: Replacements for a value, as text of the file.
 _STRANGE = [
     "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "-1", "-0.5", "0", "1", "1.5", "2147483648",
     "9223372036854775807", "9223372036854775808", "1e300", "1" + "0" * 400, "9" * _DIGITS, "-" + "9" * _DIGITS,
@@ -37,7 +37,7 @@ _WORDS = [
 
 
 def changed_value(rng: random.Random, text: str) -> str:
-    """A JSON file whose tree is another one in one to three places."""
+    """Return a JSON file with its tree changed in one to three places."""
     tree = json.loads(text)
     raw: dict[str, str] = {}
 
@@ -71,7 +71,7 @@ def _change(rng: random.Random, holder: Any, key: Any, strange: Callable[[], str
         try:
             holder[key], other[there] = json.loads(json.dumps(other[there])), json.loads(json.dumps(holder[key]))
         except (LookupError, TypeError):
-            return  # one lies in the other
+            return  # one place lies in the other
     elif how == "unknown" and isinstance(holder, dict):
         holder["unheard_of" if rng.random() < 0.5 else f"{key}_"] = rng.choice([1, "x", strange()])
     elif how == "rename" and isinstance(holder, dict):
@@ -90,7 +90,7 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def changed_words(rng: random.Random, text: str) -> str:
-    """A text whose lines and words are others."""
+    """Return a text with changed lines and words."""
     lines = [re.split(r"([ ,])", line) for line in text.splitlines()]
     for _ in range(rng.choice([1, 1, 2, 3])):
         if not lines:
@@ -131,7 +131,7 @@ _HEADERS = [
 
 
 def changed_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Bytes that are others, or no more there, or there twice."""
+    """Return bytes of which some are changed, removed or doubled."""
     found = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 5])):
         at, end = sorted((rng.randrange(len(found) + 1), rng.randrange(len(found) + 1)))

@@ -1,7 +1,7 @@
-"""A model that no rank ever holds: peak memory of each of four processes, beside that of building it whole.
+"""Giant: a model that no rank ever holds as a whole; peak memory of four processes beside that of building it in one.
 
-A GPT of 1.4 GB is built without contents, cut, and filled: by reset_parameters, then from safetensors files that the
-ranks have saved. Memory is the peak of a fresh process (ru_maxrss) less what it held before the model was made.
+A GPT of 1.4 GB is built without contents, cut, and initialised: by reset_parameters, then from safetensors files that
+the ranks have saved. Memory is the peak of a fresh process (ru_maxrss) minus its memory before the model was built.
 
     python benchmarks/giant.py [--layers 24] [--width 1024]
 """
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A head that is the embedding, and positions that are computed when it is built."""
+    """A GPT whose head shares the weights of the embedding, and whose positions are computed when it is built."""
 
     place: Tensor
 
@@ -62,20 +62,18 @@ class GPT(nn.Module):
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy of each token."""
+    """The cross-entropy of each token."""
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def peak_bytes() -> int:
-    """The ru_maxrss of this program. (The system's own figure also counts the process that started it.)"""
+    """The peak memory of this program. (ru_maxrss of the system also counts the process that started it.)"""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
 def measured(make: Callable[[], Any], step: Callable[[Any], Any]) -> tuple[Any, tuple[float, ...]]:
-    """What was made, and how many bytes more than before this process has held when it was, and after a step; how long
-    it took to make.
-    """
+    """Build a model and run a step; returns the model, its added peak memory after each, and its building time."""
     gc.collect()
     before, begin_s = peak_bytes(), time.perf_counter()
     model = make()
@@ -85,7 +83,7 @@ def measured(make: Callable[[], Any], step: Callable[[Any], Any]) -> tuple[Any, 
 
 
 def pipelined(rank: int, folder: str, init: str, shape: tuple[int, int]) -> tuple[float, ...]:
-    """In a rank: its share of the weights in bytes, and what was measured."""
+    """Run in each rank: the bytes of its share of the weights, and the measurements."""
     mesh = DeviceMesh.from_group(distributed.group.WORLD, "cpu")
     choices: dict[str, Any] = {
         "loss_fn": loss,
@@ -104,20 +102,20 @@ def pipelined(rank: int, folder: str, init: str, shape: tuple[int, int]) -> tupl
 
 
 def save(state: Mapping[str, Tensor], path: Path) -> None:
-    """A tied weight lies there once."""
+    """Save a state dict in which the tied weight is stored once."""
     from safetensors.torch import save_file
 
     save_file({name: value for name, value in state.items() if name != "head.weight"}, path)
 
 
 def whole(rank: int, shape: tuple[int, int]) -> tuple[float, ...]:
-    """In one process: the model with all of its weights."""
+    """Run in one process: the bytes of all weights, and the measurements."""
     model, found = measured(lambda: GPT(*shape), lambda model: loss(model(TEXT), TEXT).backward())
     return sum(p.nbytes for p in model.parameters()), *found
 
 
 def row(name: str, share: float, made: float, stepped: float, took_s: float) -> None:
-    """Print one."""
+    """Print a row of the table."""
     print(f"{name:32}{share / 1e6:>12.0f}{made / 1e6:>14.0f}{stepped / 1e6:>14.0f}{took_s:>10.1f}", flush=True)
 
 

@@ -1,12 +1,17 @@
-"""On CUDA devices: stages on streams, memory, and steps against torch.distributed.pipelining's over NCCL.
+"""GPU: stages on CUDA streams, memory, and steps beside torch.distributed.pipelining over NCCL.
 
     python benchmarks/gpu.py [--pairs 25] [--blocks 16] [--width 1024] [--tokens 512] [--rows 32] [--bfloat16]
 
-Of what is there it measures what it can. One device: a step whose stages share it, each rank on streams of its own,
-beside plain gradient accumulation over the same micro-batches; then the checkpoint modes: time, allocated memory beside
-weights and gradients, and what was predicted. Two or four: stages on a device each in one process, likewise; and with
-one rank a process against torch's own schedules, in the same processes, over NCCL, in turn (A B A B ...). Printed: the
-median of the paired ratios with a 95 % bootstrap interval. Gradients are compared first. Without a device it says so.
+The script measures everything that the machine has devices for.
+
+- One device: a step whose stages share the device, each rank on its own streams, beside plain gradient accumulation
+  over the same micro-batches; then for each checkpoint mode the time, the allocated memory beyond weights and
+  gradients, and the predicted memory.
+- Two or four devices: the same with one stage on each device in one process; then one process for each rank, beside
+  torch's own schedules in the same processes over NCCL, in turn (A B A B ...).
+
+Printed is the median of the paired ratios with a 95 % bootstrap interval. Gradients are compared first. Without a
+device the script only says so.
 """
 
 import argparse
@@ -25,7 +30,7 @@ from pipesched import Pipeline
 from pipesched import schedules as ours
 
 MICROBATCHES = 8
-RIVALS = {  # ours -> (torch's, stages a rank, whether stages lie in a V)
+RIVALS = {  # our schedule -> (torch's class, stages on each rank, whether the stages are placed in a V)
     "gpipe": (schedules.ScheduleGPipe, 1, False),
     "1f1b": (schedules.Schedule1F1B, 1, False),
     "interleaved-1f1b": (schedules.ScheduleInterleaved1F1B, 2, False),
@@ -35,7 +40,7 @@ RIVALS = {  # ours -> (torch's, stages a rank, whether stages lie in a V)
 
 
 class Shape(NamedTuple):
-    """What is run."""
+    """The size of the model and of the batch."""
 
     blocks: int
     width: int
@@ -57,14 +62,14 @@ class Shape(NamedTuple):
 
 
 def settle(devices: list[torch.device]) -> None:
-    """Wait until they have done all that they were told."""
+    """Wait until the devices have finished all queued work."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def timed(step: Callable[[], Any], devices: list[torch.device]) -> float:
-    """Seconds until the devices are done."""
+    """Run a step and return the seconds until the devices have finished."""
     settle(devices)
     start_s = time.perf_counter()
     step()
@@ -73,12 +78,12 @@ def timed(step: Callable[[], Any], devices: list[torch.device]) -> float:
 
 
 def cut(shape: Shape, stages: int) -> list[int]:
-    """Boundaries of equal stages."""
+    """The boundaries of equal stages."""
     return [shape.blocks * stage // stages for stage in range(1, stages)]
 
 
 def pipeline(shape: Shape, model: nn.Sequential, name: str, x: Tensor, ranks: int, **others: Any) -> Pipeline:
-    """Ours, of equal stages unless told otherwise."""
+    """A pipesched pipeline; its stages are equal by default."""
     choices = {"boundaries": cut(shape, ranks * ours.get(name).chunks_per_rank), **others}
     return Pipeline(
         model,
@@ -105,7 +110,7 @@ def alike(pipe: Pipeline, theirs: nn.Sequential) -> bool:
 
 
 def in_process(shape: Shape, devices: list[torch.device], pairs: int) -> None:
-    """Stages in this process against the loop on the first device."""
+    """Measure stages in this process beside the loop on the first device."""
     print(f"\nstages in one process on {', '.join(map(str, devices))}, beside plain accumulation on {devices[0]}")
     print(f"{'schedule':<20}{'ours / loop':>24}{'ours ms':>10}{'loop ms':>10}  equal")
     x, y = shape.batch(devices[0])
@@ -125,17 +130,17 @@ def in_process(shape: Shape, devices: list[torch.device], pairs: int) -> None:
 
 
 def show(name: str, found: Ratio, agree: bool) -> None:
-    """One row."""
+    """Print a row."""
     print(f"{name:<20}{found!s:>24}{found.first * 1e3:>10.1f}{found.second * 1e3:>10.1f}  {agree}", flush=True)
 
 
 def memory(shape: Shape, device: torch.device) -> None:
-    """Each checkpoint mode: time, and what a step allocates beside weights and gradients, measured and predicted."""
-    print(f"\n1f1b, two ranks on {device}: a step's memory beside weights and gradients")
+    """Measure the time of each checkpoint mode, and its memory beyond weights and gradients, with the prediction."""
+    print(f"\n1f1b, two ranks on {device}: a step's memory beyond weights and gradients")
     print(f"{'checkpoint':<14}{'ms':>10}{'allocated MiB':>16}{'predicted MiB':>16}{'ratio':>8}")
     x, y = shape.batch(device)
     for mode in ("never", "except_last", "always"):
-        places = {"devices": [device] * 2, "boundaries": None}  # layers are measured, so sizes are known
+        places = {"devices": [device] * 2, "boundaries": None}  # layers are measured, which gives their sizes
         with pipeline(shape, shape.model(), "1f1b", x, 2, checkpoint=mode, **places) as pipe:
             for _ in range(3):
                 seconds = timed(lambda pipe=pipe: pipe.step(x, target=y), [device])
@@ -145,7 +150,7 @@ def memory(shape: Shape, device: torch.device) -> None:
 
 
 def peak_of(step: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that a step has allocated at once; 0 on a CPU, which does not say."""
+    """The largest number of bytes that a step has allocated at once; 0 on a CPU, which does not report it."""
     if device.type == "cpu":
         step()
         return 0
@@ -157,7 +162,7 @@ def peak_of(step: Callable[[], Any], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-# ---- one rank a process ----
+# ---- one process for each rank ----
 
 
 def rival_step(shape: Shape, name: str, model: nn.Sequential, rank: int, ranks: int, device: torch.device) -> Any:
@@ -184,7 +189,7 @@ def slowest(value: float, device: torch.device) -> float:
 
 
 def run_rank(rank: int, store: str, ranks: int, kind: str, shape: Shape, pairs: int) -> None:
-    """One rank's process."""
+    """Run and print the comparison in one rank."""
     torch.set_num_threads(1)
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank)
     if kind == "cuda":
@@ -216,28 +221,28 @@ def run_rank(rank: int, store: str, ranks: int, kind: str, shape: Shape, pairs: 
 
 
 def one_rank_a_process(shape: Shape, kind: str, ranks: int, pairs: int) -> None:
-    """Against torch.distributed.pipelining."""
-    print(f"\none rank a process, {ranks} ranks over {'NCCL' if kind == 'cuda' else 'gloo'}, beside torch's schedules")
+    """Measure beside torch.distributed.pipelining, with one process for each rank."""
+    print(f"\na process for each of {ranks} ranks over {'NCCL' if kind == 'cuda' else 'gloo'}, beside torch's")
     print(f"{'schedule':<20}{'ours / torch':>24}{'ours ms':>10}{'torch ms':>10}  equal", flush=True)
     port = torch.randint(20000, 60000, (), generator=torch.Generator().manual_seed(time.time_ns() % 2**31)).item()
     multiprocessing.spawn(run_rank, (f"tcp://127.0.0.1:{port}", ranks, kind, shape, pairs), nprocs=ranks)
 
 
 def main() -> None:
-    """Measure what the machine has devices for."""
+    """Run the measurements that the machine has devices for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=25)
     for name, default in (("blocks", 16), ("width", 1024), ("tokens", 512), ("rows", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--bfloat16", action="store_true")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)  # cpu: a trial
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)  # cpu: for trials
     args = parser.parse_args()
     shape = Shape(args.blocks, args.width, args.tokens, args.rows, torch.bfloat16 if args.bfloat16 else torch.float32)
     count = torch.cuda.device_count()
     if args.device == "cuda" and not count:
         print(
-            f"no CUDA device: this measures stages on the streams of one, stages on several, and ranks over NCCL, "
-            f"which take two or four; torch {torch.__version__} finds none"
+            f"no CUDA device: torch {torch.__version__} finds none; this script measures stages on the streams of one "
+            f"device, and with two or four devices stages on several and ranks over NCCL"
         )
         return
     if args.device == "cpu":
@@ -247,7 +252,7 @@ def main() -> None:
     in_process(shape, devices[:1] * 2, args.pairs)
     memory(shape, devices[0])
     if count == 1:
-        print("\none CUDA device: stages on several, and ranks over NCCL, take two or four")
+        print("\none CUDA device: stages on several devices and ranks over NCCL need two or four")
         return
     ranks = 4 if count >= 4 else 2
     if count:

@@ -1,4 +1,4 @@
-"""Measure: paired, interleaved runs (A B A B ...) and what is printed of them."""
+"""Measure: paired, interleaved runs (A B A B ...) and statistics of their results."""
 
 import multiprocessing
 import os
@@ -34,14 +34,14 @@ class Ratio:
 
 
 def paired(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[list[float], list[float]]:
-    """Run both in turn, after one warm-up of each; a run returns what it measured."""
+    """Run both functions in turn, after one warm-up run of each. A run returns its measurement."""
     first(), second()
     results = [(first(), second()) for _ in range(pairs)]
     return [a for a, _ in results], [b for _, b in results]
 
 
 def ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
-    """How ``first`` compares with ``second``, pair by pair."""
+    """The ratio of ``first`` to ``second``, pair by pair."""
     ratios = [a / b for a, b in zip(first, second, strict=True)]
     draw = random.Random(0)
     medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
@@ -49,8 +49,8 @@ def ratio(first: Sequence[float], second: Sequence[float]) -> Ratio:
 
 
 def in_ranks(count: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run ``job(rank, *args)`` in so many processes of one gloo group, with one thread each; what each returned."""
-    store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # at a free port
+    """Run ``job(rank, *args)`` in processes of one gloo group, with one thread each; returns the result of each."""
+    store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # port 0: any free port
     with multiprocessing.get_context("spawn").Pool(count) as pool:
         return pool.starmap(_in_rank, [(rank, count, store.port, job, args) for rank in range(count)], chunksize=1)
 
@@ -66,30 +66,32 @@ def _in_rank(rank: int, count: int, port: int, job: Callable[..., Any], args: tu
 
 
 def elsewhere(job: Callable[..., Any], *args: Any) -> Any:
-    """Run in a process of its own."""
+    """Run a function in a separate process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(job, args)
 
 
 def keep_freed_memory() -> None:
-    """Processes that are made from here on keep the memory that they have freed (glibc): page faults of memory that is
-    given back and taken again are 2 to 15 % of a step, more in one run of the same program than in another.
+    """Make processes that start from now on keep their freed memory (glibc).
+
+    Page faults of memory that is returned and taken again are 2 to 15 % of a step, and vary from run to run.
     """
     limits = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), "4000000000")
     os.environ.update(limits)
 
 
 class Delays(NamedTuple):
-    """What is lost between actions, in seconds, action by action: see ``delays``."""
+    """The seconds lost between actions, action by action: see ``delays``."""
 
     on_rank_s: list[float]
     message_s: list[float]
 
 
 def delays(program: Program, trace: Trace) -> Delays:
-    """How much later each action of a measured step began than it could have.
+    """How much later each action of a measured step started than it could have.
 
-    By what it waited for last: its rank's action before it, or a message, from the end of the action that sends it on.
+    An action could start at the end of the previous action of its rank, or at the end of the action that produces its
+    input, whichever is later; the two cases are returned separately.
     """
     times = {span.action: (span.start_s, span.end_s) for span in trace.spans}
     starts, ends = (np.array(column) for column in zip(*(times[action] for action in program.columns), strict=True))
@@ -103,7 +105,7 @@ def delays(program: Program, trace: Trace) -> Delays:
 
 
 def machine() -> str:
-    """One line: processor, cores, versions."""
+    """The processor, the number of cores and the versions, in one line."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or [platform.processor()]

@@ -1,7 +1,7 @@
-"""Predicted memory beside measured, each rank's, to the byte: `python benchmarks/memory.py`.
+"""Memory: predicted beside measured peak memory of each rank: `python benchmarks/memory.py`.
 
-Measured is the most that a rank holds in the third step, by `pipesched.testing.MemoryMeter`, with the batch: of tensors
-on CPUs; on GPUs, where there are two, what their allocators say.
+The measured peak is the most that a rank holds in the third step, including the batch. On CPUs it is counted by
+`pipesched.testing.MemoryMeter`; on GPUs, if there are two, by their allocators.
 """
 
 import os
@@ -27,14 +27,14 @@ WIDTH, TOKENS, WORDS = 128, 64, 1000
 
 
 def gpt() -> tuple[nn.Sequential, Tensor]:
-    """Eight blocks, and a head of many words."""
+    """Eight blocks, and a head over a large vocabulary."""
     blocks = [TransformerBlock(WIDTH) for _ in range(8)]
     ends = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, *ends), torch.arange(TOKENS)
 
 
 def mlp() -> tuple[nn.Sequential, Tensor]:
-    """Twelve products."""
+    """Twelve linear layers."""
     layers = [layer for _ in range(12) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, WORDS)), torch.rand(TOKENS, WIDTH)
 
@@ -63,7 +63,7 @@ OVER_A_MESH = [(make, name, {}) for make in (gpt, mlp) for name in ("gpipe", "1f
 
 
 def measured(make: Any, name: str, where: dict[str, Any], **options: Any) -> Iterator[str]:
-    """A row for each rank here."""
+    """Return a table row for each rank of this process."""
     torch.manual_seed(0)
     model, sample = make()
     chunks = 1 if name in ("chimera", "dualpipe") else schedules.get(name).chunks_per_rank
@@ -85,7 +85,7 @@ def measured(make: Any, name: str, where: dict[str, Any], **options: Any) -> Ite
 
 
 def over_a_mesh(rank: int, port: int) -> None:
-    """One rank's process."""
+    """Measure in one rank of a process group."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
@@ -97,7 +97,7 @@ def over_a_mesh(rank: int, port: int) -> None:
 
 
 def main() -> None:
-    """All cases."""
+    """Measure all cases and print the table."""
     gpus = torch.cuda.device_count() >= RANKS
     devices = [f"cuda:{rank}" if gpus else "cpu" for rank in range(RANKS)]
     print(f"{'in one process, on ' + devices[0].split(':')[0]:<40} rank    predicted     measured   ratio")

@@ -1,10 +1,10 @@
-"""What an action costs beside the work it does: empty stages through the in-process executor, and the pure loop.
+"""Overhead: the cost of an action beyond its work, from empty stages in the in-process executor and a bare loop.
 
     python benchmarks/overhead.py [--microbatches 64] [--pairs 25] [--schedules 1f1b zb-v ...]
 
-A stage is one nn.Identity on a tensor of 4 numbers that needs a gradient. "by hand" makes the same calls of the same
-stages in a row, in one thread; "runtime" is what remains of a whole step per compute action. "loop alone" runs the
-interpreter over stages that do nothing at all. With several ranks on few cores, threads also wait for each other.
+A stage is one nn.Identity on a tensor of 4 numbers that needs a gradient. "by hand" makes the same calls to the same
+stages one after the other in one thread; "runtime" is the rest of the step, for each compute action. "loop alone" runs
+the interpreter over stages that do nothing at all. With more ranks than cores, threads also wait for each other.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Nothing:
 
 
 def real_stages(num_stages: int) -> dict[int, Stage]:
-    """Stages of one layer that does nothing."""
+    """Stages with one layer that does nothing."""
     return {index: Stage({"empty": nn.Identity()}, torch.device("cpu")) for index in range(num_stages)}
 
 
@@ -74,13 +74,13 @@ class Case:
             stage.begin(step_data)
 
     def whole_step(self) -> float:
-        """A step through the executor. The last stage has no consumer: its gradients come from the feed."""
+        """Run a step in the executor. The last stage has no consumer; its output gradients come from the step data."""
         start = time.perf_counter()
         self.executor.run(RunSpec(self.program, self.stages, prepare=self.begin), grad=True)
         return time.perf_counter() - start
 
     def by_hand(self) -> float:
-        """The same calls, without orders, ranks or transfers."""
+        """Make the same calls without orders, ranks or transfers."""
         self.begin()
         start = time.perf_counter()
         chain = [self.stages[index] for index in range(self.program.num_stages)]
@@ -97,7 +97,7 @@ class Case:
         return time.perf_counter() - start
 
     def loop_alone(self) -> float:
-        """The interpreter over stages that do nothing."""
+        """Run the interpreter over stages that do nothing."""
         nothing = {index: Nothing(index) for index in range(self.program.num_stages)}
         start = time.perf_counter()
         self.executor.run(RunSpec(self.program, nothing), grad=True)
@@ -105,7 +105,7 @@ class Case:
 
 
 def main() -> None:
-    """Print one line a case."""
+    """Print one line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=25)

@@ -1,8 +1,8 @@
-"""How long a partition takes, and how good it is beside the splitters of torchgpipe and DeepSpeed.
+"""Partition: the time that a partition takes, and its quality beside the splitters of torchgpipe and DeepSpeed.
 
     python benchmarks/partition.py [--profiles FOLDER]
 
-FOLDER holds profiles as JSON (nodes with forward_ms, backward_ms and is_input, and edges); they are split as well.
+FOLDER holds profiles as JSON (nodes with forward_ms, backward_ms and is_input, and edges), which are split as well.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from tests.support.layer_graphs import branches, chain, residual
 LINK = {"bandwidth_bytes_per_s": 1e11}
 
 
-# ---- other splitters, from their published rules --------------------------------------------------------------------
+# ---- other splitters, by their published rules ----------------------------------------------------------------------
 
 
 def unit_moves(times: list[float], num_stages: int) -> list[int]:
-    """The block partition of torchgpipe (Barany and Grinberg 2015): where stages begin.
+    """The block partition of torchgpipe (Barany and Grinberg 2015): the layers at which stages begin.
 
     Times are scaled so that the largest is 1. While the largest and the smallest stage differ by more than 1, one layer
     at a time moves over a boundary from the largest stage towards the nearest stage that is small enough to take it.
@@ -56,7 +56,7 @@ def unit_moves(times: list[float], num_stages: int) -> list[int]:
                 break
             target = min(small, key=lambda stage: abs(stage - largest))
             step = 1 if target > largest else -1
-            giver = target - step  # the neighbour on the way gives first
+            giver = target - step  # the neighbour on the way moves its layer first
             boundary = target if step > 0 else target + 1
             if cuts[giver + 1] - cuts[giver] == 0:
                 break
@@ -67,9 +67,9 @@ def unit_moves(times: list[float], num_stages: int) -> list[int]:
 
 
 def max_min(times: list[float], num_stages: int) -> list[int]:
-    """DeepSpeed's balanced split: of all splits the one with the largest difference of stages the smallest.
+    """DeepSpeed's balanced split: minimises the difference between the largest and the smallest stage.
 
-    A dynamic programme over (layers, stages) keeps for each the split whose largest stage less its smallest is least.
+    A dynamic program over (layers, stages) keeps the split with the smallest difference for each.
     """
     prefix = np.concatenate([[0], np.cumsum(times)])
     count = len(times)
@@ -93,7 +93,7 @@ def max_min(times: list[float], num_stages: int) -> list[int]:
 
 
 def bottleneck(times: list[float], starts: list[int]) -> float:
-    """The slowest stage."""
+    """The time of the slowest stage."""
     return max(sum(times[first:last]) for first, last in pairwise([*starts, len(times)]))
 
 
@@ -101,7 +101,7 @@ def bottleneck(times: list[float], starts: list[int]) -> float:
 
 
 def median_ms(run: Callable[[], Any], repeats: int = 5) -> tuple[float, float, float]:
-    """The median, least and most milliseconds of some runs, after one to warm up."""
+    """The median, minimum and maximum milliseconds of several runs, after one warm-up run."""
     run()
     times = []
     for _ in range(repeats):
@@ -112,12 +112,12 @@ def median_ms(run: Callable[[], Any], repeats: int = 5) -> tuple[float, float, f
 
 
 def show(label: str, times: tuple[float, float, float], note: str = "") -> None:
-    """One line."""
+    """Print one line."""
     print(f"{label:<58}{times[0]:>10.1f} ms  ({times[1]:.1f} to {times[2]:.1f})  {note}".rstrip(), flush=True)
 
 
 def chains() -> None:
-    """From arrays of times, and from graphs."""
+    """Partition chains, from arrays of times and from graphs."""
     for length, num_stages in ((1_000, 64), (10_000, 256), (100_000, 1_024)):
         generator = random.Random(0)
         times = np.array([generator.uniform(1e-4, 1e-2) for _ in range(length)])
@@ -132,7 +132,7 @@ def chains() -> None:
 
 
 def choices() -> None:
-    """What is recomputed or offloaded chosen with the cuts: equal layers, 1F1B, memory for half of what is held."""
+    """Partition with recomputing or offloading chosen for each layer: equal layers, 1F1B, half of the memory."""
     graph = nx.DiGraph()
     for at in range(96):
         costs = {"forward_s": 1e-3, "backward_s": 2e-3, "parameter_bytes": 10**6, "input_bytes": 10**6}
@@ -149,7 +149,7 @@ def choices() -> None:
 
 
 def lattices(named: dict[str, nx.DiGraph]) -> None:
-    """Graphs, exactly."""
+    """Partition graphs exactly."""
     synthetic = {
         "16 residual blocks": residual(16),
         "11 modules of branches": branches([(2, 6, 6, 3), (3, 6, 12, 3)] * 4 + [(10, 10, 9, 9, 7, 2)]),
@@ -165,7 +165,7 @@ def lattices(named: dict[str, nx.DiGraph]) -> None:
 
 
 def splitters(named: dict[str, list[float]]) -> None:
-    """Bottleneck over the optimum of the same chain."""
+    """Print the bottleneck of each splitter over the optimum of the same chain."""
     print("\nbottleneck over the optimum            p     here  unit moves    max - min   ms here   ms theirs")
     drawn: list[float] = []
     for name, times in named.items():
@@ -195,7 +195,7 @@ def splitters(named: dict[str, list[float]]) -> None:
 
 
 def profile(path: Path) -> nx.DiGraph:
-    """A graph from a file of measured layers."""
+    """Load a graph from a file of measured layers."""
     content = json.loads(path.read_text())
     graph = nx.DiGraph()
     for node in sorted(content["nodes"], key=lambda node: int(node["id"].removeprefix("node"))):
@@ -207,13 +207,13 @@ def profile(path: Path) -> nx.DiGraph:
 
 
 def own_order(graph: nx.DiGraph) -> list[float]:
-    """The layers' times in the order of their numbers, as far as edges allow."""
+    """The times of the layers in topological order, by their numbers."""
     order = nx.lexicographical_topological_sort(graph, lambda name: int(name.removeprefix("node")))
     return [graph.nodes[name]["forward_s"] + graph.nodes[name]["backward_s"] for name in order]
 
 
 def random_times(generator: random.Random) -> list[float]:
-    """Some light layers, some heavy."""
+    """Random times of some light and some heavy layers."""
     return [generator.choice([0.1, 1, 3]) * generator.random() for _ in range(generator.randrange(16, 80))]
 
 

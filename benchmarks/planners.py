@@ -1,23 +1,24 @@
-"""A step over its lower bound: pipesched's plans beside those of the field's planners, all simulated.
+"""Planners: simulated step over its lower bound, for pipesched's plans and for those of other planners.
 
     python benchmarks/planners.py [--models N] [--ranks 4 8 16] [--quick]
 
-Every planner sees the same table of costs (`cost_tables`), so that no runtime counts, and none has a limit of memory.
-Ranks are on hosts of eight, with links of 250 GB/s and 5 us inside and of 25 GB/s and 10 us between them. The others
-cut layers by their published rules, written here anew, and run 1F1B; torchgpipe runs GPipe:
+All planners use the same cost tables (`cost_tables`), so no runtime affects the comparison, and none has a memory
+limit. Hosts have eight ranks, with links of 250 GB/s and 5 us inside a host and 25 GB/s and 10 us between hosts. The
+other planners cut layers by their published rules, reimplemented here, and run 1F1B; torchgpipe runs GPipe:
 
-equal layers     as many layers a stage, the embedding counted with the first, the head with the last (Megatron-LM)
-equal, ends      the same, where embedding and head count as a layer each (torchtitan)
-equal, chunks    equal layers with interleaved 1F1B, two or four stages a rank, whichever is faster (Megatron-LM)
-parameters       as many parameters a stage (DeepSpeed's default, partition_method="parameters")
-unit moves       torchgpipe's block partition (Barany and Grinberg 2015) over measured times
-equal, any       "equal, ends" with the fastest of the schedules that torch.distributed.pipelining has, tried one by one
+equal layers     the same number of layers in each stage, plus the embedding in the first and the head in the last
+                 stage (Megatron-LM)
+equal, ends      the same, with the embedding and the head counted as a layer each (torchtitan)
+equal, chunks    equal layers with interleaved 1F1B, the faster of two and four stages on each rank (Megatron-LM)
+parameters       the same number of parameters in each stage (DeepSpeed's default, partition_method="parameters")
+unit moves       torchgpipe's block partition (Barany and Grinberg 2015) of measured times
+equal, any       "equal, ends" with the fastest of all schedules of torch.distributed.pipelining
 balanced         the smallest bottleneck (proposed for torch.distributed.pipelining, pytorch/pytorch#179212)
-ours             `pipesched.planning.tuner`: schedule, chunks and cuts are searched
-ours, lean       the same, where no rank may need more memory than the one that needs the most does with "balanced"
+ours             `pipesched.planning.tuner`: searches schedule, chunks and cuts
+ours, lean       the same, with the memory of every rank limited to the largest of any rank under "balanced"
 
-The bound holds for every plan: the work of all micro-batches in even shares, or the bound of `pipesched.lower_bound`
-for the model with a rank for each layer.
+The bound holds for every plan: the work of all micro-batches in equal shares, or `pipesched.lower_bound` of the model
+with one rank for each layer, whichever is larger.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from pipesched.planning.tuner import find_plan
 from pipesched.simulation.links import Link, Links
 from pipesched.simulation.memory import rank_memory
 from pipesched.simulation.profile import Profile
+from pipesched.units import quote_speed
 
 HOST = 8  # ranks
 LINKS = Links(inside=Link(5e-6, 250e9), between=Link(10e-6, 25e9), hosts=tuple(rank // HOST for rank in range(64)))
@@ -46,7 +48,7 @@ LINKS = Links(inside=Link(5e-6, 250e9), between=Link(10e-6, 25e9), hosts=tuple(r
 
 @dataclass(frozen=True)
 class Case:
-    """A model's layers, ranks, and micro-batches."""
+    """A model's layers, with the numbers of ranks and micro-batches."""
 
     graph: "nx.DiGraph[str]"
     num_ranks: int
@@ -57,11 +59,11 @@ class Case:
         return list(self.graph)
 
     def column(self, *names: str) -> list[float]:
-        """Of each layer the sum of some attributes."""
+        """The sum of some attributes, for each layer."""
         return [sum(self.graph.nodes[layer][name] for name in names) for layer in self.graph]
 
     def step_s(self, starts: Sequence[int], schedule: str = "1f1b") -> float:
-        """The simulated step of stages that begin at these layers."""
+        """The simulated step of a plan whose stages begin at these layers."""
         made = schedules.get(schedule)
         if len(starts) > self.num_ranks:
             made = made.with_options(chunks_per_rank=len(starts) // self.num_ranks)
@@ -73,7 +75,7 @@ class Case:
 
     @property
     def bound_s(self) -> float:
-        """What no plan can beat."""
+        """The time that no plan can beat."""
         work = self.column("forward_s", "backward_s")
         shares = self.num_microbatches * sum(work) / self.num_ranks
         alone = replace(self.costs(range(len(self.layers))), links=None)
@@ -84,18 +86,18 @@ class Case:
 
 
 def even(count: int, num_stages: int) -> list[int]:
-    """Where stages begin that have as many layers; of those left over the first have one more."""
+    """The first layers of stages of equal size; the first stages have one layer more if the number is not divisible."""
     return [stage * (count // num_stages) + min(stage, count % num_stages) for stage in range(num_stages)]
 
 
 def equal(case: Case, num_stages: int) -> list[int]:
-    """As many blocks a stage; what is none goes with the next block, at the end with the last."""
+    """The same number of blocks in each stage; other layers join the next block, and at the end the last one."""
     blocks = blocks_of(case)
     return [0, *(_begin(case, blocks[start]) for start in even(len(blocks), num_stages)[1:])]
 
 
 def blocks_of(case: Case) -> list[int]:
-    """Which layers are blocks: those with a number."""
+    """The positions of the blocks: the layers with a number."""
     return [at for at, layer in enumerate(case.layers) if layer.rpartition(".")[2].isdigit()]
 
 
@@ -123,7 +125,7 @@ def equal_chunks(case: Case) -> float:
 
 
 def equal_any(case: Case) -> float:
-    """torchtitan, where somebody tries all schedules."""
+    """torchtitan, with the fastest of all schedules."""
     steps = [case.step_s(even(len(case.layers), case.num_ranks), name) for name in ("gpipe", "1f1b")]
     if 2 * case.num_ranks <= len(case.layers):
         starts = even(len(case.layers), 2 * case.num_ranks)
@@ -131,7 +133,7 @@ def equal_any(case: Case) -> float:
     return min(steps)
 
 
-OF_TORCH = ("interleaved-1f1b", "looped-bfs", "interleaved-zb", "zb-v", "dualpipe-v")  # with two stages a rank
+OF_TORCH = ("interleaved-1f1b", "looped-bfs", "interleaved-zb", "zb-v", "dualpipe-v")  # with two stages on each rank
 
 
 def parameters(case: Case) -> float:
@@ -140,7 +142,7 @@ def parameters(case: Case) -> float:
 
 
 def torchgpipe(case: Case) -> float:
-    """torchgpipe, which fills and drains."""
+    """torchgpipe, which runs GPipe."""
     return case.step_s(unit_moves(case.column("forward_s", "backward_s"), case.num_ranks), "gpipe")
 
 
@@ -153,12 +155,12 @@ def balanced(case: Case) -> float:
 
 
 def ours(case: Case) -> float:
-    """Whatever memory that takes."""
+    """The search without a memory limit."""
     return searched(case, None)
 
 
 def ours_lean(case: Case) -> float:
-    """With no more memory on any rank than the rank that holds the most has with a balanced cut and 1F1B."""
+    """The search, with every rank limited to the largest memory of any rank under a balanced cut and 1F1B."""
     program = schedules.get("1f1b").program(case.num_ranks, case.num_microbatches)
     costs = case.costs(balance(case.column("forward_s", "backward_s"), case.num_ranks))
     most = max(memory.total_bytes for memory in rank_memory(program, costs))
@@ -166,7 +168,7 @@ def ours_lean(case: Case) -> float:
 
 
 def searched(case: Case, limits: tuple[int, ...] | None) -> float:
-    """The simulated step of the plan that is found."""
+    """The simulated step of the plan that the search returns."""
     count = case.num_microbatches
     search = SearchRequest(
         Profile({1: case.graph}),
@@ -201,7 +203,7 @@ PLANNERS: dict[str, Callable[[Case], float]] = {
 
 
 def cases(models: Sequence[str], ranks: Sequence[int]) -> Iterator[tuple[str, Case]]:
-    """All that are asked for."""
+    """Yield the cases of these models and numbers of ranks."""
     for model in models:
         graph = table(TABLES[model]())
         for num_ranks in ranks:
@@ -210,7 +212,7 @@ def cases(models: Sequence[str], ranks: Sequence[int]) -> Iterator[tuple[str, Ca
 
 
 def main() -> None:
-    """Print a row a case, and how each planner does over all."""
+    """Print a row for each case, and a summary for each planner."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=len(TABLES))
     parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8, 16])
@@ -229,14 +231,14 @@ def main() -> None:
 
 
 def summary(over: dict[str, list[float]]) -> None:
-    """Over all cases: the geometric mean, the worst, and how much longer a step is than ours."""
+    """Print the geometric mean and the worst case of each planner, and its step beside ours."""
     print()
     for name, values in over.items():
         pairs = [(value, own) for value, own in zip(values, over["ours"], strict=True) if not math.isnan(value)]
         longer = [value / own for value, own in pairs]
         print(
             f"{name:<16} mean {mean([value for value, _ in pairs]):.3f}, worst {max(value for value, _ in pairs):.3f}; "
-            f"a step is {mean(longer) - 1:+.1%} longer than ours, {min(longer) - 1:+.1%} to {max(longer) - 1:+.1%}"
+            f"ours is {quote_speed(mean(longer))} ({quote_speed(min(longer))} to {quote_speed(max(longer))})"
         )
 
 

@@ -1,9 +1,9 @@
-"""Planning: how long the search for a plan takes, from a profile that is there.
+"""Planning: the time that the search for a plan takes, given a profile.
 
-A GPT of 96 blocks with a large vocabulary on 64 ranks, with made-up times a row of A100s; micro-batches of one, two
-and four rows measured. Printed: seconds of the processor for the whole search, for one cut of each kind, and what is
-found beside its baselines; the same for smaller shapes, and under limits of memory for which layers are recomputed or
-wait on the hosts. Nothing of torch is used.
+The model is a GPT of 96 blocks with a large vocabulary on 64 ranks, with synthetic times as on A100s and profiles of
+micro-batches with one, two and four rows. Printed are processor seconds of the whole search and of one cut of each
+kind, and the plan beside its baselines; then the same for smaller shapes, and under memory limits that make the search
+choose layers to recompute or offload. Nothing imports torch.
 """
 
 import argparse
@@ -22,19 +22,19 @@ from pipesched.planning.stage_partitioner import StagePartitioner
 from pipesched.planning.tuner import find_plan
 from pipesched.simulation.overheads import Machine
 from pipesched.simulation.profile import Profile
-from pipesched.units import quote_bytes, quote_time
+from pipesched.units import quote_bytes, quote_speed, quote_time
 
 WIDTH, TOKENS, VOCABULARY = 4096, 2048, 128_000
-FLOPS = 150e12  # what a device computes in a second
-FIXED_S = 50e-6  # of any layer, whatever the rows
-SHAPES = [(24, 4, 64), (48, 16, 128), (96, 64, 256)]  # blocks, ranks, rows a step
-LIMITS = [20 * 10**9, 12 * 10**9]  # bytes a rank, of the largest shape
+FLOPS = 150e12  # of a device
+FIXED_S = 50e-6  # of every layer, for any number of rows
+SHAPES = [(24, 4, 64), (48, 16, 128), (96, 64, 256)]  # blocks, ranks, rows of a batch
+LIMITS = [20 * 10**9, 12 * 10**9]  # bytes of a rank, for the largest shape
 HOST_BYTES_PER_S = 20e9
 CUTS = [("1f1b", 64, 1), ("interleaved-1f1b", 32, 2), ("zb-v", 32, 2)]
 
 
 def gpt(blocks: int, rows: int) -> "nx.DiGraph[str]":
-    """An embedding, blocks, a norm, and the head, as a measured graph."""
+    """An embedding, blocks, a norm and the head, as a measured graph."""
     graph: nx.DiGraph[str] = nx.DiGraph(parameters={})
     names = ["embed", *(f"blocks.{at}" for at in range(blocks)), "norm", "head"]
     for before, name in zip([None, *names], names, strict=False):
@@ -64,7 +64,7 @@ def gpt(blocks: int, rows: int) -> "nx.DiGraph[str]":
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of the processor, and what the work returned."""
+    """Run the work; returns its processor seconds and its result."""
     start = time.process_time()
     result = work()
     return time.process_time() - start, result
@@ -106,7 +106,7 @@ def main() -> None:
         print(
             f"{label:<52}{min(run[0] for run in runs):>8.2f}  {own.label}, {own.num_ranks} ranks, "
             f"{own.num_microbatches} micro-batches, {own.checkpoint}, {quote_time(own.step_s)}, "
-            f"bubble {own.bubble_ratio:.1%}; the better equal split takes {against:.2f} times as long",
+            f"bubble {own.bubble_ratio:.1%}; {quote_speed(against)} than the better equal split",
             flush=True,
         )
 

@@ -1,22 +1,23 @@
-"""What a saved profile says of a step, and what the step takes.
+"""Prediction: the step time predicted from a saved profile, beside the measured step time.
 
     python benchmarks/prediction.py [--file FILE] [--steps 21] [--only profile threads processes sleeping]
 
-"profile", in a process of its own, measures the layers of three models (a GPT, residual convolutions, a wide
-perceptron) and of one that sleeps, and what ranks take beside their stages' work, as threads and as processes; each
-model three times, in turn, and the time whose layers take the median counts. All of it goes to FILE, as JSON. The
-others, in processes of their own, read FILE, predict, and run: 24 cases of 2 ranks that really compute (3 models, 4
-schedules, 2 or 4 stages, 4 or 8 micro-batches), with a thread a rank and with a process a rank; and 8 and 16 ranks
-whose stages sleep. Nothing of a step that was run enters its prediction.
+"profile" measures, in a separate process, the layers of three models (a GPT, residual convolutions, a wide perceptron)
+and of one model that sleeps, and the overheads of ranks as threads and as processes. Each model is measured three
+times, in turn; the measurement with the median layer time counts. Everything is written to FILE as JSON.
 
-Cases run in turn, a third of their steps at a time. A step counts where the ranks' threads waited no more than 10 % of
-it for a core that other work had (as Linux tells it; not for sleeping ranks, which are more than the cores): those that
-do not are run again, and counted. Printed: the predicted makespan, the median of the measured ones on the ranks' common
-clock with fastest and slowest, the error, and what the error would be with the layers' times alone. Last the medians of
-the errors' sizes, and the worst.
+The other parts read FILE in separate processes, predict, and run: 24 cases of 2 ranks that compute (3 models, 4
+schedules, 2 or 4 stages, 4 or 8 micro-batches), with ranks as threads and as processes; and 8 and 16 ranks whose stages
+sleep. No measurement of a step enters its prediction.
 
-Unless told not to (--trim), all processes keep the memory that they have freed: page faults of memory that is given
-back and taken again are 2 to 15 % of a step here, more in one run of the same program than in another.
+Cases run in turn, a third of their steps at a time. A step counts if the ranks' threads waited at most 10 % of it for
+cores that other work used (from Linux's statistics; sleeping ranks are exempt, since they outnumber the cores). Other
+steps run again and are counted as "again". Printed are the predicted makespan; the median, fastest and slowest measured
+makespan on the common clock of the ranks; the error; and the error with layer times alone. The last lines are the
+median and the worst error.
+
+All processes keep freed memory, unless --trim is given: page faults of memory that is returned and taken again are 2 to
+15 % of a step here, and vary from run to run of the same program.
 """
 
 import argparse
@@ -52,7 +53,7 @@ TURNS = 3
 
 
 class Tokens(nn.Module):
-    """Tokens and their places as vectors."""
+    """Token embeddings plus position embeddings."""
 
     def __init__(self, vocabulary: int, width: int, length: int) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Tokens(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions around which the input goes."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ def convolutions() -> nn.Sequential:
 
 
 def perceptron() -> nn.Sequential:
-    """Wide products, and what lies between them."""
+    """Wide linear layers with activations between them."""
     return nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(768, 768), nn.GELU(), nn.LayerNorm(768))))
 
 
@@ -100,7 +101,7 @@ CHUNKS = {"interleaved-1f1b": 2, "zb-v": 2}
 
 
 class Case(NamedTuple):
-    """One configuration. Of a model that sleeps each stage is a layer."""
+    """One configuration. In the sleeping model each stage is one layer."""
 
     model: str
     schedule: str
@@ -110,17 +111,17 @@ class Case(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its profile's name."""
+        """The name of the case's profile."""
         return f"{self.model} on {self.ranks}"
 
     @property
     def program(self) -> Program:
-        """What runs."""
+        """The program that runs."""
         return schedules.get(self.schedule).program(self.ranks, self.microbatches)
 
     @property
     def parts(self) -> tuple[nn.Sequential, Tensor, Tensor]:
-        """The model, inputs and targets."""
+        """The model, its inputs and targets."""
         torch.manual_seed(0)
         if self.model == "sleeping":
             x, y = torch.randn(2, self.rows * self.microbatches, WIDTH)
@@ -131,7 +132,7 @@ class Case(NamedTuple):
             return model, x, torch.randn_like(model(x))
 
     def stages(self, profile: Profile) -> list[list[str]]:
-        """The layers of each stage: the cut that the profile gives."""
+        """The layers of each stage, partitioned by the profile."""
         if self.model == "sleeping":
             return [[str(stage)] for stage in range(self.program.num_stages)]
         return [list(names) for names in partition(profile.graph(self.rows), self.program.num_stages).stages]
@@ -150,17 +151,17 @@ SLEEPING = [
 ]
 
 
-# ---- before: what is saved -----------------------------------------------------------------------------------------
+# ---- profiles ------------------------------------------------------------------------------------------------------
 
 
 def probed(rank: int, ranks: int) -> Overheads:
-    """In each rank."""
+    """Measure the overheads in each rank."""
     wake_in_time()
     return pipesched.probe_overheads(mesh=init_device_mesh("cpu", (ranks,)))
 
 
 def write_profiles(path: Path, models: Sequence[str], processes: dict[int, Overheads]) -> None:
-    """The profiles of these models, with the machine's overheads for so many ranks."""
+    """Write the profiles of these models, with the machine's overheads for these numbers of ranks."""
     torch.set_num_threads(1)
     wake_in_time()
     machines = {}
@@ -184,27 +185,27 @@ def write_profiles(path: Path, models: Sequence[str], processes: dict[int, Overh
 
 
 def layers_s(profile: Profile, rows: int) -> float:
-    """What all layers take."""
+    """The time of all layers together."""
     costs = profile.costs([list(profile.layers)], rows)
     return costs.forward_s[0] + costs.backward_s[0]
 
 
 def costs_of(case: Case, profiles: dict[str, Profile], ranks_are: RanksAre) -> Costs:
-    """What its stages cost by what was saved."""
+    """The costs of the stages of a case, from the saved profiles."""
     profile = profiles[case.key]
     if case.model != "sleeping":
         return profile.costs(case.stages(profile), case.rows, ranks_are=ranks_are)
     costs = profile.costs([[name] for name in profile.layers], case.rows, ranks_are=ranks_are)
-    alike = [0, *[1] * (case.program.num_stages - 2), -1]  # inner layers are: one stands for each
+    alike = [0, *[1] * (case.program.num_stages - 2), -1]  # all inner layers are equal: use the costs of one
     names = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s", "waiting_s", "output_bytes")
     return Costs(**{name: [getattr(costs, name)[at] for at in alike] for name in names}, overheads=costs.overheads)
 
 
-# ---- after: what is measured ---------------------------------------------------------------------------------------
+# ---- measured steps ------------------------------------------------------------------------------------------------
 
 
 class Running:
-    """A pipeline of one case."""
+    """An open pipeline of one case."""
 
     def __init__(self, case: Case, profiles: dict[str, Profile], ranks_are: RanksAre) -> None:
         model, self.x, self.y = case.parts
@@ -224,7 +225,7 @@ class Running:
         self.sleeps = case.model == "sleeping"
 
     def step(self) -> tuple[Any, float]:
-        """The step's trace, and which part of it threads waited for cores."""
+        """Run a step; returns its trace, and the share of the step in which threads waited for cores."""
         self.pipe.model.zero_grad()
         before_s = waited_s()
         self.pipe.step(self.x, target=self.y)
@@ -236,15 +237,16 @@ class Running:
 
 
 class Measured(NamedTuple):
-    """Steps that count, in seconds, and how many did not."""
+    """The makespans of the steps that count, in seconds, and the number of steps that do not."""
 
     makespans_s: list[float]
     disturbed: int
 
 
 def run_all(rank: int, cases: Sequence[Case], path: Path, ranks_are: RanksAre, steps: int) -> list[Measured]:
-    """In each rank: all cases, in turns of some steps each; one pipeline at a time, since each one's process groups
-    have threads that wake up all the time.
+    """Run all cases in each rank, some steps of each in turn.
+
+    Only one pipeline is open at a time, because the threads of a pipeline's process groups wake up all the time.
     """
     torch.set_num_threads(1)
     wake_in_time()
@@ -259,7 +261,7 @@ def run_all(rank: int, cases: Sequence[Case], path: Path, ranks_are: RanksAre, s
 
 
 def taken(one: Running, before: Measured, steps: int) -> Measured:
-    """With more steps that count, until there are so many, or twice as many as are wanted have been run."""
+    """Run until ``steps`` steps count, repeating disturbed ones; at most twice as many steps run."""
     for _ in range(2):
         one.step()
     makespans_s, disturbed = list(before.makespans_s), before.disturbed
@@ -275,12 +277,12 @@ def taken(one: Running, before: Measured, steps: int) -> Measured:
 
 
 def read_profiles(path: Path) -> dict[str, Profile]:
-    """What was saved."""
+    """Read the saved profiles."""
     return {name: Profile.from_dict(values) for name, values in json.loads(path.read_text()).items()}
 
 
 def show(cases: Sequence[Case], path: Path, ranks_are: RanksAre, steps: int) -> list[float]:
-    """Run and print a row for each case; the errors' sizes."""
+    """Run each case and print a row; returns the absolute errors."""
     runs: list[Measured] = []
     if ranks_are == "threads":
         runs = elsewhere(run_all, 0, cases, path, ranks_are, steps)
@@ -302,18 +304,18 @@ def show(cases: Sequence[Case], path: Path, ranks_are: RanksAre, steps: int) -> 
 
 
 def main() -> None:
-    """Print one line a case."""
+    """Print one line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", type=Path, default=Path("profiles.json"))
     parser.add_argument("--steps", type=int, default=21)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), help="that compute")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16], help="that sleep")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help="models that compute")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16], help="numbers of ranks that sleep")
     parts = ["profile", "threads", "processes", "sleeping"]
     parser.add_argument("--only", nargs="+", default=parts, choices=parts)
-    parser.add_argument("--trim", action="store_true", help="freed memory as it comes")
+    parser.add_argument("--trim", action="store_true", help="let processes return freed memory to the system")
     args = parser.parse_args()
     if not args.trim:
-        keep_freed_memory()  # all that is measured runs in processes that are made from here
+        keep_freed_memory()  # measurements run in processes that are started below
     print(machine())
     if "profile" in args.only:
         overheads = {ranks: in_ranks(ranks, probed, ranks)[0] for ranks in (RANKS, *args.ranks)}

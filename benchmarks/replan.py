@@ -1,12 +1,12 @@
-"""Replanning: a model whose last blocks grow while it trains. Step time under the old plan and under the better one.
+"""Replan: step times under the old and the new plan of a model whose last blocks become slower during training.
 
     python benchmarks/replan.py [--pairs 25] [--steps 6] [--compute]
 
-Four ranks train 16 equal blocks that sleep, as if each rank had a device of its own; with --compute two ranks train ten
-blocks of matrix products, by 1F1B. Then the last two blocks take three times as long. ``pipe.replan()`` is asked before
-that and after, until it keeps its plan; with measure=True it measures layers anew first. Then the first and the last
-plan are run in turn, A B A B, some steps of each, which ``pipe.replan(plan)`` changes; so each change is timed, too. A
-run that never changes plans ends with the same weights.
+Four ranks train 16 equal blocks that sleep, as if each rank had its own device; with --compute two ranks train ten
+blocks of matrix products. Then the last two blocks take three times as long. ``pipe.replan()`` is
+called before and after that, until it keeps the plan; with measure=True it measures the layers again first. Then the
+first and the last plan run in turn, some steps each (A B A B), switched by ``pipe.replan(plan)``, which is timed as
+well. At the end the weights are compared with those of a run that never changed its plan.
 """
 
 import argparse
@@ -30,7 +30,7 @@ MICROBATCHES = 8
 
 
 class Block(nn.Module):
-    """A part of a model that takes longer with its depth."""
+    """A block whose work grows with its depth."""
 
     def __init__(self, width: int, sleep_s: float) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Training:
-    """The model cut into equal parts, with momentum, and the same batch in each step."""
+    """A pipeline with momentum SGD over equal parts of the model, and one batch for every step."""
 
     def __init__(self, compute: bool) -> None:
         torch.manual_seed(0)
@@ -62,7 +62,7 @@ class Training:
         )
 
     def train(self, steps: int) -> list[float]:
-        """The seconds of each step."""
+        """Run steps and return the seconds of each."""
         seconds = []
         for _ in range(steps):
             begin = time.perf_counter()
@@ -72,12 +72,12 @@ class Training:
         return seconds
 
     def grow(self) -> None:
-        """The last two blocks."""
+        """Make the last two blocks three times as slow."""
         for block in self.blocks[-2:]:
             block.depth = 3.0
 
     def ask(self, steps: int, measure: bool) -> None:
-        """Until the plan is kept."""
+        """Train and call replan until it keeps the plan."""
         for _ in range(4):
             self.train(steps)
             done = self.pipe.replan(measure=measure)
@@ -87,14 +87,14 @@ class Training:
 
 
 def compare(pairs: int, steps: int, *, measure: bool, compute: bool) -> None:
-    """The whole story, with one way to ask."""
+    """Run and print the whole comparison for one way to call replan."""
     run = Training(compute)
     pipe = run.pipe
-    print("  equal blocks, as many on each rank:")
+    print("  equal blocks, the same number on each rank:")
     run.ask(steps, measure)
     old, grown_at = pipe.plan, run.steps
     run.grow()
-    print("  the last two take three times as long:")
+    print("  the last two blocks take three times as long:")
     run.ask(steps, measure)
     new, predicted_s = pipe.plan, pipe.predicted.makespan_s
     took, firsts, befores, afters = [], [], [], []
@@ -110,22 +110,22 @@ def compare(pairs: int, steps: int, *, measure: bool, compute: bool) -> None:
     print(f"  blocks {cuts[0]}: {found.first * 1e3:.2f} ms a step; {cuts[1]}: {found.second * 1e3:.2f} ms", end="")
     print(f" (predicted {predicted_s * 1e3:.2f} ms); before / after {found}")
     print(
-        f"  a change of plans takes {median(took) * 1e3:.1f} ms; the first step after it {median(firsts) * 1e3:+.1f} ms"
+        f"  switching plans takes {median(took) * 1e3:.1f} ms; the first step after it {median(firsts) * 1e3:+.1f} ms"
     )
     other = Training(compute)
     for block in other.blocks:
-        block.sleep_s *= 1e-6  # it tells numbers, not times
+        block.sleep_s *= 1e-6  # this run compares weights, not times
     other.train(grown_at)
     other.grow()
     other.train(run.steps - grown_at)
     other.pipe.close()
     pairs_of = zip(run.blocks.parameters(), other.blocks.parameters(), strict=True)
     equal = all(torch.equal(one, another) for one, another in pairs_of)
-    print(f"  weights after {run.steps} steps are those of a run without a change, to the bit: {equal}")
+    print(f"  weights after {run.steps} steps bit-identical to a run without a change of plan: {equal}")
 
 
 def main() -> None:
-    """Both ways to ask."""
+    """Run both ways to call replan."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--steps", type=int, default=6)
@@ -133,7 +133,7 @@ def main() -> None:
     choices = parser.parse_args()
     print(machine())
     for measure in (False, True):
-        print("layers as stages tell of them" if not measure else "layers measured anew each time it is asked")
+        print("replan(): layer times from the steps" if not measure else "replan(measure=True): layers measured again")
         compare(choices.pairs, choices.steps, measure=measure, compute=choices.compute)
 
 

@@ -1,10 +1,10 @@
-"""Weak scaling: a stage of equal length for every rank and chunk, 2 micro-batches a rank; simulated, and measured.
+"""Scaling: weak scaling with equal stages and 2 micro-batches for each rank, simulated and measured.
 
     python benchmarks/scaling.py [--ranks 2 4 8 16 64 256 1024] [--measured 2 4 8 16] [--steps 9] [--picture FILE]
 
-F, I and W take 10 ms each on every stage. Simulated: makespan, the share of it in which ranks idle (bubble), and the
-efficiency, the time that a rank's actions take over the makespan. Measured: bare sleeping stages, a process a rank (see
-sleeping.py): the median makespan, its efficiency, and measured / simulated. --picture draws the efficiencies.
+F, I and W take 10 ms each on every stage. Simulated: the makespan, the bubble, and the efficiency, which is the time of
+a rank's actions over the makespan. Measured, with bare sleeping stages and a process for each rank (see sleeping.py):
+the median makespan, its efficiency, and measured / simulated. --picture draws the efficiencies.
 """
 
 import argparse
@@ -20,13 +20,13 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 
 class Row(NamedTuple):
-    """One schedule on so many ranks."""
+    """The results of one schedule on one number of ranks."""
 
     schedule: str
     num_ranks: int
     makespan_s: float
     bubble: float
-    work_s: float  # a rank's actions
+    work_s: float  # the time of a rank's actions
     measured_s: float | None
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 def simulated(name: str, num_ranks: int, measured_s: float | None) -> Row:
-    """One row."""
+    """Simulate one row."""
     program = schedules.get(name).program(num_ranks, 2 * num_ranks)
     trace = simulate(program, Costs.uniform(program.num_stages, **lengths()))
     work_s = 3 * SECONDS * program.num_microbatches * program.num_stages / num_ranks
@@ -48,7 +48,7 @@ def simulated(name: str, num_ranks: int, measured_s: float | None) -> Row:
 
 
 def draw(rows: list[Row], path: str) -> None:
-    """Efficiency over ranks, a line a schedule; what was measured as points."""
+    """Draw the efficiency over the number of ranks: a line for each schedule, points for measured values."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(8, 4.5), layout="constrained")).add_subplot()

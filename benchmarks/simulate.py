@@ -1,9 +1,10 @@
-"""Simulate: programs of up to 1,024 ranks built, validated, lowered and simulated; beside torch's own constructor.
+"""Simulate: building, validating, lowering and simulating programs of up to 1,024 ranks, beside torch's constructor.
 
-Ours: each shape in a fresh process: seconds of each step, compute and lowered actions, actions a second, peak memory.
-The peer: ``torch.distributed.pipelining`` builds the same schedule (its constructor also adds the communication, for
-all ranks) and runs its ``_simulate_comms_compute``, after the actions that it does not know (UNSHARD, RESHARD,
-REDUCE_GRAD) are taken out. Both in turn, ours first, each in a fresh process with a time limit; what fails is printed.
+Ours: each shape runs in a fresh process. Printed are seconds of each part, compute and lowered actions, actions per
+second, and peak memory. Torch: ``torch.distributed.pipelining`` builds the same schedule (its constructor also adds the
+communication of all ranks) and runs its ``_simulate_comms_compute``, after the actions that this function does not
+support (UNSHARD, RESHARD, REDUCE_GRAD) are removed. Both run in turn, ours first, each in a fresh process with a time
+limit. Failures are printed.
 """
 
 import argparse
@@ -18,12 +19,12 @@ from typing import Any
 
 from measure import machine
 
-SHAPES = [  # name, ranks, micro-batches, chunks a rank, lowered too
+SHAPES = [  # name, ranks, micro-batches, chunks on each rank, whether to lower
     ("1f1b", 64, 512, 1, True),
     ("interleaved-1f1b", 256, 1024, 2, True),
     ("1f1b", 1024, 4096, 1, False),
 ]
-PEER_SHAPES = [  # name, ranks, micro-batches, chunks a rank, pairs of runs
+PEER_SHAPES = [  # name, ranks, micro-batches, chunks on each rank, pairs of runs
     ("interleaved-1f1b", 8, 64, 2, 5),
     ("interleaved-1f1b", 32, 128, 2, 3),
     ("interleaved-1f1b", 64, 256, 2, 1),
@@ -35,7 +36,7 @@ UNKNOWN = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what the work returned."""
+    """Run the work; returns its seconds and its result."""
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
@@ -63,7 +64,7 @@ def ours(name: str, ranks: int, microbatches: int, chunks: int, lowered: bool) -
 
 
 def peer(name: str, ranks: int, microbatches: int, chunks: int) -> dict[str, Any]:
-    """Torch's constructor and its simulation, with the stand-in for a stage that its own plot tool uses."""
+    """Run torch's constructor and simulation, with the stage stand-in of torch's own plot tool."""
     from unittest import mock
 
     from torch.distributed.pipelining import PipelineStage
@@ -79,7 +80,7 @@ def peer(name: str, ranks: int, microbatches: int, chunks: int) -> dict[str, Any
         rank: [a for a in actions if a is not None and a.computation_type.name not in UNKNOWN]
         for rank, actions in order.items()
     }
-    print(json.dumps({"steps": steps}), flush=True)  # if what follows fails or takes too long, this is the result
+    print(json.dumps({"steps": steps}), flush=True)  # the result if the simulation below fails or takes too long
     steps["simulate"], _ = timed(lambda: _simulate_comms_compute(known, lambda s: s % ranks, ranks * chunks))
     return {"steps": steps, "all actions": sum(map(len, known.values()))}
 
@@ -113,7 +114,7 @@ STEPS = ("build", "validate", "lower", "simulate")
 
 
 def medians(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run whose total is the median."""
+    """The run with the median total."""
     totals = [sum(result["steps"].values()) for result in results]
     middle = sorted(totals)[len(totals) // 2]
     chosen = results[totals.index(middle)]
@@ -123,8 +124,8 @@ def medians(results: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer-limit", type=float, default=240, help="seconds until a run of it is stopped")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each of our shapes")
+    parser.add_argument("--peer-limit", type=float, default=240, help="time limit for a run of torch, in seconds")
+    parser.add_argument("--repeats", type=int, default=3, help="number of runs of each of our shapes")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
@@ -150,8 +151,8 @@ def main() -> None:
         for side, results in zip(("pipesched", "torch"), zip(*pairs, strict=True), strict=True):
             print(row(f"{label} {side}", medians(list(results))), flush=True)
         ratios = [sum(b["steps"].values()) / sum(a["steps"].values()) for a, b in pairs]
-        if all("all actions" in b for _, b in pairs):  # else it failed, as its row says
-            print(f"{'':<38}torch takes {median(ratios):.1f} times as long ({min(ratios):.1f} to {max(ratios):.1f})")
+        if all("all actions" in b for _, b in pairs):  # else a run failed, as its row shows
+            print(f"{'':<38}ours is {median(ratios):.1f}x faster ({min(ratios):.1f}x to {max(ratios):.1f}x)")
 
 
 if __name__ == "__main__":

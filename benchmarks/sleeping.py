@@ -1,18 +1,22 @@
-"""Stages that sleep, as a processor waits for an accelerator: the measured makespan over the simulated one.
+"""Sleeping: measured over simulated makespan with stages that sleep, as a processor waits for an accelerator.
 
     python benchmarks/sleeping.py [--ranks 8 16] [--kinds floor ...] [--schedules 1f1b ...] [--steps 15] [--torch]
 
-One process a rank, gloo. A stage's forward ends 10 ms after it began, its input gradient and its weight gradient too
-(a whole backward: 20 ms), and meanwhile the processor is free. "layers" are modules with a small product, through the
-whole of Pipeline(mesh=...); "bare" stages do nothing but sleep and hand on a tensor of the same size, so that what is
-measured is the executor: order, interpreter, messages. "floor" is what the machine takes by itself: processes that go
-through the same orders with a sleep for an action and a socket for a message, and do nothing else. The simulation takes
-the lengths asked for, and nothing for messages.
+Each rank is a process; messages use gloo. The forward, the input gradient and the weight gradient of a stage end 10 ms
+after they began (a whole backward: 20 ms); meanwhile the processor is free. There are three kinds of cases:
 
-Printed: the median of measured / simulated over the steps with a 95 % bootstrap interval; by how much an action begins
-later than it could, after its rank's action before it and where it waits for a message (medians, in us); and how long
-the busiest rank's processor works for an action, all its threads. With many ranks on few cores it is this work, of
-ranks that wake at the same moment, that makes a step longer.
+- "layers": modules with a small product, run by Pipeline(mesh=...).
+- "bare": stages that only sleep and pass on a tensor of the same size, which measures the executor alone: order,
+  interpreter and messages.
+- "floor": processes that follow the same orders with a sleep for each action and a socket for each message, and nothing
+  else, which measures the machine alone.
+
+The simulation uses the nominal times, and no time for messages.
+
+Printed are the median of measured / simulated over the steps with a 95 % bootstrap interval; the median delay of an
+action after the previous action of its rank, and after the message that it waits for, in us; and the processor time of
+the busiest rank for each action, over all its threads. With many ranks on few cores, this work makes steps longer,
+because ranks wake up at the same moment.
 """
 
 import argparse
@@ -40,28 +44,28 @@ from pipesched.simulation.trace import Span
 from pipesched.tensors.payload import Payload, PerConsumer
 
 SECONDS = 0.010  # F, I and W
-ROWS, WIDTH = 16, 256  # of a micro-batch: the smallest product whose weight gradient is left to W
+ROWS, WIDTH = 16, 256  # of a micro-batch: the smallest product whose weight gradient is deferred to W
 
 
 class Clock:
-    """When the action under way began; a wait ends at a deadline, however long the processor had work before."""
+    """Times the current action: a wait ends at a deadline, regardless of the work before it."""
 
     def __init__(self) -> None:
         self.began_s = 0.0
         self.in_backward = False
 
     def begin(self) -> None:
-        """An action begins."""
+        """Start an action."""
         self.began_s = time.perf_counter()
 
     def wait(self, parts: int = 1) -> None:
-        """Until the action, or this part of it, has taken its time. What follows in it begins then."""
+        """Wait until the action, or ``parts`` parts of it, has taken its time. The next part starts then."""
         self.began_s += parts * SECONDS
         time.sleep(max(0.0, self.began_s - time.perf_counter()))
 
 
 class Edge(torch.autograd.Function):
-    """The begin of a layer, or its end; backward it is the other one."""
+    """Marks the begin or the end of a layer; in the backward the two are exchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, entering: bool) -> Tensor:
@@ -70,7 +74,7 @@ class Edge(torch.autograd.Function):
             clock.begin()
         else:
             clock.wait()
-        return x.clone()  # not a view: torch's split backward takes none as a stage's output
+        return x.clone()  # not a view, which torch's split backward refuses as a stage's output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -84,7 +88,7 @@ class Edge(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """A layer that takes its time: in F, in I, and where its weight gradient comes, in W."""
+    """A layer that takes 10 ms in F, in I, and in W, when its weight gradient arrives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,19 +97,19 @@ class Sleeping(nn.Module):
         self.weight.register_hook(self._arrived)
 
     def _arrived(self, grad: Tensor) -> Tensor:
-        if not self.clock.in_backward:  # a W by itself, not a part of B
+        if not self.clock.in_backward:  # a separate W, not part of a B
             self.clock.begin()
         self.clock.wait()
         return grad
 
     def forward(self, x: Tensor) -> Tensor:
-        # The first stage's input needs no gradient; its I takes the asked length all the same.
+        # The first stage's input needs no gradient, but its I takes the same time.
         x = Edge.apply(x if x.requires_grad else x.detach().requires_grad_(), self.clock, True)
         return Edge.apply(functional.linear(x, self.weight), self.clock, False)
 
 
 class Bare:
-    """A stage that does nothing but take its time; it gives a tensor of the layer's size, ready made."""
+    """A stage that only sleeps; its output is a ready-made tensor with the size of the layer."""
 
     def __init__(self, index: int) -> None:
         tensor = torch.zeros(ROWS, WIDTH, requires_grad=True)
@@ -132,14 +136,14 @@ class Bare:
         self._sleep(1)
 
     def recompute(self, microbatch: int, *, split: bool) -> None:
-        """There is none."""
+        """Do nothing: there is no checkpointing."""
 
     def update(self, number: int) -> None:
-        """There is none."""
+        """Do nothing: there is no optimizer."""
 
 
 class WholePipeline:
-    """Layers that sleep, through Pipeline."""
+    """Sleeping layers, run by Pipeline."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
         m = 2 * num_ranks
@@ -159,7 +163,7 @@ class WholePipeline:
         self.pipe.step(self.x, target=self.y)
 
     def trace(self) -> Trace:
-        """The last step's."""
+        """The trace of the last step."""
         return self.pipe.gather_trace()
 
     def close(self) -> None:
@@ -169,7 +173,7 @@ class WholePipeline:
 def beside_torch(
     rank: int, names: list[str], num_ranks: int, pairs: int
 ) -> list[tuple[list[float], list[float], bool]]:
-    """In each rank: for each schedule seconds of our steps and of torch's, in turn, and whether gradients agree."""
+    """Run in each rank: the seconds of our and torch's steps, in turn, and whether gradients agree, by schedule."""
     wake_in_time()
     found = []
     for name in names:
@@ -189,7 +193,7 @@ def beside_torch(
 
 
 def show_beside_torch(names: list[str], num_ranks: int, pairs: int) -> None:
-    """A row for each schedule: wall times of a step on the slowest rank."""
+    """Print a row for each schedule: wall times of a step on the slowest rank."""
     for name, *results in zip(names, *in_ranks(num_ranks, beside_torch, names, num_ranks, pairs), strict=True):
         (ours, theirs, _), simulated = results[0], predicted(name, num_ranks)
         times = "".join(f"{median(each) / simulated:14.3f}" for each in (ours, theirs))
@@ -198,7 +202,7 @@ def show_beside_torch(names: list[str], num_ranks: int, pairs: int) -> None:
 
 
 class BareStages:
-    """Bare stages, through the distributed executor alone."""
+    """Bare stages, run by the process executor alone."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = schedules.get(name).program(num_ranks, 2 * num_ranks)
@@ -210,7 +214,7 @@ class BareStages:
         self.timeline = self.executor.run(self.run_spec, grad=True)
 
     def trace(self) -> Trace:
-        """The last step's."""
+        """The trace of the last step."""
         return Trace(self.executor.gather(self.timeline), self.executor.num_ranks)
 
     def close(self) -> None:
@@ -218,7 +222,7 @@ class BareStages:
 
 
 class Floor:
-    """A sleep for an action, a socket for a message; the executor brings the spans together, and does nothing else."""
+    """A sleep for each action and a socket for each message; the executor only collects the spans."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.program = lower(schedules.get(name).program(num_ranks, 2 * num_ranks))
@@ -242,7 +246,7 @@ class Floor:
         self.times = [(time.perf_counter(), call(), time.perf_counter())[::2] for call in self.calls]
 
     def trace(self) -> Trace:
-        """The last step's. Processes of one machine have one clock."""
+        """The trace of the last step. The processes of one machine share a clock."""
         order = self.program.orders[self.rank]
         own = [Span(action, self.rank, *times, action.lane) for action, times in zip(order, self.times, strict=True)]
         return Trace(tuple(span for spans in self.executor.exchange(own) for span in spans), self.executor.num_ranks)
@@ -256,7 +260,7 @@ KINDS = {"floor": Floor, "bare": BareStages, "layers": WholePipeline}
 
 
 class Figures(NamedTuple):
-    """Each step's makespan; what one step lost between actions; the processor's seconds for an action of this rank."""
+    """The makespans of the steps, one step's lost time between actions, and processor seconds for each action."""
 
     makespans_s: list[float]
     lost: Delays
@@ -264,7 +268,7 @@ class Figures(NamedTuple):
 
 
 def measured(rank: int, kind: str, name: str, num_ranks: int, steps: int) -> Figures:
-    """One case, in each rank."""
+    """Measure one case in each rank."""
     run = KINDS[kind](name, num_ranks)
     run.step()
     makespans, work_s = [], 0.0
@@ -280,13 +284,13 @@ def measured(rank: int, kind: str, name: str, num_ranks: int, steps: int) -> Fig
 
 
 def all_measured(rank: int, cases: list[tuple[str, str]], num_ranks: int, steps: int) -> list[Figures]:
-    """All cases, each (kind, schedule), in each rank."""
+    """Measure all (kind, schedule) cases in each rank."""
     wake_in_time()
     return [measured(rank, *case, num_ranks, steps) for case in cases]
 
 
 def show(num_ranks: int, cases: list[tuple[str, str]], steps: int) -> None:
-    """Measure on so many ranks and print a row for each case."""
+    """Measure with this number of ranks and print a row for each case."""
     for (kind, name), *results in zip(cases, *in_ranks(num_ranks, all_measured, cases, num_ranks, steps), strict=True):
         makespans, simulated = results[0].makespans_s, predicted(name, num_ranks)
         found = ratio(makespans, [simulated] * len(makespans))
@@ -297,13 +301,13 @@ def show(num_ranks: int, cases: list[tuple[str, str]], steps: int) -> None:
 
 
 def wake_in_time() -> None:
-    """Linux ends sleeps up to 50 us late, to save power, unless a thread asks otherwise."""
+    """Turn off timer slack: Linux ends sleeps up to 50 us late to save power."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, in ns
 
 
 def lengths() -> dict[str, float]:
-    """What Costs.uniform takes."""
+    """The action times, as arguments of Costs.uniform."""
     return dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s"), SECONDS)
 
 
@@ -314,16 +318,16 @@ def predicted(name: str, num_ranks: int) -> float:
 
 
 def main() -> None:
-    """Print one line a case."""
+    """Print one line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved-1f1b", "zb-v"])
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--torch", action="store_true", help="beside torch.distributed.pipelining on the same layers")
+    parser.add_argument("--torch", action="store_true", help="compare with torch.distributed.pipelining")
     args = parser.parse_args()
     print(machine())
-    print(f"{SECONDS * 1e3:g} ms for F, I and W; 2 micro-batches a rank")
+    print(f"{SECONDS * 1e3:g} ms for F, I and W; 2 micro-batches for each rank")
     if args.torch:
         print(f"{'a step, wall time':26}{'ours / torch':>26}{'ours / sim.':>14}{'torch / sim.':>14}  equal")
         for num_ranks in args.ranks:

@@ -1,11 +1,11 @@
-"""What it costs to keep when every action started and ended: the measured cost of a span, and its share of a step.
+"""Spans: the measured cost of recording the start and the end of an action, and its share of a step.
 
     python benchmarks/spans.py [--steps 15]
 
-"a span" is what the interpreter's loop does for it: two stamps and where they are kept, beside an empty loop; on a GPU
-two events of a stream. Its share is all spans of all ranks, those of sends and receives too, times that, over the time
-of the step; 1 % is what is allowed. "read" is what it takes to make the last step's trace of the stamps, which is paid
-by who asks for it.
+"a span" is the work of the interpreter's loop for one record: two time stamps and storing them, beside an empty loop;
+on a GPU, two events of a stream. The share is this cost times all spans of all ranks, including sends and receives,
+over the time of the step; the limit is 1 %. "read" is the time to build the last step's trace from the stamps,
+which is spent when the trace is read.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _ALLOWED = 0.01
 
 
 def span_s(device: torch.device) -> float:
-    """Seconds for the stamps of one span, the median of nine loops."""
+    """The seconds for the stamps of one span: the median of nine loops."""
     streams = streams_for(device)
     loops = _LOOPS if device.type == "cpu" else _LOOPS // 100
     order = list(range(loops))
@@ -50,11 +50,11 @@ def _empty(order: list[int]) -> float:
 
 
 def blocks(width: int, count: int) -> nn.Module:
-    """Feed-forward blocks, all alike."""
+    """Equal feed-forward blocks."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)))
 
 
-#: Name, width, layers, rows a micro-batch, micro-batches, ranks, schedule: from no work at all to a little.
+#: Name, width, layers, rows of a micro-batch, micro-batches, ranks, schedule: from no work to a little.
 CASES = [
     ("8 layers of width 8", 8, 8, 1, 32, 2, "1f1b"),
     ("8 layers of width 64", 64, 8, 16, 32, 2, "zb-h1"),
@@ -64,7 +64,7 @@ CASES = [
 
 
 def main() -> None:
-    """Print the cost of a span, and one line a case."""
+    """Print the cost of a span, and one line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=15)
     steps = parser.parse_args().steps

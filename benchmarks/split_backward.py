@@ -1,9 +1,9 @@
-"""What splitting the backward costs: time of I + W over the full backward B, on one stage, with equal gradients.
+"""Split backward: the time of I + W over that of a full backward B, on one stage, with equal gradients.
 
     python benchmarks/split_backward.py [--pairs 40]
 
-Every pair runs one micro-batch whole and one split, in turn. "with F" compares F + I + W with F + B; a checkpointed
-row compares R + I + W with R + B. Gradients of both are compared bit by bit first.
+Each pair runs one micro-batch with a full backward and one with a split backward, in turn. "with F" compares F + I + W
+with F + B; rows with checkpointing compare R + I + W with R + B. First the gradients of both are compared bit by bit.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pipesched.tensors.payload import Payload
 
 
 class Block(nn.Module):
-    """A transformer block: causal attention and a feed-forward net, before each a norm."""
+    """A transformer block: causal attention and a feed-forward network, each after a norm."""
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """torch's own multi-head attention, whose products lie inside one function."""
+    """torch's own multi-head attention, whose products are inside one function."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
 
 class Twice(nn.Module):
-    """One weight used by two products."""
+    """One weight that two products use."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Twice(nn.Module):
 
 
 def hooked(width: int) -> nn.Module:
-    """A linear layer whose hooks all fire."""
+    """A linear layer on which all kinds of hooks are registered."""
     layer = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     for parameter in layer.parameters():
         parameter.register_hook(lambda grad: grad * 0.5)
@@ -109,7 +109,7 @@ def hooked(width: int) -> nn.Module:
 
 
 def stack(width: int, depth: int) -> nn.Module:
-    """Transformer blocks in a row."""
+    """A sequence of transformer blocks."""
     return nn.Sequential(*(Block(width) for _ in range(depth)))
 
 
@@ -141,7 +141,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], bool]] = {
 
 
 class Bench:
-    """One stage, run whole and split."""
+    """One stage that runs with a full and with a split backward."""
 
     def __init__(self, build: Callable[[], nn.Module], sample: Callable[[], Tensor], checkpointed: bool) -> None:
         torch.manual_seed(0)
@@ -153,7 +153,7 @@ class Bench:
         self.stage.begin(StepData(0, 0, []))
 
     def run(self, split: bool) -> tuple[float, float]:
-        """(time of F, time of the rest)."""
+        """Run a micro-batch; returns the time of F, and that of the backward."""
         stage = self.stage
         start = time.perf_counter()
         output = stage.forward(0, self.given, split=split, checkpointed=self.checkpointed)
@@ -176,7 +176,7 @@ class Bench:
         return [parameter.grad for parameter in self.module.parameters()]
 
     def ratios(self, pairs: int) -> tuple[Ratio, Ratio]:
-        """(backward alone, with F)."""
+        """The ratio of split to full: of the backward alone, and with F."""
         split, whole = [], []
         for _ in range(pairs):
             split.append(self.run(split=True))
@@ -188,7 +188,7 @@ class Bench:
 
 
 def main() -> None:
-    """Print one line a case."""
+    """Print one line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=40)
     pairs = parser.parse_args().pairs
@@ -197,14 +197,14 @@ def main() -> None:
     print(f"{'case':45}{'(I+W)/B':>25}{'with F':>25}{'B ms':>9}  equal bits")
     for name, case in CASES.items():
         bench = Bench(*case)
-        bench.run(split=True)  # the first forward is learnt from
+        bench.run(split=True)  # warm-up: the first micro-batch decides which weights are deferred
         equal = all(torch.equal(a, b) for a, b in zip(bench.grads(True), bench.grads(False), strict=True))
         backward, whole = bench.ratios(pairs if backward_ms(bench) > 5 else 5 * pairs)
         print(f"{name:45}{backward!s:>25}{whole!s:>25}{backward.second * 1e3:9.2f}  {equal}", flush=True)
 
 
 def backward_ms(bench: Bench) -> float:
-    """How long one backward takes."""
+    """The time of one backward in ms."""
     return bench.run(split=False)[1] * 1e3
 
 

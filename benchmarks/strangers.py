@@ -1,10 +1,10 @@
-"""Strangers: who else connects to the ranks of a job that is being made and runs, and whether the job goes on.
+"""Strangers: connections from other programs to the ranks of a job, and whether the job survives them.
 
     python benchmarks/strangers.py [--only flood drip] [--ranks 3] [--steps 5] [--timeout 6]
 
-Each kind of stranger meets a job of its own: a pipeline over spawned ranks, made while the strangers are connected,
-then steps of other batch sizes, an evaluation and the collected weights. Every loss must be the loop's, to the bit. The
-exit code is the number of jobs that died.
+Each kind of stranger attacks one job: a pipeline over spawned ranks, built while the strangers are connected, then
+steps with different batch sizes, an evaluation and the collected weights. Every loss must be bit-identical to that of
+the plain loop. The exit code is the number of failed jobs.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from pipesched.runtime.transport import sockets
 from pipesched.runtime.transport.sockets import SocketPort
 from pipesched.testing import reference_step
 
-PATIENCE_S = 20.0  # for strangers to come, and for ranks to answer
+PATIENCE_S = 20.0  # for strangers to connect
 GREETING_BYTES = 32
 NOBODY = 65534
 
@@ -46,7 +46,7 @@ Say = Callable[[int], bytes]
 
 
 def dial(address: Address, *, receive_bytes: int = 0) -> socket.socket | None:
-    """A connection with a rank; None where its backlog is full, or it is gone."""
+    """Connect to a rank; returns None if its backlog is full or it is gone."""
     connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     if receive_bytes:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
@@ -61,7 +61,7 @@ def dial(address: Address, *, receive_bytes: int = 0) -> socket.socket | None:
 def holding(
     addresses: list[Address], say: Say = lambda _: b"", *, many: int = 100, receive_bytes: int = 0
 ) -> Iterator[int]:
-    """Connect to each address so often, say something, and hold on; whoever is turned away comes again."""
+    """Open ``many`` connections to each address, send something, keep them open. Refused connections are retried."""
     held: list[socket.socket] = []
     for number in count():
         if number < many * len(addresses):
@@ -76,7 +76,7 @@ def holding(
 
 
 def passing(addresses: list[Address], say: Say, *, hold: int = 0, reset: bool = False) -> Iterator[int]:
-    """Connect, say something and leave, without end; the last ``hold`` connections stay. reset: leave rudely."""
+    """Connect, send and disconnect in a loop; the last ``hold`` stay open. reset: close with a TCP reset."""
     held: list[socket.socket] = []
     for number in count():
         saying = say(number)
@@ -94,7 +94,7 @@ def passing(addresses: list[Address], say: Say, *, hold: int = 0, reset: bool = 
 
 
 def dripping(addresses: list[Address]) -> Iterator[int]:
-    """A byte of a greeting at a time, on several connections with each."""
+    """Send single bytes of a greeting over ten connections to each address."""
     held = [connection for address in addresses * 10 if (connection := dial(address)) is not None]
     for _ in count():
         for connection in held:
@@ -105,24 +105,24 @@ def dripping(addresses: list[Address]) -> Iterator[int]:
 
 
 def as_nobody(addresses: list[Address]) -> Iterator[int]:
-    """Another user of the machine, through memory; takes root to show."""
+    """Connect to the abstract Unix sockets as another user, if this process is root."""
     if os.geteuid() == 0:
         os.setuid(NOBODY)
     yield from passing(in_memory(addresses), lambda _: bytes(GREETING_BYTES), hold=300)
 
 
 def in_memory(addresses: list[Address]) -> list[Address]:
-    """Those of Unix sockets."""
+    """The addresses of Unix sockets."""
     return [address for address in addresses if isinstance(address, str)]
 
 
 def greeting(number: int) -> bytes:
-    """One of a rank, with another word."""
+    """The greeting of a rank, with a wrong secret word."""
     return struct.pack("<qq16s", number % 3, number // 3 % 12, b"not the word")
 
 
 def replaying(addresses: list[Address], folder: Path) -> Iterator[int]:
-    """What ranks have said to each other, as one hears it on the network."""
+    """Repeat greetings of the ranks, as if overheard on the network."""
 
     def overheard(number: int) -> bytes:
         with suppress(OSError):
@@ -135,7 +135,7 @@ def replaying(addresses: list[Address], folder: Path) -> Iterator[int]:
 
 
 def garbage(number: int) -> bytes:
-    """Bytes that mean nothing."""
+    """Random bytes."""
     return random.Random(number).randbytes(1 << 16)
 
 
@@ -150,7 +150,7 @@ KINDS: dict[str, tuple[str, Callable[[list[Address], Path], Iterator[int]]]] = {
     "huge": ("lengths of 2**63 - 1", lambda to, _: passing(to, lambda _: (b"\xff" * 7 + b"\x7f") * 64, hold=50)),
     "memory": ("300 silent connections with each abstract socket", lambda to, _: holding(in_memory(to), many=300)),
     "other-user": ("floods abstract sockets as another user", lambda to, _: as_nobody(to)),
-    "replayed": ("repeats what ranks have said to each other", replaying),
+    "replayed": ("repeats the greetings of the ranks", replaying),
     "slow-reader": (
         "half a greeting, and reads nothing",
         lambda to, _: holding(to, lambda _: bytes(16), receive_bytes=1),
@@ -160,7 +160,7 @@ KINDS: dict[str, tuple[str, Callable[[list[Address], Path], Iterator[int]]]] = {
 
 
 def attack(kind: str, folder: Path, num_ranks: int) -> None:
-    """In a process of its own: wait for the ranks' addresses, come, and stay."""
+    """Run in a separate process: wait for the ranks' addresses, attack them, and keep on."""
     paths = [folder / f"address-{rank}" for rank in range(num_ranks)]
     if kind == "later":
         paths.append(folder / "started")
@@ -180,14 +180,14 @@ def attack(kind: str, folder: Path, num_ranks: int) -> None:
 
 
 def until(done: Callable[[], bool]) -> None:
-    """Wait, not for ever."""
+    """Wait until a condition holds, at most PATIENCE_S."""
     end_s = time.monotonic() + PATIENCE_S
     while not done() and time.monotonic() < end_s:
         time.sleep(0.01)
 
 
 def write(path: Path, text: str) -> None:
-    """At once, for who looks whether it is there."""
+    """Write a file atomically, unless it exists."""
     if not path.exists():
         part = path.with_name(f"{path.name}.{os.getpid()}")
         part.write_text(text)
@@ -195,7 +195,7 @@ def write(path: Path, text: str) -> None:
 
 
 class Overheard:
-    """Writes down what ranks have greeted each other with."""
+    """Records the greetings that ranks send to each other."""
 
     def __init__(self, form: struct.Struct) -> None:
         self.form, self.path, self.said = form, Path(os.devnull), b""
@@ -206,7 +206,7 @@ class Overheard:
         return self.said
 
     def connected(self, connect: Callable[..., Any]) -> Callable[..., Any]:
-        """The same, written down once it is said."""
+        """Wrap ``connect`` so that it records the greeting it has sent."""
 
         def connect_and_tell(*args: Any) -> Any:
             connection = connect(*args)
@@ -220,7 +220,7 @@ class Overheard:
 def meeting(
     rank: int, kinds: list[str], folders: list[Path], num_steps: int, timeout_s: float
 ) -> list[tuple[float, str]]:
-    """In each rank: for each kind of stranger how long a job took, and what it died of."""
+    """Run in each rank: the seconds and the error of a job under each kind of stranger."""
     heard = sockets._GREETING = Overheard(sockets._GREETING)
     make, SocketPort._connect = SocketPort.__init__, heard.connected(SocketPort._connect)
     results = []
@@ -246,13 +246,13 @@ def meeting(
 
 
 def model() -> nn.Module:
-    """Layers in a row."""
+    """A sequence of small layers."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(5)), nn.Linear(32, 4))
 
 
 def job(rank: int, kind: str, folder: Path, num_steps: int, timeout_s: float) -> None:
-    """Raises where it dies, or where a loss is another one than the loop's."""
+    """Run a job; raises if it fails, or if a loss differs from the plain loop's."""
     x, y = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 4
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     given = {"loss_fn": functional.cross_entropy, "num_microbatches": 4, "seed": 3}
@@ -264,9 +264,9 @@ def job(rank: int, kind: str, folder: Path, num_steps: int, timeout_s: float) ->
         model(), x[:2], mesh=mesh, schedule="1f1b", distributed=Distributed(timeout=timeout_s), **given
     ) as pipe:
         for step, loss in enumerate(expected):
-            rows = 24 - step  # every step has messages of other sizes, which are announced
+            rows = 24 - step  # every step has messages of a different size
             if not torch.equal(pipe.step(x[:rows], target=y[:rows]), loss):
-                raise AssertionError(f"step {step} has another loss than the loop")
+                raise AssertionError(f"the loss of step {step} differs from the loop's")
             if kind == "later" and not step:
                 if not rank:
                     write(folder / "started", "")
@@ -277,19 +277,19 @@ def job(rank: int, kind: str, folder: Path, num_steps: int, timeout_s: float) ->
 
 
 def main() -> int:
-    """Print a row for each kind of stranger."""
+    """Print a row for each kind of stranger; returns the number of failed jobs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=6.0, help="of the pipelines, in seconds")
+    parser.add_argument("--timeout", type=float, default=6.0, help="timeout of the pipelines, in seconds")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o777)
         folders = [Path(place) / kind for kind in options.only]
         for folder in folders:
             folder.mkdir()
-            folder.chmod(0o777)  # for another user's strangers
+            folder.chmod(0o777)  # so that the stranger with another user can write
         context = multiprocessing.get_context("fork")
         guard = context.Process(target=one_by_one, args=(options.only, folders, options.ranks), daemon=False)
         guard.start()
@@ -311,7 +311,7 @@ def main() -> int:
 
 
 def one_by_one(kinds: list[str], folders: list[Path], num_ranks: int) -> None:
-    """In a process without torch's threads: each kind of stranger in its turn, until its job is over."""
+    """Run in a process without torch's threads: start each kind of stranger in turn, until its job is over."""
     for kind, folder in zip(kinds, folders, strict=True):
         stranger = multiprocessing.get_context("fork").Process(target=attack, args=(kind, folder, num_ranks))
         stranger.start()

@@ -1,10 +1,10 @@
-"""What a message costs: the wire of the distributed executor beside raw gloo, and empty stages on two ranks.
+"""Transport: the cost of a message through the executor's channels beside raw gloo, and of empty stages on two ranks.
 
     python benchmarks/transport.py [--rounds 25] [--messages 200]
 
-One way: half of a round trip between two processes, the receive posted before the message is sent; a value of one
-tensor that needs a gradient. A round is so many round trips; raw gloo and the wire take turns. Empty stages: the wall
-time of a step of 64 micro-batches on 2 ranks, through run() of the distributed executor, by compute actions of a rank.
+One way: half of a round trip between two processes, with the receive posted before the send; the value is one tensor
+that needs a gradient. A round has --messages round trips; raw gloo and the channels take turns. Empty stages: the wall
+time of a step with 64 micro-batches on 2 ranks in the process executor, divided by the compute actions of a rank.
 """
 
 import argparse
@@ -34,7 +34,7 @@ NUM_MICROBATCHES = 64
 
 
 def rounds_raw(group: Any, nbytes: int, messages: int) -> Callable[[], float]:
-    """One round through gloo alone; seconds one way."""
+    """A function that runs one round through gloo alone and returns the seconds one way."""
     rank, out, into = group.rank(), torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
 
     def run() -> float:
@@ -55,7 +55,7 @@ def rounds_raw(group: Any, nbytes: int, messages: int) -> Callable[[], float]:
 
 
 def rounds_wire(group: Any, wire: Channels, nbytes: int, messages: int) -> Callable[[], float]:
-    """One round through the wire; seconds one way."""
+    """A function that runs one round through the channels and returns the seconds one way."""
     rank, value = group.rank(), Payload.of(torch.zeros(nbytes // 4, requires_grad=True))
     ends = {(True, bool(rank)): [nbytes] * messages, (False, not rank): [nbytes] * messages}
 
@@ -76,7 +76,7 @@ def rounds_wire(group: Any, wire: Channels, nbytes: int, messages: int) -> Calla
 
 
 def empty_steps(executor: ProcessExecutor, name: str) -> Callable[[], float]:
-    """One step of stages that do nothing; seconds a compute action."""
+    """A function that runs one step of empty stages and returns the seconds for each compute action."""
     program = lower(schedules.get(name).program(2, NUM_MICROBATCHES))
     computes = sum(action.lane is Lane.COMPUTE for action in program.orders[executor.rank])
     stages = real_stages(program.num_stages)
@@ -96,7 +96,7 @@ def empty_steps(executor: ProcessExecutor, name: str) -> Callable[[], float]:
 
 
 def serve(rank: int, port: int, rounds: int, messages: int) -> None:
-    """One of the two processes; rank 0 prints."""
+    """Run one of the two processes; rank 0 prints."""
     torch.set_num_threads(1)
     store = distributed.TCPStore("127.0.0.1", port, None, False)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -105,7 +105,7 @@ def serve(rank: int, port: int, rounds: int, messages: int) -> None:
     wire = Channels(Ports(sockets, group), ())
     for nbytes in SIZES:
         raw, ours = rounds_raw(group, nbytes, messages), rounds_wire(group, wire, nbytes, messages)
-        for run in (ours, raw):  # the wire foresees forms from its second round on
+        for run in (ours, raw):  # warm-up: the channels predict message layouts from the second round on
             run()
         say(rank, f"one way, {nbytes} bytes", *paired(raw, ours, rounds))
     executor = ProcessExecutor(group)

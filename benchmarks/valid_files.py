@@ -1,4 +1,4 @@
-"""Valid files: samples of every sort of file that pipesched reads, as text or bytes."""
+"""Valid files: samples of every kind of file that pipesched reads, as text or bytes."""
 
 import json
 import struct
@@ -97,7 +97,7 @@ def profile() -> Profile:
 
 @cache
 def plans() -> list[str | bytes]:
-    """Plans as JSON: one that was found, and some that were written."""
+    """Plans as JSON: one from a search, and some written by hand."""
     made = pipesched.tune(profile(), num_ranks=2, batch_size=8, memory_limit_bytes=100_000)
     interleaved = schedules.get("interleaved-1f1b").with_options(chunks_per_rank=2)
     stages = (("a", "b"), ("c",), ("d",), ("e",))
@@ -119,7 +119,7 @@ def traces() -> list[Trace]:
 
 
 def options() -> list[str | bytes]:
-    """Options of every schedule, and a shape, as JSON."""
+    """The options of every schedule, with a shape, as JSON."""
     found = [{"schedule": name, "options": dict(schedules.get(name).options)} for name in schedules.names(sliced=True)]
     return [json.dumps({**one, "num_ranks": 4, "num_microbatches": 4, "steps": 1}) for one in found]
 

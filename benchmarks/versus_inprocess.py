@@ -1,12 +1,12 @@
-"""A step against torchgpipe's and fairscale's Pipe, in one process on the CPU: time, and peak memory.
+"""Versus in-process: time and peak memory of a step beside torchgpipe and fairscale, in one process on the CPU.
 
     python benchmarks/versus_inprocess.py [--pairs 25] [--stages 2] [--modes except_last] [--schedules gpipe]
 
-The same transformer blocks, weights, micro-batches, cuts and checkpointing. All three run in one process, in turn
-(A B C A B C ...); printed is the median of the paired ratios ours / rival, of the rival whose median is the better,
-with a 95 % bootstrap interval. On the CPU both rivals run all stages in one thread: their fastest setting is found
-first, among numbers of intra-op threads; ours has a thread a rank with one intra-op thread each. Gradients are compared
-before. Memory is the peak of a fresh process (ru_maxrss) less that of the process when its model and batch were built.
+All three use the same transformer blocks, weights, micro-batches, cuts and checkpointing, and run in one process in
+turn (A B C A B C ...). Printed is the median of the paired ratios ours / rival for the rival with the better median,
+with a 95 % bootstrap interval. On the CPU both rivals run all stages in one thread, so their fastest number of intra-op
+threads is searched first; ours runs one thread for each rank, with one intra-op thread each. Gradients are compared
+first. Memory is the peak of a fresh process (ru_maxrss) minus its memory after the model and the batch were built.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from pipesched import Pipeline
 
-RIVALS = {"torchgpipe": ("torchgpipe", "GPipe"), "fairscale": ("fairscale.nn", "Pipe")}  # imported where used
+RIVALS = {"torchgpipe": ("torchgpipe", "GPipe"), "fairscale": ("fairscale.nn", "Pipe")}  # imported when used
 LAYERS, WIDTH, TOKENS, ROWS, MICROBATCHES = 8, 256, 64, 32, 8
 Step = Callable[[], None]
 
@@ -47,7 +47,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def made(party: str, model: nn.Sequential, stages: int, mode: str) -> tuple[Step, Callable[[], None]]:
-    """One step of a party ("torchgpipe", "fairscale", or the name of our schedule), and what ends it."""
+    """A step of a party ("torchgpipe", "fairscale", or the name of our schedule), and a function that closes it."""
     x, y = batch()
     size = LAYERS // stages
     if party not in RIVALS:
@@ -71,7 +71,7 @@ def made(party: str, model: nn.Sequential, stages: int, mode: str) -> tuple[Step
 
 
 def seconds(step: Step, model: nn.Sequential) -> float:
-    """How long a step takes."""
+    """The seconds of a step."""
     model.zero_grad()
     start = time.perf_counter()
     step()
@@ -79,7 +79,7 @@ def seconds(step: Step, model: nn.Sequential) -> float:
 
 
 class Party:
-    """One side of the comparison: its model, its step, and for a rival its fastest number of threads."""
+    """One side of the comparison: its model, its step and, for a rival, its fastest number of threads."""
 
     def __init__(self, name: str, stages: int, mode: str) -> None:
         self.name, self.model = name, blocks()
@@ -94,7 +94,7 @@ class Party:
         return median(self.run() for _ in range(4))
 
     def run(self) -> float:
-        """How long a step takes. A rival's worker threads begin with the number of threads that is set here."""
+        """The seconds of a step. A rival's worker threads inherit the number of threads that is set here."""
         torch.set_num_threads(self.threads)
         return seconds(self.step, self.model)
 
@@ -105,20 +105,20 @@ class Party:
 
 
 def peak_mib(party: str, stages: int, mode: str, threads: int) -> float:
-    """The peak of a fresh process, above what its model took, in MiB."""
+    """The peak of a fresh process beyond its memory with the model built, in MiB."""
     asked = json.dumps([party, stages, mode, threads])
     done = subprocess.run([sys.executable, __file__, "--run", asked], capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
 
 
 def peak_kib() -> int:
-    """The ru_maxrss of this program. (The system's own figure also counts the process that started it.)"""
+    """The peak memory of this program. (ru_maxrss of the system also counts the process that started it.)"""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def measure_peak(party: str, stages: int, mode: str, threads: int) -> None:
-    """In such a process."""
+    """Measure the peak in a fresh process and print it."""
     torch.set_num_threads(threads)
     model, data = blocks(), batch()
     del data
@@ -128,7 +128,7 @@ def measure_peak(party: str, stages: int, mode: str, threads: int) -> None:
         seconds(step, model)
     print((peak_kib() - before) / 1024)
     sys.stdout.flush()
-    os._exit(0)  # nothing that ends a pipeline counts
+    os._exit(0)  # closing the pipeline does not count
 
 
 def compare(schedule: str, stages: int, mode: str, pairs: int) -> None:
@@ -153,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--modes", nargs="+", default=["except_last"], help="of always, never, except_last")
+    parser.add_argument("--modes", nargs="+", default=["except_last"], help="always, never or except_last")
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"])
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()

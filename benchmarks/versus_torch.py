@@ -1,18 +1,19 @@
-"""A step against torch.distributed.pipelining's: 2 ranks, gloo, the same blocks, weights, micro-batches and threads.
+"""Versus torch: a step beside torch.distributed.pipelining's, with 2 ranks over gloo and the same blocks and weights.
 
     python benchmarks/versus_torch.py [--pairs 25] [--tiny | --checkpoint | --one-rank] [--schedules 1f1b zb-v ...]
 
-Both run in the same two processes, in turn (A B A B ...); every round begins with a barrier, and the longer of the two
-ranks counts. In each round also the ideal half: each rank runs half of the layers over the same micro-batches, with
-no communication. Printed: the median of the paired ratios ours / torch with a 95 % bootstrap interval; ours over the
-ideal half; beside it what the schedule allows, which is our program simulated with the medians of what this round's
-own actions took, and no communication, over the ideal half; ours over that simulation. Gradients are compared first.
+Micro-batches and threads are the same, too. Both run in the same two processes, in turn (A B A B ...); every round
+begins with a barrier, and the slower of the two ranks counts. Each round also runs the ideal half: each rank runs half
+of the layers over the same micro-batches, without communication. Printed are the median of the paired ratios ours /
+torch with a 95 % bootstrap interval; ours over the ideal half; the schedule's own limit, which is our program simulated
+with the median times of this round's actions and without communication, over the ideal half; and ours over that
+simulation. Gradients are compared first.
 
---checkpoint: every block is checkpointed, ours by checkpoint="always", torch's by torch.utils.checkpoint within the
-block (use_reentrant=False). --tiny: blocks of Linear(8, 8) and 64 micro-batches: what an action costs beside its work.
---one-rank: one process and no communication, 64 micro-batches of one Linear(8, 8) a stage: microseconds of processor
-time for each compute action above the bare calls, which are F and B of the same layers in a plain loop; medians with
-quartiles.
+--checkpoint: every block is checkpointed, ours by checkpoint="always", torch's by torch.utils.checkpoint in the block
+(use_reentrant=False). --tiny: blocks of Linear(8, 8) and 64 micro-batches, which measures the overhead of actions.
+--one-rank: one process without communication, 64 micro-batches of one Linear(8, 8) in each stage: microseconds of
+processor time for each compute action beyond the bare calls, which are F and B of the same layers in a plain loop;
+medians with quartiles.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from pipesched import Pipeline, simulate
 from pipesched.program.lowering import add_recompute
 from pipesched.simulation.comparison import measured_costs
 
-NAMES = {  # ours -> (torch's, stages a rank, whether stages lie in a V)
+NAMES = {  # our schedule -> (torch's class, stages on each rank, whether the stages are placed in a V)
     "gpipe": (schedules.ScheduleGPipe, 1, False),
     "1f1b": (schedules.Schedule1F1B, 1, False),
     "interleaved-1f1b": (schedules.ScheduleInterleaved1F1B, 2, False),
@@ -44,7 +45,7 @@ OURS, TORCH, IDEAL, SIMULATED = range(4)
 
 
 class Checkpointed(nn.Module):
-    """A block that keeps its input alone."""
+    """A block that saves only its input for the backward."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ def torch_step(name: str, model: nn.Sequential, rank: int, ranks: int, m: int) -
 
 
 def bare_step(layers: Sequence[nn.Module], m: int) -> Any:
-    """F and B of layers in a row, each a stage by itself, micro-batch by micro-batch."""
+    """Run F and B of layers in a sequence, each as its own stage, micro-batch by micro-batch."""
 
     def step(x: Tensor, y: Tensor) -> None:
         for value, target in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
@@ -102,7 +103,7 @@ def bare_step(layers: Sequence[nn.Module], m: int) -> Any:
 
 
 def seconds(step: Callable[[], Any]) -> float:
-    """How long a step takes, on the slower rank."""
+    """The seconds of a step, on the slower rank."""
     distributed.barrier()
     start = time.perf_counter()
     step()
@@ -112,17 +113,17 @@ def seconds(step: Callable[[], Any]) -> float:
 
 
 def processor_seconds(step: Callable[[], Any]) -> float:
-    """What a step takes of the processor, in all threads."""
+    """The processor seconds of a step, over all threads."""
     start = time.process_time()
     step()
     return time.process_time() - start
 
 
 def simulated(pipe: Pipeline) -> float:
-    """The step that just ran, with what its actions took and no communication."""
+    """The last step, simulated with the measured times of its actions and without communication."""
     program, trace = add_recompute(pipe.plan.program, pipe.checkpoint), pipe.gather_trace()
     if trace is None:
-        raise RuntimeError("a step leaves a trace; none has run; run one")
+        raise RuntimeError("there is a trace after the first step; no step has run; call step() first")
     return float(simulate(program, measured_costs([trace], program.num_stages)).makespan_s)
 
 
@@ -133,7 +134,7 @@ def same_gradients(pipe: Pipeline, theirs: nn.Sequential) -> bool:
 
 
 def compare(rank: int, ranks: int, name: str, options: argparse.Namespace) -> None:
-    """One schedule; rank 0 prints."""
+    """Compare one schedule; rank 0 prints."""
     m, rows = (64, 64) if options.tiny else (8, 32)
     ours, theirs = blocks(options.tiny), blocks(options.tiny)
     if options.checkpoint:
@@ -170,7 +171,7 @@ def compare(rank: int, ranks: int, name: str, options: argparse.Namespace) -> No
             other = seconds(lambda: rival(x, y))
             theirs.zero_grad()
             run = one, other, seconds(lambda: ideal(x, y)), theory
-            runs += [run] if number else []  # the first warms all of them up
+            runs += [run] if number else []  # the first round is a warm-up
     if rank:
         return
     columns = list(zip(*runs, strict=True))
@@ -184,7 +185,7 @@ def compare(rank: int, ranks: int, name: str, options: argparse.Namespace) -> No
 
 
 def run(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None:
-    """One rank's process."""
+    """Run the comparison in one rank."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     if rank == 0:
@@ -202,7 +203,7 @@ def run(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None:
 
 
 def alone_above_bare(name: str, pairs: int) -> None:
-    """One rank: what each takes above the bare calls, by compute actions."""
+    """With one rank: processor time beyond the bare calls, for each compute action."""
     chunks, m = NAMES[name][1], 64
     models = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(chunks))) for _ in range(4)]
     x, y = torch.randn(m, 8), torch.randn(m, 8)

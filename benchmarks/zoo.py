@@ -1,18 +1,19 @@
-"""Models of many kinds, trained in four stages by pipesched, and by torch's own tracer.
+"""Zoo: models of many kinds, trained in four stages by pipesched and by torch's own tracer.
 
     python benchmarks/zoo.py [--models GPT-2 BERT] [--write]
 
-The models of tests/zoo, built small, on 4 ranks, or as many as one has layers for, with 4 micro-batches of 2 rows,
-dropout on. Each runs in processes of its own, with a time limit. --write puts the table into docs/zoo.md.
+The models of tests/zoo are built small and run on 4 ranks (fewer if a model has fewer layers) with 4 micro-batches of 2
+rows, dropout on. Each model runs in separate processes with a time limit. --write writes the table to docs/zoo.md.
 
-pipesched: Pipeline(model, sample) and a step, in one process. "same bits": loss, gradients and buffers are those of the
-unpipelined loop, under 1f1b and zb-h1 cut by counted work, and under 1f1b cut as it comes, by measured times.
+pipesched: Pipeline(model, sample) and a step, in one process. "same bits": loss, gradients and buffers are
+bit-identical to those of the unpipelined loop: with 1f1b and zb-h1 cut by counted work, and with 1f1b cut by measured
+times.
 
-torch: torch.distributed.pipelining.pipeline, split before the layers that counted work says, and Schedule1F1B over
-gloo. Decoders get use_cache=False, without which none is traced, and each rank the inputs that its stage names. Two
-ways: "loss outside" is a loss function of the output of a model that gets no labels; "own loss" is what the model
-computes from labels. A step that ends is run again without dropout, and its gradients compared with the plain loop's,
-within rounding.
+torch: torch.distributed.pipelining.pipeline, split at the layers that counted work gives, and Schedule1F1B over gloo.
+Decoders get use_cache=False, without which torch traces none of them; each rank gets the inputs that its stage names.
+There are two ways: "loss outside" applies a loss function to the output of a model without labels; "own loss" uses the
+loss that the model computes from labels. If a step runs, it runs again without dropout, and its gradients are compared
+with those of the plain loop, within rounding.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from pipesched.testing import reference_step
 try:
     import transformers
 except ImportError:
-    sys.exit("the zoo is built by transformers, which is not installed; pip install 'pipesched[zoo]'")
+    sys.exit("the zoo needs transformers, which is not installed; pip install 'pipesched[zoo]'")
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -56,7 +57,7 @@ WORKS = "works"
 
 
 def in_processes(limit_s: float, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What jobs return, each in a process of its own; a str says why one did not."""
+    """Run jobs in separate processes and return their results; a str is the reason why a job failed."""
     context = multiprocessing.get_context("fork")
     running = []
     for job in jobs:
@@ -88,7 +89,7 @@ def _send(pipe: Any, job: Callable[[], Any]) -> None:
         answer = _first_line(error)
     pipe.send(answer)
     pipe.close()
-    os._exit(0)  # groups and threads that wait for others are left
+    os._exit(0)  # without waiting for process groups and threads
 
 
 def _first_line(error: BaseException) -> str:
@@ -102,7 +103,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Ours:
-    """What a model did: whether the bits are the loop's, each stage's share of the work, and of the time."""
+    """The result of a model: whether its bits equal the loop's, and each stage's share of the work and of the time."""
 
     answer: str
     layers: int
@@ -140,7 +141,7 @@ def ours(name: str) -> Ours:
 
 
 def _even(specimen: Specimen) -> tuple[Any, list[str] | None]:
-    """The layers with their work, and where even stages begin; None where torch's counter does not run the model."""
+    """The layers with their work, and the boundaries of even stages; None if torch's counter cannot run the model."""
     rows = specimen.rows(ROWS // MICROBATCHES)
     try:
         work = counted(specimen.made(), rows)
@@ -150,7 +151,7 @@ def _even(specimen: Specimen) -> tuple[Any, list[str] | None]:
 
 
 def _same(one: nn.Module, other: nn.Module, rounded: str | None) -> bool:
-    """Whether gradients and buffers are the same bits. rounded: a parameter whose gradient need not be."""
+    """Whether gradients and buffers are bit-identical. rounded: a parameter whose gradient may differ."""
     grads = [
         (own.grad, plain.grad)
         for (name, own), plain in zip(one.named_parameters(), other.parameters(), strict=True)
@@ -164,7 +165,7 @@ def _same(one: nn.Module, other: nn.Module, rounded: str | None) -> bool:
 
 
 def ways(name: str) -> dict[str, dict[str, Any]]:
-    """The inputs for a loss outside, and for the model's own, where it can be trained so."""
+    """The inputs of each way to train the model: with a loss outside, and with its own loss."""
     specimen = MODELS[name]
     config = getattr(specimen.made(), "config", None)
     without = {key: value for key, value in specimen.inputs.items() if key not in ("labels", "return_loss")}
@@ -179,7 +180,7 @@ def ways(name: str) -> dict[str, dict[str, Any]]:
 
 
 def torchs(name: str, way: str) -> str:
-    """Train a model by torch's tracer."""
+    """Train a model with torch's tracer."""
     trained = in_processes(5 * LIMIT_S, [partial(traced, name, way, True)])[0]
     if isinstance(trained, str):
         return trained
@@ -198,7 +199,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def model_for(specimen: Specimen, train: bool) -> nn.Module:
-    """The model as torch gets it."""
+    """The model in the form that torch can trace."""
     model = specimen.made().train(train)
     for module in model.modules():
         if hasattr(module, "config"):
@@ -207,7 +208,7 @@ def model_for(specimen: Specimen, train: bool) -> nn.Module:
 
 
 def loss_of(output: Any, way: str) -> Tensor:
-    """Its own, which comes first, or a loss of the first tensor."""
+    """The model's own loss, which is its first tensor, or a loss of that tensor."""
     first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
     return first if way == "own loss" else first.float().pow(2).mean()
 
@@ -218,7 +219,7 @@ def rows(inputs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
 
 
 def plain_gradients(name: str, way: str) -> dict[str, Tensor]:
-    """Of the loop over micro-batches, without dropout."""
+    """The gradients of the loop over micro-batches, without dropout."""
     model, inputs = model_for(MODELS[name], train=False), ways(name)[way]
     size = ROWS // MICROBATCHES
     for begin in range(0, ROWS, size):
@@ -228,7 +229,7 @@ def plain_gradients(name: str, way: str) -> dict[str, Tensor]:
 
 
 def traced(name: str, way: str, train: bool) -> str | dict[str, Any]:
-    """The gradients of a step, by the names of parameters; a str says why there are none."""
+    """The gradients of a step, by parameter; a str is the reason why there are none."""
     specimen, inputs = MODELS[name], ways(name)[way]
     sample = rows(inputs, 0, ROWS // MICROBATCHES)
     begins = _even(specimen)[1]
@@ -245,11 +246,13 @@ def traced(name: str, way: str, train: bool) -> str | dict[str, Any]:
     wrong = [answer for answer in answers if isinstance(answer, str)]
     if wrong:
         return min(wrong, key=lambda text: (text.startswith("hangs"), "onnection" in text))
-    return {key: grad for answer in answers for key, grad in answer.items()}  # as arrays: tensors are sent by reference
+    return {
+        key: grad for answer in answers for key, grad in answer.items()
+    }  # arrays, because tensors are sent by reference
 
 
 def rank_of_torch(rank: int, ranks: int, port: int, pipe: Any, inputs: dict[str, Any], way: str) -> dict[str, Any]:
-    """One rank's step; the gradients of its stage."""
+    """Run a step in one rank; returns the gradients of its stage."""
     store = distributed.TCPStore("127.0.0.1", port, None, False)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     stage = pipe.build_stage(rank, torch.device("cpu"))
@@ -292,12 +295,12 @@ numpy's global generator.
 
 
 def percents(values: Sequence[float]) -> str:
-    """Of stages."""
+    """Shares of the stages in percent."""
     return " ".join(f"{value * 100:.0f}" for value in values)
 
 
 def row(name: str) -> tuple[str, list[str], bool, list[str]]:
-    """A line of the table, and what it says."""
+    """Run a model and return its row of the table."""
     answer = in_processes(5 * LIMIT_S, [partial(ours, name)])[0]
     own = Ours(answer, 0, [], []) if isinstance(answer, str) else answer
     peers = [torchs(name, way) if way in ways(name) else "" for way in ("loss outside", "own loss")]
@@ -314,7 +317,7 @@ def main() -> None:
     """Print a row for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL")
-    parser.add_argument("--write", action="store_true", help="into docs/zoo.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/zoo.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(machine())

@@ -1,4 +1,4 @@
-"""A schedule of one's own, in 30 lines: written down, proved, trained with, and drawn (runs/own_schedule.png)."""
+"""Your own schedule in 30 lines: defined, validated, used for training, and drawn to runs/own_schedule.png."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ import pipesched
 
 @pipesched.schedule("slow-link-1f1b")
 def slow_link(rank: int, shape: pipesched.Shape) -> pipesched.Order:
-    """1F1B that runs ahead three times as far, to hide slow messages (after Zhuang et al. 2022)."""
+    """1F1B with three times the warm-up, which hides slow messages (after Zhuang et al. 2022)."""
     order, ahead = pipesched.Order(shape), 3 * (shape.num_ranks - 1 - rank)
     for microbatch in range(shape.num_microbatches + ahead):
-        order.F(rank)  # numbers itself; asking for more than there are adds nothing
+        order.F(rank)  # counts micro-batches by itself, and adds nothing after the last one
         if microbatch >= ahead:
             order.B(rank)
     return order

@@ -4,15 +4,16 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=8
 #SBATCH --time=00:30:00
-# One torchrun a node, which starts RANKS_PER_NODE processes there: sbatch examples/slurm.sh [arguments of the program]
-# A node needs the repository and its environment at the same path. --nodes x RANKS_PER_NODE ranks are one pipeline.
+# Usage: sbatch examples/slurm.sh [arguments of examples/train_gpt.py]
+# Starts one torchrun on each node, with RANKS_PER_NODE processes (default: 1). All processes form one pipeline.
+# The repository and its environment must have the same path on every node.
 set -euo pipefail
 
 ranks_per_node=${RANKS_PER_NODE:-1}
 first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# Where a node has several networks, gloo and NCCL are told which one; pipesched's own sockets use the one on the way
-# to the first host.
+# If nodes have several networks, choose one for gloo and NCCL here. pipesched's own sockets use the network that
+# leads to the first host.
 # export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 export OMP_NUM_THREADS=1
 

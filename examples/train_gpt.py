@@ -1,10 +1,10 @@
-"""Train a byte-level GPT on real text through a pipeline of two stages, and look at what ran.
+"""Train a byte-level GPT through a pipeline of two stages, then report and draw a step of median length.
 
     python examples/train_gpt.py [--steps 120] [--schedule 1f1b] [--out runs/demo] [--save weights.pt]
-    torchrun --nproc_per_node 2 examples/train_gpt.py    # one rank a process: the same weights in the end, to the bit
+    torchrun --nproc_per_node 2 examples/train_gpt.py    # one process for each rank; the weights are bit-identical
 
-The text is the source of Python's own standard library. Writes report.html and report.png (the plan, predicted above
-measured), trace.json (opens in Perfetto) and plan.json.
+The training text is the source code of Python's standard library. The script writes report.html and report.png (the
+plan, and the predicted step above the measured one), trace.json (for Perfetto) and plan.json.
 """
 
 import argparse
@@ -12,9 +12,9 @@ import os
 import random
 import sys
 import sysconfig
-import time
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import median_low, quantiles
 from typing import Any
 
 import torch
@@ -27,11 +27,11 @@ import pipesched
 try:
     from tqdm import tqdm
 except ImportError:
-    sys.exit("the demo shows its progress by tqdm, which is not installed; pip install 'pipesched[demo]'")
+    sys.exit("the demo shows its progress with tqdm, which is not installed; pip install 'pipesched[demo]'")
 
 
 class Embed(nn.Module):
-    """Bytes -> vectors that know their position."""
+    """Map bytes to vectors: the embedding of the byte plus that of its position."""
 
     def __init__(self, width: int, context: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward net, before each a norm."""
+    """A transformer block: causal attention and a feed-forward network, each after a LayerNorm."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -61,31 +61,31 @@ class Block(nn.Module):
 
 
 def gpt(width: int = 128, depth: int = 4, context: int = 64) -> nn.Sequential:
-    """The whole model is a Sequential: nothing in it knows of pipelines."""
+    """Build the model: a plain nn.Sequential without any pipeline code."""
     blocks = (Block(width, heads=4, dropout=0.1) for _ in range(depth))
     return nn.Sequential(Embed(width, context), *blocks, nn.LayerNorm(width), nn.Linear(width, 256))
 
 
 def next_byte_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy of the next byte, in nats."""
+    """The mean cross-entropy of the next byte, in nats."""
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def standard_library() -> Tensor:
-    """Python's standard library as one row of bytes."""
+    """The source code of Python's standard library as one tensor of bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in sorted(folder.glob("*.py")))), dtype=torch.uint8)
 
 
 def batch(text: Tensor, rows: int, context: int, draw: random.Random) -> tuple[Tensor, Tensor]:
-    """Random pieces of the text, and the same pieces one byte on."""
+    """Draw random pieces of the text, and the same pieces shifted by one byte as targets."""
     starts = [draw.randrange(len(text) - context - 1) for _ in range(rows)]
     pieces = torch.stack([text[start : start + context + 1] for start in starts]).long()
     return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
 
 def ranks() -> dict[str, Any]:
-    """Under torchrun one rank a process; else two in this one: on two GPUs, one GPU twice, or the CPU twice."""
+    """The ranks: one for each process under torchrun, else two in this process (two GPUs, or one GPU or CPU twice)."""
     gpus = torch.cuda.device_count()
     if "WORLD_SIZE" in os.environ:
         shape = (int(os.environ["WORLD_SIZE"]),)
@@ -94,17 +94,17 @@ def ranks() -> dict[str, Any]:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints and draws."""
+    """Whether this process prints and draws."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def main() -> None:
-    """Train, report, draw."""
+    """Train the model, then print and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--schedule", default="1f1b", help="any name of: pipesched list")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--save", type=Path, help="where to save the weights")
+    parser.add_argument("--steps", type=int, default=120, help="number of training steps (default: 120)")
+    parser.add_argument("--schedule", default="1f1b", help="a name from `pipesched list` (default: 1f1b)")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to write to (default: runs/demo)")
+    parser.add_argument("--save", type=Path, help="file for the trained weights (default: not saved)")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -123,13 +123,13 @@ def main() -> None:
         print(pipe)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     before = pipe.eval().evaluate(test_x, target=test_y)
-    times = train(pipe.train(), optimizer, text, rows, context, options.steps, draw)
+    traces = train(pipe.train(), optimizer, text, rows, context, options.steps, draw)
     after = pipe.eval().evaluate(test_x, target=test_y)
-    report, weights = pipe.report(), pipe.full_state_dict()  # from all ranks
+    report, weights = pipe.report(), pipe.full_state_dict()  # collective: every rank calls both
     if is_first():
-        print(f"loss before {before:.3f}, after {options.steps} steps {after:.3f} (nats a byte)")
-        print(f"step time {median(times) * 1e3:.1f} ms with the optimizer (median of {len(times)})")
-        write(report, options.out)
+        print(f"loss {before:.3f} before training, {after:.3f} after {options.steps} steps (nats per byte)")
+        step, words = median_step(traces)
+        write(replace(report, measured=step, notes=[*report.notes, words]), options.out)
         if options.save:
             torch.save(weights, options.save)
     pipe.close()
@@ -145,25 +145,37 @@ def train(
     context: int,
     steps: int,
     draw: random.Random,
-) -> list[float]:
-    """An ordinary training loop; returns the time of each step in seconds."""
-    times = []
+) -> list[pipesched.Trace]:
+    """Run an ordinary training loop and return the measured trace of each step, with all ranks."""
+    traces = []
     often = 1.0 if sys.stderr.isatty() else 10.0
     progress = tqdm(range(steps), desc="training", unit="step", mininterval=often, disable=not is_first())
     for _ in progress:
         x, y = batch(text, rows, context, draw)
-        start = time.perf_counter()
         loss = pipe.step(x, target=y)
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
+        traces.append(pipe.gather_trace())
         if is_first():
             progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
-    return times
+    return traces
+
+
+def median_step(traces: list[pipesched.Trace]) -> tuple[pipesched.Trace, str]:
+    """The step of median length, and the spread of all steps in words. The first step, which warms up, is left out."""
+    steps = sorted(traces[1:] or traces, key=lambda trace: trace.makespan_s)
+    times = [trace.makespan_s * 1e3 for trace in steps]
+    middle = median_low(times)
+    spread = ""
+    if len(times) > 1:
+        low, _, high = quantiles(times, n=4, method="inclusive")
+        spread = f"; the middle half took {low:.1f} to {high:.1f} ms"
+    words = f"measured is the step of median length of {len(times)}: {middle:.1f} ms{spread}"
+    return steps[times.index(middle)], words
 
 
 def write(report: pipesched.Report, out: Path) -> None:
-    """What was found, in words and as files."""
+    """Print the report, and write it with the measured trace and the plan."""
     print(report.title, *report.lines, sep="\n")
     out.mkdir(parents=True, exist_ok=True)
     report.save(out / "report.html")

@@ -1,11 +1,11 @@
-"""A U-Net, as `pipesched graph examples/u_net.py:small --stages 4 -o layers.png` measures, cuts and draws it."""
+"""A small U-Net for `pipesched graph examples/u_net.py:small --stages 4 -o layers.png`."""
 
 import torch
 from torch import Tensor, nn
 
 
 class UNet(nn.Module):
-    """Halves the picture level by level and doubles it again; each level down is used again on the way up."""
+    """Downsample level by level, then upsample; every level up also reads the output of the same level down."""
 
     def __init__(self, levels: int = 4, width: int = 8) -> None:
         super().__init__()
@@ -30,5 +30,5 @@ class UNet(nn.Module):
 
 
 def small() -> tuple[nn.Module, Tensor]:
-    """The model and a micro-batch."""
+    """Return the model and one micro-batch."""
     return UNet(), torch.randn(4, 3, 64, 64)

@@ -1,8 +1,7 @@
-"""Pictures of programs and traces: timelines and memory with matplotlib, timelines in plain text for terminals; and of
-a model's layers with its cuts.
+"""Pictures of traces and models: timelines and memory of traces, timelines as text, layer graphs with their cuts.
 
-Nothing here imports matplotlib until a picture is drawn, and no global state of matplotlib is read or changed: a
-picture is a Figure of its own, or goes on the Axes that is given. For Perfetto see ``Trace.to_chrome``.
+matplotlib is imported when the first picture is drawn, and its global state is neither read nor changed: a picture is
+drawn on a new Figure or on the Axes that the caller passes. For Perfetto, see `Trace.to_chrome`.
 """
 
 from pipesched.viz.compare import plot_compare

@@ -1,4 +1,4 @@
-"""Bars: what a timeline shows, as plain numbers. Times are in seconds from the trace's start."""
+"""Bars: the bars and gaps of a timeline as plain numbers. Times are in seconds from the start of the trace."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ __all__ = ["Bar", "bars", "chunks_visited", "gaps", "kinds", "num_chunks"]
 
 
 class Bar(NamedTuple):
-    """One compute span. chunk: the place of its stage among the stages that its rank runs. half: of an overlapping
-    pair -1 for the forward, drawn above, and 1 for the backward, below; 0 for what runs alone.
-    """
+    """One compute span."""
 
     rank: int
+    #: The position of the stage among the stages that its rank runs.
     chunk: int
     kind: Kind
     stage: int
     microbatch: int
     start_s: float
     end_s: float
+    #: In an overlapping pair, -1 for the forward (upper half) and 1 for the backward (lower half); otherwise 0.
     half: int = 0
 
 
 def bars(trace: Trace) -> Iterator[Bar]:
-    """Every compute span of a trace, rank by rank in time order; of an overlapping pair the forward first."""
+    """Yield every compute span, rank by rank in time order; in an overlapping pair the forward comes first."""
     zero = trace.start_s
     for rank, row in enumerate(trace.by_rank):
         chunk = {stage: k for k, stage in enumerate(sorted({span.action.stage for span in row}))}
@@ -47,39 +47,42 @@ def bars(trace: Trace) -> Iterator[Bar]:
 
 
 def _overlap(one: Span, other: Span) -> bool:
-    """Two that take the same time, and any time at all."""
+    """Whether two spans start and end together, and take longer than 0."""
     return one.start_s == other.start_s < one.end_s == other.end_s
 
 
 def gaps(trace: Trace, rank: int) -> list[tuple[float, float]]:
-    """A rank's bubble: the (start, end) of its idle times inside the makespan."""
+    """The bubble of a rank: (start, end) of each of its idle times inside the makespan."""
     idle = []
     first = trace.start_s
-    now = first
+    busy_until = first
     last = first + trace.makespan_s
     for span in trace.by_rank[rank]:
-        if span.start_s > now:
-            idle.append((now, span.start_s))
-        now = max(now, span.end_s)
-    if now < last:
-        idle.append((now, last))
+        if span.start_s > busy_until:
+            idle.append((busy_until, span.start_s))
+        busy_until = max(busy_until, span.end_s)
+    if busy_until < last:
+        idle.append((busy_until, last))
     return [(start - first, end - first) for start, end in idle]
 
 
 def kinds(*traces: Trace) -> list[Kind]:
-    """The compute kinds that occur, in the order of the table of kinds."""
+    """The compute kinds that occur in the traces, in the order of `Kind`."""
     present = {span.action.kind for trace in traces for row in trace.by_rank for span in row}
     return [kind for kind in Kind if kind in present]
 
 
 def num_chunks(*traces: Trace) -> int:
-    """The most chunks that a rank runs."""
+    """The largest number of chunks that any rank runs."""
     rows = (row for trace in traces for row in trace.by_rank)
     return max((len({span.action.stage for span in row}) for row in rows), default=0)
 
 
 def chunks_visited(trace: Trace) -> int:
-    """The most chunks of a rank that one micro-batch runs on: of two pipelines that cross on the ranks only one."""
+    """The largest number of chunks of one rank that a single micro-batch visits.
+
+    Bidirectional schedules place two chunks on each rank, but a micro-batch visits only one of them.
+    """
     visited = {
         (rank, span.action.microbatch, span.action.stage) for rank, row in enumerate(trace.by_rank) for span in row
     }

@@ -1,6 +1,6 @@
-"""Colours: one a kind, from the palette of Okabe and Ito (2008), which colour-blind readers can tell apart.
+"""Colours: one for each kind of action, from the colour-blind-safe palette of Okabe and Ito (2008).
 
-All of them are light enough for dark numbers. A rank's later chunks are lighter.
+All are light enough for dark numbers. The later chunks of a rank have lighter shades.
 """
 
 from pipesched.program.actions import Kind
@@ -8,26 +8,26 @@ from pipesched.program.actions import Kind
 __all__ = ["BUBBLE", "GREY", "HATCH", "INK", "colour", "lighter", "stage_colour", "towards_white"]
 
 INK = "#1a1a1a"  # numbers in bars
-GREY = "#808080"  # what the legend shows chunks with
+GREY = "#808080"  # shades of chunks in the legend
 BUBBLE = "#e6e6e6"
 HATCH = "#c2c2c2"
 
 _COLOURS = {Kind.F: "#56b4e9", Kind.B: "#e69f00", Kind.I: "#d55e00", Kind.W: "#009e73", Kind.R: "#cc79a7"}
-_LIGHTEST = 0.55  # how far the last chunk's colour goes towards white
+_LIGHTEST = 0.55  # how far the last chunk's colour is mixed towards white
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
-    """The colour of a kind as ``#rrggbb``, lighter for a later one of a rank's chunks; grey for kinds without one."""
+    """The colour of a kind as ``#rrggbb``, lighter for later chunks; grey for kinds that have no colour."""
     return lighter(_COLOURS.get(kind, GREY), chunk, num_chunks)
 
 
 def lighter(base: str, chunk: int, num_chunks: int) -> str:
-    """``base`` mixed with white: chunk 0 as it is, the last of several chunks the lightest."""
+    """``base`` mixed with white: unchanged for chunk 0, lightest for the last of several chunks."""
     return towards_white(base, _LIGHTEST * chunk / max(1, num_chunks - 1))
 
 
 def towards_white(base: str, share: float) -> str:
-    """``base`` mixed with white: 0 as it is, 1 white."""
+    """``base`` mixed with white: a share of 0 leaves it unchanged, 1 gives white."""
     parts = (int(base[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
@@ -36,5 +36,5 @@ _STAGES = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#0072b2")
 
 
 def stage_colour(stage: int) -> str:
-    """A stage's colour as ``#rrggbb``; after six stages they begin again."""
+    """The colour of a stage as ``#rrggbb``; the colours repeat after six stages."""
     return _STAGES[stage % len(_STAGES)]

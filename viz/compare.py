@@ -1,4 +1,4 @@
-"""Comparison: timelines one under the other on one time scale."""
+"""Comparison: several timelines below each other, on one time scale."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,21 +18,32 @@ __all__ = ["plot_compare"]
 
 
 def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
-    """Draw several (label, trace) pairs, such as the predicted above the measured, on one common time scale.
+    """Draw several traces below each other on one time scale, for example the predicted and the measured step.
 
-    Each starts at its own first start and is headed by its label, makespan, bubble and peak in flight. Raises
-    InputError where there is nothing to draw.
+    Each timeline starts at the first start of its trace. The title gives the label, makespan, bubble and peak.
+
+        pipesched.viz.plot_compare([("predicted", pipe.predicted), ("measured", pipe.trace)]).savefig("step.png")
+
+    Args:
+        traces: (label, trace) pairs, drawn from top to bottom.
+
+    Returns:
+        A new Figure.
+
+    Raises:
+        InputError: the list is empty or has an entry that is not a pair.
+
     """
     from matplotlib.figure import Figure
 
-    rule = "a comparison is of a list of (label, trace)"
+    rule = "a comparison takes a list of (label, trace) pairs"
     remedy = "pass [(label, trace), ...]"
     for pair in (traces := as_list(traces, rule, remedy)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise InputError(f"{rule}; got {shown(pair)} in it; {remedy}")
+            raise InputError(f"{rule}; one entry is {shown(pair)}; {remedy}")
         check_trace(pair[1])
     if not traces:
-        raise InputError("a comparison has at least one timeline; got an empty list; pass [(label, trace), ...]")
+        raise InputError("a comparison needs at least one timeline; got an empty list; pass [(label, trace), ...]")
     heights = [rows_inches(trace) for _, trace in traces]
     figure = Figure(figsize=(12, 0.8 + sum(heights) + 0.45 * len(traces)), dpi=DPI, layout="constrained")
     rows = figure.subplots(len(traces), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
@@ -44,5 +55,5 @@ def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
     rows[-1].set_xlabel(f"time [{unit.name}]")
     entries = patches(*(trace for _, trace in traces))
     if entries:
-        figure.legend(handles=entries, loc="outside upper right", ncols=len(entries), frameon=False, handlelength=1.4)
+        figure.legend(handles=entries, loc="outside upper left", ncols=len(entries), frameon=False, handlelength=1.4)
     return figure

@@ -1,4 +1,4 @@
-"""Layers: the graph of a model's layers with its cuts, a band a stage."""
+"""Layers: a model's layer graph with its cuts, one band for each stage."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,30 +17,45 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_layers"]
 
-_HEAD = 1.05  # inches for the names of stages
-_EDGE = 0.15  # around everything
-_LONGEST = 15  # letters in a box
-_LIGHT = 0.62  # how far boxes go towards white
-_LIGHTEST = 0.86  # how far bands go
+_HEAD = 1.05  # inches, for the names of stages
+_EDGE = 0.15  # inches, around the picture
+_LONGEST = 15  # letters of a line in a box
+_LIGHT = 0.62  # how far the boxes' colour is mixed towards white
+_LIGHTEST = 0.86  # the same for the bands
 
 
 def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "Axes | None" = None) -> "Axes":
-    """Draw the layers of a graph in bands, a stage each, with all that passes between them.
+    """Draw a model's layers in one band for each stage, with the tensors that they pass to each other.
 
-    graph: as `pipesched.graph_of` gives it. stages: the layers of each, in the order in which they run. Each box has
-    its share of the time of all layers, as a number and as a bar, and each line over a cut the bytes of a micro-batch.
-    Dashed lines join layers that share parameters. Raises PartitionError where stages are not those of the graph.
+    Each box shows the layer's share of the total layer time, as a number and as a bar. A line that crosses a cut shows
+    the bytes sent for one micro-batch. Dashed lines join layers that share parameters.
+
+        graph = pipesched.graph_of(model, sample)
+        pipesched.viz.plot_layers(graph, pipe.plan.stages).figure.savefig("layers.png")
+
+    Args:
+        graph: the layer graph, from `pipesched.graph_of`.
+        stages: the layers of each stage, in the order in which they run.
+        ax: the matplotlib Axes to draw on. Default: a new Figure.
+
+    Returns:
+        The Axes; its ``figure`` has ``savefig``.
+
+    Raises:
+        ArgumentError: ``graph`` or ``ax`` has another type.
+        PartitionError: the stages do not hold each layer of the graph exactly once.
+
     """
     check_axes(ax)
-    rule = "stages are a list of lists of layers"
-    remedy = "pass those of a partition of this graph"
+    rule = "stages is a list of lists of layer names"
+    remedy = "pass the stages of a partition of this graph"
     if not all(hasattr(graph, part) for part in ("nodes", "edges")):
-        raise ArgumentError(f"graph is a networkx graph of layers; got {shown(graph)}; pass what graph_of returns")
+        raise ArgumentError(f"graph is a networkx graph of layers; got {shown(graph)}; pass the result of graph_of")
     named = [name for layers in as_list(stages, rule, remedy) for name in as_list(layers, rule, remedy)]
     if sorted(map(str, named)) != sorted(graph) or not all(stages):
         raise PartitionError(
-            f"stages hold each layer of the graph once; they hold {len(named)}, the graph has {len(graph)}; "
-            f"pass those of a partition of this graph"
+            f"the stages hold each layer of the graph exactly once; they list {len(named)} layers, the graph has "
+            f"{len(graph)}; {remedy}"
         )
     layout = Layout(stages)
     ties = tied_groups(graph)
@@ -79,7 +94,7 @@ class _Picture:
         self._longest = max(times.values())
         of_stages = [sum(times[name] for name in names) for names in layout.stages]
         self._slowest = of_stages.index(max(of_stages)) if self._total and len(of_stages) > 1 else -1
-        self._labels = _short(list(graph))
+        self._labels = _short(list(graph), graph.graph.get("classes", {}))
         self._left = -layout.lanes("left") - _HEAD - 2 * _EDGE
         self._right = layout.right + layout.lanes("right") + _EDGE
         ax.set_xlim(self._left, self._right)
@@ -88,15 +103,15 @@ class _Picture:
         ax.axis("off")
 
     def bands(self) -> None:
-        """A band a stage, with its name and its share of the time."""
+        """Draw a band for each stage, with its name and its share of the time."""
         from matplotlib.patches import FancyBboxPatch
 
         lines = self._layout.lines
         tops = [*self._layout.tops, self._layout.bottom]
         for stage, names in enumerate(self._layout.stages):
-            own = [line for line, (at, _) in enumerate(lines) if at == stage]
-            top = tops[own[0]] - 0.09 - self._layout.arch(own[0])
-            bottom = tops[own[-1]] + HEIGHT + 0.09
+            of_stage = [line for line, (at, _) in enumerate(lines) if at == stage]
+            top = tops[of_stage[0]] - 0.09 - self._layout.arch(of_stage[0])
+            bottom = tops[of_stage[-1]] + HEIGHT + 0.09
             band = towards_white(stage_colour(stage), _LIGHTEST)
             width = self._right - self._left - 0.1
             shape = FancyBboxPatch(
@@ -116,7 +131,7 @@ class _Picture:
             )
 
     def box(self, name: str) -> None:
-        """A layer."""
+        """Draw a layer."""
         from matplotlib.patches import FancyBboxPatch, Rectangle
 
         x, y = self._layout.corner(name)
@@ -140,7 +155,7 @@ class _Picture:
         self.ax.add_patch(Rectangle((x + 0.06, y + HEIGHT - 0.09), length, 0.045, fc=colour, ec="none", zorder=6))
 
     def line(self, before: str, behind: str, size: int) -> None:
-        """What a layer gives to another."""
+        """Draw the tensors that one layer passes to another, ``size`` bytes for a micro-batch."""
         crosses = self._stage_of[before] != self._stage_of[behind]
         colour = stage_colour(self._stage_of[before]) if crosses else GREY
         way = self._layout.way(before, behind)
@@ -163,18 +178,18 @@ class _Picture:
         return line.index(behind) > line.index(before) + 1
 
     def _arc(self, way: list[Point], colour: str) -> None:
-        """Over the boxes between two of a line."""
+        """Draw an arrow between two boxes of one line, over the boxes between them."""
         from matplotlib.patches import FancyArrowPatch
 
         (x, y), (to_x, _) = way
         ends = (x - 0.4 * WIDTH, y - HEIGHT / 2), (to_x + 0.4 * WIDTH, y - HEIGHT / 2)
-        style = f"arc3,rad={-1.7 * ARCH / (ends[1][0] - ends[0][0])}"  # its height is half of that
+        style = f"arc3,rad={-1.7 * ARCH / (ends[1][0] - ends[0][0])}"  # the arc is half as high
         self.ax.add_patch(
             FancyArrowPatch(*ends, connectionstyle=style, arrowstyle="-|>", mutation_scale=6, color=colour, lw=0.9)
         )
 
     def tie(self, users: Sequence[str], names: Sequence[str]) -> None:
-        """What several layers share."""
+        """Draw the parameters that several layers share."""
         lane, ways = self._layout.tie(users, users)
         for way in ways:
             self._path(way, INK, arrow=False, lw=0.9, dashed=True)
@@ -216,19 +231,24 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
 
 
-def _short(names: Sequence[str]) -> dict[str, str]:
-    """Names without the parts that all begin with; long ones in two lines, very long ones without their middle."""
+def _short(names: Sequence[str], classes: Mapping[str, str]) -> dict[str, str]:
+    """The labels of the boxes, by layer: the name without the prefix that all names share, then the class if known.
+
+    Long labels take two lines; in a line that still is too long the middle is left out.
+    """
     parts = [name.split(".") for name in names]
     common = 0
-    while all(len(own) > common + 1 for own in parts) and len({own[common] for own in parts}) == 1:
+    while all(len(path) > common + 1 for path in parts) and len({path[common] for path in parts}) == 1:
         common += 1
     labels = {}
-    for name, own in zip(names, parts, strict=True):
-        label = ".".join(own[common:])
+    for name, path in zip(names, parts, strict=True):
+        label = ".".join(path[common:])
+        if name in classes:
+            label += f" {classes[name]}"
         if len(label) > _LONGEST:
-            dots = [at for at, letter in enumerate(label) if letter == "."]
+            dots = [at for at, letter in enumerate(label) if letter in ". "]
             at = min(dots, key=lambda at: max(at, len(label) - at), default=len(label))
-            label = "\n".join(map(_cut, filter(None, (label[:at], label[at:]))))
+            label = "\n".join(map(_cut, filter(None, (label[:at], label[at:].lstrip()))))
         labels[name] = label
     return labels
 

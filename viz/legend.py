@@ -1,7 +1,8 @@
-"""Legend: what the colours, shades and hatches of timelines stand for."""
+"""Legend: the colours, shades and hatches of timelines, in words."""
 
 from typing import TYPE_CHECKING
 
+from pipesched.program.actions import Kind
 from pipesched.simulation.trace import Trace
 from pipesched.viz.bars import gaps, kinds, num_chunks
 from pipesched.viz.colours import BUBBLE, GREY, HATCH, colour, lighter
@@ -9,16 +10,28 @@ from pipesched.viz.colours import BUBBLE, GREY, HATCH, colour, lighter
 if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
-__all__ = ["patches"]
+__all__ = ["KIND_NAMES", "patches"]
 
-_SHADES = 4  # more chunks than this are shown by the first and the last
+_SHADES = 4  # with more chunks, only the first and the last are listed
+
+#: The names of kinds of actions in legends and notes.
+KIND_NAMES = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradients",
+    Kind.W: "weight gradients",
+    Kind.R: "recompute",
+    Kind.UPDATE: "optimizer step",
+    Kind.OFFLOAD: "copy to the host",
+    Kind.FETCH: "copy from the host",
+}
 
 
 def patches(*traces: Trace) -> "list[Patch]":
-    """The entries of a legend for these traces: kinds that occur, chunks where a rank has several, the bubble."""
+    """The legend entries for these traces: the kinds that occur, the chunks if a rank has several, and the bubble."""
     from matplotlib.patches import Patch
 
-    entries = [Patch(facecolor=colour(kind), label=str(kind)) for kind in kinds(*traces)]
+    entries = [Patch(facecolor=colour(kind), label=_label(kind)) for kind in kinds(*traces)]
     count = num_chunks(*traces)
     shown = range(count) if count <= _SHADES else (0, count - 1)
     if count > 1:
@@ -26,3 +39,7 @@ def patches(*traces: Trace) -> "list[Patch]":
     if any(gaps(trace, rank) for trace in traces for rank in range(trace.num_ranks)):
         entries.append(Patch(facecolor=BUBBLE, edgecolor=HATCH, hatch="////", linewidth=0, label="bubble"))
     return entries
+
+
+def _label(kind: Kind) -> str:
+    return f"{KIND_NAMES[kind]} ({kind})" if kind in KIND_NAMES else str(kind)

@@ -1,4 +1,4 @@
-"""Memory: what each rank holds over time."""
+"""Memory: the activations and other data that each rank holds over time."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,17 @@ _FEW = 8
 
 
 def plot_memory(trace: Trace, ax: "Axes | None" = None) -> "Axes":
-    """Draw what each rank holds over time, a line a rank, with its peak in the legend.
+    """Draw the memory that each rank holds over time, one line for each rank, with the peaks in the legend.
 
-    In bytes where the trace's costs have sizes, otherwise in (stage, micro-batch) pairs in flight. Draws on
-    ``ax``, or on a new Figure: the result's ``figure``.
+    The unit is bytes if the trace's costs have sizes, otherwise (stage, micro-batch) pairs in flight.
+
+    Args:
+        trace: a predicted or measured trace.
+        ax: the matplotlib Axes to draw on. Default: a new Figure.
+
+    Returns:
+        The Axes; its ``figure`` has ``savefig``.
+
     """
     check_trace(trace)
     check_axes(ax)
@@ -61,27 +68,27 @@ def plot_memory(trace: Trace, ax: "Axes | None" = None) -> "Axes":
 
 
 def _line_width(rank: int, num_ranks: int) -> float:
-    """Lines of several ranks often lie on each other: of a few, the first are wider, so that all are seen."""
+    """Lines of ranks often coincide: with few ranks, the first ones are wider, so that every line stays visible."""
     return 1.2 if num_ranks > _FEW else 1.2 + 2.4 * (num_ranks - 1 - rank) / num_ranks
 
 
 def _title(trace: Trace, sized: bool) -> str:
-    what = "memory held" if sized else "in flight"
+    quantity = "memory held" if sized else "in flight"
     peak = quote_bytes(max(trace.peak_bytes), 4) if sized else str(max(trace.peak_in_flight, default=0))
-    return f"{trace.name}: {what}, peak {peak}" if trace.name else f"{what}, peak {peak}"
+    return f"{trace.name}: {quantity}, peak {peak}" if trace.name else f"{quantity}, peak {peak}"
 
 
 def _bytes(trace: Trace, rank: int) -> list[tuple[float, int]]:
-    """(time, bytes from then on), from the trace's start to its end."""
+    """(time, bytes held from that time on), from the start of the trace to its end."""
     return _whole(trace, [(time - trace.start_s, held) for time, held in trace.memory(rank)])
 
 
 def _pairs(trace: Trace, rank: int) -> list[tuple[float, int]]:
-    """(time, pairs from then on), from the trace's start to its end."""
+    """(time, pairs in flight from that time on), from the start of the trace to its end."""
     return _whole(trace, [(time - trace.start_s, held) for time, held in trace.in_flight(rank)])
 
 
 def _whole(trace: Trace, points: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Add the start and the end, and of several values at one time keep the one that lasts."""
+    """Add the start and the end of the trace, and keep the last of several values at one time."""
     last = points[-1][1] if points else 0
     return list(dict([(0, 0), *points, (trace.makespan_s, last)]).items())

@@ -1,37 +1,60 @@
-"""A page: findings, timelines and tables as one HTML file that needs nothing else: no network, no other file.
+"""Page: key figures, findings, timelines and tables in one self-contained HTML file.
 
-It is light or dark as its reader's system is, can be read without a script, and printed. With scripts a click on the
-head of a column sorts a table.
+The page loads no other file and follows the light or dark mode of the system. It reads and prints without JavaScript;
+with JavaScript a click on a column's head sorts the table.
 """
 
-import base64
-import io
 from collections.abc import Iterator, Sequence
 from html import escape
 
 from pipesched.simulation.trace import Trace
 from pipesched.viz.compare import plot_compare
 from pipesched.viz.headline import headline
-from pipesched.viz.tables import Cell, Table
+from pipesched.viz.image import image_html
+from pipesched.viz.tables import Cell, KeyFigure, Table
 
 __all__ = ["html_page"]
 
-_MOST_BARS = 5_000  # of an SVG image; with more bars it is a PNG, which stays small
+_MOST_BARS = 5_000  # timelines with more bars are a PNG, which stays small; the others an SVG
 
 
-def html_page(title: str, lines: Sequence[str], tables: Sequence[Table], traces: "Sequence[tuple[str, Trace]]") -> str:
-    """The page. lines: findings, the most important ones first. traces: (label, trace) pairs, on one time scale."""
+def html_page(
+    title: str,
+    figures: Sequence[KeyFigure],
+    lines: Sequence[str],
+    tables: Sequence[Table],
+    traces: "Sequence[tuple[str, Trace]]",
+) -> str:
+    """Return the page as HTML.
+
+    Args:
+        title: the heading.
+        figures: the figures in large type at the top.
+        lines: the findings, a sentence each, the most important first.
+        tables: the tables at the end of the page.
+        traces: (label, trace) pairs, drawn on one time scale.
+
+    """
     parts = [
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>",
         f"<h1>{escape(title)}</h1>",
+        *([_key_figures(figures)] if figures else []),
         *_findings(lines),
         *([_timelines(traces)] if traces else []),
         *(_table(table) for table in tables),
         f"</main>\n<script>{_SCRIPT}</script>\n</body>\n</html>\n",
     ]
     return "\n".join(parts)
+
+
+def _key_figures(figures: Sequence[KeyFigure]) -> str:
+    cards = "\n".join(
+        f"<div><dt>{escape(own.label)}</dt><dd><strong>{escape(own.value)}</strong> {escape(own.note)}</dd></div>"
+        for own in figures
+    )
+    return f'<dl class="figures">\n{cards}\n</dl>'
 
 
 def _findings(lines: Sequence[str]) -> Iterator[str]:
@@ -41,11 +64,9 @@ def _findings(lines: Sequence[str]) -> Iterator[str]:
 
 def _timelines(traces: "Sequence[tuple[str, Trace]]") -> str:
     small = sum(len(row) for _, trace in traces for row in trace.by_rank) <= _MOST_BARS
-    file = io.BytesIO()
-    plot_compare(traces).savefig(file, format="svg" if small else "png")
-    source = f"data:image/{'svg+xml' if small else 'png'};base64,{base64.b64encode(file.getvalue()).decode()}"
     words = "; ".join(headline(trace, label) for label, trace in traces)
-    return f'<section>\n<h2>Timelines</h2>\n<img alt="{escape(words)}" src="{source}">\n</section>'
+    image = image_html(plot_compare(traces), words, scalable=small)
+    return f'<section>\n<h2>Timelines</h2>\n<div class="wide">{image}</div>\n</section>'
 
 
 def _table(table: Table) -> str:
@@ -93,9 +114,15 @@ main { max-width: 1180px; margin: 0 auto; padding: 1.5rem; }
 h1 { font-size: 1.35rem; margin: 0 0 .6rem; }
 h2 { font-size: 1.1rem; margin: 1.8rem 0 .4rem; }
 p { margin: .15rem 0; max-width: 75em; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .8rem; margin: 0 0 1rem; }
+.figures div { border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .9rem; }
+.figures dt { color: var(--quiet); font-size: .85rem; }
+.figures dd { margin: 0; font-size: .85rem; }
+.figures strong { display: block; font-size: 1.6rem; line-height: 1.3; }
 .first { font-size: 1.15rem; font-weight: 600; }
 .note, .quiet { color: var(--quiet); font-size: .85rem; }
 .wide { overflow-x: auto; }
+.wide img { min-width: 44rem; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .22rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { padding-left: .2rem; }

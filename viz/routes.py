@@ -1,8 +1,8 @@
-"""Routes: where the boxes of a layer graph stand, and the ways of the lines between them.
+"""Routes: the positions of the boxes in a layer picture, and the paths of the connections between them.
 
-Layers stand in lines from left to right, one line or several a stage. Under each line runs a channel, with a track for
-each line that turns there; beside the lines run lanes, on the right for what skips lines, on the left for ties. Lines
-that leave a layer on the right share its lane.
+Layers stand in rows ("lines") from left to right; a stage has one or more lines. Below each line of boxes runs a
+channel, with one track for each connection that turns there. Beside the boxes run vertical lanes: on the right for
+connections that skip lines, on the left for tied weights. All connections that start at one layer share its lane.
 """
 
 import math
@@ -14,23 +14,28 @@ __all__ = ["ARCH", "HEIGHT", "WIDTH", "Layout", "Point"]
 
 Point = tuple[float, float]
 
-WIDTH = 1.12  # of a box, in inches
-HEIGHT = 0.5  # likewise
-ARCH = 0.24  # over boxes, where a line leads over others of its own line
-_GAP = 0.3  # between boxes of a line
-_TRACK = 0.13  # between tracks, and between lanes
-_LANE = 0.24
-_PAD = 0.16  # between boxes and the first track
-_CUT = 0.16  # further, where a stage ends
+# All lengths are in inches.
+WIDTH = 1.12  # of a box
+HEIGHT = 0.5  # of a box
+ARCH = 0.24  # space above a line of boxes for connections that pass over boxes of the same line
+_GAP = 0.3  # between the boxes of a line
+_TRACK = 0.13  # between two tracks of a channel
+_LANE = 0.24  # between two lanes
+_PAD = 0.16  # between the boxes and the first track
+_CUT = 0.16  # additional space between two stages
 
 
 @dataclass
 class Layout:
-    """Boxes by layer, as (left, top) in inches, downwards. stages: the layers of each, in order."""
+    """The positions of boxes and connections, as (x, y) in inches with y downwards."""
 
+    #: The layers of each stage, in the order in which they run.
     stages: Sequence[Sequence[str]]
+    #: The largest number of boxes in a line.
     columns: int = 0
-    lines: list[tuple[int, list[str]]] = field(default_factory=list)  # (stage, layers)
+    #: (stage, layers) of each line of boxes.
+    lines: list[tuple[int, list[str]]] = field(default_factory=list)
+    #: The upper edge of each line's boxes.
     tops: list[float] = field(default_factory=list)
     _line_of: dict[str, int] = field(default_factory=dict)
     _tracks: dict[tuple[int, Any], int] = field(default_factory=dict)
@@ -49,10 +54,10 @@ class Layout:
                 self.lines.append((stage, list(layers[first : first + self.columns])))
         self._line_of = {name: line for line, (_, layers) in enumerate(self.lines) for name in layers}
 
-    # ---- which ways there are; all of them are asked for before anything is placed --------------------------------
+    # ---- reservations: every connection reserves its tracks and lanes before anything is placed -------------------
 
     def reserve(self, edges: Collection[tuple[str, str]]) -> None:
-        """Make room for lines between layers: those that go furthest get the first tracks, and the lanes outside."""
+        """Reserve tracks and lanes for connections between layers. The longest get the first tracks and outer lanes."""
         reach: dict[str, int] = {}
         for before, behind in edges:
             reach[before] = max(reach.get(before, 0), self._line_of[behind])
@@ -69,15 +74,15 @@ class Layout:
             if last > first + 1:
                 self._lane("right", before)
                 self._track(last - 1, before)
-        for behind, others in self._entries.items():
-            others.sort(key=lambda before: self._comes_from(before, behind))
+        for behind, sources in self._entries.items():
+            sources.sort(key=lambda before: self._comes_from(before, behind))
 
     def _comes_from(self, before: str, behind: str) -> float:
         beside = self._line_of[behind] == self._line_of[before] + 1
         return self.lines[self._line_of[before]][1].index(before) if beside else math.inf
 
     def reserve_tie(self, layers: Sequence[str], tie: Any) -> None:
-        """Make room for a dashed line along several layers."""
+        """Reserve a lane and tracks for tied weights: a dashed line that joins several layers."""
         self._lane("left", tie)
         for name in layers:
             self._track(self._line_of[name], ("tie", tie))
@@ -91,7 +96,7 @@ class Layout:
         return self._lanes.setdefault((side, owner), count)
 
     def place(self) -> None:
-        """Give every line of layers its height."""
+        """Compute the vertical position of every line of boxes."""
         top = 0.0
         for line, (stage, _) in enumerate(self.lines):
             top += self.arch(line)
@@ -102,7 +107,7 @@ class Layout:
         self.bottom = top if self._has_tracks(len(self.lines) - 1) else self.tops[-1] + HEIGHT + 0.09
 
     def arch(self, line: int) -> float:
-        """The room over a line's boxes."""
+        """The space above a line's boxes."""
         return ARCH if line in self._arched else 0.0
 
     def _has_tracks(self, line: int) -> bool:
@@ -112,24 +117,24 @@ class Layout:
         count = sum(1 for place, _ in self._tracks if place == line)
         return 2 * _PAD + _TRACK * max(0, count - 1)
 
-    # ---- where things are --------------------------------------------------------------------------------------------
+    # ---- positions ---------------------------------------------------------------------------------------------------
 
     def line_of(self, name: str) -> int:
-        """The line of a layer."""
+        """The number of the line that holds a layer."""
         return self._line_of[name]
 
     def corner(self, name: str) -> Point:
-        """Left and top of a layer's box."""
+        """The upper left corner of a layer's box."""
         line = self._line_of[name]
         return self.lines[line][1].index(name) * (WIDTH + _GAP), self.tops[line]
 
     @property
     def right(self) -> float:
-        """Where the boxes end."""
+        """The right edge of the widest line of boxes."""
         return self.columns * (WIDTH + _GAP) - _GAP
 
     def lanes(self, side: str) -> float:
-        """The width of all lanes of a side."""
+        """The width of all lanes on one side: ``"left"`` or ``"right"``."""
         return _LANE * sum(1 for place, _ in self._lanes if place == side)
 
     def _height(self, channel: int, owner: Any) -> float:
@@ -141,7 +146,7 @@ class Layout:
         return self.right + outwards if side == "right" else -outwards
 
     def way(self, before: str, behind: str) -> list[Point]:
-        """The corners of a line from one layer to another."""
+        """The corners of the connection from one layer to another."""
         x, y = self.corner(before)
         to_x, to_y = self.corner(behind)
         first = self._line_of[before]
@@ -154,21 +159,21 @@ class Layout:
         if last == first + 1:
             return [(out, y + HEIGHT), (out, track), (into, track), (into, to_y)]
         lane = self._lane_at("right", before)
-        other = self._height(last - 1, before)
-        return [(out, y + HEIGHT), (out, track), (lane, track), (lane, other), (into, other), (into, to_y)]
+        last_track = self._height(last - 1, before)
+        return [(out, y + HEIGHT), (out, track), (lane, track), (lane, last_track), (into, last_track), (into, to_y)]
 
     def entry(self, before: str, behind: str) -> tuple[float, int]:
-        """Where a line reaches a box, from its left; and which of the box's lines it is, 0 the leftmost."""
-        others = self._entries[behind]
-        number = others.index(before)
-        return WIDTH * (0.3 + 0.5 * number / max(1, len(others) - 1)) if len(others) > 1 else 0.38 * WIDTH, number
+        """The point where a connection enters a box, from the box's left edge, and its number among all entries."""
+        sources = self._entries[behind]
+        number = sources.index(before)
+        return WIDTH * (0.3 + 0.5 * number / max(1, len(sources) - 1)) if len(sources) > 1 else 0.38 * WIDTH, number
 
     def num_entries(self, name: str) -> int:
-        """How many lines reach a box from above."""
+        """The number of connections that enter a box from above."""
         return len(self._entries[name])
 
     def tie(self, layers: Sequence[str], tie: Any) -> tuple[list[Point], list[list[Point]]]:
-        """The corners of a tie's own lane, and of the ways from there to its layers."""
+        """The corners of a tie's lane, and of the paths from the lane to the tied layers."""
         lane = self._lane_at("left", tie)
         ways = []
         for name in layers:

@@ -1,4 +1,4 @@
-"""A sheet: what a report has to show, as one picture."""
+"""Sheet: a report as one picture: findings, candidate plans, timelines, and the work of each stage."""
 
 from collections.abc import Sequence
 from textwrap import wrap
@@ -20,20 +20,22 @@ __all__ = ["Candidate", "plot_report"]
 
 _WIDTH = 12.0  # inches
 _LINE = 0.21  # inches of a line of text
-_LETTERS = 150  # a line
-_MOST = 12  # candidates
-_NAMED = 32  # stages beside whose bars there is room for words
+_LETTERS = 150  # letters in a line of text
+_MOST = 12  # candidates that are shown
+_NAMED = 32  # with more stages, their bars have no numbers
 
 
 class Candidate(NamedTuple):
-    """A plan that was weighed. seconds: of a step, as predicted. note: beside its bar. taken, fits: whether it was, or
-    does.
-    """
+    """One bar of the comparison of candidate plans."""
 
     label: str
+    #: The predicted step time.
     seconds: float
+    #: The text beside the bar.
     note: str = ""
+    #: Whether the search chose this plan.
     taken: bool = False
+    #: Whether the plan fits into memory.
     fits: bool = True
 
 
@@ -44,9 +46,15 @@ def plot_report(
     traces: "Sequence[tuple[str, Trace]]",
     comparison: Comparison | None = None,
 ) -> "Figure":
-    """Draw the findings, the candidates as bars, the timelines on one scale, and the stages' work, both times.
+    """Draw a report. Empty parts are left out.
 
-    What is not known is left out. Bars of candidates and timelines have time scales of their own.
+    Args:
+        title: the heading.
+        lines: the findings, a sentence each.
+        candidates: the plans that the search compared, drawn as bars on a time scale of their own.
+        traces: (label, trace) pairs, drawn on one time scale.
+        comparison: the predicted and the measured work of each stage.
+
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -74,27 +82,26 @@ def plot_report(
 
 
 def _candidates(ax: "Axes", shown: Sequence[Candidate], left_out: int) -> None:
-    """A bar each, the plan itself in full colour, what does not fit hatched."""
-    longest = max(one.seconds for one in shown)
-    for at, one in enumerate(shown):
-        strong = _colour_of(one)
-        style: dict[str, Any] = {} if one.fits else {"hatch": "////", "edgecolor": HATCH, "linewidth": 0}
-        ax.barh(at, one.seconds, height=0.72, color=strong, **style)
-        words = quote_time(one.seconds) + (f"   {one.note}" if one.note else "")
-        ax.text(one.seconds + 0.006 * longest, at, words, va="center", fontsize=8, color=INK, clip_on=False)
+    """Draw a bar for each candidate: the chosen plan in full colour, plans that do not fit into memory hatched."""
+    longest = max(candidate.seconds for candidate in shown)
+    for at, candidate in enumerate(shown):
+        fill = _colour_of(candidate)
+        style: dict[str, Any] = {} if candidate.fits else {"hatch": "////", "edgecolor": HATCH, "linewidth": 0}
+        ax.barh(at, candidate.seconds, height=0.72, color=fill, **style)
+        words = quote_time(candidate.seconds) + (f"   {candidate.note}" if candidate.note else "")
+        ax.text(candidate.seconds + 0.006 * longest, at, words, va="center", fontsize=8, color=INK, clip_on=False)
     ax.set_xlim(0, longest * 1.6)
     ax.set_ylim(len(shown) - 0.4, -0.6)
-    ax.set_yticks(range(len(shown)), [one.label for one in shown], fontsize=8)
+    ax.set_yticks(range(len(shown)), [candidate.label for candidate in shown], fontsize=8)
     ax.tick_params(axis="y", length=0)
     ax.set_xticks([])
     ax.spines[["top", "right", "bottom"]].set_visible(False)
-    more = f" ({left_out} more are not shown)" if left_out > 0 else ""
-    ax.set_title(f"what was weighed: a step, as the search predicted{more}", loc="left", fontsize=11)
+    more = f" ({left_out} more not shown)" if left_out > 0 else ""
+    ax.set_title(f"candidate plans: step time predicted by the search{more}", loc="left", fontsize=11)
 
 
-def _colour_of(one: Candidate) -> str:
-    """Strong for the plan that was taken."""
-    return "#0072b2" if one.taken else BUBBLE if not one.fits else towards_white("#0072b2", 0.6)
+def _colour_of(candidate: Candidate) -> str:
+    return "#0072b2" if candidate.taken else BUBBLE if not candidate.fits else towards_white("#0072b2", 0.6)
 
 
 def _timelines(rows: Any, traces: "Sequence[tuple[str, Trace]]") -> None:
@@ -115,19 +122,19 @@ def _timelines(rows: Any, traces: "Sequence[tuple[str, Trace]]") -> None:
 
 
 def _work(ax: "Axes", comparison: Comparison) -> None:
-    """Each stage's work in a step, by kind: predicted in grey outline to the left, measured in colour to the right."""
-    unit = time_unit(max(max(own.work_s) for own in comparison.stages))
-    for at, own in enumerate(comparison.stages):
+    """Draw each stage's work in a step, by kind: predicted on the left in light colours, measured on the right."""
+    unit = time_unit(max(max(stage.work_s) for stage in comparison.stages))
+    for at, stage in enumerate(comparison.stages):
         bottoms = [0.0, 0.0]
-        for kind, pair in own.seconds.items():
+        for kind, pair in stage.seconds.items():
             for side, seconds in enumerate(pair):
-                high = own.counts[kind] * seconds * unit.per_one
+                high = stage.counts[kind] * seconds * unit.per_one
                 fill = towards_white(colour(kind), 0.55) if side == 0 else colour(kind)
                 ax.bar(at + (side - 0.5) * 0.4, high, 0.38, bottom=bottoms[side], color=fill)
                 bottoms[side] += high
         if len(comparison.stages) <= _NAMED:
-            words = "" if own.work_s.off is None else f"{own.work_s.off:+.1%}"
-            weight = "bold" if own is comparison.worst else "normal"
+            words = "" if stage.work_s.off is None else f"{stage.work_s.off:+.1%}"
+            weight = "bold" if stage is comparison.worst else "normal"
             style: dict[str, Any] = {"ha": "center", "fontsize": 8, "color": INK, "fontweight": weight}
             ax.annotate(words, (at, max(bottoms)), xytext=(0, 4), textcoords="offset points", **style)
     numbers = range(0, len(comparison.stages), 1 + (len(comparison.stages) - 1) // 16)
@@ -135,4 +142,4 @@ def _work(ax: "Axes", comparison: Comparison) -> None:
     ax.set_ylabel(f"[{unit.name}]")
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(y=0.15)
-    ax.set_title("each stage's work in a step: predicted (light), measured (full)", loc="left", fontsize=11)
+    ax.set_title("work of each stage in a step: predicted (light) and measured (full colour)", loc="left", fontsize=11)

@@ -1,4 +1,4 @@
-"""Tables: figures in rows, as plain values, and how they look as text and, where rich is there, in colour."""
+"""Tables: figures in rows as plain values, shown as text or, with rich, in colour."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     import rich.console
 
-__all__ = ["Cell", "Table", "rich_table", "text_table"]
+__all__ = ["Cell", "KeyFigure", "Table", "rich_table", "text_table"]
 
 _Tone = Literal["", "good", "bad", "quiet", "strong"]
 
@@ -15,24 +15,37 @@ _STYLES: dict[_Tone, str] = {"": "", "good": "green", "bad": "red", "quiet": "di
 
 
 class Cell(NamedTuple):
-    """What is written, the number that it stands for (by which a page sorts; None for words), and how it is meant."""
+    """One cell of a table."""
 
     text: str
+    #: The number by which a page sorts the rows; None for words.
     value: float | None = None
+    #: Chooses the colour or the weight of the text.
     tone: _Tone = ""
+
+
+class KeyFigure(NamedTuple):
+    """A figure in large type at the top of a page: ``bubble``, ``14.4%``, ``idle share of the ranks' time``."""
+
+    label: str
+    value: str
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A titled table. columns: their heads. rows: as many cells each. words: the columns that are written to the left,
-    all others to the right. bars: those that a page draws as bars, too. note: what is to be known below it.
-    """
+    """A table with a title and a note."""
 
     title: str
+    #: The head of each column.
     columns: tuple[str, ...]
+    #: Each row has one cell for each column.
     rows: tuple[tuple[Cell, ...], ...]
+    #: The columns that are aligned to the left; the others are aligned to the right.
     words: frozenset[str] = frozenset()
+    #: The explanation below the table.
     note: str = ""
+    #: Columns with bars behind the numbers on a page.
     bars: frozenset[str] = frozenset()
 
     @classmethod
@@ -44,7 +57,7 @@ class Table:
         note: str = "",
         bars: Sequence[str] = (),
     ) -> "Table":
-        """The table of rows that name their cells; columns that are empty in all of them are left out."""
+        """Make a table from rows of {column: cell}. Columns that are empty in every row are left out."""
         every = dict.fromkeys(name for row in rows for name in row)
         names = [name for name in every if any(name in row and row[name].text for row in rows)]
         cells = tuple(tuple(row.get(name, Cell("")) for name in names) for row in rows)
@@ -59,7 +72,7 @@ class Table:
 
 
 def text_table(table: Table) -> str:
-    """The table in plain text: its title, a line a row, its note."""
+    """Return the table as plain text: its title, one line for each row, its note."""
     lines = [table.columns, *(tuple(cell.text for cell in row) for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     sides: list[Callable[[str, int], str]] = [str.ljust if name in table.words else str.rjust for name in table.columns]
@@ -68,7 +81,7 @@ def text_table(table: Table) -> str:
 
 
 def rich_table(table: Table) -> "rich.console.Group":
-    """The table for a terminal that shows colours; needs rich."""
+    """Return the table for a terminal with colours. Needs rich."""
     import rich.box
     import rich.console
     import rich.table

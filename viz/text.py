@@ -1,4 +1,4 @@
-"""Text: a timeline for terminals."""
+"""Text: timelines for terminals."""
 
 import math
 from itertools import zip_longest
@@ -13,30 +13,47 @@ from pipesched.viz.headline import headline
 
 __all__ = ["text_timeline"]
 
-_FEWEST = 10  # columns, however narrow the terminal
+_FEWEST = 10  # columns of a timeline, even if the terminal is narrower
 
 
 class _Scale(NamedTuple):
-    """How time becomes columns. cell: columns of one unit of time, 0 where times have no unit that fits."""
+    """The mapping from time to columns of text."""
 
     columns: int
+    #: Columns for each second.
     per_s: float
+    #: Columns for each unit of time; 0 if the times are not multiples of a unit that fits.
     cell: int = 0
-    separated: bool = False  # the last column of every bar is blank
-    with_stage: bool = False  # labels name the stage
+    #: The last column of every bar is blank.
+    separated: bool = False
+    #: Labels contain the stage.
+    with_stage: bool = False
 
 
 def text_timeline(trace: Trace, width: int = 120) -> str:
-    """Draw a trace in plain text, at most ``width`` columns wide: a line a rank, then a line with the figures.
+    """Draw a trace as plain text: one line for each rank, then one line with the figures.
 
-    ``F3`` is the forward of micro-batch 3, ``2F3`` that of stage 2 where ranks have several stages, ``F4&B2`` two that
-    overlap (``F4`` where that does not fit), and ``.`` is bubble. Where all times are multiples of one unit, a unit is
-    a cell of fixed width, if that fits. If not, time is scaled down, numbers are left out where they do not fit, and
-    each column shows what runs at its middle.
+    ``F3`` is the forward of micro-batch 3, ``2F3`` the same in stage 2 (if ranks have several stages), ``F4&B2`` an
+    overlapping pair (shortened to ``F4`` if it does not fit), and ``.`` is bubble. If all times are multiples of one
+    unit, every unit is a cell of fixed width. If such cells do not fit into ``width``, time is scaled: each column
+    shows the action at its middle, and numbers that do not fit are left out.
+
+        >>> print(pipesched.viz.text_timeline(trace))
+        rank 0 | F0 F1 .. .. B0--- F2 B1--- .. B2---
+        rank 1 | .. F0 B0--- F1 B1--- F2 B2--- .. ..
+        1f1b: makespan 12 s, bubble 25.0%, 20.0% above the bound, peak in flight 2; 3 columns are 1 s
+
+    Args:
+        trace: a predicted or measured trace.
+        width: the largest number of columns. Default: 120.
+
+    Raises:
+        InputError: ``width`` is not a whole number.
+
     """
     check_trace(trace)
     if not is_whole(width):
-        raise InputError(f"a width is a whole number of columns; got {shown(width)}; pass such as 120")
+        raise InputError(f"width is a whole number of columns; got {shown(width)}; pass a number such as 120")
     names = [f"rank {rank}".ljust(len(f"rank {trace.num_ranks - 1}")) + " | " for rank in range(trace.num_ranks)]
     drawn = [bar for bar in bars(trace) if bar.end_s > bar.start_s]
     several = num_chunks(trace) > 1
@@ -60,7 +77,7 @@ def _label(bar: Bar, with_stage: bool = False) -> str:
 
 
 def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scale:
-    """The first that fits: cells with stages, cells with a blank between them, narrower cells, the full width."""
+    """Choose the first that fits: cells with stages, cells with blanks between them, narrower cells, scaled time."""
     if not drawn:
         return _Scale(0, 0)
     unit = _unit(drawn, trace.makespan_s, columns)
@@ -79,7 +96,7 @@ def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scal
 
 
 def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:
-    """The longest time that all starts and ends are multiples of; None if more than ``most`` make the makespan."""
+    """The greatest common divisor of all starts and ends; None if the makespan has more than ``most`` such units."""
     noise = 1e-6 * makespan_s
     unit = makespan_s
     for time in {time for bar in drawn for time in (bar.start_s, bar.end_s)}:
@@ -94,8 +111,8 @@ def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:
 
 
 def _reach(bar: Bar, scale: _Scale) -> tuple[int, int]:
-    """The columns that a bar covers: those whose middle lies in it."""
-    # Times that should be equal differ by rounding: they fall to the same side.
+    """The columns that a bar covers: every column with its middle inside the bar."""
+    # The small offset moves times that differ only by rounding to the same side.
     return math.ceil(bar.start_s * scale.per_s - 0.5 - 1e-6), math.ceil(bar.end_s * scale.per_s - 0.5 - 1e-6)
 
 
@@ -111,12 +128,12 @@ def _empty_row(scale: _Scale) -> list[str]:
 
 
 def _write(row: list[str], bar: Bar, scale: _Scale, texts: tuple[str, ...]) -> None:
-    """Write a bar into its rank's row: the first text that fits, a pair's only beside a blank, then dashes."""
+    """Write a bar into its rank's row: the first text that fits, then dashes. A pair needs a final blank."""
     first, last = _reach(bar, scale)
-    room = last - first
+    columns = last - first
     end = " " if scale.separated else ""
-    text = next((text for text in texts if text and len(text) + ("&" in text) * len(end) <= room), "")
-    row[first:last] = list((text.ljust(room - len(end), "-") + end)[:room])
+    text = next((text for text in texts if text and len(text) + ("&" in text) * len(end) <= columns), "")
+    row[first:last] = list((text.ljust(columns - len(end), "-") + end)[:columns])
 
 
 def _scale_note(scale: _Scale) -> list[str]:

@@ -1,4 +1,4 @@
-"""Timeline: a row a rank, a bar a compute span."""
+"""Timeline: one row for each rank, one bar for each compute span."""
 
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -17,22 +17,31 @@ if TYPE_CHECKING:
 
 __all__ = ["DPI", "draw_timeline", "plot_timeline", "rows_inches"]
 
-DPI = 150  # of new figures: bars of thousands of spans stay apart
-_HEIGHT = 0.84  # of a bar, in rows
-_EDGE_PT = 3  # where bars are narrower, none has a white edge: it would hide them
+DPI = 150  # keeps the bars of thousands of spans apart
+_HEIGHT = 0.84  # of a bar; a row is 1
+_EDGE_PT = 3  # if any bar is narrower, no bar has a white edge, which would hide it
 _FONT_PT = (9, 8, 7, 6)
-_DIGIT = 0.64  # width of a digit over the font's size
+_DIGIT = 0.64  # width of a digit, as a share of the font size
 _MARGIN_PT = 1
-_MOST_HATCHED = 3000  # idle times: hatching takes its time, and many are narrow
+_MOST_HATCHED = 3000  # with more idle times there is no hatching: it is slow, and most gaps are too narrow to show it
 
 
 def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
-    """Draw who computes what and when: rank 0 on top, a colour a kind, a shade a chunk, the bubble hatched.
+    """Draw the timeline of a trace: one row for each rank, one bar for each forward and backward.
 
-    Numbers in the bars are micro-batches, where they fit. Of a forward and a backward that overlap the forward is the
-    upper half of the bar. The title quotes makespan, bubble (idle time over
-    ranks x makespan) and the peak in flight. Draws on ``ax``, or on a new Figure: the result's ``figure``, which
-    saves itself by ``savefig``.
+    Colours are kinds of actions, lighter shades are later chunks, and the bubble is hatched. The numbers in the bars
+    are micro-batches. If a forward and a backward overlap, the forward is the upper half of the bar. The title gives
+    makespan, bubble (idle time / (ranks x makespan)) and peak in flight.
+
+        pipesched.viz.plot_timeline(pipe.trace).figure.savefig("step.png")
+
+    Args:
+        trace: a predicted or measured trace.
+        ax: the matplotlib Axes to draw on. Default: a new Figure.
+
+    Returns:
+        The Axes; its ``figure`` has ``savefig``.
+
     """
     check_trace(trace)
     check_axes(ax)
@@ -52,24 +61,24 @@ def plot_timeline(trace: Trace, ax: "Axes | None" = None) -> "Axes":
 
 
 def check_axes(ax: Any) -> None:
-    """Raise ArgumentError for what nothing can be drawn on."""
+    """Raise ArgumentError if ``ax`` is neither None nor matplotlib Axes."""
     if ax is not None and not (hasattr(ax, "figure") and hasattr(ax, "broken_barh")):
         raise ArgumentError(
-            f"ax is matplotlib's Axes to draw on; got {shown(ax)}; leave it out for a figure of its own"
+            f"ax is the matplotlib Axes to draw on; got {shown(ax)}; pass Axes, or leave it out for a new figure"
         )
 
 
 def rows_inches(trace: Trace) -> float:
-    """A good height for a timeline's rows, in inches."""
+    """The height of all rows of a timeline together, in inches."""
     return min(max(1.6, 0.42 * trace.num_ranks), max(3.2, 0.21 * trace.num_ranks), 16)
 
 
 def draw_timeline(ax: "Axes", trace: Trace, unit: Unit, until_s: float) -> None:
-    """Draw the rows of a timeline and its axes, with times in ``unit`` from 0 to ``until_s``."""
-    # The limits come first: whether numbers fit is decided in pixels.
+    """Draw the rows and the axes of a timeline, with times in ``unit`` from 0 to ``until_s``."""
+    # Set the limits first: they decide which numbers fit into their bars.
     ax.set_xlim(0, until_s * unit.per_one or 1)
     ax.set_ylim(max(1, trace.num_ranks) - 0.5, -0.5)
-    every = 1 + int(13 * max(1, trace.num_ranks) / (ax.bbox.height * 72 / ax.figure.dpi))  # 13 points a label
+    every = 1 + int(13 * max(1, trace.num_ranks) / (ax.bbox.height * 72 / ax.figure.dpi))  # 13 points for each label
     ax.set_yticks(range(0, trace.num_ranks, every), [f"rank {rank}" for rank in range(0, trace.num_ranks, every)])
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)
@@ -90,7 +99,7 @@ def _draw_bubble(ax: "Axes", trace: Trace, unit: Unit) -> None:
 
 
 def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int) -> None:
-    """One collection for each rank, stage and kind: thousands of bars are a few hundred objects."""
+    """Draw one collection for each rank, stage and kind, so that thousands of bars are a few hundred objects."""
     groups: dict[tuple[int, int, int, str, int], list[Bar]] = defaultdict(list)
     for bar in drawn:
         groups[bar.rank, bar.chunk, bar.stage, bar.kind, bar.half].append(bar)
@@ -104,12 +113,12 @@ def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int) -> None:
 
 
 def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit) -> None:
-    """Micro-batch numbers in one size: the largest that fits every bar, else the smallest, where it fits."""
+    """Write the micro-batch numbers in the largest size that fits every bar, else the smallest where it fits."""
     bottom, top = ax.get_ylim()
     row_pt = ax.bbox.height * 72 / ax.figure.dpi / (bottom - top) / (2 if any(bar.half for bar in drawn) else 1)
     sizes = [size for size in _FONT_PT if size <= 0.8 * row_pt]
     room = [(bar, _width_pt(ax, bar, unit) - _MARGIN_PT) for bar in drawn if bar.end_s > bar.start_s]
-    # One need for all: bars of one width then have all a number or none.
+    # The widest number decides for all: bars of equal width then either all have a number or none has.
     need = _DIGIT * len(str(max((bar.microbatch for bar in drawn), default=0)))
     size = next((size for size in sizes if all(size * need <= pt for _, pt in room)), min(sizes, default=0))
     style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": size, "color": INK, "clip_on": True}

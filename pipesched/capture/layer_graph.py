@@ -9,6 +9,7 @@ import networkx as nx
 from torch import Tensor, nn
 
 from pipesched.capture.capture import INPUT, Capture, Value
+from pipesched.model.class_names import class_names
 from pipesched.simulation.layer_costs import LayerCosts
 
 __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
@@ -108,6 +109,7 @@ def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[s
             output_bytes=0,
         )
     graph.graph["parameters"] = sizes
+    graph.graph["classes"] = class_names(model, names)
     return graph
 
 

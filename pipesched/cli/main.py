@@ -1,4 +1,4 @@
-"""The command ``pipesched``: list, show, check and compare schedules, without torch and in a moment; and cut models."""
+"""The command ``pipesched`` and its subcommands for schedules, which run without torch."""
 
 import shutil
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class _Commands(click.Group):
-    """Commands whose errors of pipesched are one message on stderr and exit code 1."""
+    """A command group that turns pipesched's errors into one message on stderr and exit code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -39,7 +39,15 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="pipesched")
 def main() -> None:
-    """Study pipeline schedules: simulate, draw, check and compare them, without torch and without a GPU."""
+    """Simulate, draw, check and compare pipeline schedules, and plan pipelines for models.
+
+    list, show, check, compare and report need neither torch nor a GPU; graph and tune run a model.
+
+    \b
+    Examples:
+      pipesched show zb-h1 --ranks 4 --microbatches 8
+      pipesched tune script.py:make --ranks 2 --batch 64 -o plan.json
+    """
 
 
 for _command in (report, graph, tune):
@@ -62,11 +70,11 @@ def _shape_options(command: _Command) -> _Command:
 
 
 def _cost_options(command: _Command) -> _Command:
-    """Times that all stages share. The names of the options are those of the fields of Costs."""
-    share = "Seconds that a rank's part of the model takes for one micro-batch's {}. A chunk takes its share of it."
-    work = {"forward": "forward", "input_grad": "input gradient", "weight_grad": "weight gradient"}
-    texts = {name: share.format(what) for name, what in work.items()}
-    texts["transfer"] = "Seconds that a tensor travels between two ranks."
+    """Options for times that are the same on every rank, named like the fields of Costs."""
+    share = "Seconds for the {} of one micro-batch on a rank, divided equally among its chunks."
+    work = {"forward": "forward", "input_grad": "input gradients", "weight_grad": "weight gradients"}
+    texts = {name: share.format(words) for name, words in work.items()}
+    texts["transfer"] = "Seconds to send a tensor from one rank to another."
     return _apply(
         command,
         *(
@@ -80,9 +88,13 @@ def _cost_options(command: _Command) -> _Command:
             )
             for name, text in texts.items()
         ),
-        click.option("--links", type=INPUT, help="JSON of what lies between ranks, as Links.to_dict gives it."),
+        click.option("--links", type=INPUT, help="Network links between ranks: a JSON file of Links.to_dict()."),
         click.option(
-            "--output-bytes", type=click.IntRange(min=0), default=0, help="Bytes of a micro-batch's output over links."
+            "--output-bytes",
+            type=click.IntRange(min=0),
+            default=0,
+            show_default=True,
+            help="Bytes of a stage's output for one micro-batch, which --links turns into time.",
         ),
     )
 
@@ -90,7 +102,7 @@ def _cost_options(command: _Command) -> _Command:
 def _simulate(
     program: Program, *, transfer_s: float, links: Path | None, output_bytes: int, **rank_costs_s: float
 ) -> Trace:
-    """Simulate with costs a rank, of which each of the chunks that a micro-batch visits there takes an equal share."""
+    """Simulate a program with the costs of whole ranks, divided equally among the chunks that a micro-batch visits."""
     stage_costs: dict[str, Any] = {
         name: tuple(cost / share for share in program.shares) for name, cost in rank_costs_s.items()
     }
@@ -104,7 +116,7 @@ def _simulate(
 
 
 def _read(path: str, *, max_in_flight: int | None = None, exact: bool = False) -> Program:
-    """Read and validate a program, '-' from standard input; errors name the file."""
+    """Read and validate a program from a file, or from standard input for '-'. Errors name the file."""
     try:
         program = _standard_input() if path == "-" else load_program(path)
     except OSError as error:
@@ -127,35 +139,47 @@ def _standard_input() -> Program:
 def _program(
     schedule: str, ranks: int | None, microbatches: int | None, chunks: int | None = None, steps: int = 1
 ) -> Program:
-    """The program of a schedule's name, or the one that is written in a file."""
+    """The program of a named schedule, or the program in a file."""
     if Path(schedule).is_file():
         return _read(schedule)
     options = {} if chunks is None else {"chunks_per_rank": chunks}
     return schedules.get(schedule).program(ranks or RANKS, microbatches or MICROBATCHES, steps=steps, **options)
 
 
-@main.command("list")
+def _names() -> list[str]:
+    """All schedules, including those that cut micro-batches into token slices."""
+    return schedules.names(sliced=True)
+
+
+@main.command("list", short_help="List all schedules.")
 def list_() -> None:
-    """List the schedules: name, chunks a rank by default, and what each does."""
-    width = max(map(len, schedules.names()))
-    for name in schedules.names():
+    """List all schedules: name, default number of chunks on each rank, description.
+
+    \b
+    Example:
+      pipesched list
+    """
+    width = max(map(len, _names()))
+    for name in _names():
         schedule = schedules.get(name)
         chunks = counted(schedule.chunks_per_rank, "chunk").ljust(9)
         click.echo(f"{name.ljust(width)}  {chunks} {next(iter(schedule.description.splitlines()), '')}".rstrip())
 
 
-@main.command()
+@main.command(short_help="Simulate a schedule and draw its timeline.")
 @click.argument("schedule")
 @_shape_options
-@click.option("--chunks", type=click.IntRange(min=1), help="Chunks a rank.  [default: the schedule's]")
-@click.option("--steps", type=click.IntRange(min=1), help="Steps of an asynchronous schedule, in a row.  [default: 1]")
+@click.option("--chunks", type=click.IntRange(min=1), help="Chunks on each rank.  [default: the schedule's]")
+@click.option("--steps", type=click.IntRange(min=1), help="Successive steps of an asynchronous schedule.  [default: 1]")
 @_cost_options
-@click.option("--text", is_flag=True, help="Print the timeline as text, and the figures: the default.")
+@click.option(
+    "--text", is_flag=True, help="Print the timeline and its figures as text. The default without other output."
+)
 @click.option("--width", type=click.IntRange(min=20), help="Columns of the text.  [default: the terminal's]")
-@click.option("--png", type=FILE, help="Draw the timeline into this file.")
-@click.option("--chrome", type=FILE, help="Write Chrome's trace JSON, which Perfetto opens, into this file.")
-@click.option("--program", "as_program", is_flag=True, help="Print the program in the form that `check` reads.")
-def show(  # noqa: PLR0913  # one parameter an option
+@click.option("--png", type=FILE, help="Draw the timeline to this PNG file.")
+@click.option("--chrome", type=FILE, help="Write the trace to this JSON file, for Perfetto or chrome://tracing.")
+@click.option("--program", "as_program", is_flag=True, help="Print the program as text, for `pipesched check`.")
+def show(  # noqa: PLR0913  # one parameter for each option
     schedule: str,
     *,
     ranks: int | None,
@@ -169,16 +193,26 @@ def show(  # noqa: PLR0913  # one parameter an option
     as_program: bool,
     **costs: Any,
 ) -> None:
-    """Simulate SCHEDULE, a name from `list` or a file with a program, and show who computes what and when.
+    """Simulate SCHEDULE and draw its timeline.
 
-    Prints a text timeline with makespan, bubble (idle time over ranks x makespan), how far the makespan is above the
-    bound that no schedule of these stages on these ranks can beat, span (the longest of the ranks' own last end minus
-    first start) and the peaks of (stage, micro-batch) pairs in flight. Outputs combine. A file is what --program
-    prints, or a .csv with a row a rank, as torch.distributed.pipelining writes.
+    SCHEDULE is a name from `pipesched list`, or a file with a program: the output of --program, or a .csv file of
+    torch.distributed.pipelining with one row for each rank.
+
+    The text output is a timeline with these figures: makespan; bubble, which is idle time / (ranks x makespan); the
+    lower bound for any schedule of these stages on these ranks, and how far the makespan is above it; span, the
+    longest time from first start to last end on one rank; and the peak number of (stage, micro-batch) pairs in flight
+    on each rank. Several outputs can be combined.
+
+    \b
+    Examples:
+      pipesched show zb-h1 --ranks 4 --microbatches 8
+      pipesched show interleaved-1f1b --chunks 4 --png interleaved.png
+      pipesched show 1f1b --program > mine.txt
     """
     if Path(schedule).is_file() and (ranks or microbatches or chunks or steps):
         raise click.UsageError(
-            f"the program in {schedule} has its own shape; leave out --ranks, --microbatches, --chunks, --steps"
+            f"a program in a file has a fixed shape; got a shape for {schedule}; leave out --ranks, --microbatches, "
+            f"--chunks and --steps"
         )
     program = _program(schedule, ranks, microbatches, chunks, steps or 1)
     trace = _simulate(program, **costs)
@@ -187,7 +221,7 @@ def show(  # noqa: PLR0913  # one parameter an option
     if text or not (as_program or png or chrome):
         width = width or shutil.get_terminal_size((120, 24)).columns
         lines = f"{text_timeline(trace, width)}\n{_figures(trace)}"
-        # After a program it is a comment, so that the whole still is one.
+        # After a program the text is a comment, so that the whole output can be parsed as a program.
         click.echo("# " + lines.replace("\n", "\n# ") if as_program else lines)
     if png:
         from pipesched.viz import plot_timeline
@@ -202,49 +236,59 @@ def _figures(trace: Trace) -> str:
     bound = "" if trace.bound_s is None else f"bound {quote_time(trace.bound_s)}; "
     versions = trace.peak_versions
     stashed = max(versions.values(), default=1) > 1
-    held = f"; versions of weights a stage: {_numbers(versions.values())}" if stashed else ""
-    return f"{bound}span {quote_time(trace.span_s)}; peak in flight a rank: {_numbers(trace.peak_in_flight)}{held}"
+    held = f"; weight versions per stage: {_numbers(versions.values())}" if stashed else ""
+    return f"{bound}span {quote_time(trace.span_s)}; peak in flight per rank: {_numbers(trace.peak_in_flight)}{held}"
 
 
 def _numbers(values: Iterable[int]) -> str:
     return " ".join(map(str, values))
 
 
-@main.command()
+@main.command(short_help="Validate the program in a file.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
-@click.option("--max-in-flight", type=click.IntRange(min=0), help="Most (stage, micro-batch) pairs that a rank holds.")
-@click.option("--exact", is_flag=True, help="Demand ascending micro-batch order, so that results are equal to the bit.")
+@click.option("--max-in-flight", type=click.IntRange(min=0), help="Limit of (stage, micro-batch) pairs on a rank.")
+@click.option("--exact", is_flag=True, help="Require ascending micro-batch order, which makes results bit-identical.")
 def check(file: str, max_in_flight: int | None, exact: bool) -> None:
-    """Prove that the program in FILE ('-': standard input) is complete, ordered and free of deadlock.
+    """Check that the program in FILE is complete, correctly ordered and free of deadlock.
 
-    FILE is in the form that `show --program` prints, or a .csv with a row a rank, as torch.distributed.pipelining
-    writes. Prints one line with its figures, or the first error with its place; the exit code then is 1.
+    FILE is the output of `pipesched show --program`, a .csv file of torch.distributed.pipelining with one row for each
+    rank, or '-' for standard input. Prints one line with the program's figures; for an invalid program, prints the
+    first error with its place and exits with code 1.
+
+    \b
+    Example:
+      pipesched check mine.txt --max-in-flight 4
     """
     program = _read(file, max_in_flight=max_in_flight, exact=exact)
     peaks = tuple(peak_in_flight(program.orders.rank(rank)) for rank in range(program.num_ranks))
     click.echo(
         f"OK: {counted(program.num_ranks, 'rank')}, {counted(program.num_stages, 'stage')}, "
         f"{counted(program.num_microbatches, 'micro-batch')}, "
-        f"{'exact' if program.exact else 'not exact'}, peak in flight a rank: {_numbers(peaks)}"
+        f"{'exact' if program.exact else 'not exact'}, peak in flight per rank: {_numbers(peaks)}"
     )
 
 
-@main.command()
+@main.command(short_help="Compare schedules: makespan, bubble, memory.")
 @click.argument("names", metavar="[SCHEDULE]...", nargs=-1)
 @_shape_options
 @_cost_options
-@click.option("--png", type=FILE, help="Draw the timelines on one time scale into this file.")
+@click.option("--png", type=FILE, help="Draw the timelines on one time scale to this PNG file.")
 def compare(
     names: tuple[str, ...], ranks: int | None, microbatches: int | None, png: Path | None, **costs: Any
 ) -> None:
-    """Compare each SCHEDULE, a name from `list` or a file with a program; all that are listed by default.
+    """Compare each SCHEDULE: a name from `pipesched list`, or a file with a program. Default: all schedules.
 
-    Each has its default chunks, and a program in a file its own shape. The peak is the most micro-batches in flight
-    on a rank, in its whole part of the model: a chunk of it counts as its share. "above bound": how far the makespan
-    is above what no schedule for these micro-batches, stages and ranks can beat, whatever its memory.
+    Schedules use their default number of chunks; a program in a file keeps its shape. "above bound" is how far the
+    makespan is above the lower bound for any schedule of these micro-batches, stages and ranks with unlimited memory.
+    "peak in flight" is the largest number of micro-batches that a rank holds at once; one that is held in a single
+    chunk counts as the chunk's share of the rank.
+
+    \b
+    Example:
+      pipesched compare gpipe 1f1b zb-h1 --ranks 4 --microbatches 8 --transfer 0.1
     """
     traces: dict[str, tuple[Program, Trace]] = {}
-    for name in names or schedules.names():
+    for name in names or _names():
         try:
             program = _program(name, ranks, microbatches)
         except ScheduleError as error:
@@ -268,7 +312,7 @@ def compare(
 
 
 def _peak(program: Program) -> float:
-    """The most micro-batches in flight on a rank, each of its chunks counted as its share."""
+    """The largest number of micro-batches in flight on a rank; in a single chunk each counts as the chunk's share."""
     share = dict(zip(program.placement, program.shares, strict=True))
     ranks = range(program.num_ranks)
     return max(peak_in_flight(program.orders.rank(rank)) / share.get(rank, 1) for rank in ranks)

@@ -1,4 +1,4 @@
-"""Model commands: those that cut and tune models, and report what was planned; they import torch where they need it."""
+"""Model commands: cut a model into stages, search a plan, report a plan. Only running a model imports torch."""
 
 import importlib.util
 import shutil
@@ -29,16 +29,23 @@ from pipesched.units import counted
 __all__ = ["graph", "report", "tune"]
 
 
-@click.command()
+@click.command(short_help="Explain a saved plan, alone or beside a measured step.")
 @click.argument("plan", type=INPUT)
 @click.argument("trace", type=INPUT, required=False)
-@click.option("-o", "--output", type=REPORT, multiple=True, help="Write a page (.html), picture (.png) or text (.txt).")
+@click.option(
+    "-o", "--output", type=REPORT, multiple=True, help="Write to this .html, .txt, .json, .png, .svg or .pdf file."
+)
 @click.option("--width", type=click.IntRange(min=20), help="Columns of the text.  [default: the terminal's]")
 def report(plan: Path, trace: Path | None, *, output: tuple[Path, ...], width: int | None) -> None:
-    """Explain PLAN, as Plan.save writes it: what was weighed, its stages, the bound, the predicted step.
+    """Explain PLAN, a file of Plan.save: the compared plans, the stages, the lower bound and the predicted step.
 
-    With TRACE, a measured step as Trace.to_chrome or to_dict gives it, predicted and measured stand beside each other,
-    stage by stage. Prints to the terminal (in colour where rich is installed) unless there is a file to write.
+    With TRACE, a measured step saved by Trace.to_chrome or as JSON of Trace.to_dict, the report compares predicted and
+    measured times stage by stage. Without -o it prints to the terminal, in colour if rich is installed.
+
+    \b
+    Examples:
+      pipesched report plan.json
+      pipesched report plan.json trace.json -o report.html
     """
     from pipesched.planning.plan import Plan
     from pipesched.planning.report import Report
@@ -51,7 +58,7 @@ def report(plan: Path, trace: Path | None, *, output: tuple[Path, ...], width: i
 
 
 def _print(report: Any, width: int | None) -> None:
-    """To a terminal in colour, where rich is installed, else as plain text."""
+    """Print in colour to a terminal if rich is installed, else as plain text."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
 
@@ -60,15 +67,19 @@ def _print(report: Any, width: int | None) -> None:
         click.echo(report.text(width or shutil.get_terminal_size((120, 24)).columns))
 
 
-@click.command()
+@click.command(short_help="Measure a model's layers and cut them into stages.")
 @click.argument("model")
 @click.option("--stages", type=click.IntRange(min=1), default=RANKS, show_default=True, help="Number of stages.")
-@click.option("-o", "--output", type=PICTURE, help="Draw the layers with their cuts into this file.")
+@click.option("-o", "--output", type=PICTURE, help="Draw the layers and cuts to this .png, .svg or .pdf file.")
 def graph(model: str, *, stages: int, output: Path | None) -> None:
-    """Measure the layers of MODEL, cut them into stages, and say what each stage has, sends and costs, and why.
+    """Measure the layers of MODEL on the CPU, cut them into stages, and explain the cuts.
 
-    MODEL is file.py:function or module:function; the function takes nothing and returns (model, sample), as Pipeline
-    takes them. This command imports torch and runs the model on the CPU.
+    MODEL is file.py:function or module:function. The function takes no arguments and returns (model, sample), where
+    sample is one micro-batch. Prints the layers, time, memory and traffic of each stage.
+
+    \b
+    Example:
+      pipesched graph examples/u_net.py:small --stages 4 -o layers.png
     """
     import pipesched
     from pipesched.planning.pins import Pins
@@ -79,7 +90,8 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
     program = schedules.get("1f1b").program(stages, MICROBATCHES)
     partitioner = StagePartitioner(pins=Pins(list(layers)), program=program, graph=lambda: layers)
     of_stages, found = partitioner.partition()
-    click.echo((found or partitioner.evaluate(of_stages)).explain())
+    partition = found or partitioner.evaluate(of_stages)
+    click.echo(partition.with_class_names(layers.graph.get("classes", {})).explain())
     if output:
         from pipesched.viz import plot_layers
 
@@ -87,20 +99,22 @@ def graph(model: str, *, stages: int, output: Path | None) -> None:
         write(figure.savefig, output)
 
 
-@click.command()
+@click.command(short_help="Search the fastest plan for a model.")
 @click.argument("model")
 @click.option("--ranks", type=click.IntRange(min=1), default=RANKS, show_default=True, help="Number of ranks.")
-@click.option("--batch", type=click.IntRange(min=1), required=True, help="Rows of a step.")
-@click.option("--memory-limit", callback=as_bytes, help="What a rank may hold, such as 16GB.")
-@click.option("--schedule", default="auto", show_default=True, help="A name from `list`, where it is given.")
-@click.option("--microbatches", type=click.IntRange(min=1), help="Number of micro-batches, where it is given.")
-@click.option("--all-ranks", is_flag=True, help="Leave no rank out.")
-@click.option("--confirm", type=click.IntRange(min=0), default=0, show_default=True, help="So many plans run first.")
-@click.option("--offload/--no-offload", default=None, help="Whether activations may wait on the host.  [default: auto]")
-@click.option("--links", type=INPUT, help="JSON of what lies between ranks, as Links.to_dict gives it.")
-@click.option("-o", "--output", type=PLAN, help="Write the plan into this file, for Pipeline(plan=Plan.load(...)).")
+@click.option("--batch", type=click.IntRange(min=1), required=True, help="Rows of a batch.")
+@click.option("--memory-limit", callback=as_bytes, help="Memory of a rank, such as 16GB.  [default: no limit]")
+@click.option("--schedule", default="auto", show_default=True, help="A name from `pipesched list`; auto: search one.")
+@click.option("--microbatches", type=click.IntRange(min=1), help="Number of micro-batches.  [default: searched]")
+@click.option("--all-ranks", is_flag=True, help="Use every rank, even if a plan with fewer ranks is faster.")
+@click.option(
+    "--confirm", type=click.IntRange(min=0), default=0, show_default=True, help="Run this many of the best plans."
+)
+@click.option("--offload/--no-offload", default=None, help="Allow offloading activations.  [default: auto]")
+@click.option("--links", type=INPUT, help="Network links between ranks: a JSON file of Links.to_dict().")
+@click.option("-o", "--output", type=PLAN, help="Write the plan to this file, for Pipeline(plan=Plan.load(...)).")
 @click.option("--width", type=click.IntRange(min=20), help="Columns of the text.  [default: the terminal's]")
-def tune(  # noqa: PLR0913  # one parameter an option
+def tune(  # noqa: PLR0913  # one parameter for each option
     model: str,
     *,
     ranks: int,
@@ -115,11 +129,16 @@ def tune(  # noqa: PLR0913  # one parameter an option
     output: Path | None,
     width: int | None,
 ) -> None:
-    """Search the fastest plan for MODEL on so many ranks, and say what it was weighed against.
+    """Search the fastest plan for MODEL, and compare it with the alternatives.
 
-    MODEL is a saved profile, or file.py:function or module:function as for `graph`, to be measured. Equal profiles
-    give equal plans. With --confirm so many of the best plans run for some steps, on as many GPUs as ranks where there
-    are so many, else on the CPU; what they take corrects the costs and decides.
+    MODEL is a saved profile, or file.py:function or module:function as for `pipesched graph`, which is then profiled.
+    Equal profiles give equal plans. With --confirm, the best plans run for some steps: on GPUs if there is one for
+    each rank, otherwise on the CPU. Their measured times correct the costs, and the fastest plan is chosen.
+
+    \b
+    Examples:
+      pipesched tune script.py:make --ranks 2 --batch 64 --confirm 3
+      pipesched tune profile.json --ranks 4 --batch 64 --memory-limit 16GB -o plan.json
     """
     import pipesched
     from pipesched.planning.report import Report
@@ -139,31 +158,31 @@ def tune(  # noqa: PLR0913  # one parameter an option
         progress=sys.stderr.isatty(),
     )
     used = plan.program.num_ranks
-    unused = [f"{counted(ranks - used, 'rank')} of {ranks} not used, as the plan has {used}"] if used < ranks else []
+    unused = [f"the plan uses {used} of {counted(ranks, 'rank')}"] if used < ranks else []
     _print(Report(plan, notes=unused), width)
     if output:
         write(plan.save, output)
 
 
 def _model(target: str) -> tuple[Any, Any]:
-    """The model and the sample that a function of the user's makes."""
+    """Call the user's function and return its model and sample."""
     place, _, name = target.rpartition(":")
     if target.endswith((".py", ".py:")):
         raise GraphError(
-            f"MODEL is file.py:function or module:function; {target!r} names no function; pass such as "
+            f"MODEL is file.py:function or module:function; {target!r} names no function; pass for example "
             f"{target.removesuffix(':')}:make, where make() returns (model, sample)"
         )
     try:
         function: Callable[[], Any] = getattr(_module(place), name)
     except (ImportError, OSError, AttributeError, ValueError) as error:
         raise GraphError(
-            f"MODEL is file.py:function or module:function, of tune also a saved profile; {target!r} is none that can "
-            f"be imported: {error if place else 'it names no function'}; correct the path or the name"
+            f"MODEL is file.py:function or module:function, or for tune a saved profile; {target!r} cannot be "
+            f"imported: {error if place else 'it names no function'}; correct the path or the name"
         ) from error
     made = _called(function, target) if callable(function) else function
     if not isinstance(made, tuple) or len(made) != 2:
         raise GraphError(
-            f"the function returns a pair of a model and a sample; {target} returned {type(made).__name__}; "
+            f"the function of MODEL returns a model and a sample; {target} returned {type(made).__name__}; "
             f"return (model, sample)"
         )
     return made
@@ -174,22 +193,22 @@ def _called(function: Callable[..., Any], target: str) -> Any:
         signature(function).bind()
     except TypeError as error:
         raise GraphError(
-            f"the function takes nothing and returns (model, sample); {target} takes {signature(function)} ({error}); "
+            f"the function of MODEL takes no arguments; {target} takes {signature(function)} ({error}); "
             f"give each argument a default"
         ) from None
     return function()
 
 
 def _module(place: str) -> Any:
-    """What lies in a file, or a module that can be imported from here."""
+    """Import a Python file, or a module by name; the current folder is on the path."""
     if not place.endswith(".py"):
         sys.path.insert(0, "")
         return importlib.import_module(place)
     path = Path(place).resolve()
-    sys.path.insert(0, str(path.parent))  # as python does for a script
+    sys.path.insert(0, str(path.parent))  # as Python does for scripts
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{place} is no file of Python")
+        raise ImportError(f"{place} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

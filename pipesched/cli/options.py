@@ -1,4 +1,4 @@
-"""Options: types of the command's options, checked before anything is measured, and what its parts read and write."""
+"""Options: types and defaults of the command's options, and helpers that read and write files."""
 
 import re
 from collections.abc import Callable
@@ -21,20 +21,22 @@ TEXTS = (".html", ".txt", ".json")
 
 
 class Output(click.Path):
-    """A file to be written, in a folder that is there, whose ending is one of these."""
+    """The path of a file to write: its folder exists, and its ending is one of ``endings``.
+
+    It is checked before a command measures or searches anything.
+    """
 
     def __init__(self, *endings: str) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
         self._endings = endings
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path."""
         path = Path(str(super().convert(value, param, ctx)))
         if path.suffix not in self._endings:
             known = ", ".join(self._endings)
-            self.fail(f"what is written ends in {known}; got {path.name!r}; give it such an ending", param, ctx)
+            self.fail(f"the file's ending is one of {known}; got {path.name!r}; change the ending", param, ctx)
         if not path.parent.is_dir():
-            self.fail(f"a file is written into a folder that is there; there is no {path.parent}; make it", param, ctx)
+            self.fail(f"the file's folder exists; there is no folder {path.parent}; create it", param, ctx)
         return path
 
 
@@ -44,25 +46,25 @@ REPORT = Output(*TEXTS, *PICTURES)
 
 
 def as_bytes(_: Any, __: Any, text: str | None) -> int | None:
-    """A number of bytes, as 16GB, 16GiB or 2e9."""
+    """Parse a number of bytes: ``16GB``, ``16GiB`` or ``2e9``."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?) *([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise click.BadParameter(f"{text!r} is no number of bytes; pass such as 16GB, 16GiB or 2e9")
-    number, unit, binary = found.groups()
+    match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?) *([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a number of bytes; pass for example 16GB, 16GiB or 2e9")
+    number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 def read_links(path: Path) -> Links:
-    """What lies between ranks, from a file. Raises ScheduleError naming it."""
+    """Load network links from a JSON file. Raises ScheduleError with the file's name."""
     return load_json(path, Links.from_dict)
 
 
-def write(way: Callable[[Path], object], path: Path) -> None:
-    """Write a file by what does it, and say so on stderr."""
+def write(writer: Callable[[Path], object], path: Path) -> None:
+    """Write a file by calling ``writer(path)``, and report it on stderr."""
     try:
-        way(path)
+        writer(path)
     except OSError as error:
         raise click.FileError(str(path), error.strerror) from error
     click.echo(f"wrote {path}", err=True)

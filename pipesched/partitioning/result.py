@@ -1,7 +1,8 @@
 """`Partition`: the stages of a model, the cost of each, and the reason why no partition is faster."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -10,7 +11,7 @@ from pipesched.json_files import read_fields
 from pipesched.program.checkpoint_options import LayerCheckpoint
 from pipesched.units import quote_bytes, quote_count, quote_time
 
-__all__ = ["Partition", "StageLayers", "StageSummary", "span"]
+__all__ = ["Partition", "StageLayers", "StageSummary", "span", "with_class_name"]
 
 #: The names of each stage's layers.
 StageLayers = tuple[tuple[str, ...], ...]
@@ -120,6 +121,22 @@ class Partition:
 
     __str__ = explain
 
+    def with_class_names(self, classes: Mapping[Any, str]) -> "Partition":
+        """The same partition with class names behind the names of layers, for display: ``3 Block``."""
+        if not classes:
+            return self
+
+        def named(text: str) -> str:
+            for layers in self.stages:
+                text = text.replace(f"({span(layers)})", f"({span([with_class_name(own, classes) for own in layers])})")
+            return re.sub(r"\blayer ([^\s,;:]+)", lambda own: f"layer {with_class_name(own[1], classes)}", text)
+
+        summaries = tuple(
+            replace(own, first=with_class_name(own.first, classes), last=with_class_name(own.last, classes))
+            for own in self.summaries
+        )
+        return replace(self, summaries=summaries, bottleneck=named(self.bottleneck), reason=named(self.reason))
+
 
 _HEAD = ("stage", "rank", "layers", "first .. last", "time", "parameters", "activations", "memory", "in", "out")
 _LEFT = ("first .. last",)
@@ -150,6 +167,11 @@ def _number_of_layers(summary: StageSummary) -> str:
 def span(layers: Sequence[Any]) -> str:
     """The first and the last layer of a stage, as text."""
     return f"{layers[0]} .. {layers[-1]}" if layers[0] != layers[-1] else str(layers[0])
+
+
+def with_class_name(layer: Any, classes: Mapping[Any, str]) -> Any:
+    """The layer's name with its class behind it, if that is known: ``3 Block``."""
+    return f"{layer} {classes[layer]}" if layer in classes else layer
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -2,11 +2,13 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipesched.capture.layered_model import LayeredModel
+from pipesched.model.class_names import class_names
 from pipesched.partitioning.result import StageLayers
 from pipesched.pipeline.assembly import Assembly
 from pipesched.pipeline.cost_book import CostBook
@@ -82,6 +84,7 @@ class RunningPlan:
             partition=stage_cut.partition,
             ties=self._ties(book.layered, model),
             alternatives=stage_cut.alternatives,
+            layer_classes=class_names(model, chain.from_iterable(stage_cut.cut)),
         )
 
     def _ties(self, layered: LayeredModel, model: nn.Module) -> tuple[Tie, ...]:

@@ -11,7 +11,7 @@ from pipesched import schedules
 from pipesched.checks import as_path, check_known, check_type, is_count, shown
 from pipesched.errors import ScheduleError
 from pipesched.json_files import load_json, read_fields
-from pipesched.partitioning.result import Partition, StageLayers, span
+from pipesched.partitioning.result import Partition, StageLayers, span, with_class_name
 from pipesched.planning.alternatives import Alternative, taken
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint, checkpoint_in_words, offloading
 from pipesched.program.dependencies import StageGraph, chain
@@ -24,6 +24,7 @@ from pipesched.simulation.memory import RankMemory, rank_memory
 from pipesched.simulation.simulator import simulate
 from pipesched.simulation.trace import Trace
 from pipesched.units import counted, quote_bytes, quote_time
+from pipesched.viz.notebook import timeline_html
 
 __all__ = ["Plan", "Tie"]
 
@@ -82,6 +83,8 @@ class Plan:
     partition: Partition | None = None
     ties: tuple[Tie, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    #: The class names of numbered layers, by layer, for reports. Not saved.
+    layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = (name for layers in self.stages for name in layers)
@@ -132,19 +135,28 @@ class Plan:
         predicted = self.predicted()
         lines = [f"{self.schedule} on {self._shape}, checkpoint {checkpoint_in_words(self.checkpoint)!r}"]
         if self.partition is not None:
-            lines.append(self.partition.explain())
+            lines.append(self.partition.with_class_names(self.layer_classes).explain())
         else:
             ranks = self.program.placement
-            lines += [f"stage {at} on rank {ranks[at]}: {span(names)}" for at, names in enumerate(self.stages)]
+            lines += [f"stage {at} on rank {ranks[at]}: {self.first_to_last(at)}" for at in range(len(self.stages))]
             lines.append("stage costs are unknown: layers are measured only if the boundaries are left to pipesched")
         lines += map(str, self.ties)
         if predicted is not None:
             lines.append(f"predicted: {quote_time(predicted.makespan_s)} per step, bubble {predicted.bubble_ratio:.1%}")
         return "\n".join(lines)
 
+    def first_to_last(self, part: int) -> str:
+        """The first and the last layer of ``stages[part]``, with class names: ``0 Embed .. 3 Block``."""
+        return span([with_class_name(name, self.layer_classes) for name in self.stages[part]])
+
     @property
     def _shape(self) -> str:
         return f"{counted(self.program.num_ranks, 'rank')}, {counted(self.program.num_microbatches, 'micro-batch')}"
+
+    def _repr_html_(self) -> str | None:
+        """The predicted timeline, for notebooks; None if no costs are known."""
+        predicted = self.predicted()
+        return None if predicted is None else timeline_html(predicted)
 
     def __repr__(self) -> str:
         layers = counted(sum(map(len, self.stages)), "layer")

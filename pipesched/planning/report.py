@@ -10,15 +10,17 @@ from pipesched.checks import as_path, check_type
 from pipesched.errors import InputError
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.plan import Plan
+from pipesched.planning.report_figures import key_figures
 from pipesched.planning.report_findings import findings
 from pipesched.planning.report_tables import tables
 from pipesched.program.checkpoint_options import checkpoint_in_words
 from pipesched.simulation.comparison import Comparison, compared
 from pipesched.simulation.trace import Trace, check_trace, chrome_json
 from pipesched.units import counted, quote_bytes, quote_time
+from pipesched.viz.image import image_html
 from pipesched.viz.page import html_page
 from pipesched.viz.sheet import Candidate, plot_report
-from pipesched.viz.tables import Table, rich_table, text_table
+from pipesched.viz.tables import KeyFigure, Table, rich_table, text_table
 from pipesched.viz.text import text_timeline
 
 if TYPE_CHECKING:
@@ -94,6 +96,11 @@ class Report:
         return findings(self.plan, self.predicted, self.measured, self.comparison, self.notes)
 
     @property
+    def key_figures(self) -> list[KeyFigure]:
+        """The figures at the top of a page: speed against one device, bubble, slowest stage."""
+        return key_figures(self.plan, self.predicted, self.comparison)
+
+    @property
     def tables(self) -> list[Table]:
         """The tables: compared plans, prediction errors, stages, ranks and memory, as far as the figures are known."""
         return tables(self.plan, self.predicted, self.comparison)
@@ -114,7 +121,11 @@ class Report:
 
     def html(self) -> str:
         """The report as one self-contained HTML page."""
-        return html_page(self.title, self.lines, self.tables, self.traces)
+        return html_page(self.title, self.key_figures, self.lines, self.tables, self.traces)
+
+    def _repr_html_(self) -> str:
+        """The picture, for notebooks."""
+        return image_html(self.figure(), "; ".join([self.title, *self.lines[:1]]))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the report to a file: a page (.html), a picture (.png, .svg, .pdf), text (.txt), or both traces for

@@ -136,7 +136,7 @@ def _faster(ratio: float, name: str) -> str:
 
 def _bottleneck(plan: Plan) -> Iterator[str]:
     """The slowest stage, and whether the split is optimal."""
-    cut = plan.partition
-    if cut is not None:
+    if plan.partition is not None:
+        cut = plan.partition.with_class_names(plan.layer_classes)
         verdict = "this split is optimal" if cut.proved else f"this split is at most {cut.gap:.1%} above the optimum"
         yield f"bottleneck: {cut.bottleneck}, {quote_time(cut.bottleneck_s)} per micro-batch; {verdict}: {cut.reason}"

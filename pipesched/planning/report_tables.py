@@ -1,11 +1,10 @@
 """Report tables: the figures of a report."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pipesched.partitioning.result import span
 from pipesched.planning.alternatives import Alternative, fastest, taken
 from pipesched.planning.plan import Plan
 from pipesched.program.actions import Kind
@@ -13,6 +12,7 @@ from pipesched.program.checkpoint_options import LayerCheckpoint, checkpoint_by_
 from pipesched.simulation.comparison import Comparison, Pair, quote_off
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_bytes, quote_count, quote_speed, quote_time, time_unit
+from pipesched.viz.legend import KIND_NAMES
 from pipesched.viz.tables import Cell, Table
 
 __all__ = ["tables"]
@@ -27,10 +27,10 @@ _WEIGHED = {
     "memory": "memory: peak of the largest rank.",
     "margin": "margin: memory limit minus peak.",
 }
-_STAGES = "Times and sizes per micro-batch. kept: activations held for the backward. sent: the stage's output."
+_STAGES = "Times and sizes per micro-batch. {kinds} kept: activations held for the backward. sent: the stage's output."
 _RANKS = "busy: share of the step spent computing. in flight: the most (stage, micro-batch) pairs held at once."
 _MEMORY = "Predicted peak memory of each rank."
-_MEDIANS = "Median time of each kind of action, predicted → measured. step: all actions of the stage in a step."
+_MEDIANS = "Median time of each kind of action, predicted → measured. {kinds} step: all actions of the stage in a step."
 
 _Row = dict[str, Cell]
 
@@ -103,7 +103,8 @@ def _differences(comparison: Comparison | None) -> Table | None:
             "step", own.work_s, "bad" if own is comparison.worst and abs(pair.off or 0) > _NOTABLE else "strong"
         )
         rows.append(row)
-    return Table.of("Predicted and measured, by stage", rows, (), _MEDIANS)
+    kinds = dict.fromkeys(kind for own in comparison.stages for kind in own.seconds)
+    return Table.of("Predicted and measured, by stage", rows, (), _MEDIANS.format(kinds=_in_words(kinds)))
 
 
 def _pair(name: str, pair: Pair, tone: Any = "") -> _Row:
@@ -132,7 +133,7 @@ def _stages(plan: Plan) -> Table:
             "stage": _count(stage),
             "rank": _count(plan.program.placement[stage]),
             "layers": _count(len(layers)),
-            "first .. last": Cell(span(layers) if layers else "none"),
+            "first .. last": Cell(plan.first_to_last(part) if layers else "none"),
         }
         kept = Counter(treated[name].removesuffix("-cheap") for name in layers if name in treated)
         row |= {head: Cell(str(kept[word] or ""), kept[word]) for word, head in _TREATED.items()}
@@ -147,7 +148,7 @@ def _stages(plan: Plan) -> Table:
             count = summaries[part].num_parameters
             row["parameters"] = Cell(quote_count(count), count)
         rows.append(row)
-    return Table.of("Stages", rows, ("first .. last",), _STAGES if costs else "")
+    return Table.of("Stages", rows, ("first .. last",), _STAGES.format(kinds=_in_words(kinds)) if costs else "")
 
 
 def _ranks(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> Table | None:
@@ -184,6 +185,11 @@ def _memory(plan: Plan) -> Table | None:
             row["margin"] = _margin(limit - need.total_bytes)
         rows.append(row)
     return Table.of("Memory", rows, (), _MEMORY, ("total",))
+
+
+def _in_words(kinds: Iterable[Kind]) -> str:
+    """The column heads of kinds of actions, spelled out."""
+    return " ".join(f"{kind}: {KIND_NAMES[kind]}." for kind in kinds if kind in KIND_NAMES)
 
 
 # ---- cells ----------------------------------------------------------------------------------------------------------

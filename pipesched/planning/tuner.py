@@ -255,6 +255,7 @@ class Tuner:
             partition=self._chooser.partitioner(candidate, candidate.program).evaluate(chosen.stages, **why),
             ties=self._ties(chosen),
             alternatives=tuple(self._alternatives(chosen)),
+            layer_classes=self._chooser.graph(candidate.num_microbatches).graph.get("classes", {}),
         )
 
     def _ties(self, chosen: EvaluatedCandidate) -> tuple[Tie, ...]:

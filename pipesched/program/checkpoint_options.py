@@ -49,8 +49,8 @@ def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
             )
         if word not in get_args(LayerCheckpoint):
             raise ScheduleError(
-                f"a layer's checkpoint option is one of {', '.join(get_args(LayerCheckpoint))}; layer {layer!r} has {word!r}; "
-                f"choose one of them, or leave the layer out to keep its activations"
+                f"a layer's checkpoint option is one of {', '.join(get_args(LayerCheckpoint))}; layer {layer!r} has "
+                f"{word!r}; choose one of them, or leave the layer out to keep its activations"
             )
     return {layer: checkpoint[layer] for layer in order if layer in checkpoint}
 

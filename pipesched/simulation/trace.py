@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from itertools import pairwise
 from numbers import Real
 from os import PathLike
@@ -173,6 +174,11 @@ class Trace:
         shape = f"{counted(len(self.spans), 'span')} on {counted(self.num_ranks, 'rank')}"
         figures = f"makespan {quote_time(self.makespan_s)}, bubble {self.bubble_ratio:.1%}"
         return f"Trace({self.name or 'no name'}: {shape}, {figures})"
+
+    def _repr_html_(self) -> str:
+        """The timeline, for notebooks."""
+        notebook = import_module("pipesched.viz.notebook")  # by name: pictures are drawn in a package above this one
+        return str(notebook.timeline_html(self))
 
     @cached_property
     def _rows(self) -> tuple[Spans, ...]:

@@ -38,7 +38,8 @@ def file(tmp_path):
 
 def test_list_names_every_schedule_with_its_chunks():
     rows = lines("list")
-    assert [row.split()[0] for row in rows] == schedules.names()
+    assert [row.split()[0] for row in rows] == schedules.names(sliced=True)
+    assert "seq1f1b" in schedules.names(sliced=True)
     for row in rows:
         schedule = schedules.get(row.split()[0])
         assert int(row.split()[1]) == schedule.chunks_per_rank
@@ -50,7 +51,7 @@ def test_show_prints_the_timeline_and_the_figures():
         "rank 0 | F0 F1 .. .. B0--- F2 B1--- .. B2---",
         "rank 1 | .. F0 B0--- F1 B1--- F2 B2--- .. ..",
         "1f1b: makespan 12 s, bubble 25.0%, 20.0% above the bound, peak in flight 2; 3 columns are 1 s",
-        "bound 10 s; span 12 s; peak in flight a rank: 2 1",
+        "bound 10 s; span 12 s; peak in flight per rank: 2 1",
     ]
 
 
@@ -107,7 +108,7 @@ def test_show_program_is_what_check_reads():
     text = run("show", "interleaved-1f1b", "--program").stdout
     assert text == str(schedules.get("interleaved-1f1b").program(4, 8))
     assert lines("check", "-", text=text) == [
-        "OK: 4 ranks, 8 stages, 8 micro-batches, exact, peak in flight a rank: 11 9 7 5"
+        "OK: 4 ranks, 8 stages, 8 micro-batches, exact, peak in flight per rank: 11 9 7 5"
     ]
 
 
@@ -159,7 +160,7 @@ def test_where_there_is_no_bound_none_is_shown(file):
 def test_show_refuses_a_shape_for_a_file(file):
     result = run("show", file(str(schedules.get("gpipe").program(3, 2))), "--ranks", 4)
     assert result.exit_code == 2
-    assert "has its own shape" in result.stderr
+    assert "has a fixed shape; got a shape for" in result.stderr
 
 
 def test_show_with_a_narrow_width_is_narrow():
@@ -221,7 +222,7 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
 
 def test_check_says_ok(file):
     path = file(str(schedules.get("1f1b").program(3, 5)))
-    want = "OK: 3 ranks, 3 stages, 5 micro-batches, exact, peak in flight a rank: 3 2 1"
+    want = "OK: 3 ranks, 3 stages, 5 micro-batches, exact, peak in flight per rank: 3 2 1"
     assert lines("check", path, "--max-in-flight", 3, "--exact") == [want]
 
 
@@ -263,7 +264,7 @@ def test_check_of_a_binary_file_is_an_error(tmp_path):
 def test_compare_shows_all_schedules():
     header, *rows = lines("compare")
     assert header.split() == ["schedule", "makespan", "bubble", "above", "bound", "peak", "in", "flight"]
-    assert [row.split()[0] for row in rows] == schedules.names()
+    assert [row.split()[0] for row in rows] == schedules.names(sliced=True)
     figures = {row.split()[0]: row.split()[1:] for row in rows}
     assert figures["1f1b"] == ["33", "s", "27.3%", "22.2%", "4"]
     assert figures["gpipe"] == ["33", "s", "27.3%", "22.2%", "8"]
@@ -303,7 +304,9 @@ def test_compare_of_all_leaves_out_what_refuses_the_shape(monkeypatch):
     result = run("compare")
     assert result.exit_code == 0
     assert result.stderr == "left out gpipe: gpipe refuses 3 ranks\n"
-    assert [row.split()[0] for row in result.stdout.splitlines()[1:]] == [n for n in schedules.names() if n != "gpipe"]
+    assert [row.split()[0] for row in result.stdout.splitlines()[1:]] == [
+        name for name in schedules.names(sliced=True) if name != "gpipe"
+    ]
     assert run("compare", "1f1b", "gpipe").exit_code == 1
 
 
@@ -313,12 +316,22 @@ def test_compare_draws(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("command", [[], ["list"], ["show"], ["check"], ["compare"]])
-def test_every_command_has_help(command):
+COMMANDS = ["check", "compare", "graph", "list", "report", "show", "tune"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_every_command_has_help_with_an_example(command):
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert result.stdout.startswith("Usage:")
-    assert len(result.stdout) > 100
+    example = result.stdout.partition("\n  Example")[2].splitlines()[1]
+    assert example.startswith(f"    pipesched {' '.join(command)}")
+
+
+def test_the_list_of_commands_says_in_a_line_what_each_does():
+    rows = run("--help", text="").stdout.partition("Commands:\n")[2].splitlines()
+    assert [row.split()[0] for row in rows] == COMMANDS
+    assert all(row.endswith(".") and not row.endswith("...") for row in rows)
 
 
 def test_version():
@@ -343,7 +356,7 @@ def test_it_runs_as_a_module():
 def test_show_runs_steps_of_an_asynchronous_schedule_into_each_other():
     *_, headline, figures = lines("show", "pipedream", "--ranks", 2, "--microbatches", 2, "--steps", 3, "--width", 120)
     assert headline.startswith("pipedream: makespan 21 s")
-    assert figures.endswith("peak in flight a rank: 2 1; versions of weights a stage: 2 1")
+    assert figures.endswith("peak in flight per rank: 2 1; weight versions per stage: 2 1")
     assert "ask for one step" in run("show", "1f1b", "--steps", 2).stderr
 
 

@@ -306,7 +306,7 @@ def test_the_command_finds_the_same_plan_each_time(tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("nope.json", "of tune also a saved profile.*it names no function"), ("math:pi", "math:pi returned float")],
+    [("nope.json", "or for tune a saved profile.*it names no function"), ("math:pi", "math:pi returned float")],
 )
 def test_what_is_no_model_on_the_command_line(target, said):
     result = CliRunner().invoke(main, ["tune", target, "--batch", "4"])
@@ -321,7 +321,7 @@ def test_sizes_of_memory_on_the_command_line(tmp_path, text, exit_code):
     result = CliRunner().invoke(main, command)
     assert result.exit_code == exit_code
     if exit_code:
-        assert "pass such as 16GB, 16GiB or 2e9" in result.output
+        assert "is not a number of bytes; pass for example 16GB, 16GiB or 2e9" in result.output
 
 
 def test_a_plan_found_with_links_is_of_these():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from base64 import b64decode
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -19,6 +20,7 @@ import pipesched
 from pipesched import Costs, Kind, Pipeline, Plan, Report, Trace, schedules, simulate
 from pipesched.cli.main import main
 from pipesched.errors import InputError, ScheduleError
+from pipesched.partitioning.result import Partition
 from pipesched.planning.alternatives import Alternative
 from pipesched.simulation.comparison import Pair, compared, measured_costs
 from pipesched.viz import page
@@ -238,6 +240,72 @@ def test_a_report_without_a_measured_step_is_of_what_is_predicted():
     assert [row[1].text for row in ranks.rows] == ["0 5", "1 4", "2 3"]
 
 
+def shown_in(html):
+    """The bytes of the only picture in an HTML text."""
+    (data,) = re.findall(r'<img [^>]*src="data:image/png;base64,([^"]+)"', html)
+    return b64decode(data)
+
+
+def test_notebooks_show_the_picture():
+    plan = plan_of()
+    measured = measured_of(plan, 1, 1.2)
+    for shown in (measured, plan, Report(plan, measured)):
+        assert shown_in(shown._repr_html_()).startswith(b"\x89PNG")
+    assert 'alt="measured: makespan 17.4 ms, bubble' in measured._repr_html_()
+    assert 'alt="1f1b: makespan 15 ms, bubble' in plan._repr_html_()
+    assert 'alt="1f1b on 2 ranks: 2 stages, ' in Report(plan)._repr_html_()
+    assert replace(plan, costs=None)._repr_html_() is None
+    assert shown_in(Report(replace(plan, costs=None))._repr_html_())
+
+
+def figures_of(report):
+    """What the figures at the top of a page say, which come before everything else on it."""
+    html = report.html()
+    assert html.index("</h1>") < html.index('<dl class="figures">') < html.index('<p class="first">')
+    figures = re.findall(r"<dt>(.*?)</dt><dd><strong>(.*?)</strong> (.*?)</dd>", html)
+    assert len(figures) == html.count("<dt>")
+    return [tuple(map(unescape, figure)) for figure in figures]
+
+
+def test_a_page_begins_with_three_figures():
+    plan = plan_of()
+    # Two stages of 4 x 3 ms: 24 ms of compute in a step of 15 ms.
+    assert figures_of(Report(plan)) == [
+        (
+            "against one device",
+            "1.60x faster",
+            "15 ms a step (predicted) against 24 ms (all stages' compute, predicted)",
+        ),
+        ("bubble", "20.0%", "of the ranks' time is idle, predicted"),
+        ("slowest stage", "stage 0", "layer 0 .. layer 1: 12 ms a step predicted, 0.0% above the mean"),
+    ]
+    assert figures_of(Report(plan, measured_of(plan, 1, 1.2))) == [
+        (
+            "against one device",
+            "1.38x faster",
+            "17.4 ms a step (measured) against 24 ms (all stages' compute, predicted)",
+        ),
+        ("bubble", "24.1%", "of the ranks' time is idle; predicted 20.0%"),
+        ("slowest stage", "stage 1", "layer 2 .. layer 3: 14.4 ms a step measured, 9.1% above the mean"),
+    ]
+
+
+def test_the_speed_against_one_device_comes_from_the_search_or_from_measured_steps():
+    plan = plan_of(alternatives=(TAKEN, ALONE))
+    searched, *_ = figures_of(Report(plan))
+    assert searched[1:] == ("3.00x faster", "30 ms a step (predicted) against 90 ms (one device, predicted)")
+    ran, *_ = figures_of(Report(plan, measured_of(plan, 1, 1.2)))
+    assert ran[1:] == ("5.17x faster", "17.4 ms a step (measured) against 90 ms (one device, predicted)")
+    both, *_ = figures_of(Report(replace(plan, alternatives=(TAKEN, replace(ALONE, measured_s=0.0155)))))
+    assert both[1:] == ("2.00x slower", "31 ms a step (measured) against 15.5 ms (one device, measured)")
+    alone = plan_of(num_ranks=1)
+    assert figures_of(Report(alone))[0][1:] == ("the same", "the plan uses one device")
+
+
+def test_a_report_whose_layers_were_not_measured_has_no_figures():
+    assert Report(replace(plan_of(), costs=None)).key_figures == []
+
+
 class Checker(HTMLParser):
     """That every element ends, in its turn, and what the page would load."""
 
@@ -420,6 +488,41 @@ def test_a_pipeline_says_what_its_prediction_and_its_measured_step_come_from():
         assert pipe.report().notes == ()
 
 
+class Block(nn.Linear):
+    pass
+
+
+def test_layers_of_a_sequential_are_reported_with_their_classes(tmp_path):
+    model, x = nn.Sequential(nn.Linear(4, 4), Block(4, 4), nn.Sequential(Block(4, 4), nn.GELU())), torch.ones(8, 4)
+    with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
+        plan, report = pipe.plan, str(pipe.report())
+    assert "0 Linear" in report
+    assert "2.1 GELU" in report
+    assert f"bottleneck: {plan.partition.with_class_names(plan.layer_classes).bottleneck}" in report
+    assert re.search(r"stage \d \((\S+ (Linear|Block|GELU))( \.\. \S+ (Block|GELU))?\)", report)
+    assert "2.1 GELU" in plan.explain()
+    plan.save(tmp_path / "plan.json")
+    assert "GELU" not in (tmp_path / "plan.json").read_text()
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_class_name_stands_behind_the_names_of_layers_only():
+    plan = plan_of()
+    partition = Partition(
+        stages=[["0", "1"], ["2"]],
+        bottleneck_s=1.0,
+        lower_bound_s=1.0,
+        summaries=(),
+        bottleneck="stage 0 (0 .. 1)",
+        reason="layer 2 alone takes 1 s; the work of all layers is 2 s",
+    )
+    named = partition.with_class_names({"0": "Embed", "2": "Block"})
+    assert named.bottleneck == "stage 0 (0 Embed .. 1)"
+    assert named.reason == "layer 2 Block alone takes 1 s; the work of all layers is 2 s"
+    assert partition.with_class_names({}) is partition
+    assert replace(plan, layer_classes={"layer 0": "Embed"}).first_to_last(0) == "layer 0 Embed .. layer 1"
+
+
 def test_devices_that_a_plan_leaves_out_are_named():
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.ones(8, 4)
     with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
@@ -447,7 +550,7 @@ def test_the_command_says_which_ranks_are_left_out(tmp_path):
     known = pipesched.profile(nn.Linear(4, 4), torch.ones(2, 4))
     known.save(tmp_path / "profile.json")
     ran = CliRunner().invoke(main, ["tune", str(tmp_path / "profile.json"), "--ranks", "3", "--batch", "4"])
-    assert "2 ranks of 3 not used, as the plan has 1" in ran.stdout
+    assert "the plan uses 1 of 3 ranks" in ran.stdout
     assert repr(known).startswith("Profile(1 layer, micro-batches of ")
     assert "\n" not in repr(known)
 

@@ -96,7 +96,11 @@ def alone(tmp_path_factory):
 
 def check_demo(folder, printed, num_ranks, alone):
     assert printed.count(f"Pipeline(1f1b, {num_ranks} rank{'s' * (num_ranks > 1)},") == 1
-    assert printed.count("loss before") == 1
+    assert len(re.findall(r"^loss [\d.]+ before training, [\d.]+ after 2 steps", printed, re.M)) == 1
+    median = re.findall(r"^measured is the step of median length of 1: ([\d.]+) ms$", printed, re.M)
+    (measured,) = re.findall(r"^predicted .*, measured ([\d.]+ m?s) ", printed, re.M)
+    number, unit = measured.split()
+    assert [float(number) * (1000 if unit == "s" else 1)] == pytest.approx([float(own) for own in median], abs=0.06)
     assert (folder / "runs" / "demo" / "report.png").read_bytes().startswith(b"\x89PNG")
     weights = torch.load(folder / "weights.pt")
     assert weights.keys() == alone.keys()

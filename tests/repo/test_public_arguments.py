@@ -294,12 +294,15 @@ def test_a_file_of_something_else_is_named(tmp_path, kind, text):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["graph", "nothing.py:make", "-o", "a.xyz"], "ends in .png, .svg, .pdf; got 'a.xyz'"),
+        (
+            ["graph", "nothing.py:make", "-o", "a.xyz"],
+            "ending is one of .png, .svg, .pdf; got 'a.xyz'; change the ending",
+        ),
         (["graph", "nothing.py:make", "-o", "layers"], "got 'layers'"),
-        (["graph", "nothing.py:make", "-o", "no/such/folder/a.png"], "a folder that is there"),
-        (["tune", "nothing.json", "--batch", "8", "-o", "plan.png"], "ends in .json; got 'plan.png'"),
-        (["tune", "nothing.json", "--batch", "8", "--memory-limit", "ten"], "'ten' is no number of bytes"),
-        (["report", "{plan}", "-o", "a.xyz"], "ends in .html, .txt, .json, .png, .svg, .pdf; got 'a.xyz'"),
+        (["graph", "nothing.py:make", "-o", "no/such/folder/a.png"], "there is no folder no/such/folder; create it"),
+        (["tune", "nothing.json", "--batch", "8", "-o", "plan.png"], "ending is one of .json; got 'plan.png'"),
+        (["tune", "nothing.json", "--batch", "8", "--memory-limit", "ten"], "'ten' is not a number of bytes"),
+        (["report", "{plan}", "-o", "a.xyz"], "ending is one of .html, .txt, .json, .png, .svg, .pdf; got 'a.xyz'"),
     ],
 )
 def test_options_are_looked_at_before_anything_is_measured(tmp_path, plan, arguments, says):
@@ -325,8 +328,8 @@ def test_scripts_without_a_model_are_named(tmp_path, command, model):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("", "names no function; pass such as {script}:make, where make() returns (model, sample)"),
-        (":", "names no function; pass such as {script}:make"),
+        ("", "names no function; pass for example {script}:make, where make() returns (model, sample)"),
+        (":", "names no function; pass for example {script}:make"),
         (":sized", "{script}:sized takes (size) (missing a required argument: 'size'); give each argument a default"),
     ],
 )

@@ -116,7 +116,9 @@ def test_long_names_have_two_lines_and_very_long_ones_are_cut_in_the_middle():
 def test_stages_of_another_graph_are_refused():
     graph = graph_with(4, CHAIN[:3])
     for stages in ([["part.0"]], [list(graph), ["part.0"]], [list(graph), []]):
-        with pytest.raises(PartitionError, match=r"stages hold each layer of the graph once; .*the graph has 4; pass"):
+        with pytest.raises(
+            PartitionError, match=r"hold each layer of the graph exactly once; .*the graph has 4; pass the stages"
+        ):
             plot_layers(graph, stages)
 
 
@@ -148,9 +150,19 @@ def test_the_command_cuts_a_model_explains_and_draws(tmp_path, monkeypatch):
         ("nowhere.py:small", "No such file or directory"),
         (
             "own_model",
-            "MODEL is file.py:function or module:function, of tune also a saved profile",
+            "MODEL is file.py:function or module:function, or for tune a saved profile",
         ),
     ):
         result = CliRunner().invoke(main, ["graph", target])
         assert result.exit_code == 1
         assert said in result.output
+
+
+def test_boxes_show_the_classes_of_numbered_layers():
+    graph = graph_with(4, CHAIN[:3])
+    graph.graph["classes"] = {"part.0": "Embed", "part.3": "LayerNormalisation"}
+    shown = texts(plot_layers(graph, stages_of(graph, 2, 4)))
+    assert "0 Embed" in shown
+    assert "3\nLayerNo…isation" in shown
+    assert "1" in shown
+    assert "2" in shown

@@ -12,7 +12,7 @@ from pipesched import Action, Costs, Kind, Span, Trace, schedules, simulate, viz
 from pipesched.errors import PipeschedError
 from pipesched.program.actions import Lane
 from pipesched.program.lowering import add_recompute
-from pipesched.units import counted, quote_bytes, quote_time
+from pipesched.units import counted, quote_bytes, quote_speed, quote_time
 from pipesched.viz.bars import gaps
 from pipesched.viz.colours import colour
 from pipesched.viz.headline import headline
@@ -85,7 +85,7 @@ def test_title_and_axis_tell_the_figures():
     assert ax.get_title(loc="left") == "1f1b: makespan 33 ms, bubble 27.3%, 22.2% above the bound, peak in flight 4"
     assert ax.get_xlabel() == "time [ms]"
     assert ax.get_xlim() == pytest.approx((0, 33))
-    assert legend(ax) == ["F", "B", "bubble"]
+    assert legend(ax) == ["forward (F)", "backward (B)", "bubble"]
 
 
 def test_times_start_at_0_whatever_the_clock():
@@ -110,7 +110,7 @@ def test_bubble_fills_what_the_bars_leave(name):
 def test_bubble_is_hatched_and_named_only_where_there_is_one():
     whole = viz.plot_timeline(trace_of("1f1b"))
     assert all(c.get_hatch() for c in whole.collections if c.get_gid().endswith("bubble"))
-    assert legend(viz.plot_timeline(trace_of("1f1b", num_ranks=1))) == ["F", "B"]
+    assert legend(viz.plot_timeline(trace_of("1f1b", num_ranks=1))) == ["forward (F)", "backward (B)"]
     assert gaps(trace_of("1f1b", num_ranks=1), 0) == []
 
 
@@ -121,13 +121,13 @@ def test_later_chunks_are_lighter():
     assert colours[0, "4F"] == colours[3, "7F"] == colour(Kind.F, 1, 2)
     assert int(colours[0, "4B"][1:3], 16) >= int(colours[0, "0B"][1:3], 16)
     assert int(colours[0, "4B"][5:], 16) > int(colours[0, "0B"][5:], 16)
-    assert legend(ax) == ["F", "B", "chunk 0", "chunk 1", "bubble"]
+    assert legend(ax) == ["forward (F)", "backward (B)", "chunk 0", "chunk 1", "bubble"]
 
 
 def test_legend_of_many_chunks_names_the_first_and_the_last():
     program = schedules.get("interleaved-1f1b").program(2, 4, chunks_per_rank=6)
     ax = viz.plot_timeline(simulate(program, Costs.uniform(program.num_stages)))
-    assert legend(ax) == ["F", "B", "chunk 0", "chunk 5", "bubble"]
+    assert legend(ax) == ["forward (F)", "backward (B)", "chunk 0", "chunk 5", "bubble"]
 
 
 def test_kinds_have_different_colours():
@@ -139,7 +139,7 @@ def test_recompute_is_drawn():
     program = add_recompute(schedules.get("gpipe").program(2, 3), "always")
     ax = viz.plot_timeline(simulate(program, Costs.uniform(2)))
     assert sum(what.endswith("R") for _, what, *_ in drawn_bars(ax)["work"]) == 6
-    assert legend(ax) == ["F", "B", "R", "bubble"]
+    assert legend(ax) == ["forward (F)", "backward (B)", "recompute (R)", "bubble"]
 
 
 def test_thousands_of_bars_are_few_objects_without_numbers_or_edges():
@@ -208,7 +208,7 @@ def test_compare_has_one_time_scale_and_one_legend():
     assert below.get_title(loc="left") == "measured: makespan 54 s, bubble 11.1%, peak in flight 4"
     assert above.get_xlim() == below.get_xlim() == pytest.approx((0, 54))
     assert max(end for _, _, _, end, _ in drawn_bars(above)["bubble"]) == 33
-    assert legend(figure) == ["F", "B", "I", "W", "bubble"]
+    assert legend(figure) == ["forward (F)", "backward (B)", "input gradients (I)", "weight gradients (W)", "bubble"]
     assert above.get_legend() is None
     assert (above.get_xlabel(), below.get_xlabel()) == ("", "time [s]")
 
@@ -428,6 +428,19 @@ def test_units():
         "1.5 KiB",
         "5 MiB",
         "1.5 GiB",
+    ]
+
+
+def test_a_ratio_is_said_in_one_way():
+    ratios = (1.38, 1, 1.0004, 1.004, 0.5, 12.34, 1 / 1.2)
+    assert [quote_speed(ratio) for ratio in ratios] == [
+        "1.38x faster",
+        "as fast",
+        "as fast",
+        "1.004x faster",
+        "2.00x slower",
+        "12.3x faster",
+        "1.20x slower",
     ]
 
 

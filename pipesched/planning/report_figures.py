@@ -1,0 +1,79 @@
+"""Report figures: the three figures in large type at the top of a report's page."""
+
+from pipesched.planning.alternatives import fastest, taken
+from pipesched.planning.plan import Plan
+from pipesched.planning.report_findings import step_times
+from pipesched.simulation.comparison import Comparison
+from pipesched.simulation.trace import Trace
+from pipesched.units import quote_speed, quote_time
+from pipesched.viz.tables import KeyFigure
+
+__all__ = ["key_figures"]
+
+
+def key_figures(plan: Plan, predicted: Trace | None, comparison: Comparison | None) -> list[KeyFigure]:
+    """The speed against one device, the bubble and the slowest stage; none of them if layers were not measured.
+
+    Args:
+        plan: the plan that is reported.
+        predicted: its predicted step.
+        comparison: the predicted step beside a measured one, if a step has run.
+
+    """
+    if predicted is None:
+        return []
+    return [
+        _against_one_device(plan, predicted, comparison),
+        _bubble(predicted, comparison),
+        _slowest(plan, predicted, comparison),
+    ]
+
+
+def _against_one_device(plan: Plan, predicted: Trace, comparison: Comparison | None) -> KeyFigure:
+    """The step against the search's plan for one device or, without a search, against the compute of all ranks."""
+    label = "against one device"
+    if predicted.num_ranks == 1:
+        return KeyFigure(label, "the same", "the plan uses one device")
+    own = taken(plan.alternatives)
+    alone = fastest(plan.alternatives, "one device")
+    own_s, how = predicted.makespan_s, "predicted"
+    if comparison is not None and comparison.step_s is not None:
+        own_s, how = comparison.step_s.measured, "measured"
+    elif own is not None and alone is not None:
+        own_s, _, how = step_times(own, alone)
+    if alone is None:
+        alone_s = sum(predicted.busy_s)
+        source = "all stages' compute, predicted"
+    elif alone.measured_s is not None and how != "the search predicted":
+        alone_s, source = alone.measured_s, "one device, measured"
+    else:
+        alone_s, source = alone.step_s, "one device, predicted"
+    speed = quote_speed(alone_s / own_s) if own_s else "not known"
+    how = how.removeprefix("the search ")
+    return KeyFigure(label, speed, f"{quote_time(own_s)} a step ({how}) against {quote_time(alone_s)} ({source})")
+
+
+def _bubble(predicted: Trace, comparison: Comparison | None) -> KeyFigure:
+    if comparison is None:
+        return KeyFigure("bubble", f"{predicted.bubble_ratio:.1%}", "of the ranks' time is idle, predicted")
+    both = comparison.bubble_ratio
+    return KeyFigure("bubble", f"{both.measured:.1%}", f"of the ranks' time is idle; predicted {both.predicted:.1%}")
+
+
+def _slowest(plan: Plan, predicted: Trace, comparison: Comparison | None) -> KeyFigure:
+    """The stage with the most compute in a step, as measured if a step has run, else as predicted."""
+    if comparison is None:
+        how = "predicted"
+        work: dict[int, float] = {}
+        for span in (span for row in predicted.by_rank for span in row):
+            work[span.action.stage] = work.get(span.action.stage, 0) + span.end_s - span.start_s
+    else:
+        how = "measured"
+        work = {own.stage: own.work_s.measured for own in comparison.stages}
+    if not work:
+        return KeyFigure("slowest stage", "none", "nothing was computed")
+    stage = max(work, key=lambda own: work[own])
+    layers = plan.first_to_last(plan.program.weights[stage])
+    mean = sum(work.values()) / len(work)
+    above = f", {work[stage] / mean - 1:.1%} above the mean" if mean and len(work) > 1 else ""
+    return KeyFigure("slowest stage", f"stage {stage}", f"{layers}: {quote_time(work[stage])} a step {how}{above}")
