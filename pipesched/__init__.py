@@ -20,7 +20,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipesched import errors as errors
     from pipesched import schedules as schedules
+    from pipesched import testing as testing
     from pipesched import viz as viz
     from pipesched.partitioning.partition import Partition as Partition
     from pipesched.partitioning.partition import partition as partition

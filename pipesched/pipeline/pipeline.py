@@ -1,7 +1,7 @@
 """Pipeline: wraps a model and trains it across several devices with a pipeline schedule."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from pipesched.capture.layered_model import as_model, layered
 from pipesched.capture.loss_reduction import resolve_loss
 from pipesched.capture.stage_module import Wrap
+from pipesched.errors import ExecutionError
 from pipesched.model.initialization import Init, Initial, built, check_model
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
@@ -237,6 +238,26 @@ class Pipeline(ModuleInterface):
 
     # ---- running ----------------------------------------------------------------------------------------------
 
+    @overload
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: Literal[False] = False,
+        gather: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def step(
+        self, *args: Any, target: Any = None, return_outputs: Literal[True], gather: bool = False, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]: ...
+
+    @overload
+    def step(
+        self, *args: Any, target: Any = None, return_outputs: bool, gather: bool = False, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]: ...
+
     def step(
         self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
     ) -> Any:
@@ -281,6 +302,26 @@ class Pipeline(ModuleInterface):
         except MISFITS as error:
             check_form(self._form, "step", args, kwargs, error)
             raise
+
+    @overload
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: Literal[False] = False,
+        gather: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def evaluate(
+        self, *args: Any, target: Any = None, return_outputs: Literal[True], gather: bool = False, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]: ...
+
+    @overload
+    def evaluate(
+        self, *args: Any, target: Any = None, return_outputs: bool, gather: bool = False, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]: ...
 
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
@@ -439,7 +480,7 @@ class Pipeline(ModuleInterface):
     # ---- measured and predicted -------------------------------------------------------------------------------
 
     @property
-    def trace(self) -> Trace | None:
+    def trace(self) -> Trace:
         """The measured trace of the last step. On a GPU reading it waits for the step to end.
 
         Under a mesh it holds this rank's part; ``gather_trace()`` returns all ranks. For an asynchronous schedule it
@@ -449,16 +490,16 @@ class Pipeline(ModuleInterface):
             ExecutionError: no step has run under this plan yet.
 
         """
-        return self._history.trace
+        return _measured(self._history.trace)
 
-    def gather_trace(self) -> Trace | None:
+    def gather_trace(self) -> Trace:
         """Return the measured trace of the last step for all ranks, on one clock. Collective under a mesh.
 
         Raises:
             ExecutionError: no step has run under this plan yet.
 
         """
-        return self._history.gather_trace()
+        return _measured(self._history.gather_trace())
 
     @property
     def predicted(self) -> Trace:
@@ -485,7 +526,7 @@ class Pipeline(ModuleInterface):
             pipe.report().save("report.html")  # or .png, .txt, .json
         """
         notes = (*self._history.notes(), *self._running.unused_devices)
-        return Report(self.plan, self.gather_trace(), self.predicted, notes)
+        return Report(self.plan, self._history.gather_trace(), self.predicted, notes)
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
@@ -567,3 +608,12 @@ class Pipeline(ModuleInterface):
         if kind is not None:
             self._steps.abandon()
         self.close()
+
+
+def _measured(trace: Trace | None) -> Trace:
+    if trace is None:
+        raise ExecutionError(
+            "a measured trace needs a step; none has run under this plan yet; call step() first, or read predicted for "
+            "the simulated trace"
+        )
+    return trace

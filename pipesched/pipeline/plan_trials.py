@@ -83,7 +83,7 @@ class Trial:
             pipe.step(*args, target=target, **kwargs)
             release_model(pipe.model)  # nothing updates weights here, and other plans run on them next
             trace = pipe.gather_trace()
-            if step and trace is not None:
+            if step:  # the first one warms up
                 yield trace
 
     def _batch(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

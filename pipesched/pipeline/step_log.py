@@ -100,7 +100,7 @@ class StepLog:
         self._calls += 1
         if self._calls % self._every:
             return None
-        trace = self._pipe.gather_trace()
+        trace = self._pipe._history.gather_trace()
         now = self._calls, time.perf_counter()
         last = self._last
         self._last = now
