@@ -396,6 +396,32 @@ def tensor_parallel(group: Any, schedule: str, boundaries: list[int]) -> None:
             assert torch.allclose(parameter.grad.full_tensor(), gradients[key], atol=1e-6), key
 
 
+# ---- modules ------------------------------------------------------------------------------------------------------
+
+
+def modules_of_ranks(group: Any) -> list[str]:
+    """The names of this rank's modules; a function is applied to these alone, and to their weights with effect."""
+    model = mixed_model()
+    stale = copy.deepcopy(model.state_dict())
+    with pipeline(group, model) as pipe:
+        names = [name for name, _ in pipe.named_modules()]
+        seen: set[nn.Module] = set()
+        pipe.apply(seen.add)
+        assert seen == set(pipe.modules())
+
+        def clear(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                nn.init.zeros_(parameter)
+
+        pipe.apply(clear)
+        own = {name for name, _ in pipe.named_parameters()}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, torch.zeros_like(parameter) if name in own else stale[name]), name
+        pipe.gather_model()
+        assert not any(map(torch.count_nonzero, model.parameters()))
+    return names
+
+
 # ---- another plan -------------------------------------------------------------------------------------------------
 
 
