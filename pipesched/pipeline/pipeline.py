@@ -220,6 +220,7 @@ class Pipeline(ModuleInterface):
         self._steps = StepRunner(
             self._running,
             model=module,
+            num_inputs=len(call[0]),
             has_loss_fn=loss_fn is not None,
             guard=self._guard,
             memory=self._memory,

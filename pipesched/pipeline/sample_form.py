@@ -65,9 +65,9 @@ def check_form(
         return
     forms = [_short(one.typed) if given == form else str(one) for one in (form, given)]
     other = ArgumentError(
-        f"a batch is passed in the form of the sample, {method}{forms[0]}; got {method}{forms[1]}, with "
-        f"which the model raises {type(error).__name__}: {error}; pass it so, or make the pipeline with a "
-        f"sample in that form"
+        f"a batch has the form of the sample, {method}{forms[0]}; got {method}{forms[1]}, and the model raised "
+        f"{type(error).__name__}: {error}; pass the batch in the sample's form, or make the pipeline with a sample "
+        f"in the batch's form"
     )
     for note in getattr(error, "__notes__", ()):
         other.add_note(note)

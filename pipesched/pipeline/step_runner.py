@@ -11,6 +11,7 @@ from pipesched.model.stale_weights import StaleGuard
 from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_grads
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.pipeline.step_loss import StepLoss
 from pipesched.program.lowering import halves
 from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
@@ -22,6 +23,7 @@ from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_call import StepCall, bring_ends, dealt
 from pipesched.tensors.caller_context import Caller
+from pipesched.units import counted
 
 __all__ = ["StepRunner"]
 
@@ -34,6 +36,7 @@ class StepRunner:
     Args:
         running: the plan.
         model: the user's model.
+        num_inputs: the number of the model's positional arguments in the sample.
         has_loss_fn: whether there is a loss function, which takes a target.
         guard: refuses calls that would use stale weights.
         memory: checks that a batch keeps the limits.
@@ -47,6 +50,7 @@ class StepRunner:
         running: RunningPlan,
         *,
         model: nn.Module,
+        num_inputs: int,
         has_loss_fn: bool,
         guard: StaleGuard,
         memory: MemoryForecast,
@@ -55,6 +59,7 @@ class StepRunner:
     ) -> None:
         self._running = running
         self._model = model
+        self._num_inputs = num_inputs
         self._has_loss_fn = has_loss_fn
         self._guard = guard
         self._memory = memory
@@ -68,9 +73,9 @@ class StepRunner:
         def make() -> StepCall:
             if not torch.is_grad_enabled():
                 raise InputError(
-                    "step computes gradients; it was called under no_grad; leave no_grad, or call evaluate"
+                    "step() computes gradients; it was called under no_grad; leave no_grad, or call evaluate"
                 )
-            batch = self._batch(args, kwargs, target)
+            batch = self._batch("step", args, kwargs, target)
             groups = running.assembly.programs.of(len(batch.rows)).groups
             return StepCall("step", batch, running.splitter.weighting(batch, groups), **wanted)
 
@@ -98,7 +103,7 @@ class StepRunner:
         """Forwards of all micro-batches, and their loss."""
 
         def make() -> StepCall:
-            batch = self._batch(args, kwargs, target)
+            batch = self._batch("evaluate", args, kwargs, target)
             return StepCall("evaluate", batch, self._running.splitter.weighting(batch), **wanted)
 
         self._running.flush()
@@ -165,11 +170,21 @@ class StepRunner:
 
         return host.call(method, bool(args or kwargs) or target is not None, make, deal)
 
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+    def _batch(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
         if self._has_loss_fn and target is None:
+            if 0 < self._num_inputs < len(args):
+                inputs = "x" if self._num_inputs == 1 else "..."
+                raise InputError(
+                    f"{method}() takes the target as a keyword; got {len(args)} positional arguments and no target=, "
+                    f"and the sample has {counted(self._num_inputs, 'positional argument')}; call "
+                    f"{method}({inputs}, target=y)"
+                )
             raise InputError("loss_fn(output, target) needs a target; got none; pass target=, or call forward")
         if not self._has_loss_fn and target is not None:
-            raise InputError("a target goes to loss_fn; there is none; pass loss_fn= to Pipeline, or no target")
+            raise InputError(
+                "the target is for loss_fn; this pipeline has none, and its model computes its own loss; pass loss_fn= "
+                "to Pipeline, or leave target= out"
+            )
         return self._running.splitter.batch(args, kwargs, target)
 
     def _enqueue(self, call: StepCall) -> Tensor:
@@ -195,7 +210,8 @@ class StepRunner:
             stream = Stream(running.host, segments, stages, feed, caller, running.runs.append)
             running.stream = stream
         running.step += 1
-        return stream.step(call.batch, call.counting)
+        loss = stream.step(call.batch, call.counting)
+        return loss.as_subclass(StepLoss) if type(loss) is Tensor else loss
 
     def _work(
         self, program: Program, feed: StepData, stages: dict[int, Stage], uses: Mapping[int, Uses] = _NO_UPDATES
@@ -230,6 +246,8 @@ class StepRunner:
     def _result(self, call: StepCall, feed: StepData) -> Any:
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
         loss = self._running.host.loss(last, lambda: call.loss(feed))
+        if call.method == "step" and type(loss) is Tensor:  # a loss of another rank is of a type that awaits it
+            loss = loss.as_subclass(StepLoss)
         return (loss, self._outputs(call, feed)) if call.return_outputs else loss
 
     def _outputs(self, call: StepCall, feed: StepData) -> Any:

@@ -350,7 +350,7 @@ def test_a_batch_that_cannot_be_split(counted_model, calls, args, kwargs, match)
 
 
 def test_a_target_without_a_loss_function(counted_model, calls):
-    match = r"a target goes to loss_fn; there is none; pass loss_fn= to Pipeline, or no target"
+    match = r"the target is for loss_fn; this pipeline has none, .*; pass loss_fn= to Pipeline, or leave target= out"
     step_refused(counted_model, calls, InputError, match, ONES, target=ONES, choices={"loss_fn": None})
 
 
