@@ -21,7 +21,7 @@ class StepLoss(Tensor):
             "the loss that it returned; remove the call, or compute a loss of your own from forward()"
         )
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return repr(self._plain())
 
     def __format__(self, form: str) -> str:
