@@ -1,7 +1,9 @@
 """Step runner: runs steps, evaluations and forwards under the running plan."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from pipesched.model.stale_weights import StaleGuard
 from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_grads
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.running_plan import RunningPlan
-from pipesched.pipeline.step_loss import StepLoss
+from pipesched.pipeline.step_loss import explain_backward, without_attributes
 from pipesched.program.lowering import halves
 from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
@@ -211,7 +213,8 @@ class StepRunner:
             running.stream = stream
         running.step += 1
         loss = stream.step(call.batch, call.counting)
-        return loss.as_subclass(StepLoss) if type(loss) is Tensor else loss
+        vars(loss).update(backward=partial(explain_backward, ref(loss)), __getstate__=without_attributes)
+        return loss
 
     def _work(
         self, program: Program, feed: StepData, stages: dict[int, Stage], uses: Mapping[int, Uses] = _NO_UPDATES
@@ -246,8 +249,8 @@ class StepRunner:
     def _result(self, call: StepCall, feed: StepData) -> Any:
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
         loss = self._running.host.loss(last, lambda: call.loss(feed))
-        if call.method == "step" and type(loss) is Tensor:  # a loss of another rank is of a type that awaits it
-            loss = loss.as_subclass(StepLoss)
+        if call.method == "step":
+            vars(loss).update(backward=partial(explain_backward, ref(loss)), __getstate__=without_attributes)
         return (loss, self._outputs(call, feed)) if call.return_outputs else loss
 
     def _outputs(self, call: StepCall, feed: StepData) -> Any:

@@ -100,18 +100,17 @@ def test_a_loss_is_a_plain_tensor_in_all_else():
     assert (loss.shape, loss.dtype, loss.requires_grad, loss.is_leaf) == ((), torch.float32, False, True)
     assert (repr(loss), str(loss), f"{loss:.3f}", f"{loss}") == (repr(due), str(due), f"{due:.3f}", f"{due}")
     assert float(loss) == loss.item() == float(due)
+    assert type(loss) is Tensor
     saved = io.BytesIO()
     torch.save({"loss": loss}, saved)
     saved.seek(0)
-    plain = [
-        torch.load(saved, weights_only=True)["loss"],
-        pickle.loads(pickle.dumps(loss)),
-        copy.deepcopy(loss),
-        *(loss.detach(), loss.clone(), loss * 1, torch.stack([loss])[0]),
-    ]
-    for other in plain:
+    others = [torch.load(saved, weights_only=True)["loss"], pickle.loads(pickle.dumps(loss)), copy.copy(loss)]
+    for other in (*others, copy.deepcopy(loss), loss.detach(), loss.clone(), loss * 1):
         assert type(other) is Tensor
         assert torch.equal(other, due)
+    assert not any(map(vars, others))
     penalty = torch.ones((), requires_grad=True)
     (loss + penalty).backward()  # a loss of one's own
-    assert penalty.grad == 1
+    loss += penalty
+    loss.backward()
+    assert penalty.grad == 2

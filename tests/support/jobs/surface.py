@@ -6,6 +6,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -84,6 +85,10 @@ def losses_looked_at_late(group: Any) -> None:
         assert all(isinstance(loss, Tensor) for loss in losses)
         unseen = type(losses[4]) is not Tensor
         assert unseen == (group.rank() != group.size() - 1)
+        for _ in range(2):  # before its value is here, and afterwards
+            with pytest.raises(ExecutionError, match=r"in \.grad already; .* remove the call"):
+                losses[4].backward()
+            losses[4].item()
         assert torch.equal(torch.stack(losses[3:1:-1]), torch.stack(wanted[3:1:-1]))
     for loss, due in zip(losses, wanted, strict=True):
         assert torch.equal(loss, due)
