@@ -146,7 +146,7 @@ def test_a_plan_and_what_a_search_would_take():
         {"search": Search(batch_size=16)},
         {"search": Search(profile="profile.json")},
     ):
-        with pytest.raises(PartitionError, match=r"a plan holds all choices; .*; pass the plan alone"):
+        with pytest.raises(PartitionError, match=r"a plan leaves nothing to search for; .*; pass the plan alone"):
             Pipeline(model(), torch.randn(2, 8), loss_fn=mse, devices=["cpu"] * 2, plan=plan, **given)
 
 
