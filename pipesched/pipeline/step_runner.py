@@ -36,14 +36,14 @@ class StepRunner:
     """Runs batches through the stages.
 
     Args:
-        running: the plan.
+        running: the running plan.
         model: the user's model.
         num_inputs: the number of the model's positional arguments in the sample.
-        has_loss_fn: whether there is a loss function, which takes a target.
+        has_loss_fn: whether there is a loss function, which needs a target.
         guard: refuses calls that would use stale weights.
-        memory: checks that a batch keeps the limits.
-        seed: of all random numbers.
-        intra_op_threads: threads of a rank.
+        memory: checks batches against the memory limits.
+        seed: the seed of all random numbers.
+        intra_op_threads: CPU threads of a rank.
 
     """
 
@@ -69,7 +69,7 @@ class StepRunner:
         self._intra_op_threads = intra_op_threads
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
-        """Forwards and backwards of all micro-batches. wanted: return_outputs and gather, as in a StepCall."""
+        """Run all micro-batches forward and backward. ``wanted`` holds return_outputs and gather, as in a StepCall."""
         running = self._running
 
         def make() -> StepCall:
@@ -102,7 +102,7 @@ class StepRunner:
         return self._result(call, feed)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
-        """Forwards of all micro-batches, and their loss."""
+        """Run all micro-batches forward, and compute their loss."""
 
         def make() -> StepCall:
             batch = self._batch("evaluate", args, kwargs, target)
@@ -113,16 +113,16 @@ class StepRunner:
         return self._result(call, self._infer(call))
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, gather: bool) -> Any:
-        """Forwards of all micro-batches. In training, with gradients enabled, the output can be differentiated."""
+        """Run all micro-batches forward. In training mode with gradients enabled, the output can be differentiated."""
         running = self._running
         host = running.host
-        what = "a forward that can be differentiated (under no_grad none can)"
         differentiated = torch.is_grad_enabled() and self._model.training
 
         def make() -> StepCall:
             if differentiated and not isinstance(host, ThreadRanks):
                 raise InputError(
-                    f"{what} runs in one process, so far; this pipeline runs over a mesh; use step, or devices="
+                    "a forward with gradients runs in one process only; this pipeline runs over a mesh; use step(), "
+                    "call forward() under no_grad, or make the pipeline with devices="
                 )
             batch = running.splitter.batch(args, kwargs)
             weighting = None if self._has_loss_fn else running.splitter.weighting_of_outputs(batch)
@@ -130,38 +130,38 @@ class StepRunner:
 
         running.flush()
         call = self._called("forward", (args, kwargs, None), make)
-        if not differentiated or not isinstance(host, ThreadRanks):  # over a mesh rank 0's settings decide, in make
+        if not differentiated or not isinstance(host, ThreadRanks):  # over a mesh make() refuses, by rank 0's settings
             return self._outputs(call, self._infer(call))
         return self._differentiable(call, host)
 
     def _differentiable(self, call: StepCall, host: ThreadRanks) -> Any:
-        """Run the forwards; the backwards run when the output is differentiated."""
+        """Run the forwards now; the backwards run when the output is differentiated."""
         assembly = self._running.assembly
         program = assembly.programs.of(len(call.batch.rows)).open_pass
-        there, back = halves(program)
+        forwards, backwards = halves(program)
         feed = call.feed(self._seed, self._running.step)
         work = self._work(program, feed, {index: stage.fresh() for index, stage in assembly.stages.items()})
         with assembly.norms.counting():
-            host.executor.run(RunSpec(program, work.stages, prepare=work.prepare, orders=there), grad=True)
+            host.executor.run(RunSpec(program, work.stages, prepare=work.prepare, orders=forwards), grad=True)
         self._running.step += 1
-        back_work = RunSpec(program, work.stages, orders=back, finish=work.finish)
+        backward_work = RunSpec(program, work.stages, orders=backwards, finish=work.finish)
 
         def run_backwards() -> None:
             with assembly.delivering():
-                host.executor.run(back_work, grad=True)
+                host.executor.run(backward_work, grad=True)
 
         return attach(OpenPass(call.batch, feed, run_backwards, call.weighting))
 
     def abandon(self) -> None:
-        """Drop the steps of an asynchronous schedule that are under way."""
+        """Discard the steps of an asynchronous schedule that are under way."""
         if self._running.stream is not None:
             self._running.stream.abandon()
 
     def _called(
-        self, method: str, given: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
+        self, method: str, batch: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
     ) -> StepCall:
-        """The call, as this process is to run it."""
-        args, kwargs, target = given
+        """Return the call as this process has to run it."""
+        args, kwargs, target = batch
         assembly = self._running.assembly
         host = self._running.host
         assembly.members.check()
@@ -190,13 +190,13 @@ class StepRunner:
         return self._running.splitter.batch(args, kwargs, target)
 
     def _enqueue(self, call: StepCall) -> Tensor:
-        """Begin a step of an asynchronous schedule."""
+        """Start a step of an asynchronous schedule."""
         wants_input_grads = any(call.batch.wanted_inputs())
-        for what, asked in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
-            if asked:
+        for name, wanted in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
+            if wanted:
                 raise InputError(
-                    f"an asynchronous step returns before its own {what} are known; this one was asked for them; "
-                    f"call evaluate or forward for outputs, detach inputs, or use a synchronous schedule"
+                    f"a step of an asynchronous schedule returns before its {name} are computed; this call requires "
+                    f"them; call evaluate or forward for outputs, detach inputs, or use a synchronous schedule"
                 )
         running = self._running
         executor = running.host.executor
@@ -219,14 +219,16 @@ class StepRunner:
     def _work(
         self, program: Program, feed: StepData, stages: dict[int, Stage], uses: Mapping[int, Uses] = _NO_UPDATES
     ) -> RunSpec:
-        """A run of a lowered program over these stages. uses: the versions of weights that each uses."""
+        """Return the run of a lowered program over these stages; ``uses`` holds the weight versions that each stage
+        uses.
+        """
         copies = self._running.assembly.copies
 
         def begin(caller: Caller) -> None:
             if caller.autocasts:
                 feed.autocast = caller.autocast
-            for one in copies:
-                one.refresh()
+            for holder in copies:
+                holder.refresh()
             for index, stage in stages.items():
                 stage.begin(feed, uses.get(index))
 
