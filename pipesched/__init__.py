@@ -1,19 +1,29 @@
 """pipesched: a pipeline-parallel scheduling runtime for PyTorch.
 
-Rooms, each importing only what stands above it (docs/design.md says what is in them):
+::
 
-    errors, units, checks                       no torch, no other room
-    program, order, schedules                   a schedule as data
-    simulation, viz                             its time and memory, predicted; pictures
-    partitioning, planning                      layers -> stages; a request -> a plan
-    ---- below this line torch is imported ----
-    tensors, model, capture                     any nn.Module -> layers -> stage bodies
-    runtime                                     stages, executors, transport
-    profiling, pipeline                         what layers cost; the front door
-    testing, cli                                for tests; the command
+    import pipesched
 
-``pipesched.schedules`` holds one file a schedule, ``pipesched.viz`` draws. Names are loaded when first used, so that
-schedules can be studied without torch.
+    pipe = pipesched.Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"])
+    loss = pipe.step(x, target=y)  # every micro-batch forward and backward; gradients are in .grad
+
+To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distributed`, and `StepLog`.
+To plan: `profile`, `tune`, `partition`. To study schedules: `schedules`, `simulate`, `validate`, `lower_bound`, `viz`.
+To write a schedule: `schedule`, `Order`, `Shape`.
+
+The packages, each importing only from those above it:
+
+    errors, units, checks       errors, numbers as text, argument checks
+    program, order, schedules   schedules as data; one file a schedule
+    simulation, viz             predicted time and memory; pictures
+    partitioning, planning      layers to stages; the search for a plan
+    ---- the packages below import torch ----
+    tensors, model, capture     any nn.Module to layers and stage bodies
+    runtime                     stages, executors, transport
+    profiling, pipeline         measured costs; the front door
+    testing, cli                helpers for tests; the command line
+
+Names are imported on first use, so schedules can be studied without torch.
 """
 
 import importlib

@@ -57,8 +57,8 @@ class Search:
         check_offload(self.offload)
         if not is_count(self.effort):
             raise InputError(
-                f"effort is how many actions a search simulates, a whole number; got {shown(self.effort)}; pass "
-                f"such as 200_000"
+                f"effort is the number of actions that a search may simulate; got {shown(self.effort)}; pass a whole "
+                f"number such as 200_000"
             )
 
     @property

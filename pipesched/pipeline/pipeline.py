@@ -599,7 +599,8 @@ class Pipeline(ModuleInterface):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a pipeline has threads and is neither copied nor pickled; save state_dict() and plan, and make a new one"
+            "a Pipeline cannot be copied or pickled, since it owns threads; save its state_dict() and plan, and make a "
+            "new Pipeline from them"
         )
 
     def __enter__(self) -> Self:

@@ -35,9 +35,9 @@ from pipesched.user_warning import warn
 
 __all__ = ["tune"]
 
-_DEVICES = "pass such as ['cpu', 'cpu']"
-_CONFIRMED = 3  # plans run unless it is said how many
-_PATIENCE_S = 1800.0  # in which rank 0 has measured, and has searched
+_DEVICES = "pass a list such as ['cpu', 'cpu']"
+_CONFIRMED = 3  # plans that run by default
+_PATIENCE_S = 1800.0  # that other ranks wait for rank 0 to measure and search
 
 
 @collective
@@ -134,20 +134,18 @@ def tune(
     given = {"num_ranks": num_ranks, "devices": devices, "mesh": mesh}
     if sum(value is not None for value in given.values()) != 1:
         got = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise InputError(f"a plan is for num_ranks, for devices, or for a mesh; got {got}; pass one")
+        raise InputError(f"tune needs exactly one of num_ranks, devices and mesh; got {got}; pass one of them")
     if num_ranks is not None and not is_count(num_ranks):
-        raise PartitionError(
-            f"a plan is for a whole number of ranks, at least 1; got {shown(num_ranks)}; pass 1 or more"
-        )
+        raise PartitionError(f"num_ranks is a whole number, at least 1; got {shown(num_ranks)}; pass 1 or more")
     if devices is not None and not as_list(devices, "devices is a list with one device for each rank", _DEVICES):
-        raise DeviceCountError(f"a plan is for at least one device; got none; {_DEVICES}")
+        raise DeviceCountError(f"a plan needs at least one device; got none; {_DEVICES}")
     if isinstance(model, Profile | str | PathLike):
         model, profile = None, as_profile(model)
     if mesh is not None:
         ranks_are = "processes"
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
     if count and isinstance(num_ranks, int):
-        devices = _there(num_ranks)
+        devices = _devices_for(num_ranks)
     host = _host_for(devices if count and devices else ["cpu"], mesh)
     places = list(devices or host.devices)
     if num_ranks is None:
@@ -217,21 +215,23 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
     if confirm is None:
         return _CONFIRMED if model is not None and known and here else 0
     if not is_count(confirm, 0):
-        raise InputError(f"confirm is how many plans run, a whole number; got {shown(confirm)}; pass 0 for none")
+        raise InputError(
+            f"confirm is the number of plans to run; got {shown(confirm)}; pass a whole number, 0 for none"
+        )
     if confirm and model is None:
         raise InputError(
-            f"plans are confirmed by steps of a model; a profile alone was given, with confirm={confirm}; pass the "
-            f"model, and profile= beside it, or confirm=0"
+            f"confirming a plan runs steps of a model; got a profile without a model, and confirm={confirm}; pass the "
+            f"model, with profile= beside it, or confirm=0"
         )
     if confirm and not here:
         raise InputError(
-            f"plans are confirmed where their ranks run; ranks_are is 'processes', with confirm={confirm}; pass mesh= "
-            f"in each of them, or confirm=0"
+            f"confirming a plan runs its ranks; got ranks_are='processes' without a mesh, and confirm={confirm}; call "
+            f"tune with mesh= in every process, or pass confirm=0"
         )
     return int(confirm)
 
 
-def _there(count: int) -> list[str]:
+def _devices_for(count: int) -> list[str]:
     """Return as many GPUs as there are ranks if the machine has them, else the CPU once for each rank."""
     return [f"cuda:{at}" for at in range(count)] if torch.cuda.device_count() >= count else ["cpu"] * count
 
@@ -249,8 +249,8 @@ def _profile(
     """Return the layers' costs: the given profile, or one measured on the device."""
     as_loss(loss_fn, target)
     if profile is None:
-        given: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers}
-        return measure(model, sample, loss_fn=loss_fn, target=target, device=device, **given)
+        options: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers}
+        return measure(model, sample, loss_fn=loss_fn, target=target, device=device, **options)
     known = as_profile(profile)
     if model is not None:
         known.check_model(layered(as_model(model), as_call(sample), whole_layers).graph({}))

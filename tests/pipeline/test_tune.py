@@ -117,7 +117,9 @@ def test_a_plan_says_that_the_search_chose_it():
 
 @pytest.mark.parametrize("profile", [3, ["profile.json"], b"x"])
 def test_what_is_no_profile(profile):
-    with pytest.raises(InputError, match=r"a Profile or the path of one; got .*; pass what pipesched\.profile"):
+    with pytest.raises(
+        InputError, match=r"a Profile or the path of one; got .*; pass the result of pipesched\.profile"
+    ):
         made(model(), profile)
 
 
@@ -253,9 +255,13 @@ def test_a_profile_of_another_model_is_an_error():
 @pytest.mark.parametrize(
     ("asked", "error", "match"),
     [
-        ({"num_ranks": 2, "devices": ["cpu"]}, InputError, "for num_ranks, for devices, or for a mesh; .* pass one"),
-        ({}, InputError, "for num_ranks, for devices, or for a mesh"),
-        ({"num_ranks": 0}, PartitionError, r"whole number of ranks, at least 1; got 0; pass 1 or more"),
+        (
+            {"num_ranks": 2, "devices": ["cpu"]},
+            InputError,
+            "exactly one of num_ranks, devices and mesh; got .*; pass one of them",
+        ),
+        ({}, InputError, "exactly one of num_ranks, devices and mesh; got num_ranks=None"),
+        ({"num_ranks": 0}, PartitionError, r"num_ranks is a whole number, at least 1; got 0; pass 1 or more"),
         ({"num_ranks": 2, "batch_size": 0}, PartitionError, r"whole number of rows in a batch, at least 1; got 0"),
         ({"num_ranks": 2, "batch_size": 64}, PartitionError, r"64 rows cannot be cut into any .*measured: \[20\] rows"),
         ({"num_ranks": 2, "num_microbatches": 99}, PartitionError, r"32 rows cannot be cut into \[99\]"),
