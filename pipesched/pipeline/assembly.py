@@ -146,7 +146,7 @@ class Assembly:
 
     @property
     def undriven(self) -> list[int]:
-        """The stages with new optimizers, if a scheduler drives the optimizers that other stages kept."""
+        """The stages with new optimizers, if a scheduler drives the optimizers of the other stages."""
         return [] if self._inheritance is None else self._inheritance.undriven
 
     @property

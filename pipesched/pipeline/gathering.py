@@ -185,7 +185,7 @@ def _batches(share: _Share) -> Iterator[list[str]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor. A sharded one is gathered over its own mesh, which its other replicas do as well."""
+    """Return the whole tensor. A sharded one is gathered over its own mesh, so all its ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -69,7 +69,7 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Options that the numbers of a step depend on, besides the model, the batch and the seed.
+    """Options that affect the numerical results of a step.
 
     ::
 

@@ -579,7 +579,7 @@ class Pipeline(ModuleInterface):
         return isinstance(host, ThreadRanks) or host.holds(self._running.assembly.owners.rank(name))
 
     def _modules(self) -> dict[str, nn.Module]:
-        self.flush()  # while stages run on older weights, their modules hold those
+        self.flush()  # stages on older weight versions have put these into their modules
         return super()._modules()
 
     # ---- its life ---------------------------------------------------------------------------------------------

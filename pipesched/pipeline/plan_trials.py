@@ -42,7 +42,7 @@ class Trial:
     target: Any  #: the sample's target
     split_dims: SplitDims
     where: Mapping[str, Any]  #: devices or mesh, and whole_layers, as for ``Pipeline``
-    host: RankHost  #: the host of the same ranks, by which processes agree
+    host: RankHost  #: the host of these ranks; processes agree through it
     batch_size: int
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:

@@ -31,7 +31,7 @@ class StepFigures:
     step_s: float  #: the makespan
     bubble_ratio: float
     busy: tuple[float, ...]  #: the share of the makespan in which each rank computes
-    loss: float | None = None  #: None: not known, here and below
+    loss: float | None = None  #: None if unknown, as below
     predicted_s: float | None = None  #: the predicted makespan
     whole_s: float | None = None  #: seconds from one step to the next, all other code of the loop included
 

@@ -1,4 +1,4 @@
-"""Step loss: what ``loss.backward()`` does after a step, which has run the backward already."""
+"""Step loss: the ``backward()`` of the loss that a step returns, which explains that the step has run it already."""
 
 from typing import Any
 from weakref import ref

@@ -37,7 +37,7 @@ __all__ = ["tune"]
 
 _DEVICES = "pass a list such as ['cpu', 'cpu']"
 _CONFIRMED = 3  # plans that run by default
-_PATIENCE_S = 1800.0  # that other ranks wait for rank 0 to measure and search
+_PATIENCE_S = 1800.0  # seconds that other ranks wait while rank 0 measures and searches
 
 
 @collective
@@ -124,7 +124,7 @@ def tune(
 
     Raises:
         PartitionError: the model cannot be cut as requested.
-        MemoryLimitError: no plan keeps within the memory limits; the message says what would.
+        MemoryLimitError: no plan keeps within the memory limits; the message states a limit that would do.
         ScheduleError: the profile cannot be read.
         InputError: the arguments contradict each other, or plans cannot be run as requested.
         DeviceCountError: devices is an empty list.
@@ -192,7 +192,7 @@ def _host_for(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
 
 
 def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
-    """Let rank 0 decide, while all ranks run the plans that it wants to try. Returns the plan on every rank."""
+    """Let rank 0 search, while all ranks run its trial plans. Returns the plan on every rank."""
 
     def ask(plans: Sequence[Plan], told: Callable[[float], None]) -> Sequence[Sequence[Trace]]:
         return run(host.agreed(lambda: list(plans)), told)
