@@ -1,25 +1,38 @@
 """pipesched: a pipeline-parallel scheduling runtime for PyTorch.
 
-The packages, from the bottom up. Each imports only packages listed above it (docs/design.md describes them):
+::
 
-    errors, units, checks                       errors, number formatting, argument checks
-    program, order, schedules                   a schedule as data; one file per schedule
-    simulation, viz                             predicted time and memory; pictures
-    partitioning, planning                      layers -> stages; a request -> a plan
+    import pipesched
+
+    pipe = pipesched.Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"])
+    loss = pipe.step(x, target=y)  # every micro-batch forward and backward; gradients are in .grad
+
+To train a model: `Pipeline`, with the options `Search`, `Numerics` and `Distributed`, and `StepLog`.
+To plan: `profile`, `tune`, `partition`. To study schedules: `schedules`, `simulate`, `validate`, `lower_bound`, `viz`.
+To write a schedule: `schedule`, `Order`, `Shape`.
+
+The packages, each importing only from those above it:
+
+    errors, units, checks       errors, numbers as text, argument checks
+    program, order, schedules   schedules as data; one file a schedule
+    simulation, viz             predicted time and memory; pictures
+    partitioning, planning      layers to stages; the search for a plan
     ---- the packages below import torch ----
-    tensors, model, capture                     any nn.Module -> layers -> stage bodies
-    runtime                                     stages, executors, transport
-    profiling, pipeline                         measured layer costs; the public Pipeline
-    testing, cli                                test helpers; the command line
+    tensors, model, capture     any nn.Module to layers and stage bodies
+    runtime                     stages, executors, transport
+    profiling, pipeline         measured costs; the front door
+    testing, cli                helpers for tests; the command line
 
-Public names are imported on first use, so schedules can be studied without importing torch.
+Names are imported on first use, so schedules can be studied without torch.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipesched import errors as errors
     from pipesched import schedules as schedules
+    from pipesched import testing as testing
     from pipesched import viz as viz
     from pipesched.partitioning.partition import Partition as Partition
     from pipesched.partitioning.partition import partition as partition

@@ -1,1 +1,1 @@
-"""The front door: Pipeline, tune, replanning, the step log."""
+"""The front door: Pipeline, tune, replanning and the step log."""

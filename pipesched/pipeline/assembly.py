@@ -1,4 +1,4 @@
-"""Assembly: the parts of a model on ranks, for one plan: what each of its stages runs, holds and updates."""
+"""Assembly: the stages of a model on their ranks, for one plan."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,40 +42,45 @@ __all__ = ["Assembly", "AssemblySpec", "StageCut"]
 
 @dataclass(frozen=True, kw_only=True)
 class AssemblySpec:
-    """A model, and what is asked of it whatever the plan, as ``Pipeline`` takes it.
-
-    layers: those of the model by name; ``wrap`` may replace some.
-    """
+    """A model and the user's options for its stages, which hold for every plan."""
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
     layered: LayeredModel
-    layers: dict[str, nn.Module]
-    initial: Initial
+    layers: dict[str, nn.Module]  #: by name; ``wrap`` may replace some
+    initial: Initial  #: fills a model built without contents
     batch_norm: BatchNormMode
-    compiled: Callable[[torch.device], Compiled | None]
+    compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
     wrap: Wrap | None
     optimizer: Callable[[list[Any]], Optimizer] | None
 
 
 @dataclass(kw_only=True)
 class StageCut:
-    """Which layers each stage has, who cut them, and what they cost and why, once that is known."""
+    """The layers of each stage, and how they were chosen."""
 
-    cut: StageLayers
+    cut: StageLayers  #: the layers of each stage
     partitioner: StagePartitioner
-    partition: Partition | None
-    alternatives: tuple[Alternative, ...] = ()  #: what a search weighed against it
+    partition: Partition | None  #: the cut with its costs; None until they are known
+    alternatives: tuple[Alternative, ...] = ()  #: the other plans of the search
 
 
 class Assembly:
-    """A model in stages on its ranks. Layers are moved to the devices of their ranks, and filled.
+    """A model in stages on its ranks. Its layers are moved to the devices of their ranks and filled with weights.
 
-    stages: those of this process, by number. bodies: what the stages that hold weights of their own run. members: the
-    modules that the model holds. checkpoint_of_call: what becomes of what calls save. sizes: what the stages need in
-    memory, where they were run for it. optimizers: given those of the assembly before; its own once it has taken over.
+    Args:
+        spec: the model and the options that hold for every plan.
+        host: the host of the ranks.
+        programs: the programs that the stages will run.
+        stage_cut: the layers of each stage.
+        optimizers: the optimizers of the previous assembly, by stage. Default: none.
 
-    Raises GraphError, ModelTypeError, InputError and ScheduleError for what does not go together.
+    Raises:
+        GraphError: the cut separates layers that share weights in a way that is not supported.
+        ModelTypeError: ``optimizer=`` or ``wrap=`` returned an object of the wrong type.
+        InputError: the model cannot be filled or moved as requested.
+        ScheduleError: the program does not fit the stages.
+
     """
 
     def __init__(
@@ -92,43 +97,48 @@ class Assembly:
         self._filling_s = 0.0
         self._spec = spec
         self._host = host
-        going = offloading(programs.checkpoint, self.cut)
-        program = programs.connect(spec.layered.edges(self.cut), going)
+        offloads = offloading(programs.checkpoint, self.cut)
+        program = programs.connect(spec.layered.edges(self.cut), offloads)
         ranks = [program.placement[index] for index in range(program.num_weights)]
         self.ties = Ties(spec.model, spec.layered.uses(self.cut, ranks), host)
         self._weight_copies = WeightCopies(host, self.ties.own)
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)
         layers = checkpoint_by_layer(programs.checkpoint).items()
+        #: The checkpoint option of each call whose activations are not simply kept.
         self.checkpoint_of_call = {
             call: word for layer, word in layers for call in spec.layered.calls_of(layer, again=word != "offload")
         }
+        #: The stages' memory needs, once they have been measured.
         self.sizes: Sequence[StageSizes] | None = None
+        #: The code of each stage that holds its own weights.
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
         self._check_reached()
+        #: The stages of this process, by number.
         self.stages = self._stages()
-        #: What runs on copies of weights: made equal before a run, whose gradients are brought back after it.
-        #: What holds copies of weights, which a step refreshes before it starts.
-        self.copies = [one for one in (self.ties, self._weight_copies) if one]
-        #: A context around a run that computes gradients: those of copies go to the parameters. Collective.
+        #: The holders of weight copies. A step refreshes the copies before it starts.
+        self.copies = [holder for holder in (self.ties, self._weight_copies) if holder]
+        #: A context around a run that computes gradients; it adds those of copies to the parameters. Collective.
         self.delivering = self._delivering if self.copies else nullcontext
+        #: The modules that the model holds.
         self.members = Members(spec.model, spec.layered.layers)
-        #: How long it took to make, without what is done once: filling the model, making optimizers.
+        #: Seconds that the construction took, without the time to fill the model and make optimizers.
         self.made_s = time.perf_counter() - begin - self._filling_s
-        #: Of a micro-batch, with which ranks were found to stay within their memory, beyond those that were planned.
+        #: The most rows of a micro-batch for which the memory limits were checked and hold.
         self.most_rows = 0
+        #: The optimizers by stage; empty until ``take_over``.
         self.optimizers: dict[int, Optimizer] = {}
         self._inheritance: Inheritance | None = None
         if spec.optimizer is not None:
             tied = self.ties.parameters
             home = self.owners.stage
             self._inheritance = optimizers_for(spec.optimizer, self.stages, tied, home, optimizers or {})
-        #: Whether updates wait for the gradients of tied parameters.
+        #: Whether some updates wait for the gradients of tied parameters.
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values())
 
     def take_over(self) -> None:
-        """From now on its stages' optimizers update the parameters; those of the assembly before do no more."""
+        """Let the optimizers of this assembly update the parameters; those of the previous assembly stop."""
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
@@ -136,7 +146,7 @@ class Assembly:
 
     @property
     def undriven(self) -> list[int]:
-        """The stages that have new optimizers, where a scheduler drives those that the others have kept."""
+        """The stages with new optimizers, if a scheduler drives the optimizers of the other stages."""
         return [] if self._inheritance is None else self._inheritance.undriven
 
     @property
@@ -146,7 +156,7 @@ class Assembly:
 
     @property
     def program(self) -> Program:
-        """That of a full batch, as its author wrote it."""
+        """The program of a full batch, as its author wrote it."""
         return self.programs.full.plain
 
     def _bodies(self) -> Sequence[Body]:
@@ -166,8 +176,10 @@ class Assembly:
         return Owners(self._spec.model, homes, self.program.output_rank, self.ties.parameters)
 
     def _check_reached(self) -> None:
-        """Raise GraphError where a layer uses a parameter of another rank that it is not given: it would be an old one,
-        or on another device, and its gradient would not come back.
+        """Check that no layer reaches a parameter of another rank through a module or a reference.
+
+        Raises GraphError if one does: the parameter would be stale or on another device, and its gradient would not be
+        returned. Between ranks on one device in one process it is only a warning.
         """
         host = self._host
         placement = self.program.placement
@@ -176,34 +188,34 @@ class Assembly:
             rank = placement[stage]
             if home == rank:
                 continue
-            what = (
-                f"a layer uses its own weights, and those that it is given as tensors; {layer!r} of stage {stage} on "
+            message = (
+                f"a layer may use its own weights and weights passed to it as tensors; {layer!r} of stage {stage} on "
                 f"rank {rank} reaches {name!r} of rank {home} through a module or a reference; pass the weight itself "
                 f"to the layer, or keep both layers in one stage with together="
             )
             if not isinstance(host, ThreadRanks) or host.devices[home] != host.devices[rank]:
-                raise GraphError(what)
-            warn(f"{what}; its gradient agrees with an unpipelined loop's within rounding")
+                raise GraphError(message)
+            warn(f"{message}; its gradient agrees with that of an unpipelined loop only within rounding")
 
     def _written(self) -> list[set[str]]:
-        """The names of buffers that forwards of each part write to; of a loss module all: it has not been seen."""
+        """Return the names of the buffers that each part's forward writes. All buffers of a loss module count."""
         spec = self._spec
         written = spec.layered.written_by(self.cut) if any(own_buffers(spec.model)) else [()] * len(self.cut)
-        own = list(own_buffers(spec.loss_fn)) if isinstance(spec.loss_fn, nn.Module) else []
-        return [{*names, *(f"loss_fn.{key}" for key, *_ in own)} for names in written]
+        of_loss = list(own_buffers(spec.loss_fn)) if isinstance(spec.loss_fn, nn.Module) else []
+        return [{*names, *(f"loss_fn.{key}" for key, *_ in of_loss)} for names in written]
 
     def _stages(self) -> dict[int, Stage]:
         program = self.program
         host = self._host
         written = self._written()
         stages: dict[int, Stage] = {}
-        for index, part in reversed(list(enumerate(program.weights))):  # what is tied belongs to its first user
+        for index, part in reversed(list(enumerate(program.weights))):  # tied weights belong to their first user
             rank = program.placement[index]
             last = not program.graph.consumers[index]
             device = host.devices[rank]
             body = self.bodies[part]
             loss_fn = self._spec.loss_fn if last else None
-            if index != part:  # the stage of this number runs the same layers
+            if index != part:  # this stage runs copies of the layers of stage ``part``
                 weight_copy = self._weight_copies.add(body.layers, loss_fn, device, (program.placement[part], rank))
                 if weight_copy is not None:
                     body = body.over(weight_copy.layers, device)
@@ -218,12 +230,12 @@ class Assembly:
             ties = self.ties.for_layers(body.layers, device)
             head = Head(loss_fn) if last else None
             compiled = self._spec.compiled(device)
-            own: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
-            stages[index] = Stage(body, device, head, **own, checkpoint_of_call=self.checkpoint_of_call)
+            options: dict[str, Any] = {"ties": ties, "norms": norms, "compiled": compiled, "written": written[part]}
+            stages[index] = Stage(body, device, head, **options, checkpoint_of_call=self.checkpoint_of_call)
         return dict(sorted(stages.items()))
 
     def put_back(self) -> None:
-        """Layers lie on the devices of its ranks again, where another assembly has not come about."""
+        """Move the layers back to the devices of this assembly's ranks, after another assembly has failed."""
         for index, stage in reversed(self.stages.items()):
             if index == self.program.weights[index]:
                 for module in stage.modules.values():
@@ -232,12 +244,12 @@ class Assembly:
     @contextmanager
     def _delivering(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for one in self.copies:
-                stack.enter_context(one.delivering())
+            for holder in self.copies:
+                stack.enter_context(holder.delivering())
             yield
 
     def update_late(self, intra_op_threads: int) -> None:
-        """The updates that have waited for the gradients of tied parameters."""
+        """Run the updates that waited for the gradients of tied parameters."""
         with intra_op(intra_op_threads):
             for stage in self.stages.values():
                 stage.optimizer.update_late()

@@ -1,4 +1,4 @@
-"""Auto plan: the search for what the user of a pipeline left open."""
+"""Auto plan: the search for the choices that the user of a Pipeline left open."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -37,27 +37,29 @@ __all__ = ["AutoPlan", "adds_up", "as_profile", "cores_of", "on_devices"]
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPlan:
-    """The search for a pipeline's own plan."""
+    """The search for a Pipeline's plan."""
 
-    model: Any  #: as the user gave it
-    module: nn.Module  #: as it was built
+    model: Any  #: the user's model argument
+    module: nn.Module  #: the module built from it
     layered: LayeredModel
     sample: Any
-    devices: Sequence[torch.device]  #: of the ranks
+    devices: Sequence[torch.device]  #: one a rank
     ranks_are: RanksAre
     search: Search
     numerics: Numerics
-    optimizer: Callable[[list[Any]], Optimizer] | None  #: a memory limit also counts its states
-    free: bool  #: whether results are the same whatever the number of micro-batches
+    optimizer: Callable[[list[Any]], Optimizer] | None  #: its states count for a memory limit
+    free: bool  #: whether the number of micro-batches leaves results unchanged
 
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
-        """Whether anything is left to search for: not where a plan is given, nor a schedule or all boundaries and no
-        limits. Raises PartitionError for a plan with more to be searched for.
+        """Return whether a search is needed.
+
+        None is needed for a given plan, nor for a given schedule or a complete cut without limits. Raises
+        PartitionError if options of the search were given beside a plan.
         """
         if plan is not None and self.search.is_asked_for:
             raise PartitionError(
-                "a plan holds all choices; batch_size, memory_limit_bytes and profile are for a search, and were given "
-                "beside it; pass the plan alone, or make one with pipesched.tune"
+                "a plan leaves nothing to search for; batch_size, memory_limit_bytes or profile was passed beside "
+                "plan=; pass the plan alone, or make another one with pipesched.tune"
             )
         if plan is not None:
             return False
@@ -70,15 +72,15 @@ class AutoPlan:
     def find(
         self, request: PlanRequest, measured: Callable[[], Mapping[str, LayerCosts]]
     ) -> tuple[Plan, dict[str, LayerCosts], Overheads | None, int]:
-        """Search. Raises as `pipesched.tune`.
+        """Search for the plan. Raises as `pipesched.tune`.
 
         Args:
-            request: what the user asked for; the rest is searched.
-            measured: measures layers with the sample.
+            request: the user's choices; the search makes the rest.
+            measured: measures the layers with the sample.
 
         Returns:
-            The plan, what layers cost for its micro-batches, what ranks take beside their stages, and the rows of a
-            micro-batch.
+            The plan, the layers' costs for its micro-batches, the ranks' overheads outside their stages, and the rows
+            of a micro-batch.
 
         """
         sample_rows = self._sample_rows()
@@ -87,7 +89,7 @@ class AutoPlan:
             batch_size = sample_rows * (request.num_microbatches or MICROBATCHES_PER_RANK * len(self.devices))
         if not is_count(batch_size):
             raise InputError(
-                f"batch_size is a number of rows, at least 1; got {shown(batch_size)}; pass that of a whole step"
+                f"batch_size is a whole number of rows, at least 1; got {shown(batch_size)}; pass the rows of a step"
             )
         search_counts = self.free and self.search.batch_size is not None and request.num_microbatches is None
         if request.num_microbatches is None and not search_counts:
@@ -120,7 +122,9 @@ class AutoPlan:
         return splitter.batch(*as_call(self.sample)).rows[0]
 
     def _profile(self, rows: int, measured: Callable[[], Mapping[str, LayerCosts]], *, several: bool) -> Profile:
-        """What layers cost: as given, or measured for micro-batches of several sizes or of the sample's."""
+        """Return the given profile, or measure the layers: with micro-batches of several sizes, or of the sample's
+        size.
+        """
         if self.search.profile is not None:
             known = as_profile(self.search.profile)
             known.check_model(self.layered.graph({}))
@@ -136,7 +140,7 @@ class AutoPlan:
         return Profile({rows: self.layered.graph(measured())}, machine=Machine(on_host=self.devices[0].type == "cpu"))
 
     def _with_updates(self, known: Profile) -> Profile:
-        """The profile with what the optimizer keeps, where memory is limited and it does not say."""
+        """Return the profile with the optimizer's memory, if memory is limited and the profile lacks it."""
         kept = any(size for graph in known.graphs.values() for _, size in graph.nodes(data="optimizer_bytes"))
         if self.optimizer is None or self.search.memory_limit_bytes is None or kept:
             return known
@@ -148,8 +152,9 @@ class AutoPlan:
 
 
 def adds_up(module: nn.Module, loss_fn: Any, loss_weight: Any) -> bool:
-    """Whether a batch teaches the same in however many micro-batches: no layer looks across rows, and the loss is known
-    to be a sum or mean over what is counted.
+    """Return whether the number of micro-batches leaves the result unchanged.
+
+    This holds if no layer looks across rows and the loss is known to be a sum or a mean over counted items.
     """
     if normalised_over_rows(module):
         return False
@@ -157,17 +162,20 @@ def adds_up(module: nn.Module, loss_fn: Any, loss_weight: Any) -> bool:
 
 
 def as_profile(profile: Profile | str | PathLike[str]) -> Profile:
-    """A profile, or the one in a file. Raises InputError for what is neither, ScheduleError for a file of none."""
+    """Return the profile, or read it from its file.
+
+    Raises InputError for another type, and ScheduleError for a file that holds no profile.
+    """
     if not isinstance(profile, Profile | str | PathLike):
         raise InputError(
-            f"profile is what layers cost, a Profile or the path of one; got {profile!r}; pass what pipesched.profile "
-            f"returns, or the file that Profile.save wrote"
+            f"profile is a Profile or the path of one; got {profile!r}; pass the result of pipesched.profile, or a "
+            f"file that Profile.save wrote"
         )
     return profile if isinstance(profile, Profile) else Profile.load(profile)
 
 
 def cores_of(devices: Sequence[torch.device], intra_op_threads: int = 1) -> int | None:
-    """How many ranks on these devices may compute at once, where they do so on the host; None where they do not."""
+    """Return how many ranks can compute at the same time if they all use the CPU; None if some use other devices."""
     if any(device.type != "cpu" for device in devices):
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -175,12 +183,14 @@ def cores_of(devices: Sequence[torch.device], intra_op_threads: int = 1) -> int 
 
 
 def on_devices(profile: Profile, devices: Sequence[torch.device], offload: Offload) -> Profile:
-    """The profile of a machine with these devices: whether they are the host's own; and how fast they copy to it, where
-    that matters and was not measured of such.
+    """Return the profile for a machine with these devices.
+
+    It records whether the devices are CPUs and, where offloading needs it and it was not measured on such devices, the
+    speed of copies to the host.
     """
     on_host = any(device.type == "cpu" for device in devices)
     machine = replace(profile.machine, on_host=on_host)
-    of_such = machine.host_bytes_per_s is not None and (on_host or not profile.machine.on_host)
-    if not of_such and (offload is True or (offload == "auto" and not on_host)):
+    speed_is_known = machine.host_bytes_per_s is not None and (on_host or not profile.machine.on_host)
+    if not speed_is_known and (offload is True or (offload == "auto" and not on_host)):
         machine = replace(machine, host_bytes_per_s=host_bytes_per_s(devices[0]))
     return replace(profile, machine=machine)

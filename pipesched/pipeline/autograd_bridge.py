@@ -1,7 +1,4 @@
-"""Autograd bridge: a forward through the pipeline whose backward the caller starts, by differentiating the output.
-
-And what a step hands to the caller's graph before the inputs.
-"""
+"""Autograd bridge: connects pipeline runs to the caller's autograd graph, at the model's outputs and inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,15 +17,18 @@ __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
 @dataclass
 class OpenPass:
-    """The forwards that ran, and how to run their backwards. weighting: of the loss in their outputs, if any."""
+    """A forward pass whose backwards have not run yet."""
 
     batch: Batch
     step_data: StepData
     run_backwards: Callable[[], Any]
-    weighting: Weighting | None = None
+    weighting: Weighting | None = None  #: of the loss among the outputs, if there is one
 
     def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Gradients of the whole outputs -> gradients of the wanted inputs, micro-batch by micro-batch."""
+        """Run the backwards for the gradients of the whole outputs.
+
+        Returns the gradients of the inputs that require one, micro-batch by micro-batch.
+        """
         outputs = [self.step_data.outputs[microbatch].wanted for microbatch in range(len(self.batch.rows))]
         columns = [
             self._cut(grad, pieces, loss=number == self._loss)
@@ -47,16 +47,16 @@ class OpenPass:
 
     @property
     def _loss(self) -> int | None:
-        """Which of the wanted outputs is the weighted loss."""
+        """The index of the weighted loss among the outputs that require a gradient; None without one."""
         first = self.step_data.outputs[0]
         places = [] if self.weighting is None else loss_places(first.value)
         return sum(first.needs_grad[: first.places[places[0]]]) if places else None
 
     def _cut(self, grad: Tensor | None, pieces: tuple[Tensor, ...], *, loss: bool) -> Gradients:
-        """The inverse of ``Batch.gathered`` for one gradient."""
+        """Split one output's gradient into those of its micro-batches: the inverse of ``Batch.gathered``."""
         if grad is None:
             return (None,) * len(pieces)
-        if loss and self.weighting is not None:  # none for one that counts nothing: its own would be 0 / 0
+        if loss and self.weighting is not None:  # None for a factor of 0, where the loss may be 0 / 0
             return tuple(
                 grad if factor is None else grad * factor if factor else None for factor in self.weighting.factors
             )
@@ -67,12 +67,12 @@ class OpenPass:
 
 
 def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
-    """A gradient on the device of its tensor: outputs of several chains of stages lie on several devices."""
+    """Return a gradient on the device of its tensor. Bidirectional schedules have outputs on several devices."""
     return None if grad is None else grad.to(tensor.device)
 
 
 def attach(opened: OpenPass) -> Any:
-    """The whole output, its differentiable tensors tied to the open pass."""
+    """Return the whole output, with its differentiable tensors connected to the open pass."""
     outputs = [opened.step_data.outputs[microbatch] for microbatch in range(len(opened.batch.rows))]
     whole = Payload.of(opened.batch.gathered([output.value for output in outputs], opened.weighting))
     whole = replace(
@@ -87,12 +87,12 @@ def attach(opened: OpenPass) -> Any:
 
 
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
-    """The leaves of ``whole``, where each place is a leaf, at the first places of the pattern's leaves."""
+    """Return the leaves of ``whole`` that stand where each leaf of the pattern first occurs."""
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 
 def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
-    """Hand the gradients of inputs that require one to the user's own graph, micro-batch by micro-batch."""
+    """Run the caller's backward from inputs that require gradients, micro-batch by micro-batch."""
     grads_of = map(step_data.input_grads.get, range(len(batch.rows)))
     parts = [
         [(tensor, grad.to(tensor.device)) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
@@ -106,7 +106,7 @@ def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
 
 
 class _Through(torch.autograd.Function):
-    """The node between the caller's graph behind the output and the one before the inputs."""
+    """An autograd node between the caller's graph before the inputs and that behind the outputs."""
 
     @staticmethod
     def forward(ctx: Any, opened: OpenPass, outputs: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
@@ -121,7 +121,7 @@ class _Through(torch.autograd.Function):
         ctx.opened = None
         if opened is None:
             raise ExecutionError(
-                "what a forward holds is freed by its backward; this output was differentiated a second time; "
-                "add the losses and call backward once, or call forward again"
+                "a forward can be differentiated once, since its backward frees the activations; this output was "
+                "differentiated a second time; add the losses and call backward once, or call forward again"
             )
         return None, None, None, *opened.backward(grads)

@@ -1,4 +1,4 @@
-"""Construction: the steps by which a pipeline is made: choose a plan, make its programs, cut, assemble, start."""
+"""Construction: the steps that build a Pipeline: choose a plan, make its programs, cut the model, start the ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ def check_functions(
     wrap: Wrap | None,
     optimizer: Callable[[list[Any]], Optimizer] | None,
 ) -> None:
-    """Raise ModelTypeError where one of the user's functions cannot be called as it will be."""
+    """Raise ModelTypeError if one of the user's functions cannot be called with its arguments."""
     as_function(loss_fn, "loss_fn", ("output", "target"))
     as_function(wrap, "wrap", ("stage_module", "stage"))
     as_optimizer(optimizer)
@@ -38,7 +38,7 @@ def check_functions(
 
 @contextmanager
 def ending_on_error(host: RankHost) -> Iterator[None]:
-    """End the ranks, in all processes, where what is done in here raises."""
+    """Stop the ranks in all processes if the body raises."""
     try:
         yield
     except BaseException as error:
@@ -49,23 +49,23 @@ def ending_on_error(host: RankHost) -> Iterator[None]:
 def choose_plan(
     auto_plan: AutoPlan, request: PlanRequest, plan: Plan | None, host: RankHost, book: CostBook
 ) -> tuple[Plan | None, PlanRequest]:
-    """Find the plan to run, where the user left something open. Its search leaves in the book what layers cost.
+    """Search for a plan if the user left a choice open, and store the layer costs of the search in the cost book.
 
     Args:
         auto_plan: the search.
-        request: what the user asked for.
-        plan: the plan that the user gave; None without one.
-        host: of the ranks; rank 0 searches for all.
-        book: what layers cost.
+        request: the user's choices.
+        plan: the user's plan; None without one.
+        host: the host of the ranks; rank 0 searches for all.
+        book: the cost book.
 
     Returns:
-        The plan, None where the request says all; and the request that leads to it.
+        The plan, or None if the request leaves no choice open; and the request that reproduces the plan.
 
     """
     if auto_plan.is_wanted(request, plan):
         crowds = auto_plan.ranks_are == "threads"
-        found = host.agreed(lambda: auto_plan.find(request, lambda: book.measured(crowds=crowds)))
-        plan, book.layers, book.overheads, book.planned_rows = found
+        result = host.agreed(lambda: auto_plan.find(request, lambda: book.measured(crowds=crowds)))
+        plan, book.layers, book.overheads, book.planned_rows = result
         request = PlanRequest()
     if plan is not None:
         request = request.pinned(plan, list(auto_plan.layered.layers))
@@ -73,10 +73,10 @@ def choose_plan(
 
 
 def checked_programs(request: PlanRequest, host: RankHost, spec: AssemblySpec) -> ProgramFactory:
-    """The programs for a request. Raises ScheduleError and GraphError where they do not fit the model."""
+    """Return the programs of a request. Raises ScheduleError or GraphError if they do not fit the model."""
     programs = ProgramFactory(request, len(host.all_devices), updates=spec.optimizer is not None)
     programs.check_updates()
-    _ = programs.full.training  # raises what cannot be lowered
+    _ = programs.full.training  # raises if the program cannot be lowered
     spec.layered.check(programs.full.plain)
     return programs
 
@@ -92,17 +92,17 @@ def start(
     request: PlanRequest,
     agreed: tuple[Any, ...],
 ) -> RunningPlan:
-    """Make the programs, cut the model, put its stages on their ranks, and start these.
+    """Make the programs, cut the model, and place its stages on the ranks.
 
     Args:
-        model: as the user gave it: a list of modules is a stage each.
-        spec: the model, and what is asked of it whatever the plan.
-        host: of the ranks.
-        book: what layers cost.
-        splitter: how batches are split, but for the number of micro-batches.
-        plan: the plan to run; None: as the request says.
-        request: schedule, boundaries and the like.
-        agreed: what else all processes must have been given alike.
+        model: the user's model argument; of a list each module is a stage.
+        spec: the model and the options that hold for every plan.
+        host: the host of the ranks.
+        book: the cost book.
+        splitter: how batches are split; the number of micro-batches is filled in.
+        plan: the plan to run; None to follow the request.
+        request: the schedule, boundaries and similar choices.
+        agreed: further values that must be equal in all processes.
 
     """
     programs = checked_programs(request, host, spec)
@@ -114,7 +114,7 @@ def start(
     stage_cut = book.cut_stages(host, pins, programs, plan)
     host.check(program, (stage_cut.cut, repr(pins), repr(programs.checkpoint), *agreed))
     if spec.wrap is not None:
-        book.layers = host.agreed(book.measured)  # layers may be sharded from here on
+        book.layers = host.agreed(book.measured)  # wrap may shard layers, so measure them before
     assembly = Assembly(spec, host, programs, stage_cut)
     assembly.take_over()
     splitter = replace(splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)

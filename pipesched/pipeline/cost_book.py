@@ -1,4 +1,4 @@
-"""Cost book: what a pipeline has measured of its layers and devices, and what stages cost by it."""
+"""Cost book: the measured costs of a pipeline's layers and devices, and the stage costs that follow from them."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -35,16 +35,16 @@ __all__ = ["CostBook"]
 
 
 class CostBook:
-    """What layers, devices and links cost, as far as it is known.
+    """The known costs of layers, devices and links.
 
     Args:
         model: the user's model.
-        layered: its layers.
-        loss_fn: the loss function; its own costs belong to the last layer.
-        guard: lets the model be read while its weights are stale.
-        devices: one a rank, with those that no rank uses.
-        intra_op_threads: threads of a rank.
-        links: between ranks, where they were measured.
+        layered: the model's layers.
+        loss_fn: the loss function; its costs belong to the last layer.
+        guard: allows reads of the model while its weights are stale.
+        devices: one a rank, including those that no rank uses.
+        intra_op_threads: CPU threads of a rank.
+        links: the measured links between ranks, if any.
 
     """
 
@@ -61,13 +61,13 @@ class CostBook:
     ) -> None:
         self.layered = layered
         self.links = links
-        #: What each layer costs; None until it was measured.
+        #: The costs of each layer; None until they are measured.
         self.layers: dict[str, LayerCosts] | None = None
-        #: What each rank spends besides the work of its stages, where a profile says so.
+        #: The ranks' overheads outside their stages; None if no profile states them.
         self.overheads: Overheads | None = None
-        #: The rows of a micro-batch for which the plan was found; 0 where none was searched for.
+        #: The rows of a micro-batch for which the plan was found; 0 without a search.
         self.planned_rows = 0
-        #: By device: how many times as long as others it takes, where steps have told.
+        #: The time of a device relative to the others, where steps have shown a difference.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
         self._model = model
@@ -77,10 +77,10 @@ class CostBook:
         self._intra_op_threads = intra_op_threads
 
     def measured(self, *, crowds: bool = False) -> dict[str, LayerCosts]:
-        """What layers cost. They are measured when this is first asked for: no step may be under way then.
+        """Return the layers' costs. The first call measures them; no step may be running then.
 
         Args:
-            crowds: measure layers also beside another rank's in this process.
+            crowds: also measure layers while another rank's layers run in this process.
 
         """
         if self.layers is None:
@@ -98,28 +98,28 @@ class CostBook:
         return self.layers
 
     def forget(self) -> None:
-        """Measure layers again when they are next asked for."""
+        """Discard the measured costs, so that the next use measures the layers again."""
         self.layers = None
         self._kinds = None
 
     def for_rows(self, rows: int) -> dict[str, LayerCosts]:
-        """What layers cost with micro-batches of other rows than were planned for, in proportion to rows."""
+        """Return the layers' costs for micro-batches of other sizes than planned, in proportion to their rows."""
         graph = Profile({self.planned_rows: self.layered.graph(self.measured())}).graph(rows)
         return {name: costs_of(graph, name) for name in graph}
 
     def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
-        """What layers cost with the checkpointing of these programs."""
+        """Return the layers' costs with the checkpointing of these programs."""
         return treated(self.measured(), programs.checkpoint)
 
     def stage_costs(
         self, programs: ProgramFactory, cut: StageLayers, layers: Mapping[str, LayerCosts] | None = None
     ) -> Costs:
-        """What stages cost, with links and slow devices, without overheads.
+        """Return the stages' costs, with links and slow devices, without overheads.
 
         Args:
             programs: the programs that run the stages.
             cut: the layers of each stage.
-            layers: what layers cost; default: as measured.
+            layers: the layers' costs. Default: the measured ones.
 
         """
         costs_by_layer = treated(self.measured() if layers is None else layers, programs.checkpoint)
@@ -130,7 +130,7 @@ class CostBook:
         return replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
 
     def expected_costs(self, programs: ProgramFactory, cut: StageLayers) -> Costs:
-        """What stages cost, with overheads."""
+        """Return the stages' costs, with overheads."""
         return replace(self.stage_costs(programs, cut), overheads=self.overheads)
 
     @cached_property
@@ -138,11 +138,11 @@ class CostBook:
         return host_bytes_per_s(self._devices[0])
 
     def slowness(self, rank: int) -> float:
-        """How many times as long as others a rank's device takes, where steps have told; else 1."""
+        """Return the time of a rank's device relative to the other devices, as steps have shown it. Default: 1."""
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
     def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:
-        """Correct what layers and devices cost by what stages took.
+        """Correct the costs of layers and devices by the measured times of stages.
 
         Args:
             stages: the measured times of stages.
@@ -158,13 +158,13 @@ class CostBook:
         self.overheads = None  # measured stage times contain them
 
     def cut_stages(self, host: RankHost, pins: Pins, programs: ProgramFactory, plan: Plan | None) -> StageCut:
-        """Decide which layers each stage has. Rank 0 decides for all.
+        """Choose the layers of each stage. Rank 0 chooses for all.
 
         Args:
-            host: of the ranks.
+            host: the host of the ranks.
             pins: the boundaries that are fixed.
             programs: the programs that will run the stages.
-            plan: where one is given, its alternatives are kept.
+            plan: a given plan, whose alternatives are kept; None without one.
 
         """
         program = programs.full.plain

@@ -1,4 +1,4 @@
-"""Gathering: bring the states of all ranks of a mesh together, or all weights into the model."""
+"""Gathering: collects the state of all ranks of a mesh, as one state dict or in the model itself."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,15 +16,23 @@ from pipesched.tensors.meta_tensors import give_contents
 
 __all__ = ["gather_model", "merged_state", "named_tensors", "place_weights"]
 
-#: The shape and the bytes of each tensor that a rank gives, by name.
+#: The shape and the number of bytes of each tensor that a rank sends, by name.
 _Share = Mapping[str, tuple[tuple[int, ...], int]]
 
-_BATCH = 64 << 20  # bytes that travel together
+_BATCH = 64 << 20  # bytes sent together
 _EXTRA = "_extra_state"
 
 
 def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankHost, assembly: Assembly) -> None:
-    """Tell a model's guard which of its tensors other ranks train. roots: modules by the prefix of their names."""
+    """Tell the model's guard which rank trains each tensor.
+
+    Args:
+        roots: the model and the loss module, by the prefix of their names.
+        guard: the guard of the model.
+        host: the host of the ranks.
+        assembly: the stages.
+
+    """
     if isinstance(host, MeshRanks):
         names = (name for name, _ in named_tensors(roots, duplicates=True))
         homes = {name: assembly.owners.rank(name) for name in names}
@@ -34,19 +42,19 @@ def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankH
 
 
 def merged_state(state: Mapping[str, Any], names: Iterable[str], host: MeshRanks) -> dict[str, Any]:
-    """The states of all ranks in one, on every rank, also of what ``wrap=`` has sharded. Collective.
+    """Merge the states of all ranks, on every rank, and gather sharded tensors. Collective.
 
     Args:
-        state: of this rank.
-        names: of the whole model's state, in its order.
-        host: of the ranks.
+        state: the state of this rank.
+        names: the names of the whole model's state, in its order.
+        host: the host of the ranks.
 
     """
     executor = host.executor
     with executor.collective("full_state_dict"):
-        own = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-    merged = {name: value for share in executor.exchange(own) for name, value in share.items()}
-    return {name: merged[name] for name in (*names, *merged) if name in merged}  # what wrap has added comes last
+        share = {name: _whole(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+    merged = {name: value for shares in executor.exchange(share) for name, value in shares.items()}
+    return {name: merged[name] for name in (*names, *merged) if name in merged}  # names added by wrap come last
 
 
 def gather_model(
@@ -58,15 +66,15 @@ def gather_model(
     assembly: Assembly,
     rank: int | None,
 ) -> None:
-    """Bring the weights and buffers of all ranks into the model of one rank, or of all. Collective under a mesh.
+    """Copy the weights and buffers of all ranks into the model of one rank, or of every rank. Collective under a mesh.
 
     Args:
-        roots: the model and its loss module, by the prefix of their names.
-        state: of this rank.
-        guard: of the model.
-        host: of the ranks.
-        assembly: says which rank trains which weight.
-        rank: the one that gathers; None: all.
+        roots: the model and the loss module, by the prefix of their names.
+        state: the state of this rank.
+        guard: the guard of the model.
+        host: the host of the ranks.
+        assembly: the stages, which determine the rank of each weight.
+        rank: the rank that gathers; None for every rank.
 
     """
     if not isinstance(host, MeshRanks):
@@ -74,32 +82,32 @@ def gather_model(
         return
     with host.connected() as executor, guard.lifted():
         tensors = dict(named_tensors(roots))
-        own = {
+        share = {
             name: (tuple(tensor.shape), tensor.nbytes)
             for name, tensor in tensors.items()
             if host.holds(assembly.owners.rank(name))
         }
         extra = {name: value for name, value in state.items() if name.endswith(_EXTRA)}
-        asked, shares, extras = zip(*executor.exchange((rank, own, extra)), strict=True)
+        asked, shares, extras = zip(*executor.exchange((rank, share, extra)), strict=True)
         targets = _check_target(rank, asked, executor.num_ranks)
         _check_fits(executor.exchange(_misfit(tensors, shares) if executor.rank in targets else None))
         _collect(executor, targets, tensors, shares)
         if executor.rank in targets:
-            for theirs in extras:
-                for name, value in theirs.items():
+            for states in extras:
+                for name, value in states.items():
                     _holder(roots, name).set_extra_state(value)
     if executor.rank in targets:
         guard.release()
 
 
 def _holder(roots: Mapping[str, nn.Module], name: str) -> nn.Module:
-    """The module of which a name in the state is the extra state."""
+    """Return the module that owns the extra state of this name."""
     prefix = max((prefix for prefix in roots if name.startswith(prefix)), key=len)
     return roots[prefix].get_submodule(name.removeprefix(prefix).removesuffix(_EXTRA).removesuffix("."))
 
 
 def named_tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers under all their names, or a shared one once."""
+    """Iterate over parameters and buffers, a shared one once, or under each of its names."""
     for prefix, root in roots.items():
         for named in (root.named_parameters, root.named_buffers):
             for name, tensor in named(remove_duplicate=not duplicates):
@@ -107,47 +115,47 @@ def named_tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -
 
 
 def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
-    """The ranks that gather. Raises InputError, in all ranks alike."""
-    for number, other in enumerate(asked):
-        if other is not None and not (is_count(other, 0) and other < num_ranks):
+    """Return the ranks that gather. Raises InputError on all ranks alike."""
+    for number, target in enumerate(asked):
+        if target is not None and not (is_count(target, 0) and target < num_ranks):
             raise InputError(
                 f"gather_model(rank) takes a rank of the mesh, or None for all; rank {number} of {num_ranks} passed "
-                f"{shown(other)}; pass one of 0 to {num_ranks - 1}, or None"
+                f"{shown(target)}; pass one of 0 to {num_ranks - 1}, or None"
             )
-    if any(other != rank for other in asked):
+    if any(target != rank for target in asked):
         raise InputError(
-            f"all ranks gather the model on the same rank; ranks 0 to {num_ranks - 1} passed "
-            f"{', '.join(map(str, asked))}; pass the same on every rank"
+            f"every rank passes the same rank to gather_model; ranks 0 to {num_ranks - 1} passed "
+            f"{', '.join(map(str, asked))}; pass the same value on every rank"
         )
     return range(num_ranks) if rank is None else range(rank, rank + 1)
 
 
 def _misfit(tensors: Mapping[str, Tensor], shares: Sequence[_Share]) -> str | None:
-    """What keeps this rank's model from taking the tensors of all."""
-    given = {name: (rank, shape) for rank, share in enumerate(shares) for name, (shape, _) in share.items()}
-    for name, (rank, shape) in given.items():
+    """Return the reason why this rank's model cannot take the tensors of all ranks; None if it can."""
+    sent = {name: (rank, shape) for rank, share in enumerate(shares) for name, (shape, _) in share.items()}
+    for name, (rank, shape) in sent.items():
         if name not in tensors:
             return f"{name!r} of rank {rank} is missing"
         if tuple(tensors[name].shape) != shape:
             return f"{name!r} has the shape {list(tensors[name].shape)}, on rank {rank} {list(shape)}"
-    missing = next((name for name in tensors if name not in given), None)
+    missing = next((name for name in tensors if name not in sent), None)
     return None if missing is None else f"there is {missing!r}, which no rank trains"
 
 
-def _check_fits(found: Sequence[str | None]) -> None:
-    """Raise InputError, in all ranks alike, where a model cannot take the tensors of all."""
-    for rank, wrong in enumerate(found):
-        if wrong is not None:
+def _check_fits(misfits: Sequence[str | None]) -> None:
+    """Raise InputError, on all ranks alike, if a model cannot take the tensors of all ranks."""
+    for rank, misfit in enumerate(misfits):
+        if misfit is not None:
             raise InputError(
-                f"gather_model brings weights into a model that has the same ones on every rank; in the model of rank "
-                f"{rank} {wrong}; wrap= has changed layers on one rank alone: use full_state_dict"
+                f"gather_model needs a model with the same tensors on every rank; in the model of rank {rank} "
+                f"{misfit}; wrap= has changed layers on one rank only: use full_state_dict"
             )
 
 
 def _collect(
     executor: ProcessExecutor, targets: Collection[int], tensors: Mapping[str, Tensor], shares: Sequence[_Share]
 ) -> None:
-    """Each rank in turn gives its tensors to those that gather, some at a time."""
+    """Send the tensors of each rank in turn to the ranks that gather, in batches of limited size."""
     for source, share in enumerate(shares):
         takers = [rank for rank in targets if rank != source]
         for names in _batches(share) if takers else ():
@@ -161,7 +169,7 @@ def _collect(
 
 
 def _batches(share: _Share) -> Iterator[list[str]]:
-    """Names in groups, each of one tensor or of a limited size."""
+    """Split the names into groups, each of one tensor or of a limited size."""
     names: list[str] = []
     left = _BATCH
     for name, (_, nbytes) in share.items():
@@ -176,19 +184,20 @@ def _batches(share: _Share) -> Iterator[list[str]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The whole tensor. A sharded one is gathered over its own mesh, as the other replicas of it do."""
-    from torch.distributed.tensor import DTensor  # a second to import
+    """Return the whole tensor. A sharded one is gathered over its own mesh, so all its ranks must call this."""
+    from torch.distributed.tensor import DTensor  # takes a second to import
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _take(mine: Tensor, value: Tensor) -> None:
-    """Write a whole tensor into one of this rank's model."""
+def _take(tensor: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor into one of this rank's model."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if mine.is_meta:
-        give_contents(mine, value.clone())
-    elif isinstance(mine, DTensor):
-        copy_into(mine, distribute_tensor(value.to(mine.device), mine.device_mesh, mine.placements, src_data_rank=None))
+    if tensor.is_meta:
+        give_contents(tensor, value.clone())
+    elif isinstance(tensor, DTensor):
+        value = value.to(tensor.device)
+        copy_into(tensor, distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None))
     else:
-        copy_into(mine, value)
+        copy_into(tensor, value)

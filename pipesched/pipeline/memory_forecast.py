@@ -1,4 +1,4 @@
-"""Memory forecast: what each rank of a pipeline will hold at most, and whether a step keeps the limits."""
+"""Memory forecast: predicts each rank's peak memory, and checks batches against the memory limits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,18 +23,18 @@ from pipesched.user_warning import warn
 
 __all__ = ["MemoryForecast"]
 
-_LOSS_BYTES = 8  # of a micro-batch
+_LOSS_BYTES = 8  # a micro-batch
 
 
 class MemoryForecast:
-    """What ranks hold at most under the running plan.
+    """The predicted peak memory of the ranks under the running plan.
 
     Args:
-        running: the plan.
-        book: what layers cost.
+        running: the running plan.
+        book: the cost book.
         spec: the model and its loss.
-        guard: lets the model be read while its weights are stale.
-        limits: bytes of each rank; None without a limit.
+        guard: allows reads of the model while its weights are stale.
+        limits: the bytes that each rank may hold; None without a limit.
 
     """
 
@@ -54,15 +54,15 @@ class MemoryForecast:
         self._guard = guard
 
     def by_rank(self) -> tuple[RankMemory, ...]:
-        """What each rank holds at once in a step, at most."""
+        """Return the peak memory of each rank in a step."""
         running = self._running
         program = running.program
         if self._book.layers is None:
-            running.flush()  # layers are measured in this thread
+            running.flush()  # the layers are measured next, while no step may run
         costs = self._with_optimizers(self._book.stage_costs(running.assembly.programs, running.cut))
         messages = None
         stages = self._stage_sizes()
-        own_loss = self._spec.loss_fn is None
+        own_loss = self._spec.loss_fn is None  # the model computes its own
         if stages:
             loss = None if own_loss else self._book.measured()[running.cut[-1][-1]].loss_layer
             costs = costs_with(costs, program, stages, loss)
@@ -72,15 +72,17 @@ class MemoryForecast:
         return rank_memory(timed, costs, posted=self._posted, messages=messages)
 
     def check_rows(self, rows: Sequence[int]) -> None:
-        """Raise MemoryLimitError for micro-batches of more rows than were planned for, with which a rank would hold
-        more than its limit. What was measured is taken in proportion to rows. Warns in the first step of other sizes.
+        """Check the memory limits for micro-batches of these numbers of rows.
+
+        Raises MemoryLimitError if a rank would exceed its limit, by measured sizes in proportion to rows. Warns if the
+        first step has micro-batches of another size than planned.
         """
         running = self._running
         planned = self._book.planned_rows
         if running.step == 0 and planned not in (0, max(rows)) and running.host.holds(0):
             warn(
-                f"the plan was found for micro-batches of {counted(planned, 'row')}, by the sample or "
-                f"batch_size; those of the first step have {counted(max(rows), 'row')}: {sum(rows)} rows in "
+                f"the plan was found for micro-batches of {counted(planned, 'row')}, from the sample or batch_size; "
+                f"the first step has micro-batches of {counted(max(rows), 'row')}: {sum(rows)} rows in "
                 f"{counted(len(rows), 'micro-batch')}; pass search=Search(batch_size={sum(rows)}) to Pipeline"
             )
         if self.limits is None or max(rows) <= max(planned, running.assembly.most_rows):
@@ -96,10 +98,10 @@ class MemoryForecast:
             count = programs.num_microbatches
             most = planned * count
             raise MemoryLimitError(
-                f"memory_limit_bytes holds for the batch that was planned, of {most} rows in {count} "
-                f"micro-batches of {planned}; this step has {sum(rows)} rows in {len(rows)}, of up to "
-                f"{max(rows)}, with which rank {worst} needs {quote_bytes(need)}, {quote_bytes(need - limit)} more "
-                f"than its {quote_bytes(limit)}; pass at most {most} rows, or make the pipeline with "
+                f"the plan keeps memory_limit_bytes for a batch of {most} rows, in {count} micro-batches of {planned}; "
+                f"this step has {sum(rows)} rows in {len(rows)} micro-batches of up to {max(rows)}, for which rank "
+                f"{worst} needs {quote_bytes(need)}, {quote_bytes(need - limit)} more than its limit of "
+                f"{quote_bytes(limit)}; pass at most {most} rows, or make the pipeline with "
                 f"search=Search(batch_size={sum(rows)}, ...)"
             )
         running.assembly.most_rows = max(rows)
@@ -109,7 +111,9 @@ class MemoryForecast:
         return 0 if isinstance(self._running.host, ThreadRanks) else AHEAD
 
     def _stage_sizes(self) -> Sequence[StageSizes]:
-        """What the stages of a captured model need, each run in one piece; none where that cannot be."""
+        """Return the memory needs of a captured model's stages, each measured as a whole; empty where that is not
+        possible.
+        """
         layered = self._book.layered
         spec = self._spec
         running = self._running
@@ -126,24 +130,29 @@ class MemoryForecast:
         return now.sizes
 
     def _with_optimizers(self, costs: Costs) -> Costs:
-        """With what the stages' optimizers hold and need, on all ranks as those of this one."""
+        """Return the costs with the memory of the stages' optimizers. All are assumed to be of this rank's kind."""
         assembly = self._running.assembly
         known = next(iter(assembly.optimizers.values()), None)
         if known is None:
             return costs
         layers = [body.layers.values() for body in assembly.bodies]
         stages = [[p for layer in layers[part] for p in layer.parameters()] for part in assembly.program.weights]
-        found = [upkeep_of(another(known), list(dict.fromkeys(parameters))) for parameters in stages]
+        upkeeps = [upkeep_of(another(known), list(dict.fromkeys(parameters))) for parameters in stages]
         return replace(
             costs,
-            optimizer_bytes=tuple(own.state_bytes for own in found),
-            update_transient_bytes=tuple(own.transient_bytes for own in found),
+            optimizer_bytes=tuple(upkeep.state_bytes for upkeep in upkeeps),
+            update_transient_bytes=tuple(upkeep.transient_bytes for upkeep in upkeeps),
         )
 
 
 def _with_losses(costs: Costs, program: Program, *, known: bool) -> Costs:
-    """The same with the losses of all micro-batches, which live until the step ends. known: whether costs have those
-    that a loss of few micro-batches needs.
+    """Return the costs with the micro-batches' losses, which live until the step ends.
+
+    Args:
+        costs: the stages' costs.
+        program: the program.
+        known: whether the costs already contain the losses of a few micro-batches.
+
     """
     more = max(SCALARS_BYTES, _LOSS_BYTES * program.num_microbatches) - SCALARS_BYTES * known
     ends = [not takers for takers in program.graph.consumers]

@@ -1,4 +1,4 @@
-"""Module interface: what a pipeline shows of the model it wraps: parameters, state, modes, length and indices."""
+"""Module interface: the nn.Module methods of a pipeline, over its model and its loss module."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -16,60 +16,112 @@ _LOSS_PREFIX = "loss_fn."
 
 
 class ModuleInterface:
-    """A model, and a loss function that may have parameters of its own, under one set of names."""
+    """The methods of an nn.Module that a pipeline offers, over its model and a loss module.
+
+    Names are the model's own; those of a loss module start with ``loss_fn.``. Every method first finishes the steps of
+    an asynchronous schedule that are under way. Under a mesh the methods cover this rank's stages.
+
+    - ``parameters``, ``buffers``, ``modules``, each also with names (``named_...``), ``train``, ``eval``, ``zero_grad``
+      and ``apply``: as nn.Module.
+    - ``state_dict``, ``load_state_dict``: interchangeable with those of the bare model.
+    - ``to``, ``half``, ``bfloat16``, ``float``, ``double``: change the dtype. A device is an error.
+    - ``len``, iteration and indices: for an nn.Sequential. A pipeline is true, whatever its length.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> None:
         self.model = model
         self.loss_fn = loss_fn
-        #: The modules by the prefix of their parameters' names.
+        #: The model and the loss module, by the prefix of their parameters' names.
         self._roots: dict[str, nn.Module] = {"": model}
         if isinstance(loss_fn, nn.Module):
             self._roots[_LOSS_PREFIX] = loss_fn
-        #: Keeps stale weights from being read.
+        #: Refuses reads of stale weights.
         self._guard = StaleGuard(self._roots)
         if isinstance(loss_fn, nn.Module) and any(name.startswith(_LOSS_PREFIX) for name in model.state_dict()):
             raise GraphError(
-                "the loss module's parameters are named loss_fn.*; the model has a layer of that name; rename the layer"
+                "the loss module's parameters are named loss_fn.*; the model has a layer called loss_fn; rename the "
+                "layer"
             )
-        own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        shared = [name for prefix, module in self._roots.items() if prefix for name in _tensors_in(module, own)]
+        of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        shared = [name for prefix, module in self._roots.items() if prefix for name in _tensors_in(module, of_model)]
         if shared:
             raise GraphError(
-                f"a parameter belongs to a layer or to the loss; {shared[0]!r} of the loss module is the model's too; "
-                f"give the loss one of its own (such ties are not supported)"
+                f"the model and the loss module cannot share a parameter; they share {shared[0]!r} of the loss module; "
+                f"give the loss module a parameter of its own"
             )
 
     def _modules(self) -> dict[str, nn.Module]:
-        """``roots``, once their weights are the newest."""
+        """Return the model and the loss module by prefix, with their latest weights."""
         return self._roots
 
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over the modules of the model and the loss module with their names, as nn.Module does.
+
+        Under a mesh it skips modules that hold parameters or buffers of other ranks only.
+        """
+        seen: set[nn.Module] = set()
+        for prefix, root in self._modules().items():
+            for name, module in root.named_modules(seen, prefix.removesuffix(".")):
+                if self._is_here(name, module):
+                    yield name, module
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Iterate over the modules of the model and the loss module; under a mesh as ``named_modules``."""
+        for _, module in self.named_modules():
+            yield module
+
+    def apply(self, function: Callable[[nn.Module], Any]) -> Self:
+        """Call a function with every module of ``modules()``, submodules first, as nn.Module does.
+
+        To initialise weights that must not depend on the plan, apply the function to the model before the pipeline is
+        made, or pass ``init=``: under a mesh each rank draws random numbers for its own modules only.
+        """
+        here = set(self.modules())
+        self._guard.check(changes=True)
+        for module in self._modules().values():
+            module.apply(lambda each: function(each) if each in here else None)
+        return self
+
+    def _is_here(self, name: str, module: nn.Module) -> bool:
+        """Whether a module holds a parameter or buffer of this process, or none at all."""
+        dot = f"{name}." if name else ""
+        named = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        names = [dot + key for tensors in named for key, _ in tensors]
+        return not names or any(map(self._is_own, names))
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own parameters under their own names; those of a loss module as ``loss_fn.…``."""
+        """Iterate over the parameters with their names; a tied one comes once, under its first name."""
         for prefix, module in self._modules().items():
             for name, parameter in module.named_parameters():
                 if self._is_own(prefix + name):
                     yield prefix + name, parameter
 
     def _is_own(self, name: str) -> bool:
-        """Whether what has this name is this process's to show."""
+        """Whether this process trains the parameter or buffer of this name."""
         return True
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters; over a mesh this rank's. A rank that has none gives an empty one, so that torch makes an
-        optimizer of it.
+        """Iterate over the parameters: ``torch.optim.AdamW(pipe.parameters())``.
+
+        A rank of a mesh without parameters yields an empty one, since torch makes no optimizer of an empty list.
         """
-        own = [parameter for _, parameter in self.named_parameters()]
-        return iter(own or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)])
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        return iter(parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)])
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's own buffers under their own names; those of a loss module as ``loss_fn.…``."""
+        """Iterate over the buffers with their names."""
         for prefix, module in self._modules().items():
             for name, buffer in module.named_buffers():
                 if self._is_own(prefix + name):
                     yield prefix + name, buffer
 
+    def buffers(self) -> Iterator[Tensor]:
+        """Iterate over the buffers."""
+        for _, buffer in self.named_buffers():
+            yield buffer
+
     def state_dict(self) -> dict[str, Any]:
-        """The model's own state under its own keys; that of a loss module as ``loss_fn.…``; over a mesh this rank's."""
+        """Return the state under the model's own keys; under a mesh that of this rank's stages."""
         return {name: value for name, value in self._all_state().items() if self._is_own(name)}
 
     def _all_state(self) -> dict[str, Any]:
@@ -82,9 +134,17 @@ class ModuleInterface:
             }
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what ``state_dict`` of this pipeline or of the bare model gave. Raises RuntimeError as torch does.
+        """Load a ``state_dict`` of this pipeline or of the bare model.
 
-        Under a mesh a rank's own state suffices, and of the whole model's it uses that.
+        Under a mesh a rank needs the state of its own stages; it ignores the rest of a complete state.
+
+        Args:
+            state: the state, by name.
+            strict: whether missing and unexpected keys are errors. Default: True.
+
+        Raises:
+            RuntimeError: keys or shapes do not match the model, as torch raises it.
+
         """
         known = self._all_state()
         whole = all(name in state and not _is_empty(value) for name, value in known.items() if not self._is_own(name))
@@ -109,58 +169,64 @@ class ModuleInterface:
         return self.model.training
 
     def train(self, mode: bool = True) -> Self:
-        """Set the modules' mode, as nn.Module.train does."""
+        """Set training mode on all modules, or evaluation mode for False."""
         for module in self._modules().values():
             module.train(mode)
         return self
 
     def eval(self) -> Self:
-        """Set the modules to evaluation mode."""
+        """Set evaluation mode on all modules."""
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters."""
+        """Set the gradients of all parameters to None, or to zero for ``set_to_none=False``."""
         for module in self._modules().values():
             module.zero_grad(set_to_none)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Change the parameters' dtype. Devices belong to the plan: raises TypeError where one is given."""
+        """Change the dtype of parameters and buffers, as ``pipe.to(torch.bfloat16)``.
+
+        Raises:
+            TypeError: a device is given. The plan places the stages: pass devices= to a new Pipeline.
+
+        """
         for value in (*args, *kwargs.values()):
             if not isinstance(value, torch.dtype | torch.memory_format | bool):
                 got = f"a tensor on {value.device}" if isinstance(value, Tensor) else repr(value)
                 raise TypeError(
-                    f"a pipeline's stages stay on their devices; got {got}; pass devices= to a new Pipeline"
+                    f"a pipeline's stages stay on their devices, and to() changes only the dtype; got {got}; leave the "
+                    f"call out, or make a new Pipeline with other devices="
                 )
         for module in self._modules().values():
             module.to(*args, **kwargs)
         return self
 
     def half(self) -> Self:
-        """Parameters and buffers in float16."""
+        """Convert parameters and buffers to float16."""
         return self.to(torch.float16)
 
     def bfloat16(self) -> Self:
-        """Parameters and buffers in bfloat16."""
+        """Convert parameters and buffers to bfloat16."""
         return self.to(torch.bfloat16)
 
     def float(self) -> Self:
-        """Parameters and buffers in float32."""
+        """Convert parameters and buffers to float32."""
         return self.to(torch.float32)
 
     def double(self) -> Self:
-        """Parameters and buffers in float64."""
+        """Convert parameters and buffers to float64."""
         return self.to(torch.float64)
 
     def cpu(self) -> Self:
-        """Raises TypeError: devices belong to the plan."""
+        """Raise TypeError, as ``to`` for a device."""
         return self.to("cpu")
 
     def cuda(self, device: Any = "cuda") -> Self:
-        """Raises TypeError: devices belong to the plan."""
+        """Raise TypeError, as ``to`` for a device."""
         return self.to(device)
 
     def __bool__(self) -> bool:
-        return True  # also where the model has no length
+        return True  # without this method, ``if pipe:`` would call __len__, which not every model has
 
     def __len__(self) -> int:
         return len(self._sequential())
@@ -173,7 +239,10 @@ class ModuleInterface:
 
     def _sequential(self) -> nn.Sequential:
         if not isinstance(self.model, nn.Sequential):
-            raise TypeError(f"only an nn.Sequential has a length and indices; the model is {type(self.model).__name__}")
+            raise TypeError(
+                f"only an nn.Sequential has a length and indices; this pipeline's model is a "
+                f"{type(self.model).__name__}; use pipe.model or pipe.named_modules()"
+            )
         return self.model
 
 
@@ -181,6 +250,6 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-def _tensors_in(module: nn.Module, own: set[int]) -> list[str]:
-    """The names of a module's parameters and buffers that are among ``own``."""
-    return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if id(tensor) in own]
+def _tensors_in(module: nn.Module, ids: set[int]) -> list[str]:
+    """Return the names of a module's parameters and buffers that have one of these ids."""
+    return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if id(tensor) in ids]

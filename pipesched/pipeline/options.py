@@ -1,4 +1,4 @@
-"""Options of a pipeline that few users change, grouped by what reads them: the search, the numbers, the processes."""
+"""Options of a Pipeline that few users change, grouped by their reader: the search, the numerics, the mesh."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,24 +23,26 @@ _Options = TypeVar("_Options")
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What the search for a plan knows and must respect.
+    """Options of the search for a plan: limits it must respect, and costs it need not measure.
 
     ::
 
         Pipeline(model, sample, devices=devices, search=Search(memory_limit_bytes=16 << 30))
 
     Args:
-        memory_limit_bytes: what a rank may hold, the states of ``optimizer=`` included: one number for all ranks, or
-            one for each; default: no limit.
-        batch_size: rows of a step. With it the search may choose micro-batches of another size than the sample's, if
-            neither BatchNorm nor the loss looks across rows (a loss of torch.nn, a model's own over labels, or one
-            with a ``loss_weight``); default: the sample's rows times the number of micro-batches.
-        profile: what layers cost, a Profile or the path of one; default: layers are measured.
-        links: how fast ranks send to each other, as `probe_links` measures it; with it, what crosses between stages
-            counts.
-        offload: whether a memory limit may move activations to the host's memory; default: "auto", not on CPUs, where
-            that gives no memory back.
-        effort: how many actions the search simulates at most; default: 200,000.
+        memory_limit_bytes: the most a rank may hold, including the states of ``optimizer=``: one number of bytes for
+            all ranks, or one a rank. Default: None, no limit.
+        batch_size: rows of a step. It allows the search to choose the number of micro-batches, provided that neither
+            BatchNorm nor the loss looks across rows. Default: the sample's rows times the number of micro-batches.
+        profile: the layers' costs: a Profile or the path of one. Default: None, the layers are measured.
+        links: the speed of the connections between ranks, from `probe_links`. Default: None, transfers count as free.
+        offload: whether a memory limit may move activations to the host: "auto", True or False. Default: "auto", which
+            is False on CPUs, where it frees no memory.
+        effort: the most actions that the search simulates. Default: 200,000.
+
+    Raises:
+        InputError: effort is not a whole number of at least 1.
+        PartitionError: offload is not one of its three values.
 
     """
 
@@ -55,35 +57,38 @@ class Search:
         check_offload(self.offload)
         if not is_count(self.effort):
             raise InputError(
-                f"effort is how many actions a search simulates, a whole number; got {shown(self.effort)}; pass "
-                f"such as 200_000"
+                f"effort is the number of actions that a search may simulate; got {shown(self.effort)}; pass a whole "
+                f"number such as 200_000"
             )
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether an option here asks for a search, also where schedule and boundaries are given."""
+        """Whether these options require a search even if schedule and boundaries are given."""
         return (self.batch_size, self.memory_limit_bytes, self.profile) != (None, None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """What the numbers of a step depend on, beside model, batch and seed.
+    """Options that affect the numerical results of a step.
 
     ::
 
         Pipeline(model, sample, devices=devices, numerics=Numerics(split_dims={"mask": None}))
 
     Args:
-        split_dims: the dim along which arguments are split into micro-batches, one for all, a sequence, or a dict by
-            position or keyword; None passes an argument whole; default: 0.
-        loss_weight: ``loss_weight(target)``, or of the inputs where there is no target -> the weight of a
-            micro-batch's loss; default: what a mean loss of torch.nn divides by (rows, or targets that are not
-            ignore_index, by their classes' weight), the labels over which a model with ``labels`` takes its own mean
-            loss, else rows.
-        loss_reduction: "mean" or "sum", how ``loss_fn`` reduces; default: as a loss of torch.nn says, else "mean".
-        batch_norm: whether running statistics of BatchNorm move with each "micro-batch" (the default), or once a
-            "mini-batch", as in one forward of the whole batch.
-        intra_op_threads: threads with which each rank computes; default: 1.
+        split_dims: the dimension along which arguments are split into micro-batches: one for all, a sequence, or a dict
+            by position or keyword ("target" and "output" included). None passes an argument whole. Default: 0.
+        loss_weight: maps a micro-batch's target (its inputs if there is no target) to its weight in the loss. Default:
+            its number of rows, or of the labels that a loss of torch.nn or the model's own loss averages over.
+        loss_reduction: how loss_fn reduces over rows: "mean" or "sum". Default: as a loss of torch.nn states, else
+            "mean".
+        batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once a "mini-batch" as a
+            forward of the whole batch would. Default: "micro-batch".
+        intra_op_threads: CPU threads with which each rank computes. Default: 1.
+
+    Raises:
+        ModelTypeError: loss_weight is not a function.
+        InputError: intra_op_threads is not a whole number of at least 1.
 
     """
 
@@ -100,16 +105,16 @@ class Numerics:
 
 @dataclass(frozen=True, kw_only=True)
 class Distributed:
-    """How the ranks of a ``mesh=`` work together.
+    """Options for the ranks of a ``mesh=``.
 
     ::
 
         Pipeline(model, sample, mesh=mesh["pp"], distributed=Distributed(inputs="first"))
 
     Args:
-        inputs: who passes a batch: "all" ranks the same one (the default), or the "first" rank alone; the others then
-            call ``step()``, ``evaluate()`` and ``forward()`` without arguments.
-        timeout: seconds that a rank waits for another one; default: 60.
+        inputs: the ranks that pass a batch: "all" pass the same one, or the "first" rank alone passes it and the others
+            call ``step()``, ``evaluate()`` and ``forward()`` without arguments. Default: "all".
+        timeout: seconds that a rank waits for another one. Default: 60.
 
     """
 
@@ -118,7 +123,7 @@ class Distributed:
 
 
 def as_options(given: _Options | None, kind: type[_Options]) -> _Options:
-    """The options as given; the default ones for None. Raises ArgumentError for something else."""
+    """Return the given options, or the default ones for None. Raises ArgumentError for a value of another type."""
     if given is None:
         return kind()
     name = kind.__name__

@@ -1,7 +1,7 @@
-"""Pipeline: the front door. Wraps a model and trains it through a schedule."""
+"""Pipeline: wraps a model and trains it across several devices with a pipeline schedule."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from pipesched.capture.layered_model import as_model, layered
 from pipesched.capture.loss_reduction import resolve_loss
 from pipesched.capture.stage_module import Wrap
+from pipesched.errors import ExecutionError
 from pipesched.model.initialization import Init, Initial, built, check_model
 from pipesched.pipeline.assembly import AssemblySpec
 from pipesched.pipeline.auto_plan import AutoPlan, adds_up
@@ -45,67 +46,64 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline(ModuleInterface):
-    """A model cut into stages that train together.
+    """A model that trains in pipeline stages, on the devices of this process or on the ranks of a mesh.
 
     ::
 
         pipe = Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"])
+        optimizer = torch.optim.AdamW(pipe.parameters())
         for x, y in loader:
-            loss = pipe.step(x, target=y)
+            loss = pipe.step(x, target=y)  # every micro-batch forward and backward; gradients are in .grad
             optimizer.step()
-            pipe.zero_grad()
+            optimizer.zero_grad()
 
-    The model's Parameters stay its own and are moved to the devices in place. Under a mesh every process makes the
-    pipeline with the same model and arguments, trains its own stages, and calls the same methods with the same batch.
-    ``gather_model()`` then brings all weights into the model; until then calling, copying or saving the model raises
-    ExecutionError, also after ``close``.
+    The model's own Parameters are trained. They are moved to the devices in place and keep their names. A Pipeline is
+    not an nn.Module, but it has the module methods that training loops call; ``pipe.model`` is the model itself.
+
+    With ``mesh=`` every process builds the Pipeline from the same model and arguments and trains its own stages. All
+    processes call the same methods, by default with the same batch. ``gather_model()`` collects the trained weights.
+    From the first step until then, calling, copying or saving the model itself raises ExecutionError.
 
     Args:
-        model: any module: each stage runs the model's own forward with the calls of other stages left out; of an
-            nn.Sequential its layers. A list of modules, each of which takes what the one before gives, is a stage each
-            where there are as many. A model without contents (built under ``torch.device("meta")``, or a function that
-            builds one, whose buffers then have theirs) is cut first; then each rank fills its own stages alone.
-        sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keywords).
-        devices: the device of each rank in this process; a device may repeat.
-        mesh: instead of devices, a one-dimensional DeviceMesh with a process for each rank, such as ``mesh["pp"]``.
-        loss_fn: ``loss_fn(output, target)`` -> scalar, a function or a Module; default: the model's own loss (a scalar
-            output, or its ``loss``).
-        schedule: a name, a Schedule or a Program, such as `load_program` reads from a file. "chimera" and "dualpipe"
-            hold the layers twice. Default: "auto", the plan with the shortest predicted step, as `tune` finds it from
-            measured layers; it may use fewer devices, or one alone, which a warning says; what else is given is kept.
-        num_microbatches: into how many micro-batches a batch is cut; default: 4 a device.
-        num_stages: default: as many as devices, times the schedule's chunks.
-        boundaries: the first layer of every stage but stage 0, by position or name; or of some layers the stage that
-            each begins, ``{name: stage}``. What is left open is cut where measured layer times say.
-        together: groups of layers that share a stage.
-        whole_layers: names of modules that are one layer each, such as ``["block.moe"]``, because their own code
-            depends on the batch.
-        checkpoint: what becomes of what forwards save: "never", "always" or "except_last" for whole stages, or by
-            layer ``{name: "recompute", "recompute-cheap" or "offload"}``; default: "never", or what a memory limit
-            asks for.
-        optimizer: ``optimizer(params)`` -> torch.optim.Optimizer, called once for each stage with its parameters (those
-            of a loss module belong to the last stage). Each rank updates its stages at its own end of a step, and
-            clears their gradients. Asynchronous schedules update on their way and need one. Default: the user steps an
-            optimizer of ``pipe.parameters()``.
-        seed: of all random numbers; default: the seed of torch's default generator.
-        init: what a model without contents is filled from: "reset" (the default), each module's ``reset_parameters``;
-            a function of a module, called after that; both keyed by seed and name, whatever the plan; a mapping, such
-            as a state_dict; or safetensors files, an index of them, or their folder, cast to the model's types.
-        wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: itself, changed in place, as by
-            ``fully_shard`` or by adapters in its layers, or one around it.
-        compile: whether layers run through torch.compile, or its arguments by name; default: False.
-        plan: a saved Plan, instead of all choices.
-        search: what the search for a plan knows and respects, such as ``Search(memory_limit_bytes=16 << 30)``.
-        numerics: how a batch is split and losses are weighted, such as ``Numerics(batch_norm="mini-batch")``.
-        distributed: how processes work together, such as ``Distributed(timeout=300)``.
+        model: any nn.Module. Or a list of modules, each taking the output of the one before: one stage each if there
+            are as many modules as stages. Or a function that builds the model, or a model on the meta device: it is
+            split first, and each rank then creates the weights of its own stages only.
+        sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
+        devices: the device of each rank, all in this process; a device may repeat.
+        mesh: in place of devices: a one-dimensional DeviceMesh with one process a rank, such as ``mesh["pp"]``.
+        loss_fn: ``loss_fn(output, target)`` -> scalar tensor, a function or a Module. Default: the model's own loss,
+            which is its output if that is a scalar, else the output's ``loss``.
+        schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", the plan with
+            the shortest predicted step, searched as by `tune` without trial runs; it may leave devices unused.
+        num_microbatches: micro-batches a batch is split into. Default: 4 times the number of devices.
+        num_stages: stages the model is cut into. Default: the number of devices times the schedule's chunks per rank.
+        boundaries: the first layer of every stage but stage 0, by position or name; or ``{name: stage}`` for some of
+            them. Default: all open boundaries are chosen to balance measured layer times.
+        together: groups of layer names; the layers of a group share a stage. Default: none.
+        whole_layers: names of modules to treat as one layer each, such as ``["block.moe"]``. Needed for modules whose
+            code branches on the batch. Default: none.
+        checkpoint: "never", "always" or "except_last" (the last micro-batch) for whole stages, or by layer ``{name:
+            "recompute", "recompute-cheap" or "offload"}``. Default: "never", or what a memory limit requires.
+        optimizer: ``optimizer(params)`` -> torch.optim.Optimizer, called once a stage. ``step`` then updates the
+            weights and clears their gradients. Asynchronous schedules require it. Default: the caller updates.
+        seed: an int, the seed of all random numbers in layers. Default: the seed of torch's default generator.
+        init: the weights of a model built without contents: "reset" (each module's ``reset_parameters``), a function of
+            a module that runs after that, a state_dict, or safetensors files or their folder. Default: "reset".
+        wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: the same one, changed in place (as by
+            ``fully_shard``), or one around it. Default: no wrapping.
+        compile: True compiles layers with torch.compile; a dict holds arguments for it. Default: False.
+        plan: a Plan to run, in place of schedule, num_microbatches, num_stages, boundaries, together and checkpoint.
+        search: options of the search for a plan, such as ``Search(memory_limit_bytes=16 << 30)``.
+        numerics: how batches are split and losses weighted, such as ``Numerics(batch_norm="mini-batch")``.
+        distributed: options of a mesh, such as ``Distributed(timeout=300)``.
 
     Raises:
-        GraphError: for a model that cannot be captured (also a ValueError).
-        PartitionError: for stages that cannot be (also a ValueError).
-        ScheduleError: for a schedule that cannot be (also a ValueError).
-        DeviceCountError: for too few devices (also an IndexError).
-        ModelTypeError: for an argument that is no model, function or optimizer (also a TypeError).
-        InputError: for other wrong arguments (also a ValueError).
+        GraphError: the model cannot be captured (also a ValueError).
+        PartitionError: the model cannot be cut into stages as requested (also a ValueError).
+        ScheduleError: the schedule or program is invalid (also a ValueError).
+        DeviceCountError: there are too few devices (also an IndexError).
+        ModelTypeError: an argument is not a model, function or optimizer where one is needed (also a TypeError).
+        InputError: another argument is wrong (also a ValueError).
 
     """
 
@@ -222,6 +220,7 @@ class Pipeline(ModuleInterface):
         self._steps = StepRunner(
             self._running,
             model=module,
+            num_inputs=len(call[0]),
             has_loss_fn=loss_fn is not None,
             guard=self._guard,
             memory=self._memory,
@@ -240,26 +239,64 @@ class Pipeline(ModuleInterface):
 
     # ---- running ----------------------------------------------------------------------------------------------
 
+    @overload
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: Literal[False] = False,
+        gather: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def step(
+        self, *args: Any, target: Any = None, return_outputs: Literal[True], gather: bool = False, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]: ...
+
+    @overload
+    def step(
+        self, *args: Any, target: Any = None, return_outputs: bool, gather: bool = False, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]: ...
+
     def step(
         self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
     ) -> Any:
-        """Run every micro-batch forward and backward; gradients are added to ``.grad``, with optimizer= applied.
+        """Run every micro-batch forward and backward, and return the loss of the batch.
 
-        args, kwargs: the model's inputs, a whole mini-batch. target: goes to loss_fn, split as the inputs are.
-        Returns the loss of the mini-batch, a 0-d tensor, detached; with return_outputs also the outputs, in the
-        mini-batch's order: under a mesh on the last stage's rank, with gather on all. Raises InputError for a batch
-        that cannot be split (ArgumentError for one in another form than the sample's, with which the model does not
-        run), MemoryLimitError for micro-batches of more rows than were planned for, with which a rank would need more
-        than memory_limit_bytes, and what a layer raises, with a note that says in which stage, micro-batch and rank;
-        the pipeline is usable afterwards (zero the gradients; with optimizer= they are cleared, and some stages may
-        have been updated). Under a mesh the loss of another rank waits for its value once it is looked at, and a rank
-        that fails ends the pipeline.
+        ::
 
-        Asynchronous schedules enqueue the step and return the loss of the one before, which has then run up to this
-        one on all ranks (the first step waits for its own); under a mesh each process runs its part of the step. The
-        loss is the mean over the step's rows, each with the weights that it met; an update's gradient is that of its
-        own rows. A batch of another number of micro-batches flushes first. What a layer raises comes from this step,
-        the next one or ``flush``; the steps under way are then lost, and each stage keeps the updates that it has made.
+            loss = pipe.step(x, target=y)
+            loss, outputs = pipe.step(x, target=y, return_outputs=True)
+
+        Gradients are added to ``.grad``; do not call ``loss.backward()``. With ``optimizer=`` the weights are updated
+        as well. Under a mesh ``step()`` does not wait for the loss; reading its value does.
+
+        An asynchronous schedule starts this step and returns the loss of the step before it (the first step returns its
+        own). That loss is a mean over the rows of its step, each computed with the weights of that moment. An exception
+        may then surface in the next step or in ``flush``; it discards the steps under way, but keeps updates already
+        made.
+
+        Args:
+            *args: the model's positional inputs, for the whole batch.
+            target: the target of loss_fn for the whole batch, split like the inputs. Default: None, without a loss_fn.
+            return_outputs: also return the model's output. Default: False.
+            gather: under a mesh, return the output on every rank, not only on that of the last stage. Default: False.
+            **kwargs: the model's keyword inputs, for the whole batch.
+
+        Returns:
+            The loss, a detached 0-d tensor. With return_outputs ``(loss, outputs)``: the outputs are in the order of
+            the batch's rows, and None on a mesh's other ranks.
+
+        Raises:
+            InputError: the batch cannot be split, or the target is missing. ArgumentError, a kind of InputError: the
+                batch has another form than the sample, and the model fails on it.
+            MemoryLimitError: micro-batches have more rows than planned, and a rank would exceed its memory limit.
+            ExecutionError: the pipeline is closed, or a rank of the mesh failed, which ends the pipeline on all ranks.
+            Exception: any exception of a layer, with a note that names its stage, micro-batch and rank. In one process
+                the pipeline remains usable: clear the gradients. With ``optimizer=`` gradients are cleared, but some
+                stages may already have been updated.
+
         """
         try:
             return self._steps.step(args, kwargs, target, return_outputs=return_outputs, gather=gather)
@@ -267,10 +304,39 @@ class Pipeline(ModuleInterface):
             check_form(self._form, "step", args, kwargs, error)
             raise
 
+    @overload
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: Literal[False] = False,
+        gather: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def evaluate(
+        self, *args: Any, target: Any = None, return_outputs: Literal[True], gather: bool = False, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]: ...
+
+    @overload
+    def evaluate(
+        self, *args: Any, target: Any = None, return_outputs: bool, gather: bool = False, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]: ...
+
     def evaluate(
         self, *args: Any, target: Any = None, return_outputs: bool = False, gather: bool = False, **kwargs: Any
     ) -> Any:
-        """As ``step``, without gradients: forwards alone, in the modules' present mode."""
+        """Run every micro-batch forward without gradients, and return the loss of the batch.
+
+        ::
+
+            pipe.eval()
+            loss = pipe.evaluate(x, target=y)
+
+        The modules keep their mode: call ``eval()`` first to switch dropout off. Arguments, return value and exceptions
+        are those of ``step``.
+        """
         try:
             return self._steps.evaluate(args, kwargs, target, return_outputs=return_outputs, gather=gather)
         except MISFITS as error:
@@ -278,14 +344,30 @@ class Pipeline(ModuleInterface):
             raise
 
     def forward(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
-        """The model's output for a mini-batch, on the last stage's device.
+        """Compute the model's output for a batch; ``pipe(x)`` is the same call.
 
-        Under a mesh the last stage's rank has it, and the others None; with gather all have it.
+        ::
 
-        With gradients enabled the output can be differentiated: ``criterion(pipe(x), y).backward()`` runs the
-        backwards in GPipe's order, once, and adds the gradients of parameters to ``.grad`` (torch.autograd.grad yields
-        those of inputs only). It updates nothing, also with optimizer=: step the ``optimizers``. Under no_grad, and in
-        eval mode, only forwards run.
+            loss = criterion(pipe(x), y)
+            loss.backward()
+
+        In training mode with gradients enabled, the output can be differentiated once, in one process. ``backward()``
+        then runs the stages' backwards in GPipe's order and adds the gradients of parameters to ``.grad``. It never
+        updates weights: with ``optimizer=`` step the ``optimizers`` yourself. ``torch.autograd.grad`` returns gradients
+        of inputs only. Under ``no_grad`` or in evaluation mode only forwards run.
+
+        Args:
+            *args: the model's positional inputs, for the whole batch.
+            gather: under a mesh, return the output on every rank, not only on that of the last stage. Default: False.
+            **kwargs: the model's keyword inputs, for the whole batch.
+
+        Returns:
+            The output, on the last stage's device; None on a mesh's other ranks.
+
+        Raises:
+            InputError: the batch cannot be split, or an output that can be differentiated is requested under a mesh.
+            Exception: any exception of a layer, as for ``step``.
+
         """
         try:
             return self._steps.forward(args, kwargs, gather=gather)
@@ -296,21 +378,27 @@ class Pipeline(ModuleInterface):
     __call__ = forward
 
     def flush(self) -> torch.Tensor | None:
-        """Of an asynchronous schedule: run what is left of the steps under way, so that all their updates are made.
+        """Finish the steps of an asynchronous schedule that are under way, with all their updates.
 
-        Returns the last step's loss; None where nothing is under way, as always with synchronous schedules. The next
-        step starts anew, with the weights as they are then. Raises as ``step``. ``evaluate``, ``forward``, ``close``,
-        and what reads or changes parameters, states and modes through the pipeline, flush by themselves; flush before
-        you touch the model itself, an optimizer or a learning rate scheduler.
+        Call it before you change the model, an optimizer or a learning rate scheduler directly. Methods of the pipeline
+        that read or change weights, state or mode flush on their own, and so do ``evaluate``, ``forward`` and
+        ``close``. The next step starts from the weights as they are then.
+
+        Returns:
+            The loss of the last step; None if no step is under way, which is always so with a synchronous schedule.
+
+        Raises:
+            Exception: as ``step``.
+
         """
         return self._running.flush()
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
-        """What optimizer= made, by stage: to save states, and to drive learning rates.
+        """The optimizers made by ``optimizer=``, by stage: to save their states or attach learning rate schedulers.
 
-        Flushes first. So must who keeps an optimizer, or a scheduler of it, before each change: an update of an
-        asynchronous schedule that is under way takes the old learning rate or the new one.
+        Reading it flushes. If you keep an optimizer or a scheduler, call ``flush()`` before each change to it:
+        otherwise an update that is under way in an asynchronous schedule may use either learning rate.
         """
         self.flush()
         return self._running.assembly.optimizers
@@ -323,23 +411,36 @@ class Pipeline(ModuleInterface):
         return self._running.plan(self._book, self.model, self._history.costs)
 
     def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
-        """Go on with another plan: that which is given, or a better one, if there is one.
+        """Switch to another plan between two steps: the given one, or a better one if there is one.
 
-        Without a plan the medians of the last steps say what layers cost now, and layers are cut anew, for the same
-        schedule; ``boundaries=`` and ``together=`` that leave some of the cut open hold, and so does
-        ``memory_limit_bytes=``. The better cut is taken where
-        the step that is predicted of it is shorter by more than 3 % and twice the noise, and, over ``steps_left`` steps
-        if they are known, by more than moving costs. A rank that takes longer than others for equal layers gets fewer.
-        Where no layer times are known yet layers are measured first, with the sample; with ``measure`` they are anew,
-        which tells apart layers of one stage that have come to differ. Print what is returned: it says why.
+        ::
 
-        Weights, buffers, gradients and the states of optimizers go with their layers, random numbers and the count of
-        steps go on: with as many micro-batches the result is, to the bit, that of a run that had this plan from its
-        first step. Parameters stay the same objects, and so does the optimizer of each stage that there still is: a
-        learning rate scheduler goes on, and a stage that is new needs one of its own. An optimizer of your own keeps
-        its state where it is: with several kinds of devices move it too.
-        Flushes first. A plan that cannot be applied raises what making a pipeline raises, and the old one runs on.
-        Raises InputError over a mesh, and where ``wrap=`` has changed the stages.
+            print(pipe.replan(steps_left=1000))
+
+        The result is bit-identical to having used the new plan from the first step, for the same number of
+        micro-batches. Weights, buffers, gradients and optimizer states move with their layers. Parameters and the
+        optimizers of stages that still exist stay the same objects. A new stage gets a new optimizer, which needs a
+        scheduler of its own. An optimizer that you made yourself keeps its state on the old device: move it if the
+        devices differ in kind.
+
+        Without ``plan`` the layers are cut anew for the same schedule, by the median times of the last steps; a rank
+        that is slower on equal layers gets fewer. Boundaries, groups and memory limits given to Pipeline still hold.
+        The new cut is used if its predicted step is shorter by more than 3 % and more than twice the noise.
+
+        Args:
+            plan: the plan to switch to. Default: None, search for a better cut.
+            steps_left: steps still to run; the new cut must save more time in them than the move takes. Default: None,
+                the cost of the move does not count.
+            measure: measure the layers again first, which tells apart layers of one stage whose times have changed.
+                Default: False.
+
+        Returns:
+            The outcome: print it to read what moved, or why the old plan was kept.
+
+        Raises:
+            InputError: the pipeline runs over a mesh, or ``wrap=`` has changed its stages.
+            PipeschedError: the plan cannot be applied; the old one keeps running. The kinds are those of Pipeline.
+
         """
         check_steps_left(steps_left)
         self._replanner.begin()
@@ -349,105 +450,118 @@ class Pipeline(ModuleInterface):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each rank; under a mesh this process's own, for all."""
+        """The device of each rank; under a mesh the device of this process, repeated for every rank."""
         return self._running.host.devices
 
     @property
     def num_stages(self) -> int:
-        """How many stages the model is cut into; with several chains of them the stages of one."""
+        """The number of stages that the model is cut into. A bidirectional schedule holds each of them twice."""
         return len(self._running.cut)
 
     @property
     def num_microbatches(self) -> int:
-        """How many micro-batches a full batch is cut into."""
+        """The number of micro-batches that a full batch is split into."""
         return self._running.assembly.programs.num_microbatches
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What becomes of what forwards save: a mode for all stages, or a word by layer."""
+        """The checkpointing: a mode for all stages, or a word for each treated layer."""
         return self._running.assembly.programs.checkpoint
 
     @property
     def boundaries(self) -> list[str]:
-        """The first layer of every stage but stage 0."""
+        """The name of the first layer of every stage but stage 0."""
         return [names[0] for names in self._running.cut[1:]]
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """The layers of each stage; the layers themselves, not copies."""
+        """The layers of each stage: the layers themselves, not copies."""
         return [nn.Sequential(*(self._spec.layers[name] for name in names)) for names in self._running.cut]
 
     # ---- measured and predicted -------------------------------------------------------------------------------
 
     @property
-    def trace(self) -> Trace | None:
-        """The last step, measured; None before the first. On a GPU this waits for the step to end.
+    def trace(self) -> Trace:
+        """The measured trace of the last step. On a GPU reading it waits for the step to end.
 
-        Of an asynchronous schedule: what all ranks have run since the last flush, or up to it; the last six steps of
-        it where there are more, which then count as in flight only what begins with them. Under a mesh: this rank's
-        part; ``gather_trace`` has all.
+        Under a mesh it holds this rank's part; ``gather_trace()`` returns all ranks. For an asynchronous schedule it
+        holds the steps since the last flush, at most the last six; work begun before them is not counted as in flight.
+
+        Raises:
+            ExecutionError: no step has run under this plan yet.
+
         """
-        return self._history.trace
+        return _measured(self._history.trace)
 
-    def gather_trace(self) -> Trace | None:
-        """As ``trace``, of all ranks on one clock; None before the first step. Collective under a mesh."""
-        return self._history.gather_trace()
+    def gather_trace(self) -> Trace:
+        """Return the measured trace of the last step for all ranks, on one clock. Collective under a mesh.
+
+        Raises:
+            ExecutionError: no step has run under this plan yet.
+
+        """
+        return _measured(self._history.gather_trace())
 
     @property
     def predicted(self) -> Trace:
-        """The step, simulated: from what actions took in the steps before the last one, else from layer times.
+        """The simulated trace of a step, from action times of earlier steps, or from layer times if there are none.
 
-        Of an asynchronous schedule: as many steps as show how it goes on, and a flush.
+        For an asynchronous schedule it holds enough steps to show the steady state, and the flush at the end.
         """
         return self._history.predicted
 
     @property
     def predicted_memory(self) -> tuple[RankMemory, ...]:
-        """What each rank holds at once in a step, at most, by what it is for. Of an asynchronous schedule: in as many
-        steps as show how it goes on.
+        """The predicted peak memory of each rank in a step, by purpose.
+
+        For an asynchronous schedule it covers enough steps to reach the steady state.
         """
         return self._memory.by_rank()
 
     def report(self) -> Report:
-        """The plan explained, and the last step beside what was predicted of it. Collective under a mesh.
+        """Return a report: the plan explained, and the last step compared with its prediction. Collective under a mesh.
 
-        ``print`` shows it, ``save("report.html")`` writes a page, other endings a picture or text.
+        ::
+
+            print(pipe.report())
+            pipe.report().save("report.html")  # or .png, .txt, .json
         """
         notes = (*self._history.notes(), *self._running.unused_devices)
-        return Report(self.plan, self.gather_trace(), self.predicted, notes)
+        return Report(self.plan, self._history.gather_trace(), self.predicted, notes)
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The whole state of the model, on every rank, also of what ``wrap=`` has sharded. Collective under a mesh."""
+        """Return the state of the whole model on every rank, sharded tensors included. Collective under a mesh."""
         state = self.state_dict()
         host = self._running.host
         return merged_state(state, self._all_state(), host) if isinstance(host, MeshRanks) else state
 
     def gather_model(self, rank: int | None = None) -> None:
-        """Bring the newest weights and buffers of all ranks into the model itself.
+        """Copy the latest weights and buffers of all ranks into the model itself. Collective under a mesh.
 
-        Over a mesh each rank trains the weights of its own stages. The other parameters and buffers of its model are
-        stale from the first step on. Calling the model, its ``state_dict``, copying and pickling it then raise, until
-        this method has gathered the weights, or ``load_state_dict`` has loaded a whole state into the model::
+        ::
 
             pipe.gather_model(rank=0)
             if mesh.get_local_rank() == 0:
                 model.save_pretrained("trained")
 
-        Parameters stay the same objects, on their devices. Gradients and optimizer states do not move. The next step
-        makes the model stale again. In one process the model is always whole.
+        Under a mesh each rank trains the weights of its own stages; all others in its copy of the model are stale after
+        the first step. Calling the model, its ``state_dict()``, copying and pickling it then raise ExecutionError until
+        this method has run or a complete state has been loaded. The next step makes the model stale again. In one
+        process the model is always complete, and this method does nothing.
 
-        The call is collective: every rank of the mesh makes it, also after ``close``. A rank that gathers holds the
-        whole model; parameters of other ranks on the meta device get their contents on the CPU.
+        Every rank of the mesh must call it, also after ``close()``. A rank that gathers needs memory for the whole
+        model. Parameters stay the same objects on their devices; those on the meta device are filled on the CPU.
+        Gradients and optimizer states are not copied.
 
         Args:
-            rank: the rank of the mesh whose model gets all weights; default: None, every rank.
+            rank: the rank of the mesh to gather on. Default: None, every rank.
 
         Raises:
-            InputError: for a rank that the mesh does not have, for ranks that differ in it, and where ``wrap=`` has
-                given layers other parameters than the model has on the ranks that gather.
-            ExecutionError: where a rank fails or does not come.
+            InputError: the rank does not exist, ranks pass different values, or ``wrap=`` replaced parameters, so that
+                the models of the ranks no longer match.
+            ExecutionError: a rank fails or does not call the method.
 
         """
         gather_model(
@@ -460,20 +574,20 @@ class Pipeline(ModuleInterface):
         )
 
     def _is_own(self, name: str) -> bool:
-        """Whether a parameter or buffer of this name lies in this process: under a mesh those of its stages do."""
+        """Whether this process trains the parameter or buffer of this name: always in one process."""
         host = self._running.host
         return isinstance(host, ThreadRanks) or host.holds(self._running.assembly.owners.rank(name))
 
     def _modules(self) -> dict[str, nn.Module]:
-        self.flush()  # while stages run on older weights, their modules hold those
+        self.flush()  # stages on older weight versions have put these into their modules
         return super()._modules()
 
     # ---- its life ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Flush, and end the ranks' threads. Dropping the pipeline does not flush.
+        """Flush, and stop the ranks. Deleting the pipeline stops them without a flush.
 
-        The model stays as it is: over a mesh without the weights that other ranks have trained, see ``gather_model``.
+        The model keeps its weights. Under a mesh it still lacks those trained by other ranks: see ``gather_model``.
         """
         try:
             self.flush()
@@ -485,7 +599,8 @@ class Pipeline(ModuleInterface):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a pipeline has threads and is neither copied nor pickled; save state_dict() and plan, and make a new one"
+            "a Pipeline cannot be copied or pickled, since it owns threads; save its state_dict() and plan, and make a "
+            "new Pipeline from them"
         )
 
     def __enter__(self) -> Self:
@@ -495,3 +610,12 @@ class Pipeline(ModuleInterface):
         if kind is not None:
             self._steps.abandon()
         self.close()
+
+
+def _measured(trace: Trace | None) -> Trace:
+    if trace is None:
+        raise ExecutionError(
+            "a measured trace needs a step; none has run under this plan yet; call step() first, or read predicted for "
+            "the simulated trace"
+        )
+    return trace

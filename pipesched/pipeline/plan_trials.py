@@ -1,6 +1,4 @@
-"""Plan trials: plans of a model run for some steps, in turn, on the devices that are there, and leave the model as
-it was.
-"""
+"""Plan trials: run plans of a model for a few steps, and leave the model unchanged."""
 
 import copy
 import time
@@ -29,31 +27,33 @@ from pipesched.torch_checks import as_call
 
 __all__ = ["Trial"]
 
-_ROUNDS = 10  # in which each plan has its turn: a machine that others slow down does so for seconds
-_STEPS = 2  # that count, of a plan's turn, after one that warms up
-_ENOUGH_S = 5.0  # no further round after that
+_ROUNDS = 10  # turns of each plan at most; spread out, since other load slows a machine for seconds at a time
+_STEPS = 2  # measured steps in a turn, after one that warms up
+_ENOUGH_S = 5.0  # seconds after which no further round starts
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Where and with what plans run. sample, target: a micro-batch, whose rows fill a batch of ``batch_size``, over and
-    over; without loss_fn the model's own loss counts, or, where it has none, a sum of what it returns. where: devices
-    or mesh, and whole_layers, as for ``Pipeline``; over a mesh ``run`` is collective. host: the same place, to agree on
-    what all do.
-    """
+    """The model, batch and ranks with which plans run."""
 
     model: Any
-    sample: Any
-    loss_fn: Callable[[Any, Any], Any] | None
-    target: Any
+    sample: Any  #: a micro-batch; its rows are repeated to fill a batch
+    loss_fn: Callable[[Any, Any], Any] | None  #: None: the model's own loss, or the sum of its outputs
+    target: Any  #: the sample's target
     split_dims: SplitDims
-    where: Mapping[str, Any]
-    host: RankHost
+    where: Mapping[str, Any]  #: devices or mesh, and whole_layers, as for ``Pipeline``
+    host: RankHost  #: the host of these ranks; processes agree through it
     batch_size: int
 
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
-        """The measured steps of each plan; none of one that has no room on its device while another has. told: which
-        share of the work is done, at most.
+        """Run the plans in turn and return the measured steps of each.
+
+        A plan that runs out of device memory has no steps, as long as another plan fits. Collective over a mesh.
+
+        Args:
+            plans: the plans to run.
+            told: called with the share of the work that is done at most.
+
         """
         with torch.inference_mode(False), torch.enable_grad():
             return self._run(plans, told)
@@ -81,13 +81,13 @@ class Trial:
     def _steps(self, pipe: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Iterator[Trace]:
         for step in range(1 + _STEPS):
             pipe.step(*args, target=target, **kwargs)
-            release_model(pipe.model)  # nothing updates weights here, and other plans run on them next
+            release_model(pipe.model)  # no weight was updated, and another plan runs on the model next
             trace = pipe.gather_trace()
-            if step and trace is not None:
+            if step:  # the first one warms up
                 yield trace
 
     def _batch(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """A whole batch of the sample's rows: copies, which layers may write on."""
+        """Return a whole batch made of the sample's rows: copies, which layers may write to."""
         args, kwargs = as_call(self.sample)
         splitter = Splitter(1, fixed=False, split_dims=self.split_dims)
         target = self.target
@@ -99,7 +99,10 @@ class Trial:
 
     @contextmanager
     def _turns(self, plans: Sequence[Plan]) -> Iterator[Callable[[int], Pipeline]]:
-        """Gives the pipeline that runs a plan, by its number: one that goes from plan to plan, as far as one can."""
+        """Provide a function from a plan's number to the pipeline that runs it.
+
+        In one process a single pipeline is replanned from plan to plan; over a mesh every plan has its own pipeline.
+        """
         model = as_model(self.model)
         loss_fn = self.loss_fn or _own_loss
         written = layered(model, as_call(self.sample)).written
@@ -108,9 +111,13 @@ class Trial:
             stack.enter_context(_on_stand_ins(model, written))
             if isinstance(loss_fn, nn.Module):
                 stack.enter_context(_on_stand_ins(loss_fn))
-            own: dict[str, Any] = {"loss_fn": loss_fn, "numerics": Numerics(split_dims=self.split_dims), **self.where}
+            options: dict[str, Any] = {
+                "loss_fn": loss_fn,
+                "numerics": Numerics(split_dims=self.split_dims),
+                **self.where,
+            }
             kept = plans[:1] if isinstance(self.host, ThreadRanks) else plans
-            pipes = [stack.enter_context(Pipeline(model, self.sample, plan=plan, **own)) for plan in kept]
+            pipes = [stack.enter_context(Pipeline(model, self.sample, plan=plan, **options)) for plan in kept]
 
             def turn_of(number: int) -> Pipeline:
                 if len(pipes) < len(plans):
@@ -123,20 +130,26 @@ class Trial:
 
 @contextmanager
 def _on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
-    """Train the model without a trace: its parameters stand aside for others around the same numbers, with gradients of
-    their own and no hooks, its buffers for copies; afterwards all is as it was. written: the names of parameters that
-    forwards write to, and that stand aside for copies, too.
+    """Replace parameters and buffers by stand-ins inside the block, so that training leaves no trace in the model.
+
+    A parameter's stand-in shares its values, but has its own gradient and no hooks. Buffers, and the parameters that
+    forwards write to, are copied.
+
+    Args:
+        model: the module.
+        written: the names of parameters that forwards write to. Default: none.
+
     """
     copied = {id(parameter) for name, parameter in model.named_parameters() if name in written}
-    others: dict[int, Tensor] = {}  # what is tied stays tied
+    stand_ins: dict[int, Tensor] = {}  # by tensor, so that tied ones stay tied
     with torch.random.fork_rng(), outside_kept(alone=False), set_aside(model):
         for module in model.modules():
-            own = [
+            tensors = [
                 *module.named_parameters(recurse=False, remove_duplicate=False),
                 *module.named_buffers(recurse=False, remove_duplicate=False),
             ]
-            for name, tensor in own:
-                setattr(module, name, others.setdefault(id(tensor), _stand_in(tensor, id(tensor) in copied)))
+            for name, tensor in tensors:
+                setattr(module, name, stand_ins.setdefault(id(tensor), _stand_in(tensor, id(tensor) in copied)))
         yield
 
 
@@ -154,7 +167,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _own_loss(output: Any, _: Any) -> Tensor:
-    """The model's own loss; where it has none, a sum of what it returns."""
+    """Return the model's own loss, or the sum of its outputs if it has none."""
     loss = loss_entry(output)
     if isinstance(loss, Tensor) and not loss.dim():
         return loss

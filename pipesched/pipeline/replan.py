@@ -1,5 +1,5 @@
 """Replanning: switch a live pipeline to another plan between two steps, with the results of having used it from the
-start.
+start, to the bit.
 """
 
 import time
@@ -39,29 +39,29 @@ from pipesched.user_warning import warn
 
 __all__ = ["Replanner"]
 
-_FEWEST = 3  # steps
-_EFFORT = 200_000  # actions that are simulated to find where cuts are best
-_COPIED = 1 << 22  # bytes, to learn how fast they go to another device
+_FEWEST = 3  # measured steps without which no better cut is searched for
+_EFFORT = 200_000  # simulated actions in the search for better boundaries
+_COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
 
 
 class _Place(NamedTuple):
-    """Of a parameter or a buffer: its device, and its bytes with those of what goes with it."""
+    """The device of a parameter or buffer, and its bytes with those of its gradient and optimizer state."""
 
     device: torch.device
     nbytes: int
 
 
 class Replanner:
-    """Finds and applies other plans of a pipeline in one process.
+    """Finds and applies other plans for a pipeline in one process.
 
     Args:
-        running: the plan that runs, which is replaced.
-        book: what layers cost.
+        running: the running plan, which is replaced.
+        book: the cost book.
         history: the last steps.
-        roots: the model and its loss module, by the prefix of their names.
-        spec: the model and what is asked of it whatever the plan.
-        asked: the boundaries that the user has fixed.
-        limits: bytes of each rank; None without a limit.
+        roots: the model and the loss module, by the prefix of their names.
+        spec: the model and the options that hold for every plan.
+        asked: the boundaries that the user fixed.
+        limits: the bytes that each rank may hold; None without a limit.
 
     """
 
@@ -85,14 +85,14 @@ class Replanner:
         self._limits = limits
 
     def begin(self) -> None:
-        """Finish the steps under way. Raises InputError and ExecutionError where no other plan can be applied now."""
+        """Finish the steps under way. Raises InputError or ExecutionError if the plan cannot be changed now."""
         host = self._host()
         host.executor.check_open("replan")
         host.executor.check_outside("replan")
         self._running.flush()
 
     def apply(self, plan: Plan) -> Replanned:
-        """Go on with a plan."""
+        """Switch to a plan."""
         names = list(self._spec.layers)
         request = PlanRequest().pinned(plan, names)
         programs = checked_programs(request, self._running.host, self._spec)
@@ -100,12 +100,18 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Go on with a better cut, if there is one that is worth it."""
+        """Switch to a better cut, if the last steps show one that is worth the move.
+
+        Args:
+            steps_left: the steps still to run; None if that is not known.
+            measure: measure the layers again first.
+
+        """
         running = self._running
         steps = self._history.steps()
-        steps = steps[1:] if len(steps) > _FEWEST else steps  # the first one under a plan warms up
+        steps = steps[1:] if len(steps) > _FEWEST else steps  # the first step of a plan warms up
         if len(steps) < _FEWEST:
-            why = f"{_FEWEST} steps of a plan tell what it takes; {len(steps)} were measured"
+            why = f"a better plan needs {_FEWEST} measured steps of this one; there are {len(steps)}"
             return Replanned(plan=self._plan(), kept=why)
         if measure:
             self._book.forget()
@@ -122,7 +128,7 @@ class Replanner:
         layers = layers_moved(_ranks(now.program, now.cut), _ranks(programs.full.plain, stage_cut.cut))
         size, cost_s = self._moving(layers)
         kept = verdict(before_s, after_s, noise=noise, cost_s=cost_s, steps_left=steps_left)
-        found = Replanned(
+        outcome = Replanned(
             plan=self._plan(),
             kept=kept,
             layers=layers,
@@ -133,15 +139,15 @@ class Replanner:
             cost_s=cost_s,
         )
         if kept:
-            return found
+            return outcome
         moved = self._move(programs, stage_cut)
-        return replace(found, plan=moved.plan, moved_bytes=moved.moved_bytes, cost_s=moved.cost_s)
+        return replace(outcome, plan=moved.plan, moved_bytes=moved.moved_bytes, cost_s=moved.cost_s)
 
     def _plan(self) -> Plan:
         return self._running.plan(self._book, self._spec.model, self._history.costs)
 
     def _learn(self, measured: Costs, tolerance: float) -> None:
-        """Layers cost what stages took, as far as that tells."""
+        """Correct the layers' costs by the measured times of the stages."""
         program = self._running.program
         devices = self._running.host.devices
         stages = [
@@ -155,7 +161,10 @@ class Replanner:
         self._book.learn(stages, tolerance)
 
     def _refine(self, programs: ProgramFactory, stage_cut: StageCut, update_s: float) -> None:
-        """Move the stage cut's cuts, or those of now where they are better, wherever that shortens the step."""
+        """Move the boundaries of the stage cut wherever that shortens the predicted step.
+
+        Starts from the better of the given cut and the running one.
+        """
         pins = self._asked
         left = _EFFORT
 
@@ -168,39 +177,45 @@ class Replanner:
         starts = [now] if pins.allows([pins.places[names[0]] for names in now]) else []
         seconds = [costs.forward_s + costs.backward_s for costs in self._book.treated(programs).values()]
         best = min([*starts, stage_cut.cut], key=step_s)
-        found = refined(best, pins, seconds, step_s, goes_on=lambda: left > 0)
-        if found != stage_cut.cut:
-            stage_cut.cut = found
+        refined_cut = refined(best, pins, seconds, step_s, goes_on=lambda: left > 0)
+        if refined_cut != stage_cut.cut:
+            stage_cut.cut = refined_cut
             stage_cut.partition = None
 
     def _step_s(
         self, programs: ProgramFactory, cut: StageLayers, update_s: float, limits: tuple[int, ...] | None = None
     ) -> float:
-        """The predicted step of programs whose stages have these layers; endless where a rank would need more memory
-        than its limit. update_s: for a byte of weights.
+        """Return the predicted seconds of a step with these stages; infinite if a rank would exceed its memory limit.
+
+        Args:
+            programs: the programs that run the stages.
+            cut: the layers of each stage.
+            update_s: the seconds of an update for each byte of weights.
+            limits: the bytes that each rank may hold. Default: no limit.
+
         """
         programs.connect(self._book.layered.edges(cut), offloading(programs.checkpoint, cut))
         costs = self._book.stage_costs(programs, cut)
         costs = replace(costs, update_s=tuple(update_s * size for size in costs.weight_bytes))
         timed = programs.full.timed
-        held = rank_memory(timed, costs) if limits else ()
-        if any(own.total_bytes > limit for own, limit in zip(held, limits or (), strict=False)):
+        needs = rank_memory(timed, costs) if limits else ()
+        if any(need.total_bytes > limit for need, limit in zip(needs, limits or (), strict=False)):
             return inf
         return simulate(timed, costs).makespan_s * programs.num_microbatches / timed.num_microbatches
 
     def _moving(self, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
-        """The bytes that go to another device where layers go to other ranks, and the seconds that all of it takes."""
+        """Return the bytes to copy between devices if layers change ranks, and the seconds of the whole move."""
         graph = self._book.layered.graph(self._book.measured())
         places = self._places()
         devices = self._running.host.all_devices
         sizes: dict[tuple[torch.device, torch.device], dict[str, int]] = {}
         for layer, ranks in layers.items():
-            way = devices[ranks[0]], devices[ranks[1]]
-            if way[0] != way[1]:
+            pair = devices[ranks[0]], devices[ranks[1]]
+            if pair[0] != pair[1]:
                 names = (*graph.nodes[layer]["parameters"], *graph.nodes[layer]["buffers"])
-                sizes.setdefault(way, {}).update({name: places[name].nbytes for name in names})
-        total = {way: sum(own.values()) for way, own in sizes.items()}
-        copying_s = sum(_copy_s(size, *way) for way, size in total.items())
+                sizes.setdefault(pair, {}).update({name: places[name].nbytes for name in names})
+        total = {pair: sum(by_name.values()) for pair, by_name in sizes.items()}
+        copying_s = sum(_copy_s(size, *pair) for pair, size in total.items())
         return sum(total.values()), self._running.assembly.made_s + copying_s
 
     # ---- applying a plan --------------------------------------------------------------------------------------------
@@ -217,7 +232,7 @@ class Replanner:
         return Replanned(plan=self._plan(), layers=layers, moved_bytes=size, cost_s=cost_s)
 
     def _places(self) -> dict[str, _Place]:
-        """Where each parameter and buffer lies, and what lies with it."""
+        """Return the device of each parameter and buffer, and the bytes that move with it."""
         optimizers = self._running.assembly.optimizers.values()
         states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
         places: dict[str, _Place] = {}
@@ -231,7 +246,7 @@ class Replanner:
         return places
 
     def _replace_plan(self, programs: ProgramFactory, stage_cut: StageCut) -> None:
-        """Raises what making a pipeline raises; the old plan then runs on."""
+        """Build the new plan's stages and replace the running plan. If that raises, the old plan keeps running."""
         running = self._running
         old = self._host()
         splitter = replace(running.splitter, num_microbatches=programs.num_microbatches, fixed=programs.fixed)
@@ -248,8 +263,9 @@ class Replanner:
         running.replace(host=host, assembly=assembly, splitter=splitter)
         if assembly.undriven:
             warn(
-                f"a scheduler drives the optimizers that it was made with; those of stages {assembly.undriven} are "
-                f"new, with the settings of now; make schedulers for them too, of pipe.optimizers"
+                f"a learning rate scheduler drives only the optimizers that it was made with; stages "
+                f"{assembly.undriven} have new optimizers, with the present settings; make schedulers for them too, "
+                f"from pipe.optimizers"
             )
 
     def _host(self) -> ThreadRanks:
@@ -261,22 +277,22 @@ class Replanner:
             )
         if self._spec.wrap is not None:
             raise InputError(
-                f"wrap= has changed each stage as a whole, and a layer does not leave it; this pipeline of "
+                f"wrap= has changed each stage as a whole, so its layers cannot move; this pipeline of "
                 f"{len(self._running.cut)} stages has wrap=; save its state, and make a new pipeline with plan="
             )
         return host
 
 
 def _ranks(program: Program, cut: StageLayers) -> dict[str, int]:
-    """Where each layer runs; of several chains the first."""
+    """Return the rank of each layer; of a bidirectional schedule its rank in the first direction."""
     return {name: program.placement[stage] for stage, names in enumerate(cut) for name in names}
 
 
-def _copy_s(size: int, one: torch.device, other: torch.device) -> float:
-    """The seconds in which so many bytes go from one device to another, by a copy that is measured."""
-    some = torch.empty(_COPIED, dtype=torch.uint8, device=one)
+def _copy_s(size: int, source: torch.device, target: torch.device) -> float:
+    """Return the seconds that a copy between two devices takes, from a measured copy of a smaller size."""
+    block = torch.empty(_COPIED, dtype=torch.uint8, device=source)
     for _ in range(2):  # the first warms up
         begin = time.perf_counter()
-        some.to(other, copy=True)[-1].item()  # which waits for it
+        block.to(target, copy=True)[-1].item()  # item() waits for the copy
         seconds = time.perf_counter() - begin
     return seconds * size / _COPIED

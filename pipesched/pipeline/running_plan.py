@@ -1,4 +1,4 @@
-"""Running plan: what a pipeline runs now: ranks, stages, how batches are split, and the last steps."""
+"""Running plan: the ranks, stages and batch splitting that a pipeline uses now, and its last steps."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -25,19 +25,19 @@ from pipesched.units import counted
 
 __all__ = ["RunningPlan"]
 
-_REMEMBERED = 6  # steps whose times serve the next prediction
+_REMEMBERED = 6  # measured steps that are kept for the next prediction
 
 
 @dataclass(kw_only=True)
 class RunningPlan:
-    """The parts that a replan replaces, together. The other parts of a pipeline share it."""
+    """The parts of a pipeline that a replan replaces. The other parts share this object."""
 
     host: RankHost
     assembly: Assembly
     splitter: Splitter
-    stream: Stream | None = None  #: of an asynchronous schedule: the steps under way
-    step: int = 0  #: how many steps were begun
-    runs: deque[Timeline] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  #: the last steps, measured
+    stream: Stream | None = None  #: the steps under way of an asynchronous schedule
+    step: int = 0  #: the number of steps begun
+    runs: deque[Timeline] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  #: the timelines of the last steps
 
     @property
     def program(self) -> Program:
@@ -54,7 +54,7 @@ class RunningPlan:
         return self.stream.flush() if self.stream is not None and self.stream.open else None
 
     def replace(self, *, host: RankHost, assembly: Assembly, splitter: Splitter) -> None:
-        """Go on with another plan: the count of steps stays, what was measured of steps goes."""
+        """Switch to another plan. The step count continues; the measured steps are discarded."""
         self.host = host
         self.assembly = assembly
         self.splitter = splitter
@@ -62,12 +62,12 @@ class RunningPlan:
         self.runs.clear()
 
     def plan(self, book: CostBook, model: nn.Module, costs: Costs | None) -> Plan:
-        """The plan that runs.
+        """Return the running plan.
 
         Args:
-            book: what layers cost.
+            book: the cost book.
             model: the user's model.
-            costs: what the stages cost; None where that is not known.
+            costs: the stages' costs; None if they are not known.
 
         """
         programs = self.assembly.programs
@@ -88,7 +88,7 @@ class RunningPlan:
         )
 
     def _ties(self, layered: LayeredModel, model: nn.Module) -> tuple[Tie, ...]:
-        """The weights that several calls use, those of the same stages together."""
+        """Return the weights that several stages use, grouped by their stages."""
         cut = self.assembly.cut
         stages_of: dict[str, list[int]] = {}
         for use in layered.uses(cut, range(len(cut))):
@@ -111,19 +111,20 @@ class RunningPlan:
         )
 
     def _memory_of(self, stage: int) -> Any:
-        """Stands for the memory in which a stage's weights lie: in one process ranks of one device share it."""
+        """Return a key for the memory of a stage's weights: in one process, ranks on one device share memory."""
         rank = self.program.placement[stage]
         return self.host.devices[rank] if isinstance(self.host, ThreadRanks) else rank
 
     @property
     def unused_devices(self) -> list[str]:
-        """Says which devices the plan leaves out; empty where it uses all."""
-        every = self.host.all_devices
+        """A line that names the devices that the plan leaves unused; empty if it uses all of them."""
+        devices = self.host.all_devices
         used = len(self.host.devices)
-        if used == len(every):
+        if used == len(devices):
             return []
-        names = ", ".join(map(str, every[used:]))
-        return [f"{counted(len(every) - used, 'device')} of {len(every)} not used, as the plan has {used}: {names}"]
+        names = ", ".join(map(str, devices[used:]))
+        count = counted(len(devices) - used, "device")
+        return [f"{count} of {len(devices)} not used, since the plan has {counted(used, 'rank')}: {names}"]
 
     def __str__(self) -> str:
         program = self.program

@@ -1,6 +1,4 @@
-"""Sample form: the form in which a pipeline got its sample, and what is said of a call in another form that went
-wrong.
-"""
+"""Sample form: detects a batch in another form than the sample, after a model has failed on it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,25 +11,23 @@ from pipesched.units import counted
 
 __all__ = ["MISFITS", "CallForm", "check_form"]
 
-#: What a model's code raises where it is called in a form that it does not take.
+#: Errors that a model's code raises when it is called in a form that it does not accept.
 MISFITS = TypeError, LookupError, AttributeError, GraphError
 
-_LONGEST = 400  # letters of a form that an error shows
-_BESIDE = ("target", "return_outputs", "gather")  # what a step takes that is not the model's
+_LONGEST = 400  # characters of a form in an error message
+_BESIDE = ("target", "return_outputs", "gather")  # keywords of a step that are not the model's
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """How arguments are passed, as the text of a call: ``(x=tensor, pair=(tensor, tensor))``. typed: the same with the
-    types and dimensions of tensors, which may differ from batch to batch.
-    """
+    """The form of a call's arguments, as text such as ``(x=tensor, pair=(tensor, tensor))``."""
 
     text: str
-    typed: str = field(default="", compare=False)
+    typed: str = field(default="", compare=False)  #: with the tensors' types and dimensions, which may change by batch
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "CallForm":
-        """The form of a call with these."""
+        """Return the form of a call with these arguments."""
 
         def written(write: Callable[[Tensor], str]) -> str:
             named = (f"{name}={_shape(value, write)}" for name, value in sorted(kwargs.items()))
@@ -46,16 +42,16 @@ class CallForm:
 def check_form(
     form: CallForm | None, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception
 ) -> None:
-    """Raise ArgumentError where a batch in another form than the sample's is why the model did not run.
+    """Raise ArgumentError if a model failed on a batch that has another form than the sample.
 
-    It is asked after an error, since a model may take several forms.
+    It is called after an error only, since a model may accept several forms.
 
     Args:
-        form: of the sample; None where this process is passed no batch.
-        method: of the pipeline, as it was called.
+        form: the form of the sample; None in a process that passes no batch.
+        method: the method of the pipeline that was called.
         args: its positional arguments.
-        kwargs: its keywords.
-        error: what it raised.
+        kwargs: its keyword arguments.
+        error: the error it raised.
 
     """
     if form is None or (isinstance(error, PipeschedError) and not isinstance(error, GraphError)):
@@ -65,9 +61,9 @@ def check_form(
         return
     forms = [_short(one.typed) if given == form else str(one) for one in (form, given)]
     other = ArgumentError(
-        f"a batch is passed in the form of the sample, {method}{forms[0]}; got {method}{forms[1]}, with "
-        f"which the model raises {type(error).__name__}: {error}; pass it so, or make the pipeline with a "
-        f"sample in that form"
+        f"a batch has the form of the sample, {method}{forms[0]}; got {method}{forms[1]}, and the model raised "
+        f"{type(error).__name__}: {error}; pass the batch in the sample's form, or make the pipeline with a sample "
+        f"in the batch's form"
     )
     for note in getattr(error, "__notes__", ()):
         other.add_note(note)
@@ -87,7 +83,7 @@ def _typed(tensor: Tensor) -> str:
 
 
 def _shape(value: Any, write: Callable[[Tensor], str]) -> str:
-    """A value as its form is written: containers with what is in them, a tensor, or else a type."""
+    """Return the text of a value's form: a container with its contents, a tensor, or else a type name."""
     if isinstance(value, Tensor):
         return write(value)
     if isinstance(value, Mapping):

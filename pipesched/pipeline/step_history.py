@@ -1,4 +1,4 @@
-"""Step history: the last steps of a pipeline as traces, and what its stages cost by them."""
+"""Step history: the traces of a pipeline's last steps, the stage costs they show, and the predicted next step."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ __all__ = ["StepHistory"]
 
 
 class StepHistory:
-    """The last steps under the running plan, measured, and the next one, predicted."""
+    """The measured last steps under the running plan, and the predicted next one."""
 
     def __init__(self, running: RunningPlan, book: CostBook) -> None:
         self._running = running
@@ -26,7 +26,7 @@ class StepHistory:
 
     @property
     def trace(self) -> Trace | None:
-        """The last step in this process; None before the first. Of an asynchronous schedule all steps under way."""
+        """The last step in this process; None before the first. For an asynchronous schedule all steps under way."""
         running = self._running
         if running.stream is not None:
             return self.trace_of(running.stream.timelines, running.stream.versions)
@@ -34,11 +34,11 @@ class StepHistory:
             return None
         trace = self.trace_of([running.runs[-1]])
         if running.assembly.programs.streams or not isinstance(running.host, ThreadRanks):
-            return trace  # a part: of a stream, without a beginning from which versions could be told, or of the ranks
+            return trace  # it is incomplete: part of a stream of steps, or one rank of several
         return self._with_bound(trace)
 
     def gather_trace(self) -> Trace | None:
-        """As ``trace``, of all ranks on one clock. Collective under a mesh."""
+        """Return ``trace`` for all ranks on one clock. Collective under a mesh."""
         running = self._running
         host = running.host
         if not isinstance(host, MeshRanks) or not running.runs:
@@ -50,15 +50,15 @@ class StepHistory:
         return self._with_bound(replace(self.trace_of([]), spans=Spans.of(tuple(spans))))
 
     def steps(self) -> list[Trace]:
-        """The last steps in this process, the first of a plan included."""
+        """Return the last steps in this process, including the first step of the plan."""
         return [self.trace_of([run]) for run in self._running.runs]
 
     def trace_of(self, runs: Iterable[Timeline], versions: tuple[tuple[int, ...], ...] = ()) -> Trace:
-        """What these runs were, with the stages' sizes where they are known.
+        """Return the trace of these runs, with the stages' sizes if they are known.
 
         Args:
-            runs: timelines of one or several steps.
-            versions: of weights that each stage holds, for an asynchronous schedule.
+            runs: the timelines of one or several steps.
+            versions: the weight versions that each stage holds, for an asynchronous schedule. Default: none.
 
         """
         running = self._running
@@ -74,15 +74,15 @@ class StepHistory:
 
     @property
     def predicted(self) -> Trace:
-        """The step, simulated with ``costs``. Measures layers where nothing is known."""
+        """The step, simulated with ``costs``. Measures the layers if no costs are known."""
         if self._book.layers is None:
-            self._running.flush()  # layers are measured in this thread
+            self._running.flush()  # the layers are measured next, while no step may run
         programs = self._running.assembly.programs
         return simulate(programs.full.timed, self.costs or self._book.expected_costs(programs, self._running.cut))
 
     @property
     def costs(self) -> Costs | None:
-        """What stages cost: the medians of earlier steps; without any by layer times; None where neither is known."""
+        """The stages' costs: the medians of earlier steps, else from layer times; None if neither are known."""
         running = self._running
         by_layers = None
         if self._book.layers is not None:
@@ -95,19 +95,21 @@ class StepHistory:
 
     @property
     def _earlier(self) -> list[Timeline]:
-        """The steps before the last one whose times serve a prediction: without the first, which warms up, where there
-        are others. Under a mesh none: this rank has not seen what the others took.
+        """The steps before the last one that serve a prediction.
+
+        The first one is left out if there are others, since it warms up. Under a mesh there are none: this process has
+        measured only its own rank.
         """
         earlier = list(self._running.runs)[:-1] if isinstance(self._running.host, ThreadRanks) else []
         return earlier[1:] if len(earlier) > 1 else earlier
 
     def notes(self) -> Iterator[str]:
-        """How the prediction and the measured step came about."""
+        """Iterate over notes on the origin of the prediction and of the measured step."""
         runs = self._running.runs
         if runs and not self._running.assembly.programs.streams:
             first = "the first step, which also allocates memory and warms up"
             earlier = len(self._earlier)
-            taken = f"actions took in {counted(earlier, 'earlier step') if len(runs) > 2 else first}"
-            yield f"predicted from what {taken if earlier else 'layers took when they were measured'}"
+            source = f"action times of {counted(earlier, 'earlier step') if len(runs) > 2 else first}"
+            yield f"predicted from {source if earlier else 'measured layer times'}"
             if len(runs) == 1:
-                yield f"measured is {first}; run more before you compare"
+                yield f"the measured step is {first}; run more steps before you compare"

@@ -1,4 +1,4 @@
-"""Step log: a line about each training step, and scalars for TensorBoard."""
+"""Step log: prints a line for each training step, and writes scalars for TensorBoard."""
 
 import time
 from collections.abc import Callable
@@ -17,43 +17,38 @@ __all__ = ["StepFigures", "StepLog"]
 
 
 class _Writer(Protocol):
-    """As torch.utils.tensorboard.SummaryWriter."""
+    """The interface of torch.utils.tensorboard.SummaryWriter."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Keep one number."""
+        """Write one number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """The figures of one step.
-
-    step_s: its makespan. busy: of each rank, the share of the makespan in which it computes. whole_s: the time from one
-    step to the next, with everything between. None: not known.
-    """
+    """The figures of one step."""
 
     step: int
-    step_s: float
+    step_s: float  #: the makespan
     bubble_ratio: float
-    busy: tuple[float, ...]
-    loss: float | None = None
-    predicted_s: float | None = None
-    whole_s: float | None = None
+    busy: tuple[float, ...]  #: the share of the makespan in which each rank computes
+    loss: float | None = None  #: None if unknown, as below
+    predicted_s: float | None = None  #: the predicted makespan
+    whole_s: float | None = None  #: seconds from one step to the next, all other code of the loop included
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The figures by name, as a writer gets them."""
+        """The figures by name, as a writer receives them."""
         named = {name: value for name, value in vars(self).items() if name not in ("step", "busy")}
         named |= {f"busy/rank_{rank}": share for rank, share in enumerate(self.busy)}
         return {f"pipesched/{name}": value for name, value in named.items() if value is not None}
 
     def __str__(self) -> str:
-        """One line."""
         loss = "" if self.loss is None else f"loss {self.loss:.4g}, "
         predicted = ""
         if self.predicted_s:
             off = quote_off(Pair(self.predicted_s, self.step_s).off)
             predicted = f" ({off} on {quote_time(self.predicted_s)} predicted)"
-        whole = "" if self.whole_s is None else f", {quote_time(self.whole_s)} with all between"
+        whole = "" if self.whole_s is None else f", {quote_time(self.whole_s)} from step to step"
         busy = " ".join(f"{share:.0%}" for share in self.busy)
         return (
             f"step {self.step}: {loss}{quote_time(self.step_s)}{predicted}{whole}, bubble {self.bubble_ratio:.1%}, "
@@ -62,12 +57,27 @@ class StepFigures:
 
 
 class StepLog:
-    """Logs steps. Call it after each step: ``log = StepLog(pipe)``, then ``log(loss)``.
+    """Logs training steps: a printed line, and scalars for TensorBoard.
 
-    writer: gets the scalars: a torch.utils.tensorboard.SummaryWriter, or any object with its add_scalar; None: nobody.
-    show: gets a line; None: nobody. every: log one of so many steps; the others cost nothing. For a step that is logged
-    the trace is read, on a GPU when the step has ended, and the step is simulated. Under a mesh every rank calls the
-    log, ranks send rank 0 their times, and rank 0 logs them. Raises InputError where ``every`` is no whole number.
+    ::
+
+        log = StepLog(pipe, SummaryWriter(), every=10)
+        for x, y in loader:
+            log(pipe.step(x, target=y))
+
+    Logging a step reads its trace, which on a GPU waits for the step to end, and simulates it. Other steps cost
+    nothing. Under a mesh every rank calls the log, and rank 0 logs the times of all ranks.
+
+    Args:
+        pipe: the pipeline whose steps are logged.
+        writer: a torch.utils.tensorboard.SummaryWriter, or an object with its ``add_scalar``. Default: None, no
+            scalars.
+        every: log one step in this many. Default: 1.
+        show: a function that receives each line; None for no lines. Default: print.
+
+    Raises:
+        InputError: an argument is of the wrong kind.
+
     """
 
     def __init__(
@@ -78,29 +88,35 @@ class StepLog:
         every: int = 1,
         show: Callable[[str], Any] | None = print,
     ) -> None:
-        check_type(pipe, Pipeline, "pipe is a Pipeline", "pass the one whose steps are to be said")
+        check_type(pipe, Pipeline, "pipe is a Pipeline", "pass the pipeline whose steps are logged")
         if not is_count(every):
             raise InputError(f"every is a whole number of steps, at least 1; got {shown(every)}; pass 1 or more")
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
-            raise InputError(f"a writer has add_scalar; got {shown(writer)}; pass such as TensorBoard's SummaryWriter")
+            raise InputError(f"writer has a method add_scalar; got {shown(writer)}; pass TensorBoard's SummaryWriter")
         if show is not None and not callable(show):
-            raise InputError(f"show is called with each line; got {shown(show)}; pass such as print, or None")
+            raise InputError(f"show is a function of a line; got {shown(show)}; pass print, or None")
         self._pipe = pipe
         self._writer = writer
         self._every = every
         self._show = show
         self._calls = 0
-        self._last: tuple[int, float] | None = None  # the calls up to the last one that was logged, and its time
+        self._last: tuple[int, float] | None = None  # the number of calls at the last logged one, and its time
 
     def __call__(self, loss: Any = None, *, step: int | None = None) -> StepFigures | None:
-        """After a step. loss: its loss, a number or a tensor. step: its number; default: counted from 0.
+        """Log a step, right after it has run.
 
-        Returns the figures that were logged; None where none were.
+        Args:
+            loss: the loss of the step, a number or a tensor. Default: None, not logged.
+            step: the number of the step. Default: counted from 0.
+
+        Returns:
+            The logged figures; None if this step is not logged, or not on this rank.
+
         """
         self._calls += 1
         if self._calls % self._every:
             return None
-        trace = self._pipe.gather_trace()
+        trace = self._pipe._history.gather_trace()
         now = self._calls, time.perf_counter()
         last = self._last
         self._last = now
@@ -126,6 +142,6 @@ class StepLog:
 
 
 def _num_steps(trace: Trace, num_microbatches: int) -> int:
-    """How many steps a trace has: several where the schedule is asynchronous."""
+    """Return the number of steps in a trace: several if the schedule is asynchronous."""
     run = {span.action.microbatch for row in trace.by_rank for span in row if span.action.kind is Kind.F}
     return max(1, round(len(run) / num_microbatches))

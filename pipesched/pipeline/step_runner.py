@@ -1,7 +1,9 @@
 """Step runner: runs steps, evaluations and forwards under the running plan."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from pipesched.model.stale_weights import StaleGuard
 from pipesched.pipeline.autograd_bridge import OpenPass, attach, deliver_input_grads
 from pipesched.pipeline.memory_forecast import MemoryForecast
 from pipesched.pipeline.running_plan import RunningPlan
+from pipesched.pipeline.step_loss import explain_backward, without_attributes
 from pipesched.program.lowering import halves
 from pipesched.program.program import Program
 from pipesched.program.weight_versions import Uses
@@ -22,6 +25,7 @@ from pipesched.runtime.stage.stage import Stage
 from pipesched.runtime.stage.step_data import StepData
 from pipesched.runtime.step_call import StepCall, bring_ends, dealt
 from pipesched.tensors.caller_context import Caller
+from pipesched.units import counted
 
 __all__ = ["StepRunner"]
 
@@ -32,13 +36,14 @@ class StepRunner:
     """Runs batches through the stages.
 
     Args:
-        running: the plan.
+        running: the running plan.
         model: the user's model.
-        has_loss_fn: whether there is a loss function, which takes a target.
+        num_inputs: the number of the model's positional arguments in the sample.
+        has_loss_fn: whether there is a loss function, which needs a target.
         guard: refuses calls that would use stale weights.
-        memory: checks that a batch keeps the limits.
-        seed: of all random numbers.
-        intra_op_threads: threads of a rank.
+        memory: checks batches against the memory limits.
+        seed: the seed of all random numbers.
+        intra_op_threads: CPU threads of a rank.
 
     """
 
@@ -47,6 +52,7 @@ class StepRunner:
         running: RunningPlan,
         *,
         model: nn.Module,
+        num_inputs: int,
         has_loss_fn: bool,
         guard: StaleGuard,
         memory: MemoryForecast,
@@ -55,6 +61,7 @@ class StepRunner:
     ) -> None:
         self._running = running
         self._model = model
+        self._num_inputs = num_inputs
         self._has_loss_fn = has_loss_fn
         self._guard = guard
         self._memory = memory
@@ -62,15 +69,15 @@ class StepRunner:
         self._intra_op_threads = intra_op_threads
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
-        """Forwards and backwards of all micro-batches. wanted: return_outputs and gather, as in a StepCall."""
+        """Run all micro-batches forward and backward. ``wanted`` holds return_outputs and gather, as in a StepCall."""
         running = self._running
 
         def make() -> StepCall:
             if not torch.is_grad_enabled():
                 raise InputError(
-                    "step computes gradients; it was called under no_grad; leave no_grad, or call evaluate"
+                    "step() computes gradients; it was called under no_grad; leave no_grad, or call evaluate"
                 )
-            batch = self._batch(args, kwargs, target)
+            batch = self._batch("step", args, kwargs, target)
             groups = running.assembly.programs.of(len(batch.rows)).groups
             return StepCall("step", batch, running.splitter.weighting(batch, groups), **wanted)
 
@@ -95,10 +102,10 @@ class StepRunner:
         return self._result(call, step_data)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
-        """Forwards of all micro-batches, and their loss."""
+        """Run all micro-batches forward, and compute their loss."""
 
         def make() -> StepCall:
-            batch = self._batch(args, kwargs, target)
+            batch = self._batch("evaluate", args, kwargs, target)
             return StepCall("evaluate", batch, self._running.splitter.weighting(batch), **wanted)
 
         self._running.flush()
@@ -106,16 +113,16 @@ class StepRunner:
         return self._result(call, self._infer(call))
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, gather: bool) -> Any:
-        """Forwards of all micro-batches. In training, with gradients enabled, the output can be differentiated."""
+        """Run all micro-batches forward. In training mode with gradients enabled, the output can be differentiated."""
         running = self._running
         host = running.host
-        what = "a forward that can be differentiated (under no_grad none can)"
         differentiated = torch.is_grad_enabled() and self._model.training
 
         def make() -> StepCall:
             if differentiated and not isinstance(host, ThreadRanks):
                 raise InputError(
-                    f"{what} runs in one process, so far; this pipeline runs over a mesh; use step, or devices="
+                    "a forward with gradients runs in one process only; this pipeline runs over a mesh; use step(), "
+                    "call forward() under no_grad, or make the pipeline with devices="
                 )
             batch = running.splitter.batch(args, kwargs)
             weighting = None if self._has_loss_fn else running.splitter.weighting_of_outputs(batch)
@@ -123,22 +130,22 @@ class StepRunner:
 
         running.flush()
         call = self._called("forward", (args, kwargs, None), make)
-        if not differentiated or not isinstance(host, ThreadRanks):  # over a mesh rank 0's settings decide, in make
+        if not differentiated or not isinstance(host, ThreadRanks):  # over a mesh make() refuses, by rank 0's settings
             return self._outputs(call, self._infer(call))
         return self._differentiable(call, host)
 
     def _differentiable(self, call: StepCall, host: ThreadRanks) -> Any:
-        """Run the forwards; the backwards run when the output is differentiated."""
+        """Run the forwards now; the backwards run when the output is differentiated."""
         assembly = self._running.assembly
         program = assembly.programs.of(len(call.batch.rows)).open_pass
-        there, back = halves(program)
+        forwards, backwards = halves(program)
         step_data = call.step_data(self._seed, self._running.step)
         stages = {index: stage.fresh() for index, stage in assembly.stages.items()}
         run_spec = self._run_spec(program, step_data, stages)
         with assembly.norms.counting():
-            host.executor.run(RunSpec(program, run_spec.stages, prepare=run_spec.prepare, orders=there), grad=True)
+            host.executor.run(RunSpec(program, stages, prepare=run_spec.prepare, orders=forwards), grad=True)
         self._running.step += 1
-        backward_spec = RunSpec(program, run_spec.stages, orders=back, finish=run_spec.finish)
+        backward_spec = RunSpec(program, stages, orders=backwards, finish=run_spec.finish)
 
         def run_backwards() -> None:
             with assembly.delivering():
@@ -147,15 +154,15 @@ class StepRunner:
         return attach(OpenPass(call.batch, step_data, run_backwards, call.weighting))
 
     def abandon(self) -> None:
-        """Drop the steps of an asynchronous schedule that are under way."""
+        """Discard the steps of an asynchronous schedule that are under way."""
         if self._running.stream is not None:
             self._running.stream.abandon()
 
     def _called(
-        self, method: str, given: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
+        self, method: str, batch: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
     ) -> StepCall:
-        """The call, as this process is to run it."""
-        args, kwargs, target = given
+        """Return the call as this process has to run it."""
+        args, kwargs, target = batch
         assembly = self._running.assembly
         host = self._running.host
         assembly.members.check()
@@ -166,21 +173,31 @@ class StepRunner:
 
         return host.call(method, bool(args or kwargs) or target is not None, make, deal)
 
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+    def _batch(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
         if self._has_loss_fn and target is None:
+            if 0 < self._num_inputs < len(args):
+                inputs = "x" if self._num_inputs == 1 else "..."
+                raise InputError(
+                    f"{method}() takes the target as a keyword; got {len(args)} positional arguments and no target=, "
+                    f"and the sample has {counted(self._num_inputs, 'positional argument')}; call "
+                    f"{method}({inputs}, target=y)"
+                )
             raise InputError("loss_fn(output, target) needs a target; got none; pass target=, or call forward")
         if not self._has_loss_fn and target is not None:
-            raise InputError("a target goes to loss_fn; there is none; pass loss_fn= to Pipeline, or no target")
+            raise InputError(
+                "the target is for loss_fn; this pipeline has none, and its model computes its own loss; pass loss_fn= "
+                "to Pipeline, or leave target= out"
+            )
         return self._running.splitter.batch(args, kwargs, target)
 
     def _enqueue(self, call: StepCall) -> Tensor:
-        """Begin a step of an asynchronous schedule."""
+        """Start a step of an asynchronous schedule."""
         wants_input_grads = any(call.batch.wanted_inputs())
-        for what, asked in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
-            if asked:
+        for name, wanted in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
+            if wanted:
                 raise InputError(
-                    f"an asynchronous step returns before its own {what} are known; this one was asked for them; "
-                    f"call evaluate or forward for outputs, detach inputs, or use a synchronous schedule"
+                    f"a step of an asynchronous schedule returns before its {name} are computed; this call requires "
+                    f"them; call evaluate or forward for outputs, detach inputs, or use a synchronous schedule"
                 )
         running = self._running
         executor = running.host.executor
@@ -196,19 +213,23 @@ class StepRunner:
             stream = Stream(running.host, segments, stages, step_data, caller, running.runs.append)
             running.stream = stream
         running.step += 1
-        return stream.step(call.batch, call.counting)
+        loss = stream.step(call.batch, call.counting)
+        vars(loss).update(backward=partial(explain_backward, ref(loss)), __getstate__=without_attributes)
+        return loss
 
     def _run_spec(
         self, program: Program, step_data: StepData, stages: dict[int, Stage], uses: Mapping[int, Uses] = _NO_UPDATES
     ) -> RunSpec:
-        """A run of a lowered program over these stages. uses: the versions of weights that each uses."""
+        """Return the run of a lowered program over these stages; ``uses`` holds the weight versions that each stage
+        uses.
+        """
         copies = self._running.assembly.copies
 
         def begin(caller: Caller) -> None:
             if caller.autocasts:
                 step_data.autocast = caller.autocast
-            for one in copies:
-                one.refresh()
+            for holder in copies:
+                holder.refresh()
             for index, stage in stages.items():
                 stage.begin(step_data, uses.get(index))
 
@@ -231,6 +252,8 @@ class StepRunner:
     def _result(self, call: StepCall, step_data: StepData) -> Any:
         last = self._running.assembly.programs.of(len(call.batch.rows)).plain.output_rank
         loss = self._running.host.loss(last, lambda: call.loss(step_data))
+        if call.method == "step":
+            vars(loss).update(backward=partial(explain_backward, ref(loss)), __getstate__=without_attributes)
         return (loss, self._outputs(call, step_data)) if call.return_outputs else loss
 
     def _outputs(self, call: StepCall, step_data: StepData) -> Any:

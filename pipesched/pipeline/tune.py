@@ -1,4 +1,4 @@
-"""Tune: a model, or what was measured of it, and the devices there are -> the plan to run."""
+"""Tune: search for the plan with the shortest step, from a model or its profile."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -35,9 +35,9 @@ from pipesched.user_warning import warn
 
 __all__ = ["tune"]
 
-_DEVICES = "pass such as ['cpu', 'cpu']"
-_CONFIRMED = 3  # plans run unless it is said how many
-_PATIENCE_S = 1800.0  # in which rank 0 has measured, and has searched
+_DEVICES = "pass a list such as ['cpu', 'cpu']"
+_CONFIRMED = 3  # plans that run by default
+_PATIENCE_S = 1800.0  # seconds that other ranks wait while rank 0 measures and searches
 
 
 @collective
@@ -68,52 +68,84 @@ def tune(
     confirm: int | None = None,
     progress: bool = False,
 ) -> Plan:
-    """The plan with the shortest step, predicted and run: for ``Pipeline(plan=)``, or to be saved, read and edited.
+    """Find the plan with the shortest step, for ``Pipeline(plan=...)``, or to save, read and edit.
 
-    model: a module, which is measured with ``sample``, one micro-batch, as by `pipesched.profile`; or a Profile, or the
-    path of one. num_ranks, or devices: how many ranks there are; a plan may use fewer, unless all_ranks. Or mesh, as
-    for ``Pipeline``: each process calls this with the same model and arguments, and gets the plan that rank 0 found.
-    batch_size: rows of a step, which stay as they are. memory_limit_bytes: what a rank may hold, one number for all or
-    one for each. What else is given is kept (see ``Pipeline``), and the rest chosen: the schedule, chunks a rank,
-    num_microbatches (of sizes between those that were measured), boundaries, checkpoint. Only schedules that change
-    nothing of what is learned are considered; into how many micro-batches a batch is cut matters to BatchNorm and to
-    losses that look across rows: give num_microbatches then. links: between ranks. ranks_are: "threads" of one process
-    or "processes". offload: whether what layers save may wait on the host where a limit asks for it; "auto": where the
-    profile knows its machine's ``host_bytes_per_s``, and devices are not the host's own processors, to which copies
-    give no memory back. profile: what the model's layers cost, in the place of measuring them. loss_fn, target: as for
-    ``Pipeline``, with the sample's target, to be measured and run with; split_dims, whole_layers: likewise. progress:
-    shows a bar (with tqdm). Equal profiles give equal plans, where none is confirmed.
+    ::
 
-    confirm: so many of the best plans, of different sorts, then run there: in turn, some steps of each, with
-    the sample's rows over and over. What their stages took corrects what layers cost, the search goes over that, and
-    if it finds a better plan that one runs too. The fastest is taken, or of those that are as fast within noise the one
-    with the shortest predicted step; it has the corrected costs. Three unless given, where there are a model and
-    devices or a mesh, and none otherwise; with num_ranks and a number here they run on so many GPUs, or else on the
-    CPU. In each of ten rounds a plan runs three steps, of which the first one warms up; no round begins after five
-    seconds. Nothing is learned: weights, buffers, gradients and random numbers are as they were; hooks on modules run,
-    those on parameters do not.
+        plan = pipesched.tune(model, sample, devices=["cuda:0", "cuda:1"], batch_size=64)
+        print(plan.explain())
+        pipe = pipesched.Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"], plan=plan)
 
-    ``Plan.alternatives`` has what it was weighed against, with what was measured of those that ran. Raises
-    PartitionError where nothing can be cut so, MemoryLimitError (with what would fit) where no plan keeps the limits,
-    ScheduleError for a profile that cannot be, InputError where there is nothing to run, and what a step raises.
+    Costs come from measuring the model's layers with the sample, or from a Profile. Given a model and devices, the best
+    plans of the search then run there, in turn, for up to ten rounds of three steps, with no new round after five
+    seconds. Their measured times correct the layer costs, the search runs once more with these, and the fastest plan is
+    returned; among plans equal within noise it is the one with the shortest predicted step. ``Plan.alternatives`` lists
+    the others with their predicted and measured times. Without trial runs equal profiles give equal plans.
+
+    Trial runs leave weights, buffers, gradients and random state unchanged. Hooks on modules run in them, hooks on
+    parameters do not. Only schedules that leave the result unchanged are considered. The number of micro-batches
+    changes the result of BatchNorm and of losses that compare rows: pass num_microbatches for such models.
+
+    Args:
+        model: a module, which is measured with the sample; or a Profile, or the path of one.
+        sample: one micro-batch as an example, as for Pipeline. Default: None, for a Profile alone.
+        num_ranks: how many ranks to plan for, where neither devices nor a mesh are at hand.
+        devices: in place of num_ranks: the device of each rank, as for Pipeline.
+        mesh: in place of num_ranks: a mesh as for Pipeline. Every process calls tune with the same arguments, and all
+            return the plan that rank 0 found.
+        batch_size: rows of a step.
+        memory_limit_bytes: the most a rank may hold: one number of bytes for all ranks, or one a rank. Default: None,
+            no limit.
+        schedule: the schedule to use. Default: "auto", chosen by the search.
+        num_stages: the number of stages. Default: chosen by the search.
+        num_microbatches: the number of micro-batches. Default: chosen by the search, of sizes between the measured
+            ones.
+        boundaries: fixed stage boundaries, as for Pipeline. Default: chosen by the search.
+        together: groups of layers that share a stage, as for Pipeline. Default: none.
+        checkpoint: the checkpointing, as for Pipeline. Default: chosen by the search.
+        links: the speed of the connections between ranks, from `probe_links`. Default: None, transfers count as free.
+        all_ranks: whether the plan must use every rank. Default: False, it may use fewer.
+        ranks_are: whether ranks are "threads" of one process or "processes". Default: "threads", "processes" with a
+            mesh.
+        profile: the layers' costs, in place of measuring the model: a Profile or the path of one.
+        loss_fn: the loss, as for Pipeline, to be measured and run with the target. Default: the model's own loss, or
+            the sum of its outputs.
+        target: the sample's target for loss_fn.
+        split_dims: how arguments are split into micro-batches, as for Numerics. Default: 0.
+        whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
+        offload: whether a memory limit may move activations to the host: "auto", True or False. Default: "auto", True
+            if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs, where it frees no memory.
+        confirm: how many of the best plans run. Default: 3 for a model with devices or a mesh, else 0. With num_ranks
+            they run on that many GPUs if the machine has them, else on the CPU.
+        progress: show a progress bar of the search, if tqdm is installed. Default: False.
+
+    Returns:
+        The plan, with the costs by which it was chosen, corrected by trial runs if there were any.
+
+    Raises:
+        PartitionError: the model cannot be cut as requested.
+        MemoryLimitError: no plan keeps within the memory limits; the message states a limit that would do.
+        ScheduleError: the profile cannot be read.
+        InputError: the arguments contradict each other, or plans cannot be run as requested.
+        DeviceCountError: devices is an empty list.
+        Exception: any exception of a layer in a trial run.
+
     """
     given = {"num_ranks": num_ranks, "devices": devices, "mesh": mesh}
     if sum(value is not None for value in given.values()) != 1:
         got = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise InputError(f"a plan is for num_ranks, for devices, or for a mesh; got {got}; pass one")
+        raise InputError(f"tune needs exactly one of num_ranks, devices and mesh; got {got}; pass one of them")
     if num_ranks is not None and not is_count(num_ranks):
-        raise PartitionError(
-            f"a plan is for a whole number of ranks, at least 1; got {shown(num_ranks)}; pass 1 or more"
-        )
+        raise PartitionError(f"num_ranks is a whole number, at least 1; got {shown(num_ranks)}; pass 1 or more")
     if devices is not None and not as_list(devices, "devices is a list with one device for each rank", _DEVICES):
-        raise DeviceCountError(f"a plan is for at least one device; got none; {_DEVICES}")
+        raise DeviceCountError(f"a plan needs at least one device; got none; {_DEVICES}")
     if isinstance(model, Profile | str | PathLike):
         model, profile = None, as_profile(model)
     if mesh is not None:
         ranks_are = "processes"
     count = _to_confirm(confirm, model, num_ranks is None, here=mesh is not None or ranks_are == "threads")
     if count and isinstance(num_ranks, int):
-        devices = _there(num_ranks)
+        devices = _devices_for(num_ranks)
     host = _host_for(devices if count and devices else ["cpu"], mesh)
     places = list(devices or host.devices)
     if num_ranks is None:
@@ -160,7 +192,7 @@ def _host_for(devices: Sequence[Any], mesh: DeviceMesh | None) -> RankHost:
 
 
 def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
-    """What rank 0 decides, while all ranks run the plans that it asks for."""
+    """Let rank 0 search, while all ranks run its trial plans. Returns the plan on every rank."""
 
     def ask(plans: Sequence[Plan], told: Callable[[float], None]) -> Sequence[Sequence[Trace]]:
         return run(host.agreed(lambda: list(plans)), told)
@@ -171,26 +203,36 @@ def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
 
 
 def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
-    """How many plans are to run. known: it is said where; here: they can. Raises InputError where none can."""
+    """Return how many plans to run. Raises InputError if none can be run as requested.
+
+    Args:
+        confirm: the user's number; None for the default.
+        model: the user's model; None if only a profile was given.
+        known: whether the devices are known, by devices= or mesh=.
+        here: whether the ranks can run from this process.
+
+    """
     if confirm is None:
         return _CONFIRMED if model is not None and known and here else 0
     if not is_count(confirm, 0):
-        raise InputError(f"confirm is how many plans run, a whole number; got {shown(confirm)}; pass 0 for none")
+        raise InputError(
+            f"confirm is the number of plans to run; got {shown(confirm)}; pass a whole number, 0 for none"
+        )
     if confirm and model is None:
         raise InputError(
-            f"plans are confirmed by steps of a model; a profile alone was given, with confirm={confirm}; pass the "
-            f"model, and profile= beside it, or confirm=0"
+            f"confirming a plan runs steps of a model; got a profile without a model, and confirm={confirm}; pass the "
+            f"model, with profile= beside it, or confirm=0"
         )
     if confirm and not here:
         raise InputError(
-            f"plans are confirmed where their ranks run; ranks_are is 'processes', with confirm={confirm}; pass mesh= "
-            f"in each of them, or confirm=0"
+            f"confirming a plan runs its ranks; got ranks_are='processes' without a mesh, and confirm={confirm}; call "
+            f"tune with mesh= in every process, or pass confirm=0"
         )
     return int(confirm)
 
 
-def _there(count: int) -> list[str]:
-    """So many GPUs where there are, else the CPU so many times."""
+def _devices_for(count: int) -> list[str]:
+    """Return as many GPUs as there are ranks if the machine has them, else the CPU once for each rank."""
     return [f"cuda:{at}" for at in range(count)] if torch.cuda.device_count() >= count else ["cpu"] * count
 
 
@@ -204,11 +246,11 @@ def _profile(
     split_dims: SplitDims,
     whole_layers: Collection[str],
 ) -> Profile:
-    """What layers cost: as given, or measured."""
+    """Return the layers' costs: the given profile, or one measured on the device."""
     as_loss(loss_fn, target)
     if profile is None:
-        given: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers}
-        return measure(model, sample, loss_fn=loss_fn, target=target, device=device, **given)
+        options: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers}
+        return measure(model, sample, loss_fn=loss_fn, target=target, device=device, **options)
     known = as_profile(profile)
     if model is not None:
         known.check_model(layered(as_model(model), as_call(sample), whole_layers).graph({}))
@@ -217,7 +259,7 @@ def _profile(
 
 @contextmanager
 def _bar(shown: bool) -> Iterator[Callable[[float], None]]:
-    """A bar for the share of a search that is done, where tqdm is installed."""
+    """Show a progress bar for the share of the search that is done, if tqdm is installed and the bar is wanted."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -53,9 +53,9 @@ def test_a_second_pipeline_works_or_is_refused_by_name(ranks: Ranks) -> None:
 def test_where_and_what_cannot_be_gathered(ranks: Ranks) -> None:
     for nowhere, unequal, adapted in ranks.run(2, jobs.wrong_ranks):
         assert nowhere.startswith("InputError: gather_model(rank) takes a rank of the mesh, or None for all; rank 0 of")
-        assert "all ranks gather the model on the same rank; ranks 0 to 1 passed 1, None; pass the same" in unequal
+        assert "every rank passes the same rank to gather_model; ranks 0 to 1 passed 1, None; pass the same" in unequal
         assert "in the model of rank 0 '4.inner.weight' of rank 1 is missing; wrap= has changed" in adapted or (
-            "of rank 1 is missing; wrap= has changed layers on one rank alone: use full_state_dict" in adapted
+            "of rank 1 is missing; wrap= has changed layers on one rank only: use full_state_dict" in adapted
         )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from pipesched import Distributed, Pipeline
 from pipesched.errors import InputError
 from tests.support.jobs import surface as jobs
+from tests.support.models import mixed_model
 from tests.support.rank_processes import Ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -152,6 +153,15 @@ def test_replicas_of_stages_equal_one_process_on_all_rows(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("schedule", "boundaries"), [("1f1b", [2]), ("zb-v", [1, 2, 3])])
 def test_stages_may_be_cut_over_another_dimension(ranks: Ranks, schedule: str, boundaries: list[int]) -> None:
     ranks.run(4, jobs.tensor_parallel, schedule, boundaries)
+
+
+def test_modules_over_a_mesh_are_those_of_the_ranks_own_stages(ranks: Ranks) -> None:
+    """Modules that hold no parameters or buffers are on every rank."""
+    named = dict(mixed_model().named_modules())
+    holds = {name: any(True for _ in (*m.parameters(False), *m.buffers(False))) for name, m in named.items()}
+    first, second = ranks.run(2, jobs.modules_of_ranks)
+    assert set(first) | set(second) == set(named)
+    assert {name for name in named if name in first and name in second} == {n for n, own in holds.items() if not own}
 
 
 def test_another_plan_needs_another_pipeline_over_a_mesh(ranks: Ranks) -> None:

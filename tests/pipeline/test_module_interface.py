@@ -59,7 +59,7 @@ def test_it_is_true_whatever_its_model():
     with pipeline(nn.Sequential(nn.Linear(1, 1)), rows(1, 1), 1) as row, pipeline(Plain(), rows(1, 1), 1) as other:
         assert row
         assert other
-        with pytest.raises(TypeError, match=r"only an nn\.Sequential has a length"):
+        with pytest.raises(TypeError, match=r"only an nn\.Sequential has a length .* Plain; use pipe\.model"):
             len(other)
 
 
@@ -112,14 +112,6 @@ def test_a_state_dict_that_does_not_fit_is_refused_as_torch_refuses_it():
 
 
 def test_the_parameters_of_a_loss_module_are_trained_named_and_saved():
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, output, target):
-            return mse(output * self.scale, target)
-
     loss_fn = Scale()
     with pipeline(linears(), rows(2), loss_fn=loss_fn) as pipe:
         pipe.step(rows(), target=rows(seed=2))
@@ -131,16 +123,85 @@ def test_the_parameters_of_a_loss_module_are_trained_named_and_saved():
         assert loss_fn.scale.item() == 3
 
 
+class Scale(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.inner = nn.MSELoss()
+
+    def forward(self, output, target):
+        return self.inner(output * self.scale, target)
+
+
+def with_norms():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)), nn.Linear(4, 4))
+
+
+def test_modules_are_the_models_and_the_loss_modules_with_their_names():
+    model, loss_fn = with_norms(), Scale()
+    with pipeline(model, rows(2), loss_fn=loss_fn) as pipe:
+        named = [*model.named_modules(), ("loss_fn", loss_fn), ("loss_fn.inner", loss_fn.inner)]
+        assert list(pipe.named_modules()) == named
+        assert list(pipe.modules()) == [module for _, module in named]
+        assert list(map(id, pipe.buffers())) == list(map(id, model.buffers()))
+
+
+def test_a_function_is_applied_as_to_the_bare_model():
+    """In the same order, so that random numbers are the same ones; between steps, too."""
+
+    def init(module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+
+    model, bare = with_norms(), with_norms()
+    with pipeline(model, rows(2), loss_fn=mse, num_microbatches=2) as pipe:
+        for _ in range(2):
+            torch.manual_seed(7)
+            assert pipe.apply(init) is pipe
+            torch.manual_seed(7)
+            bare.apply(init)
+            assert_equal_bits(dict(model.named_parameters()), dict(bare.named_parameters()))
+            pipe.step(rows(), target=rows(seed=2))
+        seen = []
+        pipe.apply(seen.append)
+        assert seen == [model[0], *model[1], model[1], model[2], model]
+
+
+def test_modes_reach_every_module_and_the_next_step():
+    model, loss_fn = with_norms(), Scale()
+    with pipeline(model, rows(2), loss_fn=loss_fn) as pipe:
+        assert pipe.eval() is pipe
+        assert not pipe.training
+        assert not any(module.training for module in pipe.modules())
+        norms = copy.deepcopy(dict(model.named_buffers()))
+        loss = pipe.step(rows(), target=rows(seed=2))
+        assert_equal_bits(dict(model.named_buffers()), norms)  # running statistics stay in evaluation mode
+        assert torch.equal(pipe.step(rows(), target=rows(seed=2)), loss)  # there is no dropout
+        assert pipe.train() is pipe
+        assert all(module.training for module in (*model.modules(), *loss_fn.modules()))
+        for module in pipe.modules():  # one kind of module alone, as fine-tuning does
+            if isinstance(module, nn.BatchNorm1d):
+                module.eval()
+        pipe.step(rows(), target=rows(seed=2))
+        assert_equal_bits(dict(model.named_buffers()), norms)
+
+
+STAY = r"stay on their devices, and to\(\) changes only the dtype; got .*; leave the call out, or make a new Pipeline"
+
+
 @pytest.mark.parametrize(
     "place", ["cpu", 0, torch.device("cpu"), torch.zeros(1)], ids=["str", "int", "device", "tensor"]
 )
 def test_moving_to_another_device_is_denied(place):
     with pipeline(linears(), rows(2)) as pipe:
-        with pytest.raises(TypeError, match="stay on their devices"):
+        with pytest.raises(TypeError, match=STAY):
             pipe.to(place)
-        with pytest.raises(TypeError, match="stay on their devices"):
+        with pytest.raises(TypeError, match=STAY):
             pipe.to(device=place)
-        with pytest.raises(TypeError, match="stay on their devices"):
+        with pytest.raises(TypeError, match=STAY):
             pipe.to(torch.float64, place)
 
 

@@ -440,7 +440,7 @@ class Named(Keyed):
 )
 def test_a_batch_in_another_form_than_the_samples(method, model, sample, args, kwargs, own, given, why):
     forms = rf"{method}\({re.escape(own)}\); got {method}\({re.escape(given)}\)"
-    match = rf"in the form of the sample, {forms}, with which the model raises {why}.*; pass it so"
+    match = rf"has the form of the sample, {forms}, and the model raised {why}.*; pass the batch in the sample's form"
     with Pipeline(model(), sample, loss_fn=mse, devices=["cpu"] * 2, boundaries=[2]) as pipe:
         target = {} if method == "forward" else {"target": ONES}
         with pytest.raises(ArgumentError, match=match) as caught:
@@ -485,7 +485,9 @@ class Masked(Keyed):
 def test_a_batch_of_other_types_or_dimensions_is_told_from_the_sample(batch, own, given, why):
     sample = {"x": ONES, "mask": ONES.bool()}
     with Pipeline(Masked(), sample, loss_fn=mse, devices=["cpu"] * 2, boundaries=[2]) as pipe:
-        match = rf"in the form of the sample, step\({own}\); got step\({given}\), with which .*{why}.*; pass it so"
+        match = (
+            rf"form of the sample, step\({own}\); got step\({given}\), and .*{why}.*; pass the batch in the sample's"
+        )
         with pytest.raises(ArgumentError, match=match):
             pipe.step(**batch, target=ONES)
 

@@ -210,7 +210,7 @@ def test_a_module_that_calls_no_layer_is_one(model):
 
 def test_a_layer_that_takes_the_name_of_the_loss_module():
     model = nn.Sequential(OrderedDict(loss_fn=nn.Linear(3, 3), head=nn.Linear(3, 3)))
-    match = r"named loss_fn\.\*; the model has a layer of that name; rename the layer"
+    match = r"named loss_fn\.\*; the model has a layer called loss_fn; rename the layer"
     refused(GraphError, ValueError, match, model, loss_fn=nn.MSELoss())
 
 
@@ -350,7 +350,7 @@ def test_a_batch_that_cannot_be_split(counted_model, calls, args, kwargs, match)
 
 
 def test_a_target_without_a_loss_function(counted_model, calls):
-    match = r"a target goes to loss_fn; there is none; pass loss_fn= to Pipeline, or no target"
+    match = r"the target is for loss_fn; this pipeline has none, .*; pass loss_fn= to Pipeline, or leave target= out"
     step_refused(counted_model, calls, InputError, match, ONES, target=ONES, choices={"loss_fn": None})
 
 

@@ -216,11 +216,14 @@ def test_what_fails_while_a_plan_runs_leaves_the_model_too() -> None:
 @pytest.mark.parametrize(
     ("asked", "match"),
     [
-        ({"model": None}, r"by steps of a model; a profile alone was given, with confirm=2; pass the model"),
-        ({"ranks_are": "processes"}, r"where their ranks run; ranks_are is 'processes', with confirm=2; pass mesh="),
-        ({"confirm": -1}, r"how many plans run, a whole number; got -1; pass 0 for none"),
-        ({"confirm": 1.5}, r"how many plans run, a whole number; got 1\.5"),
-        ({"target": Y}, r"loss_fn= and target= go together; got a target alone"),
+        ({"model": None}, r"runs steps of a model; got a profile without a model, and confirm=2; pass the model"),
+        (
+            {"ranks_are": "processes"},
+            r"runs its ranks; got ranks_are='processes' without a mesh, and confirm=2; call tune with mesh=",
+        ),
+        ({"confirm": -1}, r"number of plans to run; got -1; pass a whole number, 0 for none"),
+        ({"confirm": 1.5}, r"number of plans to run; got 1\.5; pass a whole number"),
+        ({"target": Y}, r"a loss is measured with the sample's target; got a target alone"),
     ],
 )
 def test_what_cannot_be_confirmed(asked: dict[str, Any], match: str) -> None:

@@ -468,10 +468,10 @@ def test_a_pipeline_says_what_its_prediction_and_its_measured_step_come_from():
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.ones(8, 4)
     cold = "the first step, which also allocates memory and warms up"
     says = [
-        ["predicted from what layers took when they were measured", f"measured is {cold}; run more before you compare"],
-        [f"predicted from what actions took in {cold}"],
-        ["predicted from what actions took in 1 earlier step"],
-        ["predicted from what actions took in 2 earlier steps"],
+        ["predicted from measured layer times", f"the measured step is {cold}; run more steps before you compare"],
+        [f"predicted from action times of {cold}"],
+        ["predicted from action times of 1 earlier step"],
+        ["predicted from action times of 2 earlier steps"],
     ]
     with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
         assert pipe.report().notes == ()
@@ -528,7 +528,7 @@ def test_devices_that_a_plan_leaves_out_are_named():
     with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 2, schedule="1f1b") as pipe:
         plan = pipe.plan
     with Pipeline(model, x[:2], loss_fn=nn.functional.mse_loss, devices=["cpu"] * 3, plan=plan) as pipe:
-        said = "1 device of 3 not used, as the plan has 2: cpu"
+        said = "1 device of 3 not used, since the plan has 2 ranks: cpu"
         assert said in pipe.report().lines
         assert repr(pipe).endswith(said)
 

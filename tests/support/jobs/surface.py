@@ -6,6 +6,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -84,6 +85,10 @@ def losses_looked_at_late(group: Any) -> None:
         assert all(isinstance(loss, Tensor) for loss in losses)
         unseen = type(losses[4]) is not Tensor
         assert unseen == (group.rank() != group.size() - 1)
+        for _ in range(2):  # before its value is here, and afterwards
+            with pytest.raises(ExecutionError, match=r"in \.grad already; .* remove the call"):
+                losses[4].backward()
+            losses[4].item()
         assert torch.equal(torch.stack(losses[3:1:-1]), torch.stack(wanted[3:1:-1]))
     for loss, due in zip(losses, wanted, strict=True):
         assert torch.equal(loss, due)
@@ -394,6 +399,32 @@ def tensor_parallel(group: Any, schedule: str, boundaries: list[int]) -> None:
         for key, parameter in pipe.named_parameters():
             assert isinstance(parameter, DTensor), key
             assert torch.allclose(parameter.grad.full_tensor(), gradients[key], atol=1e-6), key
+
+
+# ---- modules ------------------------------------------------------------------------------------------------------
+
+
+def modules_of_ranks(group: Any) -> list[str]:
+    """The names of this rank's modules; a function is applied to these alone, and to their weights with effect."""
+    model = mixed_model()
+    stale = copy.deepcopy(model.state_dict())
+    with pipeline(group, model) as pipe:
+        names = [name for name, _ in pipe.named_modules()]
+        seen: set[nn.Module] = set()
+        pipe.apply(seen.add)
+        assert seen == set(pipe.modules())
+
+        def clear(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                nn.init.zeros_(parameter)
+
+        pipe.apply(clear)
+        own = {name for name, _ in pipe.named_parameters()}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, torch.zeros_like(parameter) if name in own else stale[name]), name
+        pipe.gather_model()
+        assert not any(map(torch.count_nonzero, model.parameters()))
+    return names
 
 
 # ---- another plan -------------------------------------------------------------------------------------------------

@@ -1,0 +1,26 @@
+"""Step loss: the ``backward()`` of the loss that a step returns, which explains that the step has run it already."""
+
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from pipesched.errors import ExecutionError
+
+__all__ = ["explain_backward", "without_attributes"]
+
+
+def explain_backward(loss: "ref[Tensor]", *args: Any, **kwargs: Any) -> None:
+    """Raise ExecutionError, as the ``backward`` of a loss that a step returned."""
+    tensor = loss()
+    if tensor is not None and tensor.requires_grad:  # the caller has added a term to it in place
+        Tensor.backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return
+    raise ExecutionError(
+        "step() runs the backward itself, and its gradients are in .grad already; loss.backward() was called on the "
+        "loss that it returned; remove the call, or compute a loss of your own from forward()"
+    )
+
+
+def without_attributes() -> None:
+    """Return no state, as the ``__getstate__`` of the loss: torch then pickles a plain tensor."""

@@ -1,0 +1,74 @@
+"""The Python blocks of README, CONTRIBUTING and docs pass `mypy --strict` as a user's files."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FRONT_DOOR = """
+    from typing import Any, assert_type
+
+    import torch
+
+    import pipesched
+
+    pipe = pipesched.Pipeline(torch.nn.Linear(2, 2), torch.ones(2, 2), devices=["cpu"])
+    x = torch.ones(2, 2)
+    assert_type(pipe.step(x, target=x), torch.Tensor)
+    assert_type(pipe.step(x, target=x, return_outputs=False), torch.Tensor)
+    assert_type(pipe.step(x, target=x, return_outputs=True), tuple[torch.Tensor, Any])
+    assert_type(pipe.evaluate(x, target=x), torch.Tensor)
+    assert_type(pipe.evaluate(x, target=x, return_outputs=True), tuple[torch.Tensor, Any])
+    assert_type(pipe.trace, pipesched.Trace)
+    assert_type(pipe.gather_trace(), pipesched.Trace)
+    try:
+        pipe.step(x)
+    except pipesched.errors.InputError as error:
+        assert_type(error, pipesched.errors.InputError)
+    assert_type(pipesched.testing.reference_step(torch.nn.Linear(2, 2), x), torch.Tensor)
+    """
+#: A planted mistake, which the same run must find.
+MISTAKE = """
+    import pipesched
+
+    pipesched.simulate("1f1b", pipesched.Costs.uniform(2))
+    pipesched.errors.NoSuchError
+    """
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not find_spec("mypy"), reason="mypy is not installed; it comes with pipesched[check]")
+def test_the_pages_python_blocks_pass_strict_mypy(tmp_path, pytestconfig):
+    """All in one run; pytest keeps its cache."""
+    (tmp_path / "front_door.py").write_text(dedent(FRONT_DOOR))
+    (tmp_path / "mistake.py").write_text(dedent(MISTAKE))
+    for page in PAGES:
+        blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        for number, code in enumerate(blocks):
+            (tmp_path / f"{page.stem.replace('-', '_')}_{number}.py").write_text(code)
+    files = sorted(path.name for path in tmp_path.glob("*.py"))
+    assert len(files) > 5
+    config = tmp_path / "mypy.ini"  # without it mypy would read the repository's settings
+    config.write_text("[mypy]\nstrict = true\n")
+    cache = pytestconfig.cache.mkdir("user_types")
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", config, "--cache-dir", cache, *files],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = ran.stdout.splitlines()
+    assert [line for line in found if ": error:" in line and not line.startswith("mistake.py")] == [], ran.stdout
+    assert [line.split(": error: ")[0] for line in found if line.startswith("mistake.py")] == [
+        "mistake.py:4",
+        "mistake.py:5",
+    ], ran.stdout + ran.stderr
