@@ -3,7 +3,7 @@
     python docs/gallery.py [--check]
 
 Everything comes from the schedules themselves: their files, docstrings, programs and simulated traces. The report that
-README shows is drawn of a plan and of a step that was measured, which docs/record.py keeps.
+docs/howto/reports.md shows is drawn from a plan and a measured step, which docs/record.py recorded.
 """
 
 import argparse
@@ -286,7 +286,7 @@ def above(one: Exhibit) -> str:
 
 
 def percent(value: float) -> str:
-    """A share as README writes it."""
+    """A share in percent, as the docs write it."""
     return f"{abs(round(100 * value, 1)):.1f} %"
 
 

@@ -1,6 +1,6 @@
 """pipesched: a pipeline-parallel scheduling runtime for PyTorch.
 
-Rooms, each importing only what stands above it (docs/design.md says what is in them):
+Rooms, each importing only what stands above it (docs/architecture.md says what is in them):
 
     errors, units, checks                       no torch, no other room
     program, order, schedules                   a schedule as data
