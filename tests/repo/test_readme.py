@@ -15,38 +15,20 @@ import pytest
 from pipesched import schedules
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.simulator import simulate
+from tests.support.pages import blocks, python_blocks, sessions, side, torchrun_files
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PACKAGE = ROOT / "docs" / "package.md"
 BUBBLE = ROOT / "docs" / "concepts" / "bubble.md"
 GENERATED = {ROOT / "docs" / "schedules.md", ROOT / "docs" / "zoo.md"}  # by docs/gallery.py, benchmarks/zoo.py
-LATER = {"CONTRIBUTING.md"}
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "RESULTS.md", *sorted(ROOT.glob("docs/**/*.md"))]
-WRITTEN = [page for page in PAGES if page not in GENERATED and page.name not in LATER]
-TORCHRUN_BLOCK = re.compile(r"`torchrun (--nproc_per_node \d) (\w+\.py)`[^`]*:\n\n```python\n(.*?)^```", re.M | re.S)
+WRITTEN = [page for page in PAGES if page not in GENERATED]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
-
-
-def blocks(page: Path) -> list[tuple[str, str]]:
-    """Return the kind and the text of every fenced block."""
-    return re.findall(r"^```(\w+)\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
-
-
-def side(diff: str, sign: str) -> str:
-    """Return the code after a diff ("+"), or before it ("-")."""
-    return "".join(f"{line[2:]}\n" for line in diff.splitlines() if not line or line[0] in f" {sign}")
-
-
-def python_blocks(page: Path) -> list[str]:
-    """Return the code that a reader runs in one session: diffs as applied, without files for torchrun."""
-    files = [code for _, _, code in TORCHRUN_BLOCK.findall(text_of(page))]
-    code = [side(text, "+") if kind == "diff" else text for kind, text in blocks(page) if kind in ("python", "diff")]
-    return [text for text in code if text not in files]
 
 
 def commands(page: Path) -> list[str]:
@@ -102,10 +84,10 @@ def test_code_and_commands_of_a_page_run(
         run_command(line, tmp_path, page)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if TORCHRUN_BLOCK.search(text_of(page))], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if torchrun_files(page)], ids=name_of)
 def test_files_for_torchrun_run(page: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed; it comes with pipesched[zoo]")
-    for option, name, code in TORCHRUN_BLOCK.findall(text_of(page)):
+    for option, name, code in torchrun_files(page):
         (tmp_path / name).write_text(code)
         ran = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", *option.split(), name],
@@ -137,12 +119,9 @@ def test_code_of_all_pages_passes_mypy(tmp_path: Path) -> None:
     """As a user's file, with mypy's strict rules."""
     files = []
     for page in PAGES:
-        code = [code for _, _, code in TORCHRUN_BLOCK.findall(text_of(page))]
-        if page.name != "CONTRIBUTING.md":  # its schedule: tests/repo/test_make_check.py
-            code.append("\n".join(python_blocks(page)))
-        for text in filter(None, code):
-            files.append(tmp_path / f"block_{len(files)}.py")
-            files[-1].write_text(f"# {name_of(page)}\n{text}")
+        for code in sessions(page):
+            files.append(tmp_path / f"session_{len(files)}.py")
+            files[-1].write_text(f"# {name_of(page)}\n{code}")
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
     if (ROOT / ".mypy_cache").is_dir():  # of the last `make check`: half a minute saved
         shutil.copytree(ROOT / ".mypy_cache", tmp_path / "cache")
