@@ -1,4 +1,4 @@
-"""Record what the report in README shows: the demo's model on two ranks, by the plan that is found for it.
+"""Record the plan and the measured step behind the report in docs/howto/reports.md: the demo's model on two ranks.
 
     python docs/record.py
 

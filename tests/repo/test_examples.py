@@ -107,9 +107,10 @@ def check_demo(folder, printed, num_ranks, alone):
     assert all(torch.equal(weights[name], value) for name, value in alone.items())
 
 
-def test_readmes_command_for_several_machines(alone, tmp_path):
+def test_the_command_of_the_docs_for_several_machines(alone, tmp_path):
     """Two torchruns, as on two machines, of one process each."""
-    (line,) = re.findall(r"^    torchrun (--nnodes 2.*) examples/train_gpt.py$", (ROOT / "README.md").read_text(), re.M)
+    page = (ROOT / "docs" / "howto" / "machines.md").read_text()
+    (line,) = re.findall(r"^    torchrun (--nnodes 2.*) examples/train_gpt.py$", page, re.M)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"

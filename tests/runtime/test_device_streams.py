@@ -243,7 +243,7 @@ WAITS = {"item", "cpu", "tolist", "synchronize", "numpy", "nonzero", "block_curr
 MAY_WAIT = {
     ("runtime/executors/device_streams.py", "seconds"),  # who reads times
     ("runtime/executors/device_streams.py", "unpack"),  # a CPU rank that takes a value from a GPU
-    ("runtime/microbatches.py", "_weights"),  # counting targets on a device: once a step, as docs/design.md says
+    ("runtime/microbatches.py", "_weights"),  # counting targets on a device: once a step, as docs/howto/losses.md says
     ("runtime/step_call.py", "_read"),  # numbers that rank 0 dealt, which lie on the host
     ("runtime/transport/host_copies.py", "_carry"),  # a thread of its own
     ("runtime/transport/device_channels.py", "drain"),  # when links are made and closed
