@@ -77,7 +77,7 @@ class Links:
 
     ::
 
-        pipesched.Links(inside=Link(2e-6, 100e9), between=Link(10e-6, 12e9), hosts=(0, 0, 1, 1))
+        Links(inside=Link(2e-6, 100e9), between=Link(10e-6, 12e9), hosts=(0, 0, 1, 1))
 
     Attributes:
         inside: the link between ranks of one host. Default: takes no time.
