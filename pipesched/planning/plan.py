@@ -83,7 +83,7 @@ class Plan:
     partition: Partition | None = None
     ties: tuple[Tie, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    #: The class names of numbered layers, by layer, for reports. Not saved.
+    #: The class names of numbered layers, by layer, for reports. Not saved, and not in ``explain``.
     layer_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class Plan:
         predicted = self.predicted()
         lines = [f"{self.schedule} on {self._shape}, checkpoint {checkpoint_in_words(self.checkpoint)!r}"]
         if self.partition is not None:
-            lines.append(self.partition.with_class_names(self.layer_classes).explain())
+            lines.append(self.partition.explain())
         else:
             ranks = self.program.placement
             lines += [f"stage {at} on rank {ranks[at]}: {self.first_to_last(at)}" for at in range(len(self.stages))]
