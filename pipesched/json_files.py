@@ -77,7 +77,7 @@ def _too_deep() -> ScheduleError:
 
 
 def _parts(level: Iterable[Any]) -> list[Any]:
-    """The direct children of these values. Raises ScheduleError for an integer or a string that is out of range."""
+    """The direct children of these values. Raises ScheduleError for a too large integer and for invalid Unicode."""
     parts: list[Any] = []
     for value in level:
         if isinstance(value, list):

@@ -58,16 +58,18 @@ def partition(
         print(found)                                         # the stages, and the reason why none is faster
         found.stages                                         # [["embed", "block.0"], ["block.1"], ...]
 
+    Layers have the node attributes ``forward_s`` and ``backward_s`` (seconds) and, where the arguments below use them,
+    ``output_bytes``, ``parameter_bytes``, ``num_parameters`` and ``activation_bytes`` (held for each micro-batch in
+    flight; default: the output). An edge carries its producer's whole output, or only the tensors in its attribute
+    ``tensors``: {name: bytes}.
+
     The result is optimal for a chain, and for a graph of up to ``max_ideals`` order ideals. For other graphs several
     linear orders are searched; `Partition.gap` is the most that the result may be above the optimum. Memory limits on a
     large graph may leave a gap, too. Equal arguments give equal partitions. The search is exact bisection on integers
     (Pinar and Aykanat 2004).
 
     Args:
-        graph: a networkx.DiGraph with an edge from each layer to its consumers. Node attributes: ``forward_s`` and
-            ``backward_s`` (seconds); and as needed ``output_bytes``, ``parameter_bytes``, ``num_parameters`` and
-            ``activation_bytes`` (held for each micro-batch in flight; default: the output). An edge carries the whole
-            output, or only its attribute ``tensors``: {name: bytes}.
+        graph: the layers, a networkx.DiGraph with an edge from each layer to its consumers.
         num_stages: the largest number of stages. Stages are not empty.
         communication: "none"; "overlap": transfers run while ranks compute, and a link may be the bottleneck
             (PipeDream, Narayanan et al. 2019); or "serial": stages wait for their transfers. Default: "none".
@@ -91,7 +93,7 @@ def partition(
             "offload". Layers stay in graph order, and their ``forward_transient_bytes`` and
             ``backward_transient_bytes`` count as memory. Default: (), all activations are held.
         offload_bytes_per_s: the bandwidth to the host and back, required for "offload".
-        max_ideals: the largest number of order ideals to search. Default: 300,000, which takes seconds.
+        max_ideals: the largest number of order ideals to search exactly. Default: 300,000.
 
     Returns:
         The partition: the layers of each stage, with the time and memory of the stages.

@@ -101,7 +101,7 @@ class Shape:
         return self.num_ranks
 
     def groups(self) -> list[int]:
-        """The sizes of the groups for interleaving: near-equal, of p micro-batches or more (Megatron-LM: exactly p)."""
+        """The sizes of groups for interleaving: as many near-equal groups of at least p as fit (Megatron-LM: p)."""
         return near_equal_parts(self.num_microbatches, max(1, self.num_microbatches // self.num_ranks))
 
 
@@ -348,7 +348,7 @@ class Schedule:
         if steps > 1 and not program.has_updates:
             raise ScheduleError(
                 f"only a schedule with updates can run several steps without draining; {self.name!r} has none; "
-                f"pass steps=1"
+                f"use one step"
             )
         return program if self.num_chains == 1 else _with_chains(program, shape)
 

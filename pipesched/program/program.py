@@ -48,7 +48,7 @@ class Program:
     Args:
         orders: the actions of each rank, in the order in which the rank runs them.
         placement: the rank of each stage.
-        num_microbatches: the number of micro-batches of a step; with token slices, the number of slices.
+        num_microbatches: the number of micro-batches of all steps; with token slices, the number of slices.
         graph: which stage feeds which. Default: a chain, every stage feeding the next.
         forward_only: whether the program has no backward, for evaluation. Default: False.
         name: the schedule's name, for display; ignored by ``==``. Default: "".
