@@ -39,7 +39,7 @@ def no_partition(search: SearchRequest) -> PartitionError:
         numbers = " or ".join(f"num_stages={count}" for count in fit)
         remedy = f"pass {numbers}, {remedy}" if fit else remedy
     return PartitionError(
-        f"every stage needs at least one layer, and every rank the same number of stages; "
+        "every stage needs at least one layer, and every rank the same number of stages; "
         f"{counted(layers, 'layer')} cannot be split into "
         f"{counted(stages, 'such stage') if stages else 'any number of such stages'} on {counted(ranks, 'rank')}; "
         f"{remedy}"
