@@ -168,7 +168,9 @@ def test_settings_and_schedulers_of_optimizers_are_kept() -> None:
         scheduler.step()
         rates = rates_of(first, second)
         states = {p: made.state[p]["momentum_buffer"] for made in (first, second) for p in made.state}
-        with pytest.warns(UserWarning, match=r"those of stages \[2, 3\] are new"):
+        with pytest.warns(
+            UserWarning, match=r"stages \[2, 3\] have new optimizers, with the present settings; make schedulers"
+        ):
             pipe.replan(four)
         assert rates_of(*pipe.optimizers.values()) == rates
         assert len(first.param_groups) == 1
