@@ -38,7 +38,7 @@ from pipesched import Costs, Plan, Profile, Program, Trace, load_program, schedu
 from pipesched.cli.options import read_links
 from pipesched.errors import PipeschedError
 from pipesched.json_files import load_json
-from pipesched.planning.report import Report
+from pipesched.planning.report.report import Report
 from pipesched.program.lowering import lower
 from pipesched.simulation.links import Links
 from pipesched.simulation.memory import rank_memory

@@ -28,7 +28,7 @@ from pipesched import schedules
 from pipesched.errors import ScheduleError
 from pipesched.order import Schedule
 from pipesched.planning.plan import Plan
-from pipesched.planning.report import Report
+from pipesched.planning.report.report import Report
 from pipesched.program.program import Program
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.simulator import simulate

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pipesched.pipeline.step_log import StepLog as StepLog
     from pipesched.pipeline.tune import tune as tune
     from pipesched.planning.plan import Plan as Plan
-    from pipesched.planning.report import Report as Report
+    from pipesched.planning.report.report import Report as Report
     from pipesched.profiling.layered_costs import graph_of as graph_of
     from pipesched.profiling.link_probe import probe_links as probe_links
     from pipesched.profiling.overhead_probe import probe_overheads as probe_overheads
@@ -81,7 +81,7 @@ _HOME = {
     "Plan": "planning.plan",
     "Profile": "simulation.profile",
     "Program": "program.program",
-    "Report": "planning.report",
+    "Report": "planning.report.report",
     "Schedule": "program.order",
     "Search": "pipeline.options",
     "Shape": "program.order",

@@ -48,7 +48,7 @@ def report(plan: Path, trace: Path | None, *, output: tuple[Path, ...], width: i
       pipesched report plan.json trace.json -o report.html
     """
     from pipesched.planning.plan import Plan
-    from pipesched.planning.report import Report
+    from pipesched.planning.report.report import Report
 
     made = Report(Plan.load(plan), None if trace is None else Trace.load(trace))
     for path in output:
@@ -141,7 +141,7 @@ def tune(  # noqa: PLR0913  # one parameter for each option
       pipesched tune profile.json --ranks 4 --batch 64 --memory-limit 16GB -o plan.json
     """
     import pipesched
-    from pipesched.planning.report import Report
+    from pipesched.planning.report.report import Report
 
     made = (model,) if Path(model).is_file() and not model.endswith(".py") else _model(model)
     plan = pipesched.tune(

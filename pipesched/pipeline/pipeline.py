@@ -29,7 +29,7 @@ from pipesched.planning.pins import Boundaries, Pins
 from pipesched.planning.plan import Plan
 from pipesched.planning.plan_request import PlanRequest
 from pipesched.planning.replan_verdict import Replanned, check_steps_left
-from pipesched.planning.report import Report
+from pipesched.planning.report.report import Report
 from pipesched.planning.search_request import limits_of
 from pipesched.program.checkpoint_options import Checkpoint, as_checkpoint
 from pipesched.program.order import Schedule

@@ -11,7 +11,7 @@ from pipesched import simulate
 from pipesched.planning.confirmation import confirmed_plan, corrected
 from pipesched.planning.pins import Pins
 from pipesched.planning.plan import Plan
-from pipesched.planning.report import Report
+from pipesched.planning.report.report import Report
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import Tuner, find_plan
 from pipesched.program.checkpoint_options import checkpoint_by_layer

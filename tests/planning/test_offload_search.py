@@ -19,7 +19,7 @@ from pipesched.pipeline.auto_plan import on_devices
 from pipesched.planning.candidates import Candidate
 from pipesched.planning.evaluated_candidate import EvaluatedCandidate
 from pipesched.planning.pins import Pins
-from pipesched.planning.report import Report
+from pipesched.planning.report.report import Report
 from pipesched.planning.search_request import SearchRequest
 from pipesched.planning.tuner import find_plan
 from pipesched.runtime.stage.offloading import host_bytes_per_s

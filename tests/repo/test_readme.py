@@ -3,11 +3,9 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import pytest
 from pipesched import schedules
 from pipesched.simulation.costs import Costs
 from pipesched.simulation.simulator import simulate
-from tests.support.pages import blocks, python_blocks, sessions, side, torchrun_files
+from tests.support.pages import blocks, python_blocks, side, torchrun_files
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -111,30 +109,6 @@ def test_the_loop_before_the_diff_gives_the_same_loss(capsys: pytest.CaptureFixt
         exec(compile(f"import torch\ntorch.manual_seed(0)\n{side(diff, sign)}", "README.md", "exec"), {})
         losses.append(float(re.search(r"tensor\(([\d.]+)", capsys.readouterr().out)[1]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-@pytest.mark.skipif(not find_spec("mypy"), reason="mypy is not installed; it comes with pipesched[check]")
-@pytest.mark.timeout(300)
-def test_code_of_all_pages_passes_mypy(tmp_path: Path) -> None:
-    """As a user's file, with mypy's strict rules."""
-    files = []
-    for page in PAGES:
-        for code in sessions(page):
-            files.append(tmp_path / f"session_{len(files)}.py")
-            files[-1].write_text(f"# {name_of(page)}\n{code}")
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
-    if (ROOT / ".mypy_cache").is_dir():  # of the last `make check`: half a minute saved
-        shutil.copytree(ROOT / ".mypy_cache", tmp_path / "cache")
-    environment = {**os.environ, "MYPYPATH": str(ROOT), "MYPY_CACHE_DIR": str(tmp_path / "cache")}
-    ran = subprocess.run(
-        [*command, *map(str, files)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def test_readme_is_one_page() -> None:

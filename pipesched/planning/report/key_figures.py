@@ -2,7 +2,7 @@
 
 from pipesched.planning.alternatives import fastest, taken
 from pipesched.planning.plan import Plan
-from pipesched.planning.report_findings import step_times
+from pipesched.planning.report.findings import step_times
 from pipesched.simulation.comparison import Comparison
 from pipesched.simulation.trace import Trace
 from pipesched.units import quote_speed, quote_time

@@ -10,9 +10,9 @@ from pipesched.checks import as_path, check_type
 from pipesched.errors import InputError
 from pipesched.planning.alternatives import Alternative
 from pipesched.planning.plan import Plan
-from pipesched.planning.report_figures import key_figures
-from pipesched.planning.report_findings import findings
-from pipesched.planning.report_tables import tables
+from pipesched.planning.report.findings import findings
+from pipesched.planning.report.key_figures import key_figures
+from pipesched.planning.report.tables import tables
 from pipesched.program.checkpoint_options import checkpoint_in_words
 from pipesched.simulation.comparison import Comparison, compared
 from pipesched.simulation.trace import Trace, check_trace, chrome_json
