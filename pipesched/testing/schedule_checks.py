@@ -45,7 +45,7 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
     Raises:
         DeadlockError: ranks wait forever (virtual clock).
         ExecutionError: work is missing, done twice, or done before the work that it needs.
-        ScheduleError: the program is not valid (``sleeping``).
+        ScheduleError: the program is not valid; on the virtual clock only placement and routes are checked.
 
     """
     check_program(program)
