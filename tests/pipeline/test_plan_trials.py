@@ -223,7 +223,7 @@ def test_what_fails_while_a_plan_runs_leaves_the_model_too() -> None:
         ),
         ({"confirm": -1}, r"number of plans to run; got -1; pass a whole number, 0 for none"),
         ({"confirm": 1.5}, r"number of plans to run; got 1\.5; pass a whole number"),
-        ({"target": Y}, r"a loss is measured with the sample's target; got a target alone"),
+        ({"target": Y}, r"loss_fn= and target= go together; got a target alone; pass both, or neither"),
     ],
 )
 def test_what_cannot_be_confirmed(asked: dict[str, Any], match: str) -> None:
@@ -275,4 +275,4 @@ def test_the_command_runs_plans(tmp_path: Any) -> None:
     told(sleepers(0.0, 0.0), X, [1.0, 1.0]).save(tmp_path / "profile.json")
     result = CliRunner().invoke(main, ["tune", str(tmp_path / "profile.json"), "--batch", "8", "--confirm", "2"])
     assert result.exit_code == 1
-    assert "a profile alone was given" in result.output
+    assert "got a profile without a model" in result.output

@@ -126,9 +126,8 @@ def test_what_is_no_profile(profile):
 def test_stages_that_do_not_divide_name_numbers_that_do():
     with pytest.raises(PartitionError, match=r"3 such stages on 2 ranks; pass num_stages=2 or num_stages=4, use"):
         made(model(), num_stages=3, devices=2)
-    with pytest.raises(
-        PartitionError, match=r"4 such stages on 2 ranks; pass num_stages of at most 2, or leave it out"
-    ):
+    match = r"4 such stages on 2 ranks; pass num_stages of at most 2, or leave it out"
+    with pytest.raises(PartitionError, match=match):
         made(model(count=1), num_stages=4, devices=2)
 
 
@@ -267,7 +266,7 @@ def test_a_profile_of_another_model_is_an_error():
             "exactly one of num_ranks, devices and mesh; got .*; pass one of them",
         ),
         ({}, InputError, "exactly one of num_ranks, devices and mesh; got num_ranks=None"),
-        ({"num_ranks": 0}, PartitionError, r"whole number of ranks, at least 1; got 0; pass 1 or more"),
+        ({"num_ranks": 0}, PartitionError, r"num_ranks is a whole number, at least 1; got 0; pass 1 or more"),
         (
             {"num_ranks": 2, "batch_size": 0},
             PartitionError,

@@ -38,6 +38,7 @@ def test_a_profile_is_what_its_file_says(tmp_path: Path) -> None:
     assert loaded.layers == ("0", "1", "2")
     assert loaded.model == "digest"
     for rows, graph in profile.graphs.items():
+        del graph.graph["classes"]  # for reports alone: a file does not hold the classes of layers
         assert nx.utils.graphs_equal(loaded.graphs[rows], graph)
 
 
