@@ -1,7 +1,5 @@
 """What the runtime does around a stage's layers, in calls of Python: counted, so that no time is measured."""
 
-import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from pipesched.runtime.stage.step_data import StepData
 from pipesched.tensors.function_mode import COMPOSITES, Intercept
 from pipesched.tensors.keyed_random import Key, KeyedRandom
 from pipesched.tensors.payload import Payload
+from tests.support.call_count import calls
 
 CPU = torch.device("cpu")
 OURS = str(Path(pipesched.__file__).parent)
@@ -39,22 +38,6 @@ def actions(made, place, microbatch):
     yield lambda: (made.input_grad if split else made.backward)(microbatch, *grads)
     if split:
         yield lambda: made.weight_grad(microbatch)
-
-
-def calls(act):
-    """Which functions of Python are called, and how often."""
-    seen = Counter()
-
-    def note(frame, event, _):
-        if event == "call":
-            seen[frame.f_code.co_filename, frame.f_code.co_name] += 1
-
-    sys.setprofile(note)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return seen
 
 
 @pytest.mark.parametrize("place", LIMITS)
