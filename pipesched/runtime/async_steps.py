@@ -127,7 +127,8 @@ class Stream:
         self._host.executor.check_outside(method)
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
-                "one step at a time; this one was called while another is running; call it after that one has returned"
+                "a pipeline may run only one call at a time; another call is still running; call again after it has "
+                "returned"
             )
         try:
             yield

@@ -103,7 +103,10 @@ def _taken(edge: _Edge) -> Any:
     value = edge.value
     edge.value = _NOTHING
     if value is _NOTHING:
-        raise ExecutionError(f"the value from stage {edge.giver} has not arrived; validate the program")
+        raise ExecutionError(
+            f"an action must run after its inputs have arrived; the value from stage {edge.giver} has not arrived; "
+            f"validate the program"
+        )
     return value
 
 
@@ -220,7 +223,10 @@ _BINDERS: dict[Kind, Callable[[Rank, Action], _Step]] = {
 
 def _peer(action: Action) -> int:
     if action.peer is None:
-        raise ExecutionError(f"{action} must name the stage at its other end; it names none; lower the program first")
+        raise ExecutionError(
+            f"every send and receive must name the stage at its other end; {action} names no stage; lower the program "
+            f"first"
+        )
     return action.peer
 
 

@@ -279,7 +279,7 @@ class ProcessExecutor:
         self._forked.check()
         if self._wire is None:
             why = self._fault or "it was closed before this step"
-            raise ExecutionError(f"a closed pipeline does not run; {why}; make a new one")
+            raise ExecutionError(f"a closed pipeline cannot run; {why}; make a new one")
         return self._wire
 
     # ---- communication outside the program ------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class ProcessExecutor:
             sources: the ranks that send to this one.
 
         """
-        with self._stopping_all(f"a trade of {what}"):
+        with self._stopping_all(f"an exchange of {what}"):
             return self._exchange().trade(what, given, sources)
 
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
@@ -337,7 +337,7 @@ class ProcessExecutor:
         Only one value is in transit: the next call, or ``close``, receives a value that was not read. The returned
         function raises ExecutionError if a rank failed before the value arrived.
         """
-        with self._one_at_a_time("sharing a value"):
+        with self._one_at_a_time("a broadcast"):
             wire = self._open_wire()
             if self._shared is not None:
                 self._shared()
@@ -367,10 +367,11 @@ class ProcessExecutor:
             self._forked.check()
         if self.closed and not shared.arrived:
             raise ExecutionError(
-                f"a loss must be received before the pipeline ends; this one was not: "
-                f"{self._fault or 'its rank left without sending it'}; read the loss right after its step"
+                f"a loss must be received before the pipeline is closed; this loss was not received: "
+                f"{self._fault or 'the rank that computed it left without sending it'}; read the loss right after its "
+                f"step"
             )
-        with self._stopping_all("a shared value"):
+        with self._stopping_all("receiving a broadcast"):
             return shared()
 
     def gather(self, *timelines: RankTimeline) -> list[Span]:
@@ -391,7 +392,8 @@ class ProcessExecutor:
         self._open_wire()
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
-                "one step at a time; this one was called while another is running; call it after that one has returned"
+                "a pipeline may run only one call at a time; another call is still running; call again after it has "
+                "returned"
             )
         self._activity.begin(call)
         try:

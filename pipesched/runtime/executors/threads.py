@@ -313,7 +313,8 @@ class ThreadExecutor:
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
-                "one step at a time; this one was called while another is running; call it after that one has returned"
+                "a pipeline may run only one call at a time; another call is still running; call again after it has "
+                "returned"
             )
         try:
             if self._last is not None:
@@ -348,7 +349,7 @@ class ThreadExecutor:
         """Raise ExecutionError after ``close``. call: the call that needs an open pipeline, for the message."""
         if not self._finalizer.alive:
             self._forked.check()
-            raise ExecutionError(f"a closed pipeline does not run; it was closed before {call}; make a new one")
+            raise ExecutionError(f"a closed pipeline cannot run; it was closed before {call}; make a new one")
 
     def check_outside(self, method: str) -> None:
         """Raise ExecutionError in a rank's thread, which would wait for itself. method: its name for the message."""
@@ -416,7 +417,11 @@ def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Seque
     """
     for run in (one() for one in under_way):
         if run is not None and not run.finished:
-            run.stop(ExecutionError("a step must end before its pipeline; the pipeline ended first; wait for the step"))
+            run.stop(
+                ExecutionError(
+                    "a step must end before its pipeline is dropped; a step was running; wait for its end first"
+                )
+            )
     _end_threads(jobs)
     for thread in threads:
         if thread is not threading.current_thread():

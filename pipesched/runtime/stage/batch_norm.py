@@ -177,8 +177,8 @@ class MiniBatchNorms:
     def __init__(self, mode: BatchNormMode, trade: Trade) -> None:
         if mode not in get_args(BatchNormMode):
             raise InputError(
-                f"batch_norm must be one of {', '.join(get_args(BatchNormMode))}; got {mode!r}; choose whether running "
-                f"statistics of BatchNorm are updated by each micro-batch or by the whole mini-batch"
+                f"batch_norm must be one of {', '.join(get_args(BatchNormMode))}; got {mode!r}; choose whether each "
+                f"micro-batch or each mini-batch updates the running statistics of BatchNorm"
             )
         self.active = mode == "mini-batch"
         self._trade = trade
@@ -195,8 +195,8 @@ class MiniBatchNorms:
         if self.active:
             if streams:
                 raise ScheduleError(
-                    f"batch_norm='mini-batch' updates running statistics at the end of a step; the steps of "
-                    f"{program.name} overlap; choose a synchronous schedule, or batch_norm='micro-batch'"
+                    f"batch_norm='mini-batch' needs a schedule in which each step ends before the next begins; the "
+                    f"steps of {program.name} overlap; choose a synchronous schedule, or batch_norm='micro-batch'"
                 )
             return
         names = normalised_over_rows(model)
@@ -212,7 +212,7 @@ class MiniBatchNorms:
             warn(
                 f"{program.name} runs some micro-batches on copies of the layers and discards the copies' buffers; "
                 f"layer {names[0]!r} and {len(names) - 1} others keep running statistics, which then miss these "
-                f"micro-batches; pass numerics=Numerics(batch_norm='mini-batch') to include them, or use a schedule "
+                f"micro-batches; pass numerics=Numerics(batch_norm='mini-batch') to count them, or use a schedule "
                 f"of one chain"
             )
 

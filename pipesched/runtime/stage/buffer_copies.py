@@ -95,8 +95,9 @@ class BufferCopies:
         for (name, key, live, _), version in zip(pairs, versions, strict=True):
             if live._version != version:
                 raise ExecutionError(
-                    f"forwards and backwards must not write to the same buffer, because the schedule sets their order; "
-                    f"buffer {key!r} of layer {name!r} is written to by both; let the backward write to another buffer"
+                    f"a forward and a backward must not write to the same buffer, because the schedule sets their "
+                    f"order; buffer {key!r} of layer {name!r} is written to by both; let the backward write to "
+                    f"another buffer"
                 )
 
     def _live(self, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -309,8 +309,8 @@ class LayerRunner:
         elif modified and not self._modifies_input:
             raise ExecutionError(
                 f"a checkpointed stage must modify its input in place either always or never; the layers "
-                f"{', '.join(self._body.layers)} modified it in place now, but not in their first forward; "
-                f"use checkpoint='never', or do not modify it in place"
+                f"{', '.join(self._body.layers)} modified their input in this forward, but not in the first one; "
+                f"use checkpoint='never', or do not modify the input in place"
             )
 
 
@@ -320,8 +320,8 @@ def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
     roots = trainable_leaves(value) if roots is None else roots
     if not roots and saved.loss_inputs is not None and saved.loss_inputs[1] != 0:
         raise InputError(
-            "a step needs something to train; the loss depends on no parameter that requires a gradient; "
-            "unfreeze one, or call evaluate"
+            "the loss of a step must depend on a parameter that requires a gradient; this loss depends on no such "
+            "parameter; unfreeze a parameter, or call evaluate"
         )
     return roots
 
@@ -337,6 +337,6 @@ def _drop(tensor: Tensor) -> None:
 
 def _dropped(_: None) -> Tensor:
     raise ExecutionError(
-        "a checkpointed forward saves no tensors to differentiate; a layer differentiates inside its own forward "
-        "(autograd.grad); use checkpoint='never'"
+        "a layer of a checkpointed stage must not differentiate inside its forward (autograd.grad), because a "
+        "checkpointed forward saves no tensors; one of the layers did so; use checkpoint='never'"
     )

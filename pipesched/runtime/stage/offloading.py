@@ -119,7 +119,8 @@ class _Held:
             return self.unchanged()
         if self.piece.device is None:
             raise ExecutionError(
-                "offloaded tensors must be fetched before their backward; one was not; validate the program"
+                "an offloaded tensor must be fetched before its backward; this tensor was not fetched; validate the "
+                "program"
             )
         dtype, *form = self.form
         with torch.no_grad():

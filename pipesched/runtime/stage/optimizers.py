@@ -92,8 +92,8 @@ def _checked(made: Any, parameters: list[Any]) -> Optimizer:
     others = [p for _, p in _members(made) if id(p) not in own]
     if others:
         raise ModelTypeError(
-            f"optimizer(params) must return an optimizer of exactly its params; it is called once for each stage, "
-            f"and the optimizer of a stage with {len(own)} parameters has {len(others)} others; pass only params to it"
+            f"optimizer(params) must return an optimizer of params only; for a stage with {len(own)} parameters it "
+            f"returned an optimizer with {len(others)} other parameters; pass only params to the optimizer"
         )
     return made
 

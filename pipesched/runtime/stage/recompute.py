@@ -116,8 +116,8 @@ class RecomputedLayers:
         if self._modifies_input.setdefault(which, modified) is False and modified:
             raise ExecutionError(
                 f"a recomputed layer must modify its input in place either always or never; layer {which[0]!r} "
-                f"modified it in place now, but not in its first forward; take it out of checkpoint=, "
-                f"or do not modify it in place"
+                f"modified its input in this forward, but not in the first one; take the layer out of checkpoint=, "
+                f"or do not modify the input in place"
             )
 
 
@@ -141,8 +141,9 @@ def _checked(seen: _Seen, layer: nn.Module, own: Mapping[str, Tensor], which: _C
     for name, (buffer, version) in seen.still.items():
         if now[name] is not buffer or buffer._version != version:
             raise ExecutionError(
-                f"a recomputed layer needs the buffers of its forward; buffer {name!r} of layer {which[0]!r} has "
-                f"changed since, which the first forward in these modes did not do; take the layer out of checkpoint="
+                f"a layer must be recomputed with the buffers of its forward; buffer {name!r} of layer {which[0]!r} "
+                f"has changed since, although the layer's first forward left it unchanged; take the layer out of "
+                f"checkpoint="
             )
     return seen.copies
 

@@ -125,7 +125,8 @@ class Stage:
         if guarded and versions != [tensor._version for tensor in guarded]:
             raise ExecutionError(
                 f"a stage must not modify received tensors that share memory; the layers {', '.join(self.layers)} "
-                f"modified one of {len(guarded)} such tensors in place; clone it first, or move the stage boundary"
+                f"modified one of {len(guarded)} such tensors in place; clone the tensor first, or move the stage "
+                f"boundary"
             )
         if isinstance(value, PerConsumer):
             return PerConsumer([self._buffers_copied(Payload.of(one)) for one in value])
@@ -142,7 +143,9 @@ class Stage:
         if saved.needs_no_backward:
             return
         if saved.arrived is None:
-            raise ExecutionError(f"R needs a checkpointed F before it; micro-batch {microbatch} has none; remove the R")
+            raise ExecutionError(
+                f"every R must follow a checkpointed F; micro-batch {microbatch} has no checkpointed F; remove its R"
+            )
         arrived = saved.arrived
         saved.arrived = None
         self._runner.run_keeping(saved, arrived, split)
@@ -217,8 +220,8 @@ class Stage:
         given = Payload.of(self.body.inputs(self._step_data.inputs[microbatch]), self._on_device)
         if arrived and any(given.needs_grad):
             raise InputError(
-                "an input that requires a gradient must be used by the first stage only; one is also used by a later "
-                "stage; detach it, or move the stage boundary behind its last use"
+                "an input that requires a gradient may be used by the first stage only; a later stage also uses such "
+                "an input; detach the input, or move the stage boundary behind its last use"
             )
         return (Payload.joined([given, *arrived]) if arrived else given), True
 

@@ -60,6 +60,7 @@ class StageOptimizer:
             self.wrapped.zero_grad(set_to_none=True)
         elif any(parameter.requires_grad and parameter.grad is not None for parameter in self.parameters):
             raise ExecutionError(
-                f"a stage without trainable parameters at construction has no optimizer; parameters of the layers "
-                f"{', '.join(self._layers)} have gradients now; make a new Pipeline, or freeze them again"
+                f"a stage whose parameters were all frozen when the pipeline was made has no optimizer; parameters of "
+                f"its layers {', '.join(self._layers)} have gradients now; make a new Pipeline, or freeze the "
+                f"parameters again"
             )

@@ -274,7 +274,9 @@ class Incoming:
     def _receive_unforeseen(self, layout_bytes: int, data_bytes: int) -> tuple[MessageLayout, Tensor]:
         layout = MessageLayout.read(self._receive_aside(layout_bytes).numpy().tobytes(), self._encoding)
         if layout.nbytes != data_bytes:
-            raise lost(self._peer, RuntimeError(f"{data_bytes} bytes were announced for a layout of {layout.nbytes}"))
+            raise lost(
+                self._peer, RuntimeError(f"{data_bytes} bytes were announced for a layout of {layout.nbytes} bytes")
+            )
         return layout, self._receive_aside(data_bytes)
 
     def _receive_aside(self, nbytes: int) -> Tensor:

@@ -169,7 +169,7 @@ def links_for(device: torch.device, timeout_s: float) -> _Maker | None:
         return None
     if not distributed.is_nccl_available():
         raise ExecutionError(
-            f"ranks on CUDA devices need NCCL; this build of torch ({torch.__version__}) has none; "
+            f"ranks on CUDA devices need NCCL; this build of torch ({torch.__version__}) has no NCCL; "
             f"install a build with NCCL, run on CPUs, or use one process with devices="
         )
     return Nccl(device, timeout_s)
@@ -195,8 +195,9 @@ class Links:
         new = [channel for channel in channels if self._rank in channel[:2] and channel not in self._links]
         if len(self._links) + len(new) > _MOST_LINKS:
             raise ExecutionError(
-                f"a rank on a CUDA device may have at most {_MOST_LINKS} channels, each with a stream of its own; rank "
-                f"{self._rank} has {len(self._links) + len(new)}; move stage boundaries to where fewer edges cross"
+                f"a rank on a CUDA device may have at most {_MOST_LINKS} channels, each with a stream of its own; "
+                f"rank {self._rank} has {len(self._links) + len(new)} channels; move stage boundaries to where fewer "
+                f"edges cross"
             )
         for channel in sorted(new, key=_turn):
             name = f"link/{channel.giver}/{channel.taker}/{int(channel.backward)}"
@@ -209,8 +210,8 @@ class Links:
             except RuntimeError as error:
                 peer = channel.giver + channel.taker - self._rank
                 raise ExecutionError(
-                    f"devices of neighbouring ranks must be connected before a program runs; ranks {self._rank} and "
-                    f"{peer} were not ({error}); give every process a device of its own"
+                    f"devices of neighbouring ranks must be connected before a program runs; the devices of ranks "
+                    f"{self._rank} and {peer} could not connect ({error}); give every process a device of its own"
                 ) from error
 
     def __getitem__(self, channel: Channel) -> Link:

@@ -102,7 +102,8 @@ def _check(tensor: Tensor) -> None:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         raise ExecutionError(
             f"only plain, strided tensors can be sent between ranks; got a {type(tensor).__name__} of layout "
-            f"{tensor.layout}; convert it (to_dense, full_tensor), or move the boundary so that it stays on one rank"
+            f"{tensor.layout}; convert the tensor (to_dense, full_tensor), or move the stage boundary so that the "
+            f"tensor stays on one rank"
         )
 
 
@@ -157,7 +158,7 @@ class MessageLayout:
             is_valid = False
         if not is_valid:
             raise ExecutionError(
-                f"a message must be announced by its layout; these {len(written)} bytes are no layout; run the same "
+                f"a message must be announced by its layout; these {len(written)} bytes are not a layout; run the same "
                 f"versions and the same model on every rank"
             )
         return layout
