@@ -17,9 +17,9 @@ from pipesched.tensors.payload import choose_rows, gather, opened, pytree, rows_
 
 __all__ = ["Batch", "SplitDims", "Splitter", "Weighting", "loss_places"]
 
-#: The dim to split along: one for all arguments, one for each positional argument, or a mapping from positions,
-#: keywords, "target" and "output". Names left out are split along dim 0. With one dim for all, a target or output that
-#: does not have the batch's rows in that dim is split along dim 0.
+#: The dim to split along: one dim for all arguments, a sequence with one dim for each positional argument, or a mapping
+#: from a position, a keyword, "target" or "output" to a dim. Arguments that are left out are split along dim 0. With
+#: one dim for all arguments, a target or output that does not have the batch's rows in that dim is split along dim 0.
 SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
 
 
@@ -49,7 +49,10 @@ class Batch:
         return [trainable_leaves(value) for value in self.inputs]
 
     def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
-        """Concatenate the micro-batches' outputs. weighting: of the loss in the outputs; None if they have no loss."""
+        """Concatenate the micro-batches' outputs.
+
+        ``weighting`` applies to the loss in the outputs. It is None if the outputs contain no loss.
+        """
         whole = gather(outputs, self.rows, self.output_dim)
         places = [] if weighting is None else loss_places(outputs[0])
         if weighting is None or not places:
@@ -87,7 +90,7 @@ class Weighting(NamedTuple):
         ]
 
     def total(self, losses: Sequence[Tensor]) -> Tensor:
-        """The mini-batch's loss. losses: of the micro-batches, already multiplied by their factors."""
+        """The mini-batch's loss. ``losses`` are the micro-batches' losses, already multiplied by their factors."""
         parts = [loss if share is None else loss * share for loss, share in zip(losses, self.shares, strict=True)]
         total = parts[0]
         for part in parts[1:]:  # the same order of sums for every schedule
@@ -116,7 +119,7 @@ class Splitter:
                 )
 
     def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
-        """Split a mini-batch. With fewer rows than micro-batches, there are as many micro-batches as rows.
+        """Split a mini-batch. A batch with fewer rows than micro-batches gets one micro-batch per row.
 
         Raises:
             InputError: for no rows, different numbers of rows, a target that does not match, or too few rows for a
@@ -150,7 +153,7 @@ class Splitter:
         return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
-        """One micro-batch with ``rows`` rows of a sample, dropping or repeating rows. Raises as ``batch``."""
+        """One micro-batch of ``rows`` rows of a sample; drops or repeats rows. Raises the errors of ``batch``."""
         whole = replace(self, num_microbatches=1).batch(args, kwargs, target)
         has = whole.rows[0]
 
@@ -223,8 +226,8 @@ class Splitter:
     def weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> "Weighting":
         """The weights of the losses.
 
-        groups: micro-batches whose gradients are applied together; each group's gradient is that of its rows. Default:
-        all are one group.
+        ``groups`` lists the micro-batches whose gradients are applied together. The weights in each
+        group add up to 1. Default: one group of all micro-batches.
         """
         if self.loss_reduction == "sum":
             return Weighting([None] * len(batch.rows), [None] * len(batch.rows))

@@ -83,7 +83,7 @@ class SegmentedRun(Protocol):
         """The number of parts that may be queued while the caller continues."""
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> Any:
-        """Hand the next part of its order to every rank of this process."""
+        """Give each rank of this process the next part of that rank's order."""
 
     def finish(self, part: Any) -> Timeline:
         """Wait until a part has run; return its timeline. Raises a stage's exception."""
@@ -105,7 +105,7 @@ class Executor(Protocol):
         """End a run."""
 
     def check_outside(self, method: str) -> None:
-        """Raise ExecutionError if called within a step. method: its name for the message."""
+        """Raise ExecutionError within a running step. ``method`` is the name of the called method, for the message."""
 
 
 class RankHost(Protocol):
@@ -113,7 +113,7 @@ class RankHost(Protocol):
 
     #: The devices of the ranks that hold stages.
     devices: list[torch.device]
-    #: Also the devices that no rank uses.
+    #: All devices, including those that no rank uses.
     all_devices: list[torch.device]
 
     @property
@@ -139,7 +139,7 @@ class RankHost(Protocol):
         """Register the types of values sent between ranks. Raises GraphError for a type that cannot be sent."""
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise an error here, and report it to the other processes as a failure of this one."""
+        """Raise an error here, and report it to the other processes as a failure of this process."""
 
     def start(self) -> None:
         """Start the ranks, after all checks that need no running rank."""
@@ -154,8 +154,9 @@ class RankHost(Protocol):
             deal: splits rank 0's call between the ranks.
 
         Raises:
-            InputError: if a batch was passed or is missing against ``inputs=``. An error of ``make`` is raised here,
-                and as an ExecutionError that contains it in the other processes.
+            InputError: if this rank passed a batch although ``inputs=`` forbids it, or passed none although ``inputs=``
+                requires it. An error of ``make`` is raised here; the other processes raise an ExecutionError that
+                contains its text.
 
         """
 
@@ -163,23 +164,26 @@ class RankHost(Protocol):
         """Run a program on all ranks."""
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
-        """A loss that one rank can compute, in all processes; elsewhere a tensor whose first use waits for it."""
+        """Return, in all processes, the loss that only one rank can compute.
+
+        In the processes of the other ranks, the first use of the returned tensor waits for its value.
+        """
 
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
-        """The value that one rank can compute, in all processes."""
+        """Return, in all processes, the value that only one rank can compute."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send values to ranks in other processes, and return the values that ranks in ``sources`` send to this one."""
+        """Send values to ranks in other processes, and return the values received from the ranks in ``sources``."""
 
     def abandon(self, what: str, error: BaseException) -> None:
-        """Close the host; other processes see a failure of this one."""
+        """Close the host, and report a failure of this process to the other processes."""
 
     def close(self) -> None:
         """End the ranks."""
 
 
 class ThreadRanks:
-    """All ranks in this process, each with a device; a device may repeat."""
+    """All ranks in this process, each with a device. Several ranks may share a device."""
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
         self.devices = self.all_devices = list(devices)
@@ -237,7 +241,7 @@ class ThreadRanks:
 
 
 class MeshRanks:
-    """One rank of a one-dimensional DeviceMesh in this process, the others in theirs. All methods are collective."""
+    """The ranks of a one-dimensional DeviceMesh, with one process per rank. All methods are collective."""
 
     def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float, inputs: Inputs = "all") -> None:
         check_type(
@@ -406,7 +410,7 @@ class MeshRanks:
 
     @contextmanager
     def connected(self) -> Iterator[ProcessExecutor]:
-        """A context with the executor; if it is closed, a temporary new one. Collective."""
+        """A context that yields the executor, or a temporary new one if the executor is closed. Collective."""
         self.executor.check_outside("gather_model")
         if not self.executor.closed:
             yield self.executor

@@ -1,4 +1,4 @@
-"""Step call: the data of one call of step, evaluate or forward: its batch, its loss weights and its options.
+"""Step call: one call of step, evaluate or forward, with its batch, its loss weights and its options.
 
 With ``inputs='first'`` only rank 0 passes a batch; the call is then sent to the other ranks, each with the part of the
 batch that its stages need.
@@ -62,7 +62,7 @@ class StepCall:
     def outputs(self, step_data: StepData, *, own_loss: bool) -> Any:
         """The outputs in mini-batch order; None if the last stage is in another process.
 
-        own_loss: whether the outputs contain the model's own loss.
+        ``own_loss`` states whether the outputs contain the model's own loss.
         """
         if not step_data.outputs:
             return None
@@ -98,7 +98,7 @@ SENT_TYPES = _Opening, _Unsent
 def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: int) -> tuple[StepCall, list[Any]]:
     """Split rank 0's call into one message for each rank.
 
-    An input is sent to the ranks whose stages use it, targets to the stages without consumers.
+    An input is sent to the ranks whose stages use it. Targets are sent to the ranks of the stages without consumers.
 
     Args:
         call: rank 0's call with the whole batch.
@@ -173,7 +173,7 @@ def _without_contents(one: _Unsent) -> Tensor:
 
 
 def _written(numbers: Any) -> Tensor | None:
-    """Numbers as a tensor, so that the layout of the message does not depend on their values; None if they are None."""
+    """Return numbers as a tensor, so that they do not change the message's layout; None if a number is None."""
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 

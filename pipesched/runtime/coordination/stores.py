@@ -18,7 +18,7 @@ _PATIENCE_S = 2.0  # added to the store's own timeout
 
 
 class Store(Protocol):
-    """The used part of a torch.distributed store's interface."""
+    """The methods of a torch.distributed store that are used here."""
 
     def set(self, key: str, value: str, /) -> Any: ...
 

@@ -33,7 +33,10 @@ class Stuck:
         self._aborted = False
 
     def look(self, name: str, fault: str) -> None:
-        """Check once, and end a stuck collective; called repeatedly. name: of this rank; fault: its description."""
+        """Check once, and end a stuck collective. Called repeatedly.
+
+        ``name`` is the name of this rank, and ``fault`` the description of the fault, for the printed message.
+        """
         now = time.monotonic()
         place = self._activity.innermost() if self._activity.doing()[0] == COLLECTIVE else None
         if place != self._place:

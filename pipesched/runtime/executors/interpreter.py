@@ -18,7 +18,7 @@ __all__ = ["Rank", "StageLike", "Stamps", "Transport", "interpret"]
 
 
 class StageLike(Protocol):
-    """The interface of a stage. ``arrived``: one value for each producer; ``grads``: one for each consumer."""
+    """The interface of a stage. ``arrived`` holds a value for each producer, ``grads`` a gradient for each consumer."""
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
         """F: return the stage's output, or a PerConsumer with one output for each consumer."""
@@ -83,7 +83,7 @@ _Ends = tuple[int, int, bool, int]
 
 
 class _Edge:
-    """The place of a value between its producer and its consumer. giver: the producing stage."""
+    """The place of a value between its producer and its consumer. ``giver`` is the producing stage."""
 
     __slots__ = ("giver", "value")
 
@@ -111,7 +111,7 @@ def _taken(edge: _Edge) -> Any:
 
 
 class _Step(NamedTuple):
-    """An action as a call. Its arguments come from the edges in ``takes``; its result goes to those in ``gives``."""
+    """A call of an action. It takes arguments from the edges ``takes`` and puts its result on the edges ``gives``."""
 
     action: Action
     call: Callable[..., Any]
@@ -125,7 +125,7 @@ class Rank:
     Args:
         index: the number of the rank.
         program: the lowered program.
-        stages: the stages by number; only this rank's are used.
+        stages: the stages by number; only the stages of this rank are used.
         transport: sends values to other ranks and receives them.
         pair: maps a micro-batch of a stream to the micro-batch of the program that it runs like. Default: itself.
 

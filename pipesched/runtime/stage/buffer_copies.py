@@ -1,4 +1,4 @@
-"""Buffer copies: buffers that forwards write to, preserved so that each backward sees those of its own forward.
+"""Buffer copies: copies of the buffers that forwards write to, so that each backward uses those of its own forward.
 
 Several micro-batches are in flight, and autograd saves buffers that the next forward would overwrite. So each forward
 writes to copies, which autograd saves, and the buffers take over the copies' values.

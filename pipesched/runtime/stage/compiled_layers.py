@@ -100,7 +100,7 @@ class Compiled:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a compiled layer with the stage's mode disabled. own: tensors that replace the layer's own."""
+        """Call a compiled layer with the stage's mode disabled. ``own`` replaces its tensors."""
         compiled = self._layers.get(layer)
         if compiled is None:
             compiled = self._layers[layer] = _Layer(layer, self._compiled(layer))

@@ -1,7 +1,7 @@
 """Layer runner: calls the layers of one stage and its loss, one micro-batch at a time.
 
-The layers are the user's own modules. They use their own Parameters and buffers, except where a call replaces tensors:
-leaves for tied weights, an older weight version, or copies of buffers.
+The layers are the user's own modules. They use their own Parameters and buffers, except where a call replaces
+them by leaves for tied weights, by an older weight version, or by copies of buffers.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -139,7 +139,7 @@ class LayerRunner:
             return output if self._head is None else self._loss(self._head, saved, output)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
-        """Run forward and save the activations. split: whether a later I defers weight gradients to W."""
+        """Run forward and save the activations. ``split`` states whether I defers weight gradients to W."""
         split = split and self._may_split()
         saved.deferred = split and self.deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self.deferral.learning)
@@ -281,7 +281,7 @@ class LayerRunner:
         return loss if factor is None else loss * factor
 
     def _stand_ins(self, saved: MicrobatchState, name: str, number: int) -> Mapping[str, Tensor]:
-        """The tensors that replace a module's own in one call."""
+        """The tensors that replace a module's own tensors in one call."""
         ties = self._ties.get((name, number), _NOTHING)
         return {**saved.weights.get(name, _NOTHING), **(saved.buffers or _NOTHING).get(name, _NOTHING), **ties}
 

@@ -1,4 +1,4 @@
-"""Optimizers of the stages, and how the optimizers of one plan pass their state to those of the next.
+"""Optimizers: creates the optimizers of the stages, and moves their state to the stages of the next plan.
 
 Each parameter keeps its optimizer state and the settings of its parameter group, such as the learning rate. A stage
 with the same number keeps the same optimizer object, so learning rate schedulers attached to it still work.
@@ -37,7 +37,7 @@ class Inheritance:
     A stage has an optimizer if one of its parameters is trainable, or was in an optimizer before.
 
     Args:
-        make: creates an optimizer for a list of parameters that had none.
+        make: creates an optimizer for a list of parameters that are in no optimizer yet.
         before: the optimizers of the old stages.
         stages: the parameters of each new stage.
 
@@ -72,7 +72,7 @@ class Inheritance:
         self.undriven = [i for i in self._heirs if i not in before and any("initial_lr" in g for _, g in held.values())]
 
     def take(self) -> dict[int, Optimizer]:
-        """Move all parameters and states to the new stages' optimizers; return these by stage."""
+        """Move all parameters and states to the new stages' optimizers; return the optimizers by stage."""
         for heir in self._heirs.values():
             for group, change in heir.groups:
                 group.update(change)

@@ -19,16 +19,18 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["RecomputedLayers", "is_dear"]
 
-#: (tensors in place of a layer's own, args, kwargs) -> what it returns
+#: (tensors that replace a layer's own tensors, args, kwargs) -> the layer's output
 _RunLayer = Callable[[Mapping[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
 
 _Call = tuple[str, int]
 
 
 class _Seen(NamedTuple):
-    """The buffers before a call: copies of those that it changes; of the others, the tensors with their versions."""
+    """The buffers before a call."""
 
+    #: Copies of the buffers that the call changes.
     copies: dict[str, Tensor]
+    #: The buffers that the call leaves unchanged, with their version counters.
     still: dict[str, tuple[Tensor, int]]
 
 
@@ -57,7 +59,7 @@ class RecomputedLayers:
         Args:
             which: the layer's name and the number of the call.
             layer: the user's module.
-            own: tensors that replace the layer's own.
+            own: tensors that replace the layer's own tensors.
             run: calls the layer with replacement tensors, args and kwargs.
             args: the layer's positional arguments.
             kwargs: the layer's keyword arguments.

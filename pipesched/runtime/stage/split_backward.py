@@ -99,10 +99,10 @@ class Deferral:
         self._products.clear()
 
     def decide(self, microbatch: int, kind: Callable[[], Hashable]) -> bool:
-        """Whether the coming forward defers weight gradients.
+        """Return whether the next forward defers weight gradients.
 
-        The first forward of a step decides by its kind (shapes, trainable parameters). If the kind is new, that forward
-        is learned from.
+        The first forward of a step decides by its kind (shapes, trainable parameters). If the kind is new, the
+        deferrable weights are learned from that forward.
         """
         if not self._decided:
             self._decided = True
@@ -115,7 +115,7 @@ class Deferral:
 
     @property
     def learning(self) -> bool:
-        """Whether the current forward is one to learn from."""
+        """Whether deferrable weights are learned from the current forward."""
         return self._weight_uses is not None
 
     @property
@@ -245,7 +245,7 @@ _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 
 
 def _is_plain(x: Any, *weights: Any) -> bool:
-    """Whether these are floating-point tensors of no subclass, and the weights trainable leaves."""
+    """Whether all are floating-point tensors of no subclass, and the weights are trainable leaves."""
     return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
         weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
     )

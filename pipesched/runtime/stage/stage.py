@@ -151,7 +151,7 @@ class Stage:
         self._runner.run_keeping(saved, arrived, split)
 
     def backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """B: accumulate all parameters' gradients; return the received values' gradients, for each producer."""
+        """B: accumulate all parameters' gradients; return, per producer, the gradients of the received values."""
         saved = self._saved.pop(microbatch)
         self._runner.backward(saved, grads)
         if self.weights is not None:
@@ -159,7 +159,7 @@ class Stage:
         return self._input_grads(microbatch, saved)
 
     def input_grad(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """I: return the received values' gradients, for each producer. Expensive weight gradients are deferred to W."""
+        """I: return, per producer, the gradients of the received values. Defer expensive weight gradients to W."""
         saved = self._saved[microbatch]
         if saved.deferred:
             with self._runner.deferral.unnoted():
@@ -226,7 +226,7 @@ class Stage:
         return (Payload.joined([given, *arrived]) if arrived else given), True
 
     def _buffers_copied(self, output: Payload) -> Payload:
-        """The output with every buffer of this stage cloned: the next forward may change a buffer before it is read."""
+        """The output with this stage's buffers cloned: the next forward may change them before the output is read."""
         own = {memory_of(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         return output.map_tensors(lambda one: one.clone() if memory_of(one) in own else one) if own else output
 

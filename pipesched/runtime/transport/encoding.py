@@ -83,7 +83,7 @@ class UnsentTypeError(ExecutionError):
 
 
 class _Own(NamedTuple):
-    """How values of a registered type are taken apart and built. immutable: whether instances never change."""
+    """How values of a registered type are taken apart and built. ``immutable`` states that instances never change."""
 
     name: str
     take: Callable[[Any], Iterable[Any]]
@@ -94,8 +94,8 @@ class _Own(NamedTuple):
 class Encoding:
     """Writes and reads plain values.
 
-    types: enums and pytree nodes to know by name, in addition to built-in types. Both ends must know the same types:
-    those of pipesched, and those that each has seen in its own capture of the model.
+    ``types`` are enums and pytree nodes to register by name, in addition to built-in types. Both ends must register the
+    same types: the types of pipesched, and the types that occur in each rank's own capture of the model.
     """
 
     def __init__(self, types: Iterable[Any] = ()) -> None:
@@ -133,7 +133,7 @@ class Encoding:
     # ---- writing ----------------------------------------------------------------------------------------------------
 
     def written(self, value: Any) -> bytes:
-        """A value as bytes. Raises UnsentTypeError."""
+        """Encode a value as bytes. Raises UnsentTypeError."""
         out = bytearray()
         self._write(value, out)
         return bytes(out)
@@ -203,7 +203,7 @@ class Encoding:
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, data: bytes) -> Any:
-        """The inverse of ``written``. Raises ExecutionError for other bytes."""
+        """Decode a value from the bytes of ``written``. Raises ExecutionError for invalid bytes."""
         try:
             value, end = self._read(memoryview(data), 0)
             if end != len(data):

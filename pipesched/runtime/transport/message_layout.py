@@ -1,4 +1,4 @@
-"""Message layout: describes a value for transport, apart from the bytes of its tensors.
+"""Message layout: describes a value for transport, without the bytes of its tensors.
 
 A value is a Payload (forward), Gradients (backward), a tensor, or a plain value. Its layout is small, fast to compare,
 and defines how the tensors' bytes are arranged in one message and how the receiver rebuilds the value. Strides are
@@ -54,7 +54,7 @@ class _Restored(NamedTuple):
     dtype: torch.dtype
     shape: _Sizes
     stride: _Sizes
-    #: In elements, within the piece.
+    #: The position of the tensor's first element in the piece.
     offset: int = 0
     #: Whether the elements are copied to memory with gaps between them.
     gapped: bool = False
@@ -129,7 +129,7 @@ def _memory(leaf: Any) -> int:
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """The layout of a value, written once and then known at both ends. encoding: of its plain values."""
+    """The layout of a value, sent once and then stored at both ends. ``encoding`` encodes the plain values."""
 
     description: Description
     encoding: Encoding = field(repr=False, compare=False)
@@ -149,7 +149,7 @@ class MessageLayout:
 
     @classmethod
     def read(cls, written: bytes, encoding: Encoding) -> "MessageLayout":
-        """The inverse of ``written``. Raises ExecutionError for bytes that are no layout."""
+        """The inverse of ``written``. Raises ExecutionError for bytes that are not a layout."""
         layout = cls(encoding.read(written), encoding)
         try:
             skeleton, looks, _, _ = layout.description
@@ -174,7 +174,7 @@ class MessageLayout:
         return self._layout[0]
 
     def plain_bytes(self, value: Any) -> Any:
-        """The bytes of a value with a single contiguous tensor and this layout, as a numpy array without a copy.
+        """The bytes of a value with this layout and a single contiguous tensor, as a numpy array without a copy.
 
         None for any other value; ``describe`` then determines its layout.
         """
@@ -209,7 +209,7 @@ class MessageLayout:
         return (skeleton, looks[0]) if stride == torch.empty(shape, device="meta").stride() else None
 
     def in_place(self, leaves: tuple[Any, ...]) -> Tensor | None:
-        """The bytes of a value's only tensor without a copy, if long, contiguous and on the CPU; otherwise None."""
+        """A view of the bytes of a value's only tensor if it is long, contiguous and on the CPU; otherwise None."""
         piece = self._only
         if piece is None:
             return None
@@ -360,7 +360,7 @@ def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, off
 
 
 def _shared_piece(leaf: int, number: int, looks: Any, shared: Any, offset: int) -> _Piece:
-    """The piece of the whole memory range that the leaves sharing it cover."""
+    """The piece for memory that several leaves share: all bytes from the first to the last one that a leaf uses."""
     ends = [
         (first, first + _reach(shape, stride) * dtype.itemsize)
         for (dtype, shape, stride), (memory, first) in (
