@@ -123,7 +123,7 @@ class Stream:
 
     @contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """A context that allows one call at a time, and none from a rank. An exception ends the stream."""
+        """A context that raises if a call is in progress, or is made by a rank. An exception ends the stream."""
         self._host.executor.check_outside(method)
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(

@@ -192,9 +192,9 @@ class Splitter:
             )
 
     def _target_dim(self, target: Any, given: "_Given") -> int | None:
-        """The target's dim.
+        """The dim along which the target is split.
 
-        With one dim for all arguments, that dim if the target has the batch's rows there; otherwise 0.
+        With one dim for all arguments, it is that dim if the target has the batch's rows there, and otherwise 0.
         """
         dim = self._dim("target")
         if not isinstance(self.split_dims, int) or not self.split_dims:

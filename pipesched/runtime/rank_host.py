@@ -123,7 +123,7 @@ class RankHost(Protocol):
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
         """The same host with ``num_ranks`` ranks that hold stages.
 
-        all_ranks: whether every rank of a mesh must hold stages. Raises DeviceCountError.
+        ``all_ranks`` states whether every rank of a mesh must hold stages. Raises DeviceCountError if one holds none.
         """
 
     def holds(self, rank: int) -> bool:

@@ -326,7 +326,7 @@ class Alarm:
 
         Args:
             text: the description of the failure.
-            doing: "raised" if the cause is an error of this rank; otherwise the cause is searched.
+            doing: "raised" if the cause is an error of this rank; otherwise the alarm searches for the cause.
             ended: the rank of this pipeline that ended its connection with this one, if known.
 
         Returns:

@@ -2,8 +2,8 @@
 
 Each rank announces its arrival. Once all have arrived, rank 0 answers each with the same new token, a prefix in the
 group's store. A rank that raises before its arrival announces its error instead, and the other ranks receive it
-immediately. A rank that has waited for too long withdraws its announcement, and rank 0 skips withdrawn ones. So a
-mistake of one rank ends one attempt in all ranks, and the next attempt starts anew.
+immediately. A rank that has waited for too long withdraws its announcement, and rank 0 skips withdrawn ones. So an
+error of one rank ends one attempt in all ranks, and the next attempt starts anew.
 
 The announcements of a rank are numbered. Each announcement has one key, whose value changes once from
 "waiting" to its outcome. The announcing rank or rank 0, whichever changes the value first, decides the outcome.

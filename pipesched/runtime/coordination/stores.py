@@ -86,7 +86,7 @@ def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None
 
 
 def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.Event | None = None) -> Any:
-    """Wait for a key's value. Raises RuntimeError at the timeout. given_up: as for ``asked``."""
+    """Wait for a key's value. Raises RuntimeError at the timeout. ``given_up`` ends the wait, as in ``asked``."""
 
     def ask() -> Any:
         store.wait([key], timedelta(seconds=timeout_s))

@@ -49,7 +49,7 @@ class OrderMessages:
     def repeated(self, period: int) -> Messages:
         """Layout keys for a stream, where the layouts of a step predict those of the next.
 
-        period: the number of micro-batches in a step.
+        ``period`` is the number of micro-batches in a step.
         """
         return {
             peer: {

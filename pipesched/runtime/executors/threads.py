@@ -346,7 +346,7 @@ class ThreadExecutor:
         self._busy.release()
 
     def check_open(self, call: str) -> None:
-        """Raise ExecutionError after ``close``. call: the call that needs an open pipeline, for the message."""
+        """Raise ExecutionError after ``close``. ``call`` names the call in the message."""
         if not self._finalizer.alive:
             self._forked.check()
             raise ExecutionError(f"a closed pipeline cannot run; it was closed before {call}; make a new one")

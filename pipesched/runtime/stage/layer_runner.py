@@ -100,7 +100,7 @@ class LayerRunner:
         self._is_plain = not (ties or self._checkpoint_of_call or compiled or self._moves_buffers)
 
     def begin(self, step_data: StepData, weights: WeightStash | None) -> None:
-        """Start a step. weights: the weight versions, if the program updates weights during the run."""
+        """Start a step. ``weights`` holds the weight versions if the program updates weights during the run."""
         self._step_data = step_data
         self._weights = weights
         self._body.begin()

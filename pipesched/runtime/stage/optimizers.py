@@ -42,7 +42,7 @@ class Inheritance:
         stages: the parameters of each new stage.
 
     Raises:
-        ModelTypeError: if ``make`` returns something else, or an optimizer of other parameters.
+        ModelTypeError: if ``make`` does not return an optimizer of exactly the given parameters.
 
     """
 
@@ -160,7 +160,7 @@ def optimizers_for(
     home: Callable[[nn.Parameter], int | None],
     before: Mapping[int, Optimizer],
 ) -> Inheritance:
-    """Prepare the stages' optimizers: created by the function, or taken over from the stages before.
+    """Prepare the stages' optimizers. Each is created by the user's function, or kept from an old stage.
 
     Args:
         optimizer: the user's function, params -> Optimizer.
@@ -171,7 +171,7 @@ def optimizers_for(
         before: the optimizers of the old stages.
 
     Raises:
-        ModelTypeError: if ``optimizer`` returns something else.
+        ModelTypeError: if ``optimizer`` does not return a torch.optim.Optimizer of its params.
 
     """
     for index, stage in stages.items():

@@ -92,7 +92,7 @@ class Deferral:
         self._saving = False
 
     def begin(self, live: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Start a step. live: maps a weight version's tensor to its Parameter, and any other tensor to itself."""
+        """Start a step. ``live`` maps a weight version's tensor to its Parameter, and any other tensor to itself."""
         self._live = live or _itself
         self._decided = False
         self._weight_uses = None
@@ -136,7 +136,7 @@ class Deferral:
     def saving(self, *, again: bool = False) -> Iterator[None]:
         """A context for layers whose saved tensors are recomputed or offloaded: products save inputs through autograd.
 
-        again: whether the layer is being recomputed, which rebuilds the graph of its forward.
+        ``again`` states whether the layer is being recomputed, which rebuilds the graph of its forward.
         """
         before = self._saving, self._noting
         self._saving = True
@@ -214,7 +214,7 @@ class Deferral:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
-        """Record a product that was called unchanged. channels: the dimension of x that the product sums over."""
+        """Record a product that was called unchanged. It sums over the dim ``channels`` of x."""
         if self._weight_uses is not None and self._noting:
             self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output

@@ -78,8 +78,8 @@ class Stage:
     def begin(self, step_data: StepData, uses: Uses | None = None) -> None:
         """Start a step. State left by a failed step is discarded.
 
-        uses: the weight version of each micro-batch, for a program that updates the weights while micro-batches are in
-        flight.
+        ``uses`` holds the weight version of each micro-batch, for a program that updates the weights while
+        micro-batches are in flight.
         """
         self._saved.clear()
         self._step_data = step_data

@@ -32,7 +32,7 @@ class StageOptimizer:
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
     def update(self, weights: WeightStash | None) -> None:
-        """Step with the gradients since the last update. weights: the versions for micro-batches in flight."""
+        """Step with the gradients since the last update. ``weights`` holds the versions in flight."""
         if self.late:
             self._waiting = True
             return

@@ -412,12 +412,12 @@ class Channels:
             self._neighbours[peer].extend(channels)
 
     def sender(self, peer: int, backward: bool) -> Callable[[Any], None]:
-        """A function that sends a value without waiting, to a rank that a run has been opened with."""
+        """A function that sends a value without waiting. A run must have been opened with ``peer``."""
         send: Callable[[Any], None] = self._neighbours[peer].outgoing[backward].send
         return send
 
     def receiver(self, peer: int, backward: bool) -> Callable[[], Any]:
-        """A function that waits for the channel's next value, from a rank that a run has been opened with."""
+        """A function that waits for the channel's next value. A run must have been opened with ``peer``."""
         neighbour = self._neighbours[peer]
         receive = neighbour.incoming[backward].receive
 

@@ -271,7 +271,7 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 
 
 class Packed:
-    """The memory of a message: a header (on a CPU only), then the bytes of a layout's tensors. data: all bytes."""
+    """The memory of a message: a header (on a CPU only), then the bytes of a layout's tensors. ``data`` views it."""
 
     def __init__(self, layout: MessageLayout | None, header: int, device: torch.device | None = None) -> None:
         pieces = layout.pieces if layout else []
