@@ -63,7 +63,7 @@ class Stream:
         self._host = host
         self._stages = stages
         self._step_data = step_data
-        #: Inputs, targets and factors by micro-batch.
+        #: Three tables by micro-batch: inputs, targets and factors.
         self._given: tuple[dict[int, Any], dict[int, Any], dict[int, Any]] = ({}, {}, {})
         self._weightings: deque[Weighting] = deque()
         self._parts: deque[Any] = deque()
@@ -96,7 +96,7 @@ class Stream:
             return self._losses[max(0, self._steps - 2)]
 
     def flush(self) -> Tensor:
-        """Finish all queued steps and end the stream. Returns the last step's loss. Raises as ``step``."""
+        """Finish all queued steps, end the stream, and return the last step's loss. Raises the errors of ``step``."""
         with self._alone("flush"):
             while self._parts:
                 self._finish_step()
@@ -123,11 +123,12 @@ class Stream:
 
     @contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """A context that allows one call at a time, and none from a rank. An exception ends the stream."""
+        """A context that raises if a call is in progress, or is made by a rank. An exception ends the stream."""
         self._host.executor.check_outside(method)
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
-                "one step at a time; this one was called while another is running; call it after that one has returned"
+                "a pipeline may run only one call at a time; another call is still running; call again after it has "
+                "returned"
             )
         try:
             yield

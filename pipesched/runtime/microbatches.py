@@ -17,9 +17,9 @@ from pipesched.tensors.payload import choose_rows, gather, opened, pytree, rows_
 
 __all__ = ["Batch", "SplitDims", "Splitter", "Weighting", "loss_places"]
 
-#: The dim to split along: one for all arguments, one for each positional argument, or a mapping from positions,
-#: keywords, "target" and "output". Names left out are split along dim 0. With one dim for all, a target or output that
-#: does not have the batch's rows in that dim is split along dim 0.
+#: The dim to split along: one dim for all arguments, a sequence with one dim for each positional argument, or a mapping
+#: from a position, a keyword, "target" or "output" to a dim. Arguments that are left out are split along dim 0. With
+#: one dim for all arguments, a target or output that does not have the batch's rows in that dim is split along dim 0.
 SplitDims = int | None | Sequence[int | None] | Mapping[int | str, int | None]
 
 
@@ -49,7 +49,10 @@ class Batch:
         return [trainable_leaves(value) for value in self.inputs]
 
     def gathered(self, outputs: Sequence[Any], weighting: "Weighting | None") -> Any:
-        """Concatenate the micro-batches' outputs. weighting: of the loss in the outputs; None if they have no loss."""
+        """Concatenate the micro-batches' outputs.
+
+        ``weighting`` applies to the loss in the outputs. It is None if the outputs contain no loss.
+        """
         whole = gather(outputs, self.rows, self.output_dim)
         places = [] if weighting is None else loss_places(outputs[0])
         if weighting is None or not places:
@@ -87,7 +90,7 @@ class Weighting(NamedTuple):
         ]
 
     def total(self, losses: Sequence[Tensor]) -> Tensor:
-        """The mini-batch's loss. losses: of the micro-batches, already multiplied by their factors."""
+        """The mini-batch's loss. ``losses`` are the micro-batches' losses, already multiplied by their factors."""
         parts = [loss if share is None else loss * share for loss, share in zip(losses, self.shares, strict=True)]
         total = parts[0]
         for part in parts[1:]:  # the same order of sums for every schedule
@@ -111,12 +114,12 @@ class Splitter:
         for dim in self._given_dims():
             if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
                 raise InputError(
-                    f"split_dims must be a dim for all arguments or one for each; got {self.split_dims!r}; "
-                    f"pass integers, or None for an argument that is not split"
+                    f"split_dims must be one dim for all arguments, or one dim for each argument; got "
+                    f"{self.split_dims!r}; pass integers, or None for an argument that is not split"
                 )
 
     def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
-        """Split a mini-batch. With fewer rows than micro-batches, there are as many micro-batches as rows.
+        """Split a mini-batch. A batch with fewer rows than micro-batches gets one micro-batch per row.
 
         Raises:
             InputError: for no rows, different numbers of rows, a target that does not match, or too few rows for a
@@ -134,8 +137,9 @@ class Splitter:
         count = min(self.num_microbatches, rows)
         if self.fixed and count < self.num_microbatches:
             raise InputError(
-                f"this program is written for {self.num_microbatches} micro-batches; the batch has {rows} rows; "
-                f"pass at least as many rows (drop_last=True in the data loader), or a schedule that allows any number"
+                f"a batch must have a row for each of the program's {self.num_microbatches} micro-batches; the batch "
+                f"has {rows} rows; pass at least {self.num_microbatches} rows (drop_last=True in the data loader), or "
+                f"use a schedule that allows any number of micro-batches"
             )
         with torch.enable_grad():  # splitting an input that requires a gradient is part of the user's graph
             columns = [split(value, dim, count) for value, dim in zip(args, dims, strict=True)]
@@ -149,7 +153,7 @@ class Splitter:
         return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
-        """One micro-batch with ``rows`` rows of a sample, dropping or repeating rows. Raises as ``batch``."""
+        """One micro-batch of ``rows`` rows of a sample; drops or repeats rows. Raises the errors of ``batch``."""
         whole = replace(self, num_microbatches=1).batch(args, kwargs, target)
         has = whole.rows[0]
 
@@ -178,19 +182,19 @@ class Splitter:
             strange = [name for name in dims if name not in known]
             if strange:
                 raise InputError(
-                    f"split_dims must name arguments of the call, 'target' or 'output'; {strange[0]!r} is none; "
-                    f"correct the name"
+                    f"split_dims may only name arguments of the call, 'target' and 'output'; the call has no argument "
+                    f"{strange[0]!r}; correct the name"
                 )
         elif isinstance(dims, Sequence) and len(dims) < num_args:
             raise InputError(
-                f"split_dims must have one dim for each argument; it has {len(dims)}, but {num_args} arguments were "
-                f"passed; add the missing dims"
+                f"split_dims must have one dim for each argument; it has {len(dims)} dims, but the call has {num_args} "
+                f"positional arguments; add the missing dims"
             )
 
     def _target_dim(self, target: Any, given: "_Given") -> int | None:
-        """The target's dim.
+        """The dim along which the target is split.
 
-        With one dim for all arguments, that dim if the target has the batch's rows there; otherwise 0.
+        With one dim for all arguments, it is that dim if the target has the batch's rows there, and otherwise 0.
         """
         dim = self._dim("target")
         if not isinstance(self.split_dims, int) or not self.split_dims:
@@ -222,8 +226,8 @@ class Splitter:
     def weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> "Weighting":
         """The weights of the losses.
 
-        groups: micro-batches whose gradients are applied together; each group's gradient is that of its rows. Default:
-        all are one group.
+        ``groups`` lists the micro-batches whose gradients are applied together. The weights in each
+        group add up to 1. Default: one group of all micro-batches.
         """
         if self.loss_reduction == "sum":
             return Weighting([None] * len(batch.rows), [None] * len(batch.rows))
@@ -231,7 +235,7 @@ class Splitter:
         total = sum(weights)
         if not 0 < total < inf:
             remedy = getattr(self.loss_weight, "remedy", "check loss_weight, or skip this batch")
-            raise InputError(f"loss weights must add up to a finite number above 0; got {total}; {remedy}")
+            raise InputError(f"the sum of the loss weights must be finite and above 0; it is {total}; {remedy}")
         if len(groups) < 2:
             return Weighting([weight / total for weight in weights], [None] * len(batch.rows))
         factors = [0.0] * len(batch.rows)
@@ -265,8 +269,8 @@ def _weights(batch: Batch, loss_weight: Callable[..., Any]) -> list[float]:
         return [float(weight) for weight in weights]
     except (TypeError, ValueError):
         raise InputError(
-            f"loss_weight must return one number for each micro-batch; got {shown(weights[0])}; return for example "
-            f"(target != -100).sum()"
+            f"loss_weight must return one number for each micro-batch; it returned {shown(weights[0])}; return for "
+            f"example (target != -100).sum()"
         ) from None
 
 
@@ -279,14 +283,16 @@ def _common_rows(given: _Given) -> int:
     counts = {what: rows_of(value, dim, what) for what, (value, dim) in given.items()}
     known = {what: rows for what, rows in counts.items() if rows is not None}
     if not known:
-        raise InputError("a batch must contain a tensor to split into micro-batches; it contains none; pass a tensor")
+        raise InputError(
+            "a batch must contain a tensor that can be split by rows; this batch contains no such tensor; pass a tensor"
+        )
     first, rows = next(iter(known.items()))
     for what, other in known.items():
         if other != rows:
             raise InputError(
-                f"all tensors of a batch must have the same number of rows; {first} has {rows}, {what} has {other}; "
-                f"make them match, or set split_dims=None for an argument that is not split"
+                f"all tensors of a batch must have the same number of rows; {first} has {rows} rows, {what} has "
+                f"{other}; make the numbers equal, or set split_dims=None for an argument that is not split"
             )
     if rows == 0:
-        raise InputError(f"a batch must have at least one row; {first} has none; leave the empty batch out")
+        raise InputError(f"a batch must have at least one row; {first} has no rows; leave the empty batch out")
     return rows

@@ -83,7 +83,7 @@ class SegmentedRun(Protocol):
         """The number of parts that may be queued while the caller continues."""
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> Any:
-        """Hand the next part of its order to every rank of this process."""
+        """Give each rank of this process the next part of that rank's order."""
 
     def finish(self, part: Any) -> Timeline:
         """Wait until a part has run; return its timeline. Raises a stage's exception."""
@@ -105,7 +105,7 @@ class Executor(Protocol):
         """End a run."""
 
     def check_outside(self, method: str) -> None:
-        """Raise ExecutionError if called within a step. method: its name for the message."""
+        """Raise ExecutionError within a running step. ``method`` is the name of the called method, for the message."""
 
 
 class RankHost(Protocol):
@@ -113,7 +113,7 @@ class RankHost(Protocol):
 
     #: The devices of the ranks that hold stages.
     devices: list[torch.device]
-    #: Also the devices that no rank uses.
+    #: All devices, including those that no rank uses.
     all_devices: list[torch.device]
 
     @property
@@ -123,7 +123,7 @@ class RankHost(Protocol):
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "RankHost":
         """The same host with ``num_ranks`` ranks that hold stages.
 
-        all_ranks: whether every rank of a mesh must hold stages. Raises DeviceCountError.
+        ``all_ranks`` states whether every rank of a mesh must hold stages. Raises DeviceCountError if one holds none.
         """
 
     def holds(self, rank: int) -> bool:
@@ -139,7 +139,7 @@ class RankHost(Protocol):
         """Register the types of values sent between ranks. Raises GraphError for a type that cannot be sent."""
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise an error here, and report it to the other processes as a failure of this one."""
+        """Raise an error here, and report it to the other processes as a failure of this process."""
 
     def start(self) -> None:
         """Start the ranks, after all checks that need no running rank."""
@@ -154,8 +154,9 @@ class RankHost(Protocol):
             deal: splits rank 0's call between the ranks.
 
         Raises:
-            InputError: if a batch was passed or is missing against ``inputs=``. An error of ``make`` is raised here,
-                and as an ExecutionError that contains it in the other processes.
+            InputError: if this rank passed a batch although ``inputs=`` forbids it, or passed none although ``inputs=``
+                requires it. An error of ``make`` is raised here; the other processes raise an ExecutionError that
+                contains its text.
 
         """
 
@@ -163,23 +164,26 @@ class RankHost(Protocol):
         """Run a program on all ranks."""
 
     def loss(self, rank: int, make: Callable[[], Tensor]) -> Tensor:
-        """A loss that one rank can compute, in all processes; elsewhere a tensor whose first use waits for it."""
+        """Return, in all processes, the loss that only one rank can compute.
+
+        In the processes of the other ranks, the first use of the returned tensor waits for its value.
+        """
 
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
-        """The value that one rank can compute, in all processes."""
+        """Return, in all processes, the value that only one rank can compute."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send values to ranks in other processes, and return the values that ranks in ``sources`` send to this one."""
+        """Send values to ranks in other processes, and return the values received from the ranks in ``sources``."""
 
     def abandon(self, what: str, error: BaseException) -> None:
-        """Close the host; other processes see a failure of this one."""
+        """Close the host, and report a failure of this process to the other processes."""
 
     def close(self) -> None:
         """End the ranks."""
 
 
 class ThreadRanks:
-    """All ranks in this process, each with a device; a device may repeat."""
+    """All ranks in this process, each with a device. Several ranks may share a device."""
 
     def __init__(self, devices: Sequence[torch.device], intra_op_threads: int) -> None:
         self.devices = self.all_devices = list(devices)
@@ -237,15 +241,17 @@ class ThreadRanks:
 
 
 class MeshRanks:
-    """One rank of a one-dimensional DeviceMesh in this process, the others in theirs. All methods are collective."""
+    """The ranks of a one-dimensional DeviceMesh, with one process per rank. All methods are collective."""
 
     def __init__(self, mesh: DeviceMesh, intra_op_threads: int, timeout_s: float, inputs: Inputs = "all") -> None:
-        check_type(mesh, DeviceMesh, "mesh must be a DeviceMesh", "pass one dimension of it, such as mesh['pp']")
+        check_type(
+            mesh, DeviceMesh, "mesh must be a DeviceMesh", "pass one dimension of a DeviceMesh, such as mesh['pp']"
+        )
         timeout_s = as_timeout(timeout_s)
         if mesh.ndim != 1:
             raise DeviceCountError(
-                f"a pipeline needs a mesh of one dimension; got one of {mesh.ndim} dimensions "
-                f"({mesh.mesh_dim_names}); pass one of them, such as mesh['pp']"
+                f"a pipeline needs a mesh of one dimension; this mesh has {mesh.ndim} dimensions "
+                f"({mesh.mesh_dim_names}); pass one dimension of the mesh, such as mesh['pp']"
             )
         device = torch.device(mesh.device_type)
         if device.type == "cuda":
@@ -275,8 +281,9 @@ class MeshRanks:
     def use(self, num_ranks: int, *, all_ranks: bool = False) -> "MeshRanks":
         if all_ranks and num_ranks != len(self.all_devices):
             raise DeviceCountError(
-                f"without a plan, every rank of the mesh must hold stages; it has {len(self.all_devices)} ranks, the "
-                f"program {num_ranks}; use a mesh of {num_ranks} ranks, or a model and a schedule with more stages"
+                f"without a plan, every rank of the mesh must hold stages; the mesh has {len(self.all_devices)} "
+                f"ranks, but the program uses {num_ranks}; use a mesh of {num_ranks} ranks, or a model and a schedule "
+                f"with more stages"
             )
         other = copy.copy(self)
         other.devices = self.all_devices[:num_ranks]  # the other ranks still take part in collective calls
@@ -317,7 +324,7 @@ class MeshRanks:
             for name, value in passed:
                 with self._refusing(name in ends, f"the output of layer {name!r} must be sent between stages"):
                     self.executor.learn(value)
-        with self._refusing(self._inputs == "first", "with inputs='first' rank 0 must send inputs like the sample"):
+        with self._refusing(self._inputs == "first", "with inputs='first', rank 0 must send the inputs to other ranks"):
             self.executor.learn(model.sample)
         with self._refusing(False, ""):  # outputs are sent only on request, so a failure is no error here
             self.executor.learn(model.output_form)
@@ -340,10 +347,11 @@ class MeshRanks:
     def call(self, method: str, given: bool, make: Callable[[], StepCall], deal: Deal) -> StepCall:
         first = self._inputs == "first"
         if given != (self.rank == 0 or not first):
+            who = ("only rank 0 may" if given else "rank 0 must") if first else "every rank must"
             error = InputError(
-                f"with inputs={self._inputs!r} {'only rank 0 passes' if first else 'every rank passes'} a batch to "
-                f"{method}; rank {self.rank} of {len(self.all_devices)} passed {'one' if given else 'none'}; "
-                f"{'call it without a batch there' if given else 'pass it there'}, or change inputs="
+                f"with inputs={self._inputs!r}, {who} pass a batch to {method}; rank {self.rank} of "
+                f"{len(self.all_devices)} passed {'a' if given else 'no'} batch; {'do not' if given else 'also'} pass "
+                f"a batch on this rank, or change inputs="
             )
             self.executor.fail(method, error)
         if not first:
@@ -364,14 +372,14 @@ class MeshRanks:
         message = self.executor.deal(method)
         if isinstance(message, str):
             raise ExecutionError(
-                f"rank 0 passes the batch for all ranks; its {method} failed before it ran, with {message}; "
-                f"fix the error on rank 0; the pipeline remains usable"
+                f"rank 0 must pass a valid batch for all ranks; its call of {method} failed before the first action, "
+                f"with {message}; fix the error on rank 0; the pipeline remains usable"
             )
         call = received(message)
         if call.method != method:
             error = InputError(
-                f"all ranks must call the same method; rank 0 called {call.method}, rank {self.rank} {method}; "
-                f"call the same methods on every rank, in the same order"
+                f"all ranks must call the same method; rank 0 called {call.method}, but rank {self.rank} called "
+                f"{method}; call the same methods on every rank, in the same order"
             )
             self.executor.fail(method, error)
         return call
@@ -402,7 +410,7 @@ class MeshRanks:
 
     @contextmanager
     def connected(self) -> Iterator[ProcessExecutor]:
-        """A context with the executor; if it is closed, a temporary new one. Collective."""
+        """A context that yields the executor, or a temporary new one if the executor is closed. Collective."""
         self.executor.check_outside("gather_model")
         if not self.executor.closed:
             yield self.executor
@@ -430,16 +438,21 @@ def host_for(
     """The host of a Pipeline with these arguments. Raises InputError, DeviceCountError, ExecutionError."""
     if inputs not in get_args(Inputs):
         raise InputError(
-            f"inputs must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; choose which ranks pass a batch"
+            f"inputs must be one of {', '.join(get_args(Inputs))}; got {inputs!r}; choose whether all ranks or only "
+            f"the first pass a batch"
         )
     if devices is not None and mesh is not None:
         raise InputError(
-            "a pipeline runs either on devices= of this process or over a mesh=; got both; pass one of them"
+            "a pipeline must run either on devices= of this process or over a mesh=; both were passed; pass only one"
         )
     if mesh is None:
         if timeout is not None:
-            raise InputError(f"timeout= applies only to a mesh=; got {timeout!r} with devices=; leave it out")
+            raise InputError(
+                f"timeout= may only be passed with a mesh=; timeout is {timeout!r} without a mesh; leave timeout= out"
+            )
         if inputs != "all":
-            raise InputError(f"inputs= applies only to a mesh=; got {inputs!r} with devices=; leave it out")
+            raise InputError(
+                f"inputs= may only be passed with a mesh=; inputs is {inputs!r} without a mesh; leave inputs= out"
+            )
         return ThreadRanks(as_devices(devices), threads)
     return MeshRanks(mesh, threads, 60.0 if timeout is None else timeout, inputs)

@@ -1,4 +1,4 @@
-"""Step call: the data of one call of step, evaluate or forward: its batch, its loss weights and its options.
+"""Step call: one call of step, evaluate or forward, with its batch, its loss weights and its options.
 
 With ``inputs='first'`` only rank 0 passes a batch; the call is then sent to the other ranks, each with the part of the
 batch that its stages need.
@@ -52,7 +52,7 @@ class StepCall:
     def counting(self) -> Weighting:
         """How losses are weighted. Raises ValueError if the call computes no loss."""
         if self.weighting is None:
-            raise ValueError(f"only a call with a loss has weights; {self.method} computes none")
+            raise ValueError(f"loss weights need a call that computes a loss; {self.method} computes no loss")
         return self.weighting
 
     def loss(self, step_data: StepData) -> Tensor:
@@ -62,7 +62,7 @@ class StepCall:
     def outputs(self, step_data: StepData, *, own_loss: bool) -> Any:
         """The outputs in mini-batch order; None if the last stage is in another process.
 
-        own_loss: whether the outputs contain the model's own loss.
+        ``own_loss`` states whether the outputs contain the model's own loss.
         """
         if not step_data.outputs:
             return None
@@ -98,7 +98,7 @@ SENT_TYPES = _Opening, _Unsent
 def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: int) -> tuple[StepCall, list[Any]]:
     """Split rank 0's call into one message for each rank.
 
-    An input is sent to the ranks whose stages use it, targets to the stages without consumers.
+    An input is sent to the ranks whose stages use it. Targets are sent to the ranks of the stages without consumers.
 
     Args:
         call: rank 0's call with the whole batch.
@@ -125,8 +125,8 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
     others = [rank for rank, own in enumerate(inputs) if rank and any(map(trainable_leaves, own or ()))]
     if others:
         raise InputError(
-            f"with inputs='first' only inputs that rank 0 uses may require a gradient; ranks {others} use such inputs; "
-            f"detach them, or pass the batch on every rank with inputs='all'"
+            f"with inputs='first', an input that requires a gradient may be used on rank 0 only; ranks {others} use "
+            f"one too; detach it, or pass the batch on every rank with inputs='all'"
         )
     factors, shares = call.weighting or ((), ())
     opening = _Opening(
@@ -173,7 +173,7 @@ def _without_contents(one: _Unsent) -> Tensor:
 
 
 def _written(numbers: Any) -> Tensor | None:
-    """Numbers as a tensor, so that the layout of the message does not depend on their values; None if they are None."""
+    """Return numbers as a tensor, so that they do not change the message's layout; None if a number is None."""
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 

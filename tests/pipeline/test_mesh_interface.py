@@ -38,9 +38,11 @@ def test_a_loss_that_never_comes_says_why(ranks: Ranks) -> None:
     *others, _ = ranks.run(3, jobs.losses_of_one_that_fails)
     for sent, unsent in others:
         for said in (*sent, *unsent):
-            assert said.startswith("a loss must be received before the pipeline ends; this one was not: ")
+            assert said.startswith(
+                "a loss must be received before the pipeline is closed; this loss was not received: "
+            )
         assert all("rank 2 failed: ZeroDivisionError: a layer's own error, in 2F0 (stage 2" in said for said in sent)
-        assert all("its rank left without sending it" in said for said in unsent)
+        assert all("the rank that computed it left without sending it" in said for said in unsent)
 
 
 # ---- inputs="first" -----------------------------------------------------------------------------------------------
@@ -81,14 +83,23 @@ def test_rank_0_waits_for_nobody(ranks: Ranks) -> None:
 
 def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
     said = ranks.run(3, jobs.wrong_uses, ENDS_SWAPPED)
-    first = "InputError: with inputs='first' only rank 0 passes a batch to step"
     for name, at, text in (
-        ("a batch on rank 1", 1, f"{first}; rank 1 of 3 passed one; call it without a batch there, or change inputs="),
-        ("none on rank 0", 0, f"{first}; rank 0 of 3 passed none; pass it there, or change inputs="),
+        (
+            "a batch on rank 1",
+            1,
+            "InputError: with inputs='first', only rank 0 may pass a batch to step; rank 1 of 3 passed a batch; do not "
+            "pass a batch on this rank, or change inputs=",
+        ),
+        (
+            "none on rank 0",
+            0,
+            "InputError: with inputs='first', rank 0 must pass a batch to step; rank 0 of 3 passed no batch; also pass "
+            "a batch on this rank, or change inputs=",
+        ),
         (
             "none on rank 1",
             1,
-            "InputError: with inputs='all' every rank passes a batch to step; rank 1 of 3 passed none",
+            "InputError: with inputs='all', every rank must pass a batch to step; rank 1 of 3 passed no batch",
         ),
     ):
         assert said[at][name].startswith(text)
@@ -99,17 +110,20 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
     for name, text in (
         (
             "unequal rows",
-            "InputError: all tensors of a batch must have the same number of rows; argument 0 has 19, the target has 7",
+            "InputError: all tensors of a batch must have the same number of rows; argument 0 has 19 rows, the target "
+            "has 7",
         ),
         ("no target", "InputError: loss_fn(output, target) needs a target"),
         (
             "gradients",
-            "InputError: with inputs='first' only inputs that rank 0 uses may require a gradient; ranks [1] use such",
+            "InputError: with inputs='first', an input that requires a gradient may be used on rank 0 only; ranks [1] "
+            "use",
         ),
     ):
         assert said[0][name].startswith(text)
         for rank in (1, 2):
-            wrong = f"rank 0 passes the batch for all ranks; its step failed before it ran, with {text}"
+            rule = "rank 0 must pass a valid batch for all ranks"
+            wrong = f"{rule}; its call of step failed before the first action, with {text}"
             assert said[rank][name].startswith(f"ExecutionError: {wrong}")
         (after,) = {said[rank][name].split(" then: ")[1] for rank in range(3)}
         assert float(after) > 0, "the next step runs"
@@ -120,11 +134,11 @@ def test_wrong_uses_are_errors_on_all_ranks(ranks: Ranks) -> None:
     [
         (
             {"distributed": Distributed(inputs="last")},
-            "inputs must be one of all, first; got 'last'; choose which ranks pass a batch",
+            "inputs must be one of all, first; got 'last'; choose whether all ranks or only the first pass a batch",
         ),
         (
             {"distributed": Distributed(inputs="first")},
-            "inputs= applies only to a mesh=; got 'first' with devices=",
+            "inputs= may only be passed with a mesh=; inputs is 'first' without a mesh; leave",
         ),
     ],
 )

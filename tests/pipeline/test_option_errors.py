@@ -140,7 +140,7 @@ def test_functions_are_looked_at_before_layers_are_measured():
 
 @pytest.mark.parametrize("weight", [None, "much", [1.0, 2.0]])
 def test_a_loss_weight_that_is_no_number(weight):
-    match = r"loss_weight must return one number for each micro-batch; got .*; return for example"
+    match = r"loss_weight must return one number for each micro-batch; it returned .*; return for example"
     with (
         build(boundaries=[2], numerics=Numerics(loss_weight=lambda _: weight)) as pipe,
         pytest.raises(InputError, match=match),
@@ -162,7 +162,8 @@ def test_a_loss_weight_that_is_no_number(weight):
     ],
 )
 def test_options_that_torch_compile_does_not_take(options, says):
-    refused(InputError, ValueError, rf"valid arguments of torch\.compile; got .*{says}.*correct them", compile=options)
+    match = rf"valid arguments of torch\.compile; with .*{says}.*correct the arguments"
+    refused(InputError, ValueError, match, compile=options)
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------

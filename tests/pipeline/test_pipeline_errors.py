@@ -175,7 +175,7 @@ def test_a_program_without_backwards():
 
 def test_a_short_batch_for_a_program_names_drop_last():
     with build(schedule=schedules.get("1f1b").program(2, 3)) as pipe:
-        with pytest.raises(InputError, match=r"written for 3 micro-batches; the batch has 2 rows; .*drop_last=True"):
+        with pytest.raises(InputError, match=r"program's 3 micro-batches; the batch has 2 rows; .*drop_last=True"):
             pipe.step(torch.ones(2, 3), target=torch.ones(2, 3))
         pipe.step(torch.ones(3, 3), target=torch.ones(3, 3))
 
@@ -254,7 +254,7 @@ def test_split_dims_that_are_no_dims(dims):
     refused(
         InputError,
         ValueError,
-        r"a dim for all arguments or one for each; got .*; pass integers",
+        r"one dim for all arguments, or one dim for each argument; got .*; pass integers",
         numerics=Numerics(split_dims=dims),
     )
 
@@ -335,14 +335,18 @@ def step_refused(model, calls, error, match, *args, choices=None, **kwargs):
 @pytest.mark.parametrize(
     ("args", "kwargs", "match"),
     [
-        ((ONES,), {"target": ONES[:3]}, r"same number of rows; argument 0 has 4, the target has 3; make them match"),
-        ((ONES, ONES[:2]), {"target": ONES}, r"argument 0 has 4, argument 1 has 2; .* split_dims=None"),
-        ((), {"x": ONES, "mask": ONES[:2], "target": ONES}, r"x= has 4, mask= has 2"),
+        ((ONES,), {"target": ONES[:3]}, r"same number of rows; argument 0 has 4 rows, the target has 3; make the num"),
+        ((ONES, ONES[:2]), {"target": ONES}, r"argument 0 has 4 rows, argument 1 has 2; .* split_dims=None"),
+        ((), {"x": ONES, "mask": ONES[:2], "target": ONES}, r"x= has 4 rows, mask= has 2"),
         (((ONES, ONES[:2]),), {"target": ONES}, r"argument 0 has one of 2 rows beside one of 4"),
         ((ONES,), {}, r"needs a target; got none; pass target=, or call forward"),
-        ((ONES[:0],), {"target": ONES[:0]}, r"at least one row; argument 0 has none; leave the empty batch out"),
-        (("text",), {"target": "text"}, r"a tensor to split into micro-batches; it contains none; pass a tensor"),
-        ((torch.ones(()),), {"target": torch.ones(())}, r"it contains none; pass a tensor"),
+        ((ONES[:0],), {"target": ONES[:0]}, r"at least one row; argument 0 has no rows; leave the empty batch out"),
+        (
+            ("text",),
+            {"target": "text"},
+            r"a tensor that can be split by rows; this batch contains no such tensor; pass a tensor",
+        ),
+        ((torch.ones(()),), {"target": torch.ones(())}, r"this batch contains no such tensor; pass a tensor"),
     ],
 )
 def test_a_batch_that_cannot_be_split(counted_model, calls, args, kwargs, match):
@@ -359,9 +363,12 @@ def test_a_target_without_a_loss_function(counted_model, calls):
     [
         (5, r"argument 0 is split along dim 5; a tensor of shape \[4, 3\] has no such dim; .* None to pass it whole"),
         (-3, r"split along dim -3; a tensor of shape \[4, 3\] has no such dim"),
-        ({"maskk": 1}, r"arguments of the call, 'target' or 'output'; 'maskk' is none; correct the name"),
-        ({0: 1, "target": 0}, r"argument 0 has 3, the target has 4"),
-        ([], r"one dim for each argument; it has 0, but 1 arguments were passed; add the missing dims"),
+        ({"maskk": 1}, r"the call, 'target' and 'output'; the call has no argument 'maskk'; correct the name"),
+        ({0: 1, "target": 0}, r"argument 0 has 3 rows, the target has 4"),
+        (
+            [],
+            r"one dim for each argument; it has 0 dims, but the call has 1 positional arguments; add the missing dims",
+        ),
     ],
 )
 def test_split_dims_that_do_not_fit_the_batch(counted_model, calls, dims, match):
@@ -373,7 +380,7 @@ def test_split_dims_that_do_not_fit_the_batch(counted_model, calls, dims, match)
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
 def test_loss_weights_that_add_up_to_nothing(counted_model, calls, weight):
-    match = r"a finite number above 0; got .*; check loss_weight, or skip this batch"
+    match = r"loss weights must be finite and above 0; it is .*; check loss_weight, or skip this batch"
     choices = {"numerics": Numerics(loss_weight=lambda _: weight)}
     step_refused(counted_model, calls, InputError, match, ONES, target=ONES, choices=choices)
 
@@ -390,7 +397,7 @@ def test_every_use_after_close(counted_model, calls):
     pipe = build(counted_model, boundaries=[2])
     pipe.close()
     for use in (lambda: pipe.step(ONES, target=ONES), lambda: pipe.evaluate(ONES, target=ONES), lambda: pipe(ONES)):
-        with pytest.raises(ExecutionError, match=r"closed pipeline does not run; .*; make a new one") as caught:
+        with pytest.raises(ExecutionError, match=r"closed pipeline cannot run; .*; make a new one") as caught:
             use()
         assert isinstance(caught.value, RuntimeError)
     assert not calls

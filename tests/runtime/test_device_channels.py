@@ -64,7 +64,7 @@ def test_links_are_made_for_the_channels_of_programs_and_kept(ranks: Ranks) -> N
 
 
 def test_a_rank_has_no_more_links_than_torch_has_streams() -> None:
-    assert "rank 0 has 33; move stage boundaries to where fewer edges cross" in devices.too_many_links(None)
+    assert "rank 0 has 33 channels; move stage boundaries to where fewer edges cross" in devices.too_many_links(None)
 
 
 def test_several_executors_live_at_once_and_end(ranks: Ranks) -> None:
@@ -83,7 +83,7 @@ def test_an_error_in_one_rank_stops_all(ranks: Ranks, failing: str) -> None:
         else:
             assert error == "ExecutionError"
             assert text.startswith(f"a failed rank stops all ranks; rank {action.stage} failed: ZeroDivisionError")
-        assert after.startswith("a closed pipeline does not run")
+        assert after.startswith("a closed pipeline cannot run")
 
 
 def test_an_error_ends_what_stands_on_the_devices(ranks: Ranks) -> None:

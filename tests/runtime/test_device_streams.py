@@ -188,7 +188,7 @@ def test_torch_watches_longer_than_ranks_wait(cuda):
 def test_links_are_of_accelerators_and_need_nccl(monkeypatch):
     assert device_wire.links_for(CPU, 60) is None
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
-    with pytest.raises(device_wire.ExecutionError, match=r"need NCCL; this build of torch .* has none"):
+    with pytest.raises(device_wire.ExecutionError, match=r"need NCCL; this build of torch .* has no NCCL"):
         device_wire.links_for(torch.device("cuda", 0), 60)
 
 

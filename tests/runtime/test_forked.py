@@ -21,9 +21,9 @@ pytestmark = [
 
 X, Y = jobs.X, jobs.Y
 SAID = re.compile(
-    r"ExecutionError: a pipeline works only in the process that made it, which has its threads and connections; "
-    r"process \d+ made it, and this is process \d+, forked from it like a DataLoader worker; "
-    r"use the pipeline in the process that made it"
+    r"ExecutionError: a pipeline may only be used in the process that made it, which holds its threads and "
+    r"connections; process \d+ made the pipeline, and process \d+, which was forked from that process like a "
+    r"DataLoader worker, used it; use the pipeline in the process that made it"
 )
 
 
@@ -69,7 +69,7 @@ def test_a_worker_of_a_data_loader_is_told(schedule: str) -> None:
 
     with pipeline(schedule) as pipe:
         pipe.step(X, target=Y)
-        with pytest.raises(Exception, match="a pipeline works only in the process that made it"):
+        with pytest.raises(Exception, match="a pipeline may only be used in the process that made it"):
             list(DataLoader(Rows(), num_workers=1, multiprocessing_context="fork", timeout=60))
         pipe.step(X, target=Y)
 

@@ -109,9 +109,9 @@ def test_what_does_not_run_over_a_mesh_says_so(ranks: Ranks) -> None:
 def check_refusals(asynchronous: str, both: str, different: str, few: str) -> None:
     """A rank names its own error, or the same one of a rank that was first."""
     assert "needs an optimizer for each stage; got none; pass optimizer=" in asynchronous
-    assert "got both; pass one of them" in both
+    assert "both were passed; pass only one" in both
     assert "all ranks must have the same plan; rank 1 of 2 has another plan than rank 0" in different
-    assert "it has 2 ranks, the program 1" in few
+    assert "the mesh has 2 ranks, but the program uses 1; use a mesh of 1 ranks" in few
 
 
 def test_all_ranks_cut_alike_and_draw_alike(ranks: Ranks) -> None:
@@ -137,7 +137,7 @@ def test_an_error_in_one_rank_stops_all(ranks: Ranks, stage: int, kind: str) -> 
             assert error == "ExecutionError"
             assert text.startswith(f"a failed rank stops all ranks; {said}")
             assert f"rank {rank} of 4 stopped" in text
-        assert after.startswith(f"a closed pipeline does not run; {said}")
+        assert after.startswith(f"a closed pipeline cannot run; {said}")
 
 
 def test_who_waits_for_a_rank_that_computes_stops_at_once(ranks: Ranks) -> None:

@@ -25,7 +25,7 @@ def test_a_mistake_of_one_rank_ends_one_attempt_in_all(ranks: Ranks, wrong: int)
             "model": "ModelTypeError: the model is an nn.Module",
             "timeout": "InputError: ",
             "boundaries": "PartitionError: ",
-            "devices": "InputError: a pipeline runs either on devices= of this process or over a mesh=",
+            "devices": "InputError: a pipeline must run either on devices= of this process or over a mesh=; ",
             "init": "InputError: ",
             "links": "InputError: ",
         }
@@ -51,7 +51,9 @@ def test_ranks_that_do_not_come_are_named_and_may_come_later(ranks: Ranks, who: 
             assert (text == "absent") == (rank in who)
             if text != "absent":
                 assert text.startswith("ExecutionError: all 3 ranks must make their pipeline together; rank ")
-                assert re.search(rf"; {names} not joined; rank \d waited 2 s; make it on every rank, or raise", text)
+                assert re.search(
+                    rf"; {names} not joined; rank \d waited 2 s; make the pipeline on every rank, or r", text
+                )
 
 
 def test_ranks_wait_for_one_that_is_late(ranks: Ranks) -> None:

@@ -56,7 +56,7 @@ class _Listener:
         self.server = socket.create_server((host, 0), family=family, backlog=_CALLERS)
         self.server.setblocking(False)
         self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
-        self.inside, self.outside = socket.socketpair()  # a byte sent to outside: start watching ``watched``, or end
+        self.inside, self.outside = socket.socketpair()  # a byte makes the thread watch ``watched``, or end
         self.watched: tuple[socket.socket, str] | None = None  # the rank that this one watches, and its name
         self.addresses: list[Address] = []  # of the other ranks
         self.bell = Bell()
@@ -73,7 +73,7 @@ class _Listener:
         self._gone = ""  # the rank that has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
-        """Record a fault; the first settled one counts. own: this rank's state, if it reports the fault itself."""
+        """Record a fault; the first settled one counts. ``own`` is this rank's state if it reports the fault."""
         with self._lock:
             if self.state is None or own is not None:
                 self.state = own or self._activity.state()
@@ -218,7 +218,7 @@ class Alarm:
         self.activity.begin(_MAKING)
 
     def meet(self, store: Store) -> None:
-        """Wait for the other ranks of the pipeline. store: shared by these ranks only.
+        """Wait for the other ranks of the pipeline. ``store`` must be shared by these ranks only.
 
         Raises an ExecutionError that names the missing ranks, or StoreLostError.
         """
@@ -326,7 +326,7 @@ class Alarm:
 
         Args:
             text: the description of the failure.
-            doing: "raised" if the cause is an error of this rank; otherwise the cause is searched.
+            doing: "raised" if the cause is an error of this rank; otherwise the alarm searches for the cause.
             ended: the rank of this pipeline that ended its connection with this one, if known.
 
         Returns:
@@ -372,7 +372,7 @@ class Alarm:
         told(fault, listeners, _PATIENCE_S / 4)
 
     def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
-        """Whom to blame if all replying ranks only wait: the store's host, or ranks that never made their pipeline."""
+        """The ranks to blame if all replying ranks wait: the store's host, or ranks that never made their pipeline."""
         if self._job is None:
             return None
         try:

@@ -32,9 +32,9 @@ class Forked:
         """Raise ExecutionError in a child."""
         if self.here:
             raise ExecutionError(
-                f"a pipeline works only in the process that made it, which has its threads and connections; process "
-                f"{self._made_in} made it, and this is process {os.getpid()}, forked from it like a DataLoader worker; "
-                f"use the pipeline in the process that made it"
+                f"a pipeline may only be used in the process that made it, which holds its threads and connections; "
+                f"process {self._made_in} made the pipeline, and process {os.getpid()}, which was forked from that "
+                f"process like a DataLoader worker, used it; use the pipeline in the process that made it"
             )
 
 

@@ -24,7 +24,7 @@ __all__ = ["COLLECTIVE", "ENDED", "SILENT", "Activity", "Doing", "State", "blame
 Doing = Literal["raised", "works", "waits", "collective"]
 COLLECTIVE: Doing = "collective"
 
-#: In place of a rank's reply: its address does not listen; it does not reply in time.
+#: In place of a rank's reply: ENDED if nothing listens at its address, SILENT if no reply arrives in time.
 ENDED = "ended"
 SILENT = "silent"
 
@@ -65,7 +65,7 @@ class State(NamedTuple):
 class Activity:
     """The current activity of this rank: updated by the executor's calls, read by the alarm's thread.
 
-    names: of all ranks, in rank order.
+    ``names`` holds the names of all ranks, in rank order.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -2,11 +2,11 @@
 
 Each rank announces its arrival. Once all have arrived, rank 0 answers each with the same new token, a prefix in the
 group's store. A rank that raises before its arrival announces its error instead, and the other ranks receive it
-immediately. A rank that has waited for too long withdraws its announcement, and rank 0 skips withdrawn ones. So a
-mistake of one rank ends one attempt in all ranks, and the next attempt starts anew.
+immediately. A rank that has waited for too long withdraws its announcement, and rank 0 skips withdrawn ones. So an
+error of one rank ends one attempt in all ranks, and the next attempt starts anew.
 
-The announcements of a rank are numbered. Each has one key, whose value changes once from "waiting" to its outcome; the
-first of the rank and rank 0 to change it decides.
+The announcements of a rank are numbered. Each announcement has one key, whose value changes once from
+"waiting" to its outcome. The announcing rank or rank 0, whichever changes the value first, decides the outcome.
 """
 
 import os
@@ -54,12 +54,12 @@ class AbsentError(ExecutionError):
         who = " and ".join(names[rank] for rank in self.ranks) + (" has" if len(self.ranks) == 1 else " have")
         super().__init__(
             f"all {len(names)} ranks must make their pipeline together; {who} not joined; "
-            f"{names[waiting]} waited {timeout_s:g} s; make it on every rank, or raise the timeout"
+            f"{names[waiting]} waited {timeout_s:g} s; make the pipeline on every rank, or raise the timeout"
         )
 
 
 def ranks_of(group: Any) -> list[int] | None:
-    """The ranks of a group in the job; None for a group that torch.distributed does not know."""
+    """The ranks of a group in the job; None for a group that is not registered with torch.distributed."""
     try:
         return distributed.get_process_group_ranks(group) if distributed.is_initialized() else None
     except (ValueError, KeyError):
@@ -94,7 +94,7 @@ class Rendezvous:
         self._withdrawn: set[int] = set()  # ranks that arrived but withdrew
 
     def meet(self, timeout_s: float) -> Any:
-        """Wait for the other ranks; return a prefix of the store that only they use.
+        """Wait for the other ranks; return a part of the store that only these ranks use.
 
         Raises an ExecutionError that names the missing ranks, or the rank that failed.
         """
@@ -236,7 +236,7 @@ class Rendezvous:
 
 
 def collective(function: _Function) -> _Function:
-    """Decorate a function that all ranks of a ``mesh=`` call: they are told of an error before the rendezvous."""
+    """Decorate a function that all ranks of a ``mesh=`` call, to report an error before the rendezvous to all ranks."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

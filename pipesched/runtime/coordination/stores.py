@@ -18,7 +18,7 @@ _PATIENCE_S = 2.0  # added to the store's own timeout
 
 
 class Store(Protocol):
-    """The used part of a torch.distributed store's interface."""
+    """The methods of a torch.distributed store that are used here."""
 
     def set(self, key: str, value: str, /) -> Any: ...
 
@@ -86,7 +86,7 @@ def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None
 
 
 def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.Event | None = None) -> Any:
-    """Wait for a key's value. Raises RuntimeError at the timeout. given_up: as for ``asked``."""
+    """Wait for a key's value. Raises RuntimeError at the timeout. ``given_up`` ends the wait, as in ``asked``."""
 
     def ask() -> Any:
         store.wait([key], timedelta(seconds=timeout_s))

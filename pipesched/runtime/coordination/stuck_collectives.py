@@ -33,7 +33,10 @@ class Stuck:
         self._aborted = False
 
     def look(self, name: str, fault: str) -> None:
-        """Check once, and end a stuck collective; called repeatedly. name: of this rank; fault: its description."""
+        """Check once, and end a stuck collective. Called repeatedly.
+
+        ``name`` is the name of this rank, and ``fault`` the description of the fault, for the printed message.
+        """
         now = time.monotonic()
         place = self._activity.innermost() if self._activity.doing()[0] == COLLECTIVE else None
         if place != self._place:
@@ -64,7 +67,7 @@ def _end_process(stack: str, name: str, fault: str) -> NoReturn:
     sys.stdout.flush()
     print(
         f"{stack}\npipesched: a failed rank stops all ranks; {fault}; {name} is stuck in a collective of "
-        f"torch.distributed, which only the end of the process can end; it exits with code {EXIT_CODE}; fix "
+        f"torch.distributed, which only the end of the process can end; the process exits with code {EXIT_CODE}; fix "
         f"the cause, or set {_SETTING}=0 to keep such processes running",
         file=sys.stderr,
         flush=True,

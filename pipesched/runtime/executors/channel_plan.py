@@ -20,8 +20,9 @@ _OUTGOING = (Kind.SEND_F, Kind.SEND_B)
 
 
 def look(value: Any) -> Hashable:
-    """The form of a micro-batch, which predicts message layouts: dtypes and shapes of tensors, types of other
-    leaves.
+    """The form of a micro-batch, from which message layouts are predicted.
+
+    The form holds the dtype and the shape of each tensor, and the type of each other leaf.
     """
     leaves = flatten(value)[0]
     return tuple(
@@ -48,7 +49,7 @@ class OrderMessages:
     def repeated(self, period: int) -> Messages:
         """Layout keys for a stream, where the layouts of a step predict those of the next.
 
-        period: the number of micro-batches in a step.
+        ``period`` is the number of micro-batches in a step.
         """
         return {
             peer: {
@@ -60,7 +61,7 @@ class OrderMessages:
 
     @property
     def none(self) -> Messages:
-        """The channels without layout keys."""
+        """All channels of the order, each with an empty list of layout keys."""
         return {peer: dict.fromkeys(channels, ()) for peer, channels in self._edges.items()}
 
     def keys(self, looks: Sequence[Hashable], grad: bool) -> tuple[Messages, bytes]:
@@ -85,7 +86,7 @@ class OrderMessages:
 
 
 class ChannelEnds:
-    """One rank's ends of the channels, as the interpreter uses them."""
+    """The sending and receiving ends of one rank's channels, for the interpreter."""
 
     def __init__(self, program: Program, wire: Channels) -> None:
         self._placement = program.placement

@@ -28,7 +28,7 @@ class DeviceStreams(Protocol):
     has_streams: bool
 
     def begin(self) -> None:
-        """Called in the caller's thread at the start of a step."""
+        """In the caller's thread: record the start of a step."""
 
     def follow(self) -> None:
         """In the caller's thread: make the rank's later work wait for everything that the caller has launched."""
@@ -67,7 +67,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class CpuStreams:
-    """A CPU rank: the host's clock and no streams."""
+    """The clock of a CPU rank, which has no streams."""
 
     has_streams = False
     now = staticmethod(time.perf_counter)
@@ -100,7 +100,7 @@ class CpuStreams:
 
 
 class CudaStreams:
-    """A CUDA rank: a stream for computation, and one for copies in each direction.
+    """The clock and the streams of a CUDA rank: one stream for computation, and one for copies in each direction.
 
     The directions have separate streams because outgoing copies wait for computation, and incoming copies must not wait
     with them.
@@ -130,7 +130,7 @@ class CudaStreams:
         self._inward.wait_stream(caller)  # the caller may still be reading memory received earlier
         default = torch.cuda.default_stream(self._device)
         if caller != default:
-            default.wait_stream(caller)  # on it, other devices' ranks read the batch's tensors here
+            default.wait_stream(caller)  # ranks on other devices read the batch on this stream
 
     def catch_up(self, stamp: torch.cuda.Event) -> None:
         self._caller.wait_event(stamp)

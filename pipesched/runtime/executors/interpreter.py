@@ -18,7 +18,7 @@ __all__ = ["Rank", "StageLike", "Stamps", "Transport", "interpret"]
 
 
 class StageLike(Protocol):
-    """The interface of a stage. ``arrived``: one value for each producer; ``grads``: one for each consumer."""
+    """The interface of a stage. ``arrived`` holds a value for each producer, ``grads`` a gradient for each consumer."""
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Any:
         """F: return the stage's output, or a PerConsumer with one output for each consumer."""
@@ -83,7 +83,7 @@ _Ends = tuple[int, int, bool, int]
 
 
 class _Edge:
-    """The place of a value between its producer and its consumer. giver: the producing stage."""
+    """The place of a value between its producer and its consumer. ``giver`` is the producing stage."""
 
     __slots__ = ("giver", "value")
 
@@ -103,12 +103,15 @@ def _taken(edge: _Edge) -> Any:
     value = edge.value
     edge.value = _NOTHING
     if value is _NOTHING:
-        raise ExecutionError(f"the value from stage {edge.giver} has not arrived; validate the program")
+        raise ExecutionError(
+            f"an action must run after its inputs have arrived; the value from stage {edge.giver} has not arrived; "
+            f"validate the program"
+        )
     return value
 
 
 class _Step(NamedTuple):
-    """An action as a call. Its arguments come from the edges in ``takes``; its result goes to those in ``gives``."""
+    """A call of an action. It takes arguments from the edges ``takes`` and puts its result on the edges ``gives``."""
 
     action: Action
     call: Callable[..., Any]
@@ -122,7 +125,7 @@ class Rank:
     Args:
         index: the number of the rank.
         program: the lowered program.
-        stages: the stages by number; only this rank's are used.
+        stages: the stages by number; only the stages of this rank are used.
         transport: sends values to other ranks and receives them.
         pair: maps a micro-batch of a stream to the micro-batch of the program that it runs like. Default: itself.
 
@@ -220,7 +223,10 @@ _BINDERS: dict[Kind, Callable[[Rank, Action], _Step]] = {
 
 def _peer(action: Action) -> int:
     if action.peer is None:
-        raise ExecutionError(f"{action} must name the stage at its other end; it names none; lower the program first")
+        raise ExecutionError(
+            f"every send and receive must name the stage at its other end; {action} names no stage; lower the program "
+            f"first"
+        )
     return action.peer
 
 

@@ -1,8 +1,8 @@
-"""Processes: runs one rank in a process of its own, over torch.distributed, with the same interpreter as threads.
+"""Processes: runs one rank in a separate process, over torch.distributed, with the same interpreter as threads.
 
 Why a step cannot hang. The program is valid: its orders, its dependencies, and the edges from the k-th send of a
 channel to its k-th receive have no cycle. A send copies its message and returns, so it never blocks its rank. A receive
-takes the channel's next message. That is the right one, since both ends use the channel in the same order and the
+takes the channel's next message. That is the right message, since both ends use the channel in the same order and the
 channel is first in, first out. A receive does not depend on later messages, and it is posted at the latest when its
 action begins. So a rank waits only for a send that comes earlier in the program. Among all actions not yet run, take
 one that is first in the acyclic order: its rank has run all earlier actions, and the message that it waits for has been
@@ -60,7 +60,7 @@ _IDENTITY = ("program", "batch", "number of earlier steps")  # compared between 
 
 
 class ProcessExecutor:
-    """One rank of a pipeline in a process of its own. The constructor and all methods are collective.
+    """One rank of a pipeline in a separate process. The constructor and all methods are collective.
 
     After a failure the executor is closed, in all ranks.
 
@@ -141,7 +141,7 @@ class ProcessExecutor:
 
         Raises:
             ExecutionError: if another rank failed, naming it; if ranks run different programs or steps; and after
-                ``close``. An exception of a stage of this rank is raised as it is, with a note that names the action.
+                ``close``. An exception of a stage of this rank is raised unchanged, with a note that names the action.
 
         """
         with self._one_at_a_time("a step"):
@@ -178,7 +178,7 @@ class ProcessExecutor:
         return Caller.here({self.device.type}, grad=grad)
 
     def begin(self, run_spec: RunSpec, caller: Caller) -> RankRun:
-        """Begin a run whose orders are handed over in parts. No other run starts before ``end``. Raises as ``run``."""
+        """Begin a run whose orders come in parts. No other run starts before ``end``. Raises the errors of ``run``."""
         with self._one_at_a_time("a stream"):
             program = run_spec.program
             wire = self._open_wire()
@@ -210,7 +210,7 @@ class ProcessExecutor:
         run.run_spec.finish(run.failed)
 
     def check_outside(self, method: str) -> None:
-        """Raise ExecutionError inside a running step. method: its name for the message."""
+        """Raise ExecutionError within a running step. ``method`` is the name of the called method, for the message."""
         self._forked.check()
         if self._busy.locked():
             raise ExecutionError(
@@ -279,13 +279,13 @@ class ProcessExecutor:
         self._forked.check()
         if self._wire is None:
             why = self._fault or "it was closed before this step"
-            raise ExecutionError(f"a closed pipeline does not run; {why}; make a new one")
+            raise ExecutionError(f"a closed pipeline cannot run; {why}; make a new one")
         return self._wire
 
     # ---- communication outside the program ------------------------------------------------------------------------
 
     def agree(self, name: str, own: bytes) -> None:
-        """Raise ExecutionError in every rank unless ``own`` is equal in all ranks. name: for the message."""
+        """Raise ExecutionError in every rank unless ``own`` is equal in all ranks. ``name`` is used in the message."""
         with self._one_at_a_time("a comparison"):
             self._compare(name, digest(own))
 
@@ -328,7 +328,7 @@ class ProcessExecutor:
             sources: the ranks that send to this one.
 
         """
-        with self._stopping_all(f"a trade of {what}"):
+        with self._stopping_all(f"an exchange of {what}"):
             return self._exchange().trade(what, given, sources)
 
     def share(self, source: int, value: Any = None) -> Callable[[], Any]:
@@ -337,7 +337,7 @@ class ProcessExecutor:
         Only one value is in transit: the next call, or ``close``, receives a value that was not read. The returned
         function raises ExecutionError if a rank failed before the value arrived.
         """
-        with self._one_at_a_time("sharing a value"):
+        with self._one_at_a_time("a broadcast"):
             wire = self._open_wire()
             if self._shared is not None:
                 self._shared()
@@ -367,14 +367,15 @@ class ProcessExecutor:
             self._forked.check()
         if self.closed and not shared.arrived:
             raise ExecutionError(
-                f"a loss must be received before the pipeline ends; this one was not: "
-                f"{self._fault or 'its rank left without sending it'}; read the loss right after its step"
+                f"a loss must be received before the pipeline is closed; this loss was not received: "
+                f"{self._fault or 'the rank that computed it left without sending it'}; read the loss right after its "
+                f"step"
             )
-        with self._stopping_all("a shared value"):
+        with self._stopping_all("receiving a broadcast"):
             return shared()
 
     def gather(self, *timelines: RankTimeline) -> list[Span]:
-        """The spans of all ranks on one clock, in seconds since the first one began."""
+        """The spans of all ranks on one clock, in seconds since the first run began."""
         parts = self.exchange([(one.began_s, spans) for one in timelines if (spans := list(one.spans()))])
         first_s = min((began_s for own in parts for began_s, _ in own), default=0.0)
         return [
@@ -391,7 +392,8 @@ class ProcessExecutor:
         self._open_wire()
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
-                "one step at a time; this one was called while another is running; call it after that one has returned"
+                "a pipeline may run only one call at a time; another call is still running; call again after it has "
+                "returned"
             )
         self._activity.begin(call)
         try:
@@ -405,7 +407,7 @@ class ProcessExecutor:
     def _stopping_all(self, call: str) -> Iterator[None]:
         """A context in which an exception stops all ranks.
 
-        An exception of this rank is raised as it is; a failure of another rank is raised as an ExecutionError that
+        An exception of this rank is raised unchanged; a failure of another rank is raised as an ExecutionError that
         names it.
         """
         try:
@@ -428,7 +430,7 @@ class ProcessExecutor:
             ) from (None if others else error)
 
     def leave(self, why: str) -> None:
-        """Stop the pipeline in all ranks, unless it has ended. why: the reason for the other ranks."""
+        """Stop the pipeline in all ranks, unless it has ended. ``why`` is the reason that the other ranks report."""
         if not self.closed:
             self._fault = str(self._alarm.ring(why, "raised"))
             self._drop()
@@ -464,4 +466,4 @@ class ProcessExecutor:
 
 
 class _DifferentError(ExecutionError):
-    """Ranks have different values, and all of them have noticed."""
+    """The ranks have different values. Every rank raises this error, so the pipeline remains usable."""

@@ -1,4 +1,4 @@
-"""Rank run: a stream of steps in one rank that has a process of its own."""
+"""Rank run: a stream of steps on one rank in a separate process."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ __all__ = ["RankRun", "RankTimeline"]
 
 @dataclass(frozen=True)
 class RankTimeline(Timeline):
-    """The stamps of one rank's run. began_s: the start of the run on the clock shared by all ranks."""
+    """The stamps of one rank's run. ``began_s`` is the start of the run on the clock shared by all ranks."""
 
     began_s: float
 
@@ -41,7 +41,7 @@ class RankRun:
         self._leave = leave
 
     def hand(self, orders: Sequence[tuple[Action, ...]]) -> RankTimeline:
-        """Run this rank's next part. Raises as ``ProcessExecutor.run``."""
+        """Run the next part of this rank's order. Raises the same errors as ``ProcessExecutor.run``."""
         rank = self.rank.index
         return self._run_part(self, orders[rank] if rank < len(orders) else ())
 

@@ -1,4 +1,4 @@
-"""Threads: runs all ranks in this process, each in a thread, and on CUDA devices with streams of their own.
+"""Threads: runs all ranks in this process, with one thread per rank and, on CUDA devices, separate streams per rank.
 
 Messages pass through one queue for each (from, to, kind). When a rank fails, the others stop: each rank checks before
 every action, and a rank that waits for a message receives a stop message.
@@ -279,7 +279,7 @@ class ThreadExecutor:
             grad: whether grad mode is enabled.
 
         Raises:
-            ExecutionError: if a run is in progress, or after ``close``. An exception of a stage is raised as it is,
+            ExecutionError: if a run is in progress, or after ``close``. An exception of a stage is raised unchanged,
                 with a note that names the action.
 
         """
@@ -306,14 +306,15 @@ class ThreadExecutor:
         return Caller.here(self._device_types, grad=grad)
 
     def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
-        """Begin a run whose orders are queued in parts. No other run starts before ``end``. Raises as ``run``.
+        """Begin a run whose orders come in parts. No other run starts before ``end``. Raises the errors of ``run``.
 
-        bound: the program already bound to its stages. Default: bind it now.
+        ``bound`` is the program already bound to its stages. Default: bind it now.
         """
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
-                "one step at a time; this one was called while another is running; call it after that one has returned"
+                "a pipeline may run only one call at a time; another call is still running; call again after it has "
+                "returned"
             )
         try:
             if self._last is not None:
@@ -345,13 +346,16 @@ class ThreadExecutor:
         self._busy.release()
 
     def check_open(self, call: str) -> None:
-        """Raise ExecutionError after ``close``. call: the call that needs an open pipeline, for the message."""
+        """Raise ExecutionError after ``close``. ``call`` names the call in the message."""
         if not self._finalizer.alive:
             self._forked.check()
-            raise ExecutionError(f"a closed pipeline does not run; it was closed before {call}; make a new one")
+            raise ExecutionError(f"a closed pipeline cannot run; it was closed before {call}; make a new one")
 
     def check_outside(self, method: str) -> None:
-        """Raise ExecutionError in a rank's thread, which would wait for itself. method: its name for the message."""
+        """Raise ExecutionError in a rank's thread, which would wait for itself.
+
+        ``method`` is the name of the called method, for the message.
+        """
         self._forked.check()
         if threading.current_thread() in self._threads:
             raise ExecutionError(
@@ -373,7 +377,7 @@ class ThreadExecutor:
 
 
 def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]:
-    """Start a thread for each queue, each with its own number of intra-op threads.
+    """Start a thread for each queue, and set its number of intra-op threads.
 
     torch keeps the number per thread, but setting it also changes the default for threads that start later. So the
     caller's number is set again at the end.
@@ -394,7 +398,7 @@ def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]
 
 
 def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int, started: threading.Barrier) -> None:
-    """The main loop of a rank's thread. It does not reference the executor, so dropping that ends the thread."""
+    """The main loop of a rank's thread. It does not reference the executor, so dropping the executor ends it."""
     torch.get_num_threads()  # the first use sets the process's default, so read it before setting
     torch.set_num_threads(intra_op_threads)
     started.wait()
@@ -416,7 +420,11 @@ def _abandon(jobs: _Jobs, threads: Sequence[threading.Thread], under_way: "Seque
     """
     for run in (one() for one in under_way):
         if run is not None and not run.finished:
-            run.stop(ExecutionError("a step must end before its pipeline; the pipeline ended first; wait for the step"))
+            run.stop(
+                ExecutionError(
+                    "a step must end before its pipeline is dropped; a step was running; wait for its end first"
+                )
+            )
     _end_threads(jobs)
     for thread in threads:
         if thread is not threading.current_thread():

@@ -31,7 +31,7 @@ BatchNormMode = Literal["micro-batch", "mini-batch"]
 
 
 class _Part(NamedTuple):
-    """The statistics of one call: the values per channel, their mean and unbiased variance, and the call's momentum."""
+    """The statistics of one call: number of values per channel, mean, unbiased variance, and the momentum to use."""
 
     numbers: int
     mean: Tensor
@@ -51,7 +51,7 @@ SENT_TYPES = (_Part,)
 class Norms:
     """Collects statistics of one stage's BatchNorm calls by micro-batch, in place of updating running statistics.
 
-    modules: searched for BatchNorm layers at the start of every run.
+    ``modules`` are searched for BatchNorm layers at the start of every run.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -113,7 +113,7 @@ class Norms:
                 tracked.copy_(before)
 
     def taken(self) -> _Seen:
-        """Take the collected statistics."""
+        """Return the collected statistics, and start again with none."""
         seen = self._seen
         self._seen = {}
         return seen
@@ -172,13 +172,13 @@ class _Held:
 
 
 class MiniBatchNorms:
-    """The norms of all stages. mode: "micro-batch" leaves BatchNorm layers as they are."""
+    """The norms of all stages. The mode "micro-batch" leaves BatchNorm layers unchanged."""
 
     def __init__(self, mode: BatchNormMode, trade: Trade) -> None:
         if mode not in get_args(BatchNormMode):
             raise InputError(
-                f"batch_norm must be one of {', '.join(get_args(BatchNormMode))}; got {mode!r}; choose whether running "
-                f"statistics of BatchNorm are updated by each micro-batch or by the whole mini-batch"
+                f"batch_norm must be one of {', '.join(get_args(BatchNormMode))}; got {mode!r}; choose whether each "
+                f"micro-batch or each mini-batch updates the running statistics of BatchNorm"
             )
         self.active = mode == "mini-batch"
         self._trade = trade
@@ -188,15 +188,15 @@ class MiniBatchNorms:
         self.counting = self._counting if self.active else nullcontext
 
     def check(self, model: nn.Module, program: Program, *, streams: bool) -> None:
-        """Warn about layers that normalise differently than over the whole batch. streams: whether steps overlap.
+        """Warn about layers that normalise differently than over the whole batch.
 
-        Raises ScheduleError for ``batch_norm='mini-batch'`` with a schedule whose steps overlap.
+        ``streams`` states whether steps overlap. Raises ScheduleError if they overlap with ``batch_norm='mini-batch'``.
         """
         if self.active:
             if streams:
                 raise ScheduleError(
-                    f"batch_norm='mini-batch' updates running statistics at the end of a step; the steps of "
-                    f"{program.name} overlap; choose a synchronous schedule, or batch_norm='micro-batch'"
+                    f"batch_norm='mini-batch' needs a schedule in which each step ends before the next begins; the "
+                    f"steps of {program.name} overlap; choose a synchronous schedule, or batch_norm='micro-batch'"
                 )
             return
         names = normalised_over_rows(model)
@@ -212,7 +212,7 @@ class MiniBatchNorms:
             warn(
                 f"{program.name} runs some micro-batches on copies of the layers and discards the copies' buffers; "
                 f"layer {names[0]!r} and {len(names) - 1} others keep running statistics, which then miss these "
-                f"micro-batches; pass numerics=Numerics(batch_norm='mini-batch') to include them, or use a schedule "
+                f"micro-batches; pass numerics=Numerics(batch_norm='mini-batch') to count them, or use a schedule "
                 f"of one chain"
             )
 

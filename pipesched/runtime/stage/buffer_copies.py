@@ -1,4 +1,4 @@
-"""Buffer copies: buffers that forwards write to, preserved so that each backward sees those of its own forward.
+"""Buffer copies: copies of the buffers that forwards write to, so that each backward uses those of its own forward.
 
 Several micro-batches are in flight, and autograd saves buffers that the next forward would overwrite. So each forward
 writes to copies, which autograd saves, and the buffers take over the copies' values.
@@ -95,8 +95,9 @@ class BufferCopies:
         for (name, key, live, _), version in zip(pairs, versions, strict=True):
             if live._version != version:
                 raise ExecutionError(
-                    f"forwards and backwards must not write to the same buffer, because the schedule sets their order; "
-                    f"buffer {key!r} of layer {name!r} is written to by both; let the backward write to another buffer"
+                    f"a forward and a backward must not write to the same buffer, because the schedule sets their "
+                    f"order; buffer {key!r} of layer {name!r} is written to by both; let the backward write to "
+                    f"another buffer"
                 )
 
     def _live(self, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -40,15 +40,15 @@ def compiler(compile: Any, batch_norm: BatchNormMode) -> "Callable[[torch.device
     """
     if not isinstance(compile, bool | Mapping):
         raise InputError(
-            f"compile must be a bool or the arguments of torch.compile by name; got {compile!r}; pass True, or "
+            f"compile must be a bool, or a dict of arguments for torch.compile; got {compile!r}; pass True, or "
             f"for example compile={{'mode': 'reduce-overhead'}}"
         )
     if compile is False:
         return lambda device: None
     if batch_norm == "mini-batch":
         raise InputError(
-            "batch_norm='mini-batch' cannot intercept batch_norm calls inside compiled layers; both options were "
-            "given; leave one of them out"
+            "batch_norm='mini-batch' must be used without compile=, because it cannot intercept batch_norm calls "
+            "inside compiled layers; both options were passed; leave one of them out"
         )
     options = {} if compile is True else dict(compile)
     if options:
@@ -65,8 +65,8 @@ def _check(options: dict[Any, Any]) -> None:
         torch.compile(nn.Identity(), **options)
     except Exception as error:  # of any type
         raise InputError(
-            f"compile must hold valid arguments of torch.compile; got {shown(options)}, and torch.compile raised: "
-            f"{str(error).strip()}; correct them, or pass compile=True"
+            f"compile must hold valid arguments of torch.compile; with {shown(options)}, torch.compile raised: "
+            f"{str(error).strip()}; correct the arguments, or pass compile=True"
         ) from error
 
 
@@ -100,7 +100,7 @@ class Compiled:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a compiled layer with the stage's mode disabled. own: tensors that replace the layer's own."""
+        """Call a compiled layer with the stage's mode disabled. ``own`` replaces its tensors."""
         compiled = self._layers.get(layer)
         if compiled is None:
             compiled = self._layers[layer] = _Layer(layer, self._compiled(layer))

@@ -1,7 +1,7 @@
 """Layer runner: calls the layers of one stage and its loss, one micro-batch at a time.
 
-The layers are the user's own modules. They use their own Parameters and buffers, except where a call replaces tensors:
-leaves for tied weights, an older weight version, or copies of buffers.
+The layers are the user's own modules. They use their own Parameters and buffers, except where a call replaces
+them by leaves for tied weights, by an older weight version, or by copies of buffers.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -100,7 +100,7 @@ class LayerRunner:
         self._is_plain = not (ties or self._checkpoint_of_call or compiled or self._moves_buffers)
 
     def begin(self, step_data: StepData, weights: WeightStash | None) -> None:
-        """Start a step. weights: the weight versions, if the program updates weights during the run."""
+        """Start a step. ``weights`` holds the weight versions if the program updates weights during the run."""
         self._step_data = step_data
         self._weights = weights
         self._body.begin()
@@ -139,7 +139,7 @@ class LayerRunner:
             return output if self._head is None else self._loss(self._head, saved, output)
 
     def run_keeping(self, saved: MicrobatchState, arrived: Payload, split: bool) -> Any:
-        """Run forward and save the activations. split: whether a later I defers weight gradients to W."""
+        """Run forward and save the activations. ``split`` states whether I defers weight gradients to W."""
         split = split and self._may_split()
         saved.deferred = split and self.deferral.decide(saved.microbatch, lambda: self._kind(arrived))
         noted = saved.deferred or (split and self.deferral.learning)
@@ -281,7 +281,7 @@ class LayerRunner:
         return loss if factor is None else loss * factor
 
     def _stand_ins(self, saved: MicrobatchState, name: str, number: int) -> Mapping[str, Tensor]:
-        """The tensors that replace a module's own in one call."""
+        """The tensors that replace a module's own tensors in one call."""
         ties = self._ties.get((name, number), _NOTHING)
         return {**saved.weights.get(name, _NOTHING), **(saved.buffers or _NOTHING).get(name, _NOTHING), **ties}
 
@@ -309,8 +309,8 @@ class LayerRunner:
         elif modified and not self._modifies_input:
             raise ExecutionError(
                 f"a checkpointed stage must modify its input in place either always or never; the layers "
-                f"{', '.join(self._body.layers)} modified it in place now, but not in their first forward; "
-                f"use checkpoint='never', or do not modify it in place"
+                f"{', '.join(self._body.layers)} modified their input in this forward, but not in the first one; "
+                f"use checkpoint='never', or do not modify the input in place"
             )
 
 
@@ -320,8 +320,8 @@ def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
     roots = trainable_leaves(value) if roots is None else roots
     if not roots and saved.loss_inputs is not None and saved.loss_inputs[1] != 0:
         raise InputError(
-            "a step needs something to train; the loss depends on no parameter that requires a gradient; "
-            "unfreeze one, or call evaluate"
+            "the loss of a step must depend on a parameter that requires a gradient; this loss depends on no such "
+            "parameter; unfreeze a parameter, or call evaluate"
         )
     return roots
 
@@ -337,6 +337,6 @@ def _drop(tensor: Tensor) -> None:
 
 def _dropped(_: None) -> Tensor:
     raise ExecutionError(
-        "a checkpointed forward saves no tensors to differentiate; a layer differentiates inside its own forward "
-        "(autograd.grad); use checkpoint='never'"
+        "a layer of a checkpointed stage must not differentiate inside its forward (autograd.grad), because a "
+        "checkpointed forward saves no tensors; one of the layers did so; use checkpoint='never'"
     )

@@ -27,10 +27,10 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def host_bytes_per_s(device: torch.device) -> float | None:
-    """The bandwidth of a device's copies to and from the host, both running at the same time as in `Offloads`.
+    """The bandwidth of a device's copies to and from the host, with both directions in use, as in `Offloads`.
 
     Returns:
-        Bytes per second; for a CPU those of a memory copy; None for other device types.
+        Bytes per second; for a CPU, the bandwidth of a memory copy; None for other device types.
 
     """
     if device.type not in ("cpu", "cuda"):
@@ -114,12 +114,13 @@ class _Held:
         return self.tensor
 
     def back(self) -> Tensor:
-        """The tensor, for the backward."""
+        """Return the tensor to the backward. Raises ExecutionError if it was modified, or was not fetched."""
         if self.piece is None:
             return self.unchanged()
         if self.piece.device is None:
             raise ExecutionError(
-                "offloaded tensors must be fetched before their backward; one was not; validate the program"
+                "an offloaded tensor must be fetched before its backward; this tensor was not fetched; validate the "
+                "program"
             )
         dtype, *form = self.form
         with torch.no_grad():
@@ -178,7 +179,10 @@ class Offloads:
             self._going = before
 
     def offload(self, microbatch: int, staying: Collection[int]) -> None:
-        """OFFLOAD. staying: addresses of memory that must stay on the device."""
+        """OFFLOAD: start copying a micro-batch's activations to the host.
+
+        ``staying`` holds the addresses of memory that must stay on the device.
+        """
         pieces = self._pieces[microbatch] = []
         for tensors in self._movable(microbatch, staying):
             piece = _Piece(_bytes_of(tensors[0].unchanged()))

@@ -1,4 +1,4 @@
-"""Optimizers of the stages, and how the optimizers of one plan pass their state to those of the next.
+"""Optimizers: creates the optimizers of the stages, and moves their state to the stages of the next plan.
 
 Each parameter keeps its optimizer state and the settings of its parameter group, such as the learning rate. A stage
 with the same number keeps the same optimizer object, so learning rate schedulers attached to it still work.
@@ -37,12 +37,12 @@ class Inheritance:
     A stage has an optimizer if one of its parameters is trainable, or was in an optimizer before.
 
     Args:
-        make: creates an optimizer for a list of parameters that had none.
+        make: creates an optimizer for a list of parameters that are in no optimizer yet.
         before: the optimizers of the old stages.
         stages: the parameters of each new stage.
 
     Raises:
-        ModelTypeError: if ``make`` returns something else, or an optimizer of other parameters.
+        ModelTypeError: if ``make`` does not return an optimizer of exactly the given parameters.
 
     """
 
@@ -72,7 +72,7 @@ class Inheritance:
         self.undriven = [i for i in self._heirs if i not in before and any("initial_lr" in g for _, g in held.values())]
 
     def take(self) -> dict[int, Optimizer]:
-        """Move all parameters and states to the new stages' optimizers; return these by stage."""
+        """Move all parameters and states to the new stages' optimizers; return the optimizers by stage."""
         for heir in self._heirs.values():
             for group, change in heir.groups:
                 group.update(change)
@@ -92,8 +92,8 @@ def _checked(made: Any, parameters: list[Any]) -> Optimizer:
     others = [p for _, p in _members(made) if id(p) not in own]
     if others:
         raise ModelTypeError(
-            f"optimizer(params) must return an optimizer of exactly its params; it is called once for each stage, "
-            f"and the optimizer of a stage with {len(own)} parameters has {len(others)} others; pass only params to it"
+            f"optimizer(params) must return an optimizer of params only; for a stage with {len(own)} parameters it "
+            f"returned an optimizer with {len(others)} other parameters; pass only params to the optimizer"
         )
     return made
 
@@ -160,7 +160,7 @@ def optimizers_for(
     home: Callable[[nn.Parameter], int | None],
     before: Mapping[int, Optimizer],
 ) -> Inheritance:
-    """Prepare the stages' optimizers: created by the function, or taken over from the stages before.
+    """Prepare the stages' optimizers. Each is created by the user's function, or kept from an old stage.
 
     Args:
         optimizer: the user's function, params -> Optimizer.
@@ -171,7 +171,7 @@ def optimizers_for(
         before: the optimizers of the old stages.
 
     Raises:
-        ModelTypeError: if ``optimizer`` returns something else.
+        ModelTypeError: if ``optimizer`` does not return a torch.optim.Optimizer of its params.
 
     """
     for index, stage in stages.items():

@@ -19,16 +19,18 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["RecomputedLayers", "is_dear"]
 
-#: (tensors in place of a layer's own, args, kwargs) -> what it returns
+#: (tensors that replace a layer's own tensors, args, kwargs) -> the layer's output
 _RunLayer = Callable[[Mapping[str, Tensor], tuple[Any, ...], dict[str, Any]], Any]
 
 _Call = tuple[str, int]
 
 
 class _Seen(NamedTuple):
-    """The buffers before a call: copies of those that it changes; of the others, the tensors with their versions."""
+    """The buffers before a call."""
 
+    #: Copies of the buffers that the call changes.
     copies: dict[str, Tensor]
+    #: The buffers that the call leaves unchanged, with their version counters.
     still: dict[str, tuple[Tensor, int]]
 
 
@@ -57,7 +59,7 @@ class RecomputedLayers:
         Args:
             which: the layer's name and the number of the call.
             layer: the user's module.
-            own: tensors that replace the layer's own.
+            own: tensors that replace the layer's own tensors.
             run: calls the layer with replacement tensors, args and kwargs.
             args: the layer's positional arguments.
             kwargs: the layer's keyword arguments.
@@ -116,8 +118,8 @@ class RecomputedLayers:
         if self._modifies_input.setdefault(which, modified) is False and modified:
             raise ExecutionError(
                 f"a recomputed layer must modify its input in place either always or never; layer {which[0]!r} "
-                f"modified it in place now, but not in its first forward; take it out of checkpoint=, "
-                f"or do not modify it in place"
+                f"modified its input in this forward, but not in the first one; take the layer out of checkpoint=, "
+                f"or do not modify the input in place"
             )
 
 
@@ -141,8 +143,9 @@ def _checked(seen: _Seen, layer: nn.Module, own: Mapping[str, Tensor], which: _C
     for name, (buffer, version) in seen.still.items():
         if now[name] is not buffer or buffer._version != version:
             raise ExecutionError(
-                f"a recomputed layer needs the buffers of its forward; buffer {name!r} of layer {which[0]!r} has "
-                f"changed since, which the first forward in these modes did not do; take the layer out of checkpoint="
+                f"a layer must be recomputed with the buffers of its forward; buffer {name!r} of layer {which[0]!r} "
+                f"has changed since, although the layer's first forward left it unchanged; take the layer out of "
+                f"checkpoint="
             )
     return seen.copies
 

@@ -92,17 +92,17 @@ class Deferral:
         self._saving = False
 
     def begin(self, live: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Start a step. live: maps a weight version's tensor to its Parameter, and any other tensor to itself."""
+        """Start a step. ``live`` maps a weight version's tensor to its Parameter, and any other tensor to itself."""
         self._live = live or _itself
         self._decided = False
         self._weight_uses = None
         self._products.clear()
 
     def decide(self, microbatch: int, kind: Callable[[], Hashable]) -> bool:
-        """Whether the coming forward defers weight gradients.
+        """Return whether the next forward defers weight gradients.
 
-        The first forward of a step decides by its kind (shapes, trainable parameters). If the kind is new, that forward
-        is learned from.
+        The first forward of a step decides by its kind (shapes, trainable parameters). If the kind is new, the
+        deferrable weights are learned from that forward.
         """
         if not self._decided:
             self._decided = True
@@ -115,7 +115,7 @@ class Deferral:
 
     @property
     def learning(self) -> bool:
-        """Whether the current forward is one to learn from."""
+        """Whether deferrable weights are learned from the current forward."""
         return self._weight_uses is not None
 
     @property
@@ -136,7 +136,7 @@ class Deferral:
     def saving(self, *, again: bool = False) -> Iterator[None]:
         """A context for layers whose saved tensors are recomputed or offloaded: products save inputs through autograd.
 
-        again: whether the layer is being recomputed, which rebuilds the graph of its forward.
+        ``again`` states whether the layer is being recomputed, which rebuilds the graph of its forward.
         """
         before = self._saving, self._noting
         self._saving = True
@@ -214,7 +214,7 @@ class Deferral:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
-        """Record a product that was called unchanged. channels: the dimension of x that the product sums over."""
+        """Record a product that was called unchanged. It sums over the dim ``channels`` of x."""
         if self._weight_uses is not None and self._noting:
             self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output
@@ -245,7 +245,7 @@ _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 
 
 def _is_plain(x: Any, *weights: Any) -> bool:
-    """Whether these are floating-point tensors of no subclass, and the weights trainable leaves."""
+    """Whether all are floating-point tensors of no subclass, and the weights are trainable leaves."""
     return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
         weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
     )

@@ -78,8 +78,8 @@ class Stage:
     def begin(self, step_data: StepData, uses: Uses | None = None) -> None:
         """Start a step. State left by a failed step is discarded.
 
-        uses: the weight version of each micro-batch, for a program that updates the weights while micro-batches are in
-        flight.
+        ``uses`` holds the weight version of each micro-batch, for a program that updates the weights while
+        micro-batches are in flight.
         """
         self._saved.clear()
         self._step_data = step_data
@@ -125,7 +125,8 @@ class Stage:
         if guarded and versions != [tensor._version for tensor in guarded]:
             raise ExecutionError(
                 f"a stage must not modify received tensors that share memory; the layers {', '.join(self.layers)} "
-                f"modified one of {len(guarded)} such tensors in place; clone it first, or move the stage boundary"
+                f"modified one of {len(guarded)} such tensors in place; clone the tensor first, or move the stage "
+                f"boundary"
             )
         if isinstance(value, PerConsumer):
             return PerConsumer([self._buffers_copied(Payload.of(one)) for one in value])
@@ -142,13 +143,15 @@ class Stage:
         if saved.needs_no_backward:
             return
         if saved.arrived is None:
-            raise ExecutionError(f"R needs a checkpointed F before it; micro-batch {microbatch} has none; remove the R")
+            raise ExecutionError(
+                f"every R must follow a checkpointed F; micro-batch {microbatch} has no checkpointed F; remove its R"
+            )
         arrived = saved.arrived
         saved.arrived = None
         self._runner.run_keeping(saved, arrived, split)
 
     def backward(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """B: accumulate all parameters' gradients; return the received values' gradients, for each producer."""
+        """B: accumulate all parameters' gradients; return, per producer, the gradients of the received values."""
         saved = self._saved.pop(microbatch)
         self._runner.backward(saved, grads)
         if self.weights is not None:
@@ -156,7 +159,7 @@ class Stage:
         return self._input_grads(microbatch, saved)
 
     def input_grad(self, microbatch: int, *grads: Gradients) -> PerConsumer:
-        """I: return the received values' gradients, for each producer. Expensive weight gradients are deferred to W."""
+        """I: return, per producer, the gradients of the received values. Defer expensive weight gradients to W."""
         saved = self._saved[microbatch]
         if saved.deferred:
             with self._runner.deferral.unnoted():
@@ -217,13 +220,13 @@ class Stage:
         given = Payload.of(self.body.inputs(self._step_data.inputs[microbatch]), self._on_device)
         if arrived and any(given.needs_grad):
             raise InputError(
-                "an input that requires a gradient must be used by the first stage only; one is also used by a later "
-                "stage; detach it, or move the stage boundary behind its last use"
+                "an input that requires a gradient may be used by the first stage only; a later stage also uses such "
+                "an input; detach the input, or move the stage boundary behind its last use"
             )
         return (Payload.joined([given, *arrived]) if arrived else given), True
 
     def _buffers_copied(self, output: Payload) -> Payload:
-        """The output with every buffer of this stage cloned: the next forward may change a buffer before it is read."""
+        """The output with this stage's buffers cloned: the next forward may change them before the output is read."""
         own = {memory_of(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         return output.map_tensors(lambda one: one.clone() if memory_of(one) in own else one) if own else output
 

@@ -12,7 +12,7 @@ __all__ = ["StageOptimizer"]
 
 
 class StageOptimizer:
-    """Updates the parameters of one stage's modules. layers: the layer names for error messages."""
+    """Updates the parameters of one stage's modules. ``layers`` are the layer names for error messages."""
 
     def __init__(self, modules: Mapping[str, nn.Module], layers: Iterable[str]) -> None:
         self._modules = modules
@@ -32,7 +32,7 @@ class StageOptimizer:
         return [parameter for parameter in own if parameter not in self.elsewhere]
 
     def update(self, weights: WeightStash | None) -> None:
-        """Step with the gradients since the last update. weights: the versions for micro-batches in flight."""
+        """Step with the gradients since the last update. ``weights`` holds the versions in flight."""
         if self.late:
             self._waiting = True
             return
@@ -60,6 +60,7 @@ class StageOptimizer:
             self.wrapped.zero_grad(set_to_none=True)
         elif any(parameter.requires_grad and parameter.grad is not None for parameter in self.parameters):
             raise ExecutionError(
-                f"a stage without trainable parameters at construction has no optimizer; parameters of the layers "
-                f"{', '.join(self._layers)} have gradients now; make a new Pipeline, or freeze them again"
+                f"a stage whose parameters were all frozen when the pipeline was made has no optimizer; parameters of "
+                f"its layers {', '.join(self._layers)} have gradients now; make a new Pipeline, or freeze the "
+                f"parameters again"
             )

@@ -32,7 +32,7 @@ _Tensors = list[Tensor | None]
 class _WeightCopy:
     """A copy of a stage's layers and of its loss module; tensors shared between layers are shared between their copies.
 
-    Module hooks that are registered earlier run for both. Raises GraphError for layers that cannot be copied.
+    Module hooks that were registered before the copy run for both. Raises GraphError for layers that cannot be copied.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class _Pair:
 class WeightCopies:
     """All weight copies of a pipeline, in stage order.
 
-    target: maps (parameter of a home, rank) to the tensor that receives its gradients.
+    ``target`` maps a home's parameter and a rank to the tensor that receives the parameter's gradients.
     """
 
     def __init__(self, trade: Trade, target: Callable[[nn.Parameter, int], Tensor]) -> None:
@@ -113,7 +113,7 @@ class WeightCopies:
         device: torch.device,
         ranks: tuple[int, int],
     ) -> _WeightCopy | None:
-        """Create a copy; None if the copy is in another process. ranks: of the home and of the copy."""
+        """Create a copy; None if the copy is in another process. ``ranks`` are those of the home and the copy."""
         weight_copy = _WeightCopy(layers, loss_fn, device) if self._trade.holds(ranks[1]) else None
         home_rank, rank = ranks
         home = _together(layers, loss_fn)
@@ -165,7 +165,7 @@ def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:
-    """A memo for deepcopy of objects to share: hooks, and the objects that bound hooks belong to."""
+    """A memo with which deepcopy shares hooks, and the objects that bound hooks belong to, in place of copying them."""
     own = set(home.modules())
     hooks = [hook for module in own for hook in hooks_of(module)]
     owners = [getattr(hook, "__self__", hook) for hook in hooks]

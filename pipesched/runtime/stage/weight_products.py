@@ -41,7 +41,7 @@ class Product:
         self.version = input._version
 
     def keep(self, grads: Sequence[Tensor | None]) -> None:
-        """Store the gradient of the output; a hook on the product's autograd node."""
+        """Store the gradient of the output. Called as a hook of the product's autograd node."""
         self.grad = grads[0]
 
     def weight_grad(self, index: int) -> Tensor | None:
@@ -64,7 +64,7 @@ class Product:
 
 
 def saving_input(x: Tensor, product: Product) -> Tensor:
-    """Save a product's input through autograd, so that saved-tensor hooks see it; the backward hands it on."""
+    """Save a product's input through autograd, for saved-tensor hooks. The backward gives it to the product."""
     saved: Tensor = _SavedInput.apply(x, (x.detach(),), product)  # type: ignore[no-untyped-call]
     return saved
 

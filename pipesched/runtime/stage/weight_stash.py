@@ -35,7 +35,13 @@ class _Holder(nn.Module):
 
 
 class WeightStash:
-    """The weight versions of one stage. modules: by name. uses: the version of each micro-batch."""
+    """The weight versions of one stage.
+
+    Args:
+        modules: the modules of the stage, by name.
+        uses: the version that each micro-batch uses.
+
+    """
 
     def __init__(self, modules: Mapping[str, Any], uses: Uses) -> None:
         self._modules = {name: module for name, module in modules.items() if isinstance(module, nn.Module)}

@@ -54,7 +54,7 @@ class Counts(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A message that the other end may not have received. spare: the list to which its memory returns."""
+    """A message that the other end may not have received. ``spare`` is the list to which its memory returns."""
 
     position: int
     work: Work
@@ -69,9 +69,9 @@ class Outgoing:
         ports: the ports for short and long messages.
         peer: the receiving rank.
         tag: the channel's tag; the next tag is its side channel.
-        encoding: of plain values.
-        counts: received messages; shared by the channels with one rank. Default: new ones.
-        way: 0 forward, 1 backward.
+        encoding: encodes plain values.
+        counts: the numbers of received messages, shared by the channels with one rank. Default: new counts.
+        way: 0 for forward messages, 1 for backward messages.
 
     """
 
@@ -98,7 +98,7 @@ class Outgoing:
         self._write = ports.short.sender(peer, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run, after all sends of the run before are complete. keys: of the run's messages."""
+        """Begin a run once all sends of the previous run are complete. `keys` holds the keys of the run's messages."""
         self.drain()
         self._position = 0
         self._counts.there[self._way] = 0
@@ -189,14 +189,14 @@ class _Posted(NamedTuple):
     memory: Tensor
     header: memoryview
     data: memoryview
-    #: None for a short message, which is read when it is waited for.
+    #: None for a short message, which is read only when it is received.
     work: Work | None
-    #: The predicted value, built over memory that is not yet filled; None if it cannot be built before.
+    #: The predicted value, built over memory that is not yet filled; None if that is not possible.
     value: Any
 
 
 class Incoming:
-    """The receiving end of a channel. Arguments as of `Outgoing`; ``peer`` is the sending rank.
+    """The receiving end of a channel. It takes the arguments of `Outgoing`; ``peer`` is the sending rank.
 
     The predicted value is built while the message is in transit, since a rank that waits for a message is already late.
     """
@@ -223,7 +223,7 @@ class Incoming:
         self._read = ports.short.reader(peer, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. keys: of the run's messages."""
+        """Begin a run. `keys` holds the keys of the run's messages."""
         self.taken = self._next = self._counts.here[self._way] = 0
         self.book.open(keys)
 
@@ -274,7 +274,9 @@ class Incoming:
     def _receive_unforeseen(self, layout_bytes: int, data_bytes: int) -> tuple[MessageLayout, Tensor]:
         layout = MessageLayout.read(self._receive_aside(layout_bytes).numpy().tobytes(), self._encoding)
         if layout.nbytes != data_bytes:
-            raise lost(self._peer, RuntimeError(f"{data_bytes} bytes were announced for a layout of {layout.nbytes}"))
+            raise lost(
+                self._peer, RuntimeError(f"{data_bytes} bytes were announced for a layout of {layout.nbytes} bytes")
+            )
         return layout, self._receive_aside(data_bytes)
 
     def _receive_aside(self, nbytes: int) -> Tensor:
@@ -381,7 +383,7 @@ class Channels:
     Args:
         ports: the ports for short and long messages.
         names: names of the digests in a run's identity, for error messages.
-        encoding: of plain values.
+        encoding: encodes plain values.
         ends: creates the channels for runs. Default: channels over the ports, which single values always use.
 
     """
@@ -395,24 +397,27 @@ class Channels:
         self._single: dict[tuple[bool, int, int], Outgoing | Incoming] = {}
 
     def open(self, keys: Messages, identity: bytes) -> None:
-        """Begin a run with these messages. identity: a digest for each of the names."""
+        """Begin a run with these messages.
+
+        `identity` is the concatenated digests of the run, one for each name in `names` (see the class).
+        """
         for peer, channels in keys.items():
             if peer not in self._neighbours:
                 self._neighbours[peer] = _Neighbour(self._ports, peer, self._ends, self._encoding)
             self._neighbours[peer].open(channels, identity)
 
     def extend(self, keys: Messages) -> None:
-        """Add messages to the run, for ranks that it was opened with."""
+        """Add messages to the run. The run must have been opened with these ranks."""
         for peer, channels in keys.items():
             self._neighbours[peer].extend(channels)
 
     def sender(self, peer: int, backward: bool) -> Callable[[Any], None]:
-        """A function that sends a value without waiting, to a rank that a run has been opened with."""
+        """A function that sends a value without waiting. A run must have been opened with ``peer``."""
         send: Callable[[Any], None] = self._neighbours[peer].outgoing[backward].send
         return send
 
     def receiver(self, peer: int, backward: bool) -> Callable[[], Any]:
-        """A function that waits for the channel's next value, from a rank that a run has been opened with."""
+        """A function that waits for the channel's next value. A run must have been opened with ``peer``."""
         neighbour = self._neighbours[peer]
         receive = neighbour.incoming[backward].receive
 

@@ -15,7 +15,7 @@ _ROUNDS = 10
 
 
 def clock_offset(port: Any, rank: int, num_ranks: int) -> float:
-    """Seconds to add to this rank's clock to get rank 0's. The error is at most half of the fastest round trip."""
+    """Seconds to add to this rank's clock to get rank 0's time. The error is at most half the fastest round trip."""
     answer = torch.zeros(1, dtype=torch.float64)
     try:
         if rank:

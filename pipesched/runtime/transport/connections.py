@@ -24,7 +24,7 @@ _PATIENCE_S = 2.0  # added to the timeout, for a store that does not answer
 class Connections:
     """A rank's sockets, its gloo port and, on an accelerator, its device links. Creating one is collective.
 
-    group: the process group of the ranks; only its store is used. Raises ConnectionLostError if ranks do not connect.
+    ``group`` is the ranks' process group; only its store is used. Raises ConnectionLostError if ranks do not connect.
     """
 
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:
@@ -67,9 +67,9 @@ class Connections:
 
 
 def met(group: Any, device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
-    """Wait for the ranks of the group; return the alarm and the connections before ``connect``.
+    """Wait for the ranks of the group; return the alarm and the connections, which are not connected yet.
 
-    Raises ExecutionError if ranks do not join; ranks of other pipelines are told which ranks are missing.
+    Raises ExecutionError if ranks do not join; ranks of other pipelines receive the names of the missing ranks.
     """
     try:
         alarm = Alarm(group, own_host(group.get_group_store()), timeout_s)

@@ -1,4 +1,4 @@
-"""Device channels: send values from rank to rank with tensors on accelerators. Headers go by host, data by device.
+"""Device channels: send values from rank to rank with tensors on accelerators. Hosts send headers, devices send data.
 
 A value is a header, sent by sockets from host to host, and one packed tensor of bytes, sent by a link from device to
 device. The header states that the layout is the predicted one, or announces another layout that follows it. Hosts post
@@ -18,7 +18,7 @@ a send waits for the computation before it and for its receive, a receive for it
 receives before it. A computation never waits for a send, not even to reuse its memory: memory is reused only if a query
 finds the send complete, otherwise new memory is allocated. A receive that a computation waits for has been posted, and
 so has its send. So devices wait only along the edges of the program, which have no cycle. The first use of a
-communicator blocks the hosts until both are there. So all communicators are created and used once before a program
+communicator blocks the hosts until both ranks use it. So all communicators are created and used once before a program
 first runs, by all ranks in one order, in which both ranks of the first missing communicator can always proceed.
 
 Memory. A message is a copy in memory of the channel, made on the computing stream; it takes about a thousandth of the
@@ -100,7 +100,7 @@ class _Maker(Protocol):
 
 
 class NcclLink:
-    """A link over an NCCL communicator of two ranks. arrivals: the stream on which received memory is allocated."""
+    """A link over an NCCL communicator of two ranks. ``arrivals`` is the stream that allocates received memory."""
 
     def __init__(self, store: Any, sends: bool, device: torch.device, arrivals: Any, timeout_s: float) -> None:
         self._sends = sends
@@ -147,7 +147,7 @@ class NcclLink:
 
 
 class Nccl:
-    """Creates NCCL links for one device. timeout_s: how long ranks wait for each other."""
+    """Creates NCCL links for one device. ``timeout_s`` is how long ranks wait for each other."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self.device = device
@@ -169,7 +169,7 @@ def links_for(device: torch.device, timeout_s: float) -> _Maker | None:
         return None
     if not distributed.is_nccl_available():
         raise ExecutionError(
-            f"ranks on CUDA devices need NCCL; this build of torch ({torch.__version__}) has none; "
+            f"ranks on CUDA devices need NCCL; this build of torch ({torch.__version__}) has no NCCL; "
             f"install a build with NCCL, run on CPUs, or use one process with devices="
         )
     return Nccl(device, timeout_s)
@@ -195,8 +195,9 @@ class Links:
         new = [channel for channel in channels if self._rank in channel[:2] and channel not in self._links]
         if len(self._links) + len(new) > _MOST_LINKS:
             raise ExecutionError(
-                f"a rank on a CUDA device may have at most {_MOST_LINKS} channels, each with a stream of its own; rank "
-                f"{self._rank} has {len(self._links) + len(new)}; move stage boundaries to where fewer edges cross"
+                f"a rank on a CUDA device may have at most {_MOST_LINKS} channels, each with a stream of its own; "
+                f"rank {self._rank} has {len(self._links) + len(new)} channels; move stage boundaries to where fewer "
+                f"edges cross"
             )
         for channel in sorted(new, key=_turn):
             name = f"link/{channel.giver}/{channel.taker}/{int(channel.backward)}"
@@ -209,8 +210,8 @@ class Links:
             except RuntimeError as error:
                 peer = channel.giver + channel.taker - self._rank
                 raise ExecutionError(
-                    f"devices of neighbouring ranks must be connected before a program runs; ranks {self._rank} and "
-                    f"{peer} were not ({error}); give every process a device of its own"
+                    f"devices of neighbouring ranks must be connected before a program runs; the devices of ranks "
+                    f"{self._rank} and {peer} could not connect ({error}); give every process a device of its own"
                 ) from error
 
     def __getitem__(self, channel: Channel) -> Link:
@@ -238,12 +239,15 @@ class Links:
 
 
 def _turn(channel: Channel) -> tuple[bool, int, int, int]:
-    """Sort key for creating links in one order: even ranks' first, so that pairs connect in parallel."""
+    """Sort key of a channel: all ranks create their links in this order.
+
+    In each direction, even sending ranks come before odd ones, so that pairs of ranks connect in parallel.
+    """
     return channel.backward, channel.giver % 2, channel.giver, channel.taker
 
 
 class _Sent(NamedTuple):
-    """A message that the device may still be sending. spare: the list to which its memory returns."""
+    """A message that the device may still be sending. ``spare`` is the list to which its memory returns."""
 
     sending: _Sending
     message: Packed
@@ -251,7 +255,7 @@ class _Sent(NamedTuple):
 
 
 class DeviceOutgoing:
-    """The sending end of a channel. port: for headers."""
+    """The sending end of a channel. ``port`` sends the headers."""
 
     def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
         self.book = LayoutBook()
@@ -263,7 +267,7 @@ class DeviceOutgoing:
         self._sent: deque[_Sent] = deque()
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. keys: of the run's messages."""
+        """Begin a run. `keys` holds the keys of the run's messages."""
         self._position = 0
         self.book.open(keys)
 
@@ -310,7 +314,7 @@ class DeviceOutgoing:
 
 
 class DeviceIncoming:
-    """The receiving end of a channel. port: for headers."""
+    """The receiving end of a channel. ``port`` receives the headers."""
 
     def __init__(self, links: Links, channel: Channel, port: ShortPort, tag: int, encoding: Encoding) -> None:
         self.book = LayoutBook()
@@ -321,7 +325,7 @@ class DeviceIncoming:
         self._reader = port.reader(channel.giver, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. keys: of the run's messages."""
+        """Begin a run. `keys` holds the keys of the run's messages."""
         self.taken = 0
         self.book.open(keys)
 

@@ -83,7 +83,7 @@ class UnsentTypeError(ExecutionError):
 
 
 class _Own(NamedTuple):
-    """How values of a registered type are taken apart and built. immutable: whether instances never change."""
+    """How values of a registered type are taken apart and built. ``immutable`` states that instances never change."""
 
     name: str
     take: Callable[[Any], Iterable[Any]]
@@ -94,8 +94,8 @@ class _Own(NamedTuple):
 class Encoding:
     """Writes and reads plain values.
 
-    types: enums and pytree nodes to know by name, in addition to built-in types. Both ends must know the same types:
-    those of pipesched, and those that each has seen in its own capture of the model.
+    ``types`` are enums and pytree nodes to register by name, in addition to built-in types. Both ends must register the
+    same types: the types of pipesched, and the types that occur in each rank's own capture of the model.
     """
 
     def __init__(self, types: Iterable[Any] = ()) -> None:
@@ -133,7 +133,7 @@ class Encoding:
     # ---- writing ----------------------------------------------------------------------------------------------------
 
     def written(self, value: Any) -> bytes:
-        """A value as bytes. Raises UnsentTypeError."""
+        """Encode a value as bytes. Raises UnsentTypeError."""
         out = bytearray()
         self._write(value, out)
         return bytes(out)
@@ -178,7 +178,8 @@ class Encoding:
                 raise UnsentTypeError(
                     f"only tensors, numbers, text, bytes, None, containers, enums, dataclasses and registered pytree "
                     f"nodes can be sent between ranks; got {_name(kind)}; pass its parts in a tuple or dict, register "
-                    f"it with torch.utils._pytree.register_pytree_node, or move the boundary to keep it on one rank"
+                    f"the type with torch.utils._pytree.register_pytree_node, or move the stage boundary to keep the "
+                    f"value on one rank"
                 )
             self._write_parts(b"n", (spec, *parts), out)
 
@@ -202,11 +203,11 @@ class Encoding:
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, data: bytes) -> Any:
-        """The inverse of ``written``. Raises ExecutionError for other bytes."""
+        """Decode a value from the bytes of ``written``. Raises ExecutionError for invalid bytes."""
         try:
             value, end = self._read(memoryview(data), 0)
             if end != len(data):
-                raise ValueError(f"{len(data) - end} bytes too many")  # noqa: TRY301
+                raise ValueError(f"{len(data) - end} bytes are left over")  # noqa: TRY301
         except Exception as error:  # pytree nodes may raise any type
             raise ExecutionError(
                 f"a message must contain values encoded by pipesched; these {len(data)} bytes do not "
@@ -218,7 +219,7 @@ class Encoding:
         tag, count = _HEAD.unpack_from(data, at)
         at += _HEAD.size
         if count > len(data) - at:  # every part has at least one byte
-            raise ValueError(f"{count} parts of {len(data) - at} bytes")
+            raise ValueError(f"{count} parts cannot fit into {len(data) - at} bytes")
         if atom := _ATOM_READERS.get(tag):
             return atom(data[at : at + count]), at + count
         parts = []
@@ -236,7 +237,7 @@ class Encoding:
         if tag == b"a":
             dtype, shape, data = parts
             if np.dtype(dtype).kind not in _NUMBERS_OF_NUMPY:
-                raise ValueError(f"an array of {dtype}")
+                raise ValueError(f"an array must hold numbers, not {dtype}")
             array = np.frombuffer(data, dtype).copy()
             return array[0] if shape is None else array.reshape(shape)
         name, *rest = parts
@@ -247,12 +248,12 @@ class Encoding:
             return kind[rest[0]] if rest[0] in kind.__members__ else kind(rest[0])
         if tag == b"o":
             return self._own[kind].make(*rest)
-        raise ValueError(f"a value of {name} with the tag {tag!r}")
+        raise ValueError(f"a value of type {name} cannot have the tag {tag!r}")
 
     def _spec(self, name: str, context: Any, *children: Any) -> pytree.TreeSpec:
         kind = self._types[name]
         if kind is namedtuple and not (issubclass(context, tuple) and hasattr(context, "_fields")):
-            raise ValueError(f"a named tuple of {context}")
+            raise ValueError(f"{context} is not a named tuple")
         return pytree.TreeSpec(kind, context, list(children))
 
 

@@ -19,7 +19,7 @@ _PATIENCE_S = 2  # for values in transit when the courier ends
 
 
 class _Parcel(NamedTuple):
-    """A value in transit to the host. given: the source tensors, kept alive until the copy is done."""
+    """A value in transit to the host. ``given`` holds the source tensors until the copy is done."""
 
     given: Any
     value: Any

@@ -46,7 +46,7 @@ class LayoutBook:
             self.sizes = digest(repr([-1 if layout is None else layout.nbytes for layout in self.foreseen]).encode())
 
     def extend(self, keys: Sequence[Hashable], behind: int) -> None:
-        """Add messages to the run. behind: the number of messages that are done."""
+        """Add messages to the run. ``behind`` is the number of messages that are done."""
         self._keys = [*self._keys[behind - self._first :], *keys]
         del self.foreseen[: behind - self._first]
         self._first = behind
@@ -60,7 +60,7 @@ class LayoutBook:
         return self.foreseen[at]
 
     def note(self, number: int, layout: MessageLayout) -> None:
-        """Record that a message had another layout than predicted.
+        """Record that a message did not have the predicted layout.
 
         The layout is used from the next run on or, in a run of several parts, a fixed number of messages later, when
         both ends are certain to know it.

@@ -1,4 +1,4 @@
-"""Message layout: describes a value for transport, apart from the bytes of its tensors.
+"""Message layout: describes a value for transport, without the bytes of its tensors.
 
 A value is a Payload (forward), Gradients (backward), a tensor, or a plain value. Its layout is small, fast to compare,
 and defines how the tensors' bytes are arranged in one message and how the receiver rebuilds the value. Strides are
@@ -54,7 +54,7 @@ class _Restored(NamedTuple):
     dtype: torch.dtype
     shape: _Sizes
     stride: _Sizes
-    #: In elements, within the piece.
+    #: The position of the tensor's first element in the piece.
     offset: int = 0
     #: Whether the elements are copied to memory with gaps between them.
     gapped: bool = False
@@ -102,7 +102,8 @@ def _check(tensor: Tensor) -> None:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         raise ExecutionError(
             f"only plain, strided tensors can be sent between ranks; got a {type(tensor).__name__} of layout "
-            f"{tensor.layout}; convert it (to_dense, full_tensor), or move the boundary so that it stays on one rank"
+            f"{tensor.layout}; convert the tensor (to_dense, full_tensor), or move the stage boundary so that the "
+            f"tensor stays on one rank"
         )
 
 
@@ -128,7 +129,7 @@ def _memory(leaf: Any) -> int:
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """The layout of a value, written once and then known at both ends. encoding: of its plain values."""
+    """The layout of a value, sent once and then stored at both ends. ``encoding`` encodes the plain values."""
 
     description: Description
     encoding: Encoding = field(repr=False, compare=False)
@@ -148,7 +149,7 @@ class MessageLayout:
 
     @classmethod
     def read(cls, written: bytes, encoding: Encoding) -> "MessageLayout":
-        """The inverse of ``written``. Raises ExecutionError for bytes that are no layout."""
+        """The inverse of ``written``. Raises ExecutionError for bytes that are not a layout."""
         layout = cls(encoding.read(written), encoding)
         try:
             skeleton, looks, _, _ = layout.description
@@ -157,7 +158,7 @@ class MessageLayout:
             is_valid = False
         if not is_valid:
             raise ExecutionError(
-                f"a message must be announced by its layout; these {len(written)} bytes are no layout; run the same "
+                f"a message must be announced by its layout; these {len(written)} bytes are not a layout; run the same "
                 f"versions and the same model on every rank"
             )
         return layout
@@ -173,7 +174,7 @@ class MessageLayout:
         return self._layout[0]
 
     def plain_bytes(self, value: Any) -> Any:
-        """The bytes of a value with a single contiguous tensor and this layout, as a numpy array without a copy.
+        """The bytes of a value with this layout and a single contiguous tensor, as a numpy array without a copy.
 
         None for any other value; ``describe`` then determines its layout.
         """
@@ -208,7 +209,7 @@ class MessageLayout:
         return (skeleton, looks[0]) if stride == torch.empty(shape, device="meta").stride() else None
 
     def in_place(self, leaves: tuple[Any, ...]) -> Tensor | None:
-        """The bytes of a value's only tensor without a copy, if long, contiguous and on the CPU; otherwise None."""
+        """A view of the bytes of a value's only tensor if it is long, contiguous and on the CPU; otherwise None."""
         piece = self._only
         if piece is None:
             return None
@@ -270,7 +271,7 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 
 
 class Packed:
-    """The memory of a message: a header (on a CPU only), then the bytes of a layout's tensors. data: all bytes."""
+    """The memory of a message: a header (on a CPU only), then the bytes of a layout's tensors. ``data`` views it."""
 
     def __init__(self, layout: MessageLayout | None, header: int, device: torch.device | None = None) -> None:
         pieces = layout.pieces if layout else []
@@ -359,7 +360,7 @@ def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, off
 
 
 def _shared_piece(leaf: int, number: int, looks: Any, shared: Any, offset: int) -> _Piece:
-    """The piece of the whole memory range that the leaves sharing it cover."""
+    """The piece for memory that several leaves share: all bytes from the first to the last one that a leaf uses."""
     ends = [
         (first, first + _reach(shape, stride) * dtype.itemsize)
         for (dtype, shape, stride), (memory, first) in (

@@ -19,10 +19,10 @@ class Work(Protocol):
 
 
 class ShortPort(Protocol):
-    """Sends short messages: bytes to and from other ranks, in order for each tag. Raises RuntimeError."""
+    """Sends and receives short messages of bytes, in order for each rank and tag. Methods raise RuntimeError."""
 
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], Work | None]:
-        """A function that sends buffers with ``nbytes`` in all, without waiting.
+        """A function that sends buffers of ``nbytes`` bytes in total, without waiting.
 
         The buffers may change afterwards. It returns None if all bytes are written, otherwise the pending send.
         """
@@ -32,7 +32,7 @@ class ShortPort(Protocol):
 
 
 class _Port(Protocol):
-    """The used part of a process group's interface: (tensors, rank in the group, tag). Raises RuntimeError."""
+    """The methods of a process group that are used here. They raise RuntimeError."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> Work:
         """Start a send."""
@@ -42,7 +42,7 @@ class _Port(Protocol):
 
 
 class Ports(NamedTuple):
-    """The ports of one rank. The predicted size of a message decides which port it uses, equally at both ends."""
+    """The ports of one rank. The predicted size of a message decides its port, so both ends use the same port."""
 
     short: ShortPort
     long: _Port
@@ -72,7 +72,7 @@ class Ports(NamedTuple):
 
 
 class ConnectionLostError(ExecutionError):
-    """A message did not arrive, or could not be sent. ended: the rank that ended the connection, if known."""
+    """A message did not arrive, or could not be sent. ``ended`` is the rank that closed the connection, if known."""
 
     def __init__(self, text: str, ended: int | None = None) -> None:
         super().__init__(text)

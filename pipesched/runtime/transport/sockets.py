@@ -52,10 +52,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def own_host(store: Any) -> str:
-    """The address under which other machines reach this one.
+    """The address at which other machines reach this machine.
 
-    The address of the interface named by GLOO_SOCKET_IFNAME, as for gloo, so that all messages use one network;
-    otherwise the address of the route to the store's host; the loopback address if the store has no host.
+    If GLOO_SOCKET_IFNAME names an interface, its address is used, as by gloo, so that all messages use one network.
+    Otherwise the address of the route to the store's host is used, or the loopback address if the store has no host.
     """
     if named := _address_of(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]):
         return named
@@ -209,8 +209,8 @@ def _read(connection: socket.socket, into: memoryview) -> None:
 class SocketPort:
     """One rank's connections, each created at its first use. Ranks exchange their addresses through the store.
 
-    Ranks on one machine connect through an abstract Unix socket, which no other machine or network namespace can reach;
-    the others use the network.
+    Ranks on one machine connect through an abstract Unix socket, which no other machine or network namespace can reach.
+    Ranks on different machines connect over the network.
     """
 
     def __init__(self, store: Store, rank: int, host: str, timeout_s: float) -> None:
@@ -236,7 +236,7 @@ class SocketPort:
         store.set(f"address/{rank}", json.dumps(address))
 
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], _Pending | None]:
-        """A function that sends buffers with ``nbytes`` in all, without waiting.
+        """A function that sends buffers of ``nbytes`` bytes in total, without waiting.
 
         The buffers may change afterwards. It returns None if all bytes are written, otherwise the pending send.
         """
@@ -258,7 +258,7 @@ class SocketPort:
         return connection
 
     def _accept(self, from_: int, tag: int) -> socket.socket:
-        """Wait for the connection from a rank with a tag, while also accepting others."""
+        """Wait for the connection from a rank with a tag, and accept other connections meanwhile."""
         end_s = time.monotonic() + self._timeout_s
         while (from_, tag) not in self._accepted:
             left_s = end_s - time.monotonic()
@@ -345,7 +345,7 @@ class SocketPort:
 
 
 def _greeting(connection: socket.socket, rank: int, tag: int, word: bytes) -> bytes:
-    """A greeting: a proof of knowing the secret, without the secret itself.
+    """A greeting, which proves that the sender has read the secret but does not contain the secret.
 
     The proof is valid only for one rank, tag and kind of connection, so it cannot be reused elsewhere.
     """
@@ -374,8 +374,8 @@ def _listener(name: str) -> socket.socket:
 def _connected(name: str) -> socket.socket | None:
     """A Unix connection to the listener with this name; None if the network must be used.
 
-    That is the case if nobody listens, the listener belongs to another user, its backlog is full, or the system limits
-    the buffers to less than a network connection has, so that a thread would often have to write the rest.
+    The network is used if there is no listener, if the listener belongs to another user or its backlog is full, or if
+    the system limits the buffers to less than a network connection has. A thread would then often write the rest.
     """
     if sys.platform != "linux":
         return None
