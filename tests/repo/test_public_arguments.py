@@ -12,7 +12,7 @@ from pipesched import Costs, Link, Links, Plan, Profile, Program, Trace, viz
 from pipesched.cli import options
 from pipesched.cli.main import main
 from pipesched.errors import PipeschedError, ScheduleError
-from pipesched.planning import report as reports
+from pipesched.planning.report import report as reports
 from pipesched.testing import MemoryMeter, check_schedule, reference_step, run_fake
 from tests.support.refused_pipelines import linears, mse
 from tests.support.wrong_arguments import STRANGE, but, cases, refused
