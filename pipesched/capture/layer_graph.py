@@ -16,9 +16,9 @@ __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 
 
 def gap(capture: Capture, position: int) -> list[int]:
-    """The possible first calls of a stage whose first layer call is the position-th.
+    """The calls that may come first in a stage if its first layer call is the one at this position.
 
-    They lie after the previous layer call and end with the layer call itself.
+    These calls lie after the previous layer call; the last of them is the layer call itself.
     """
     legal = capture.legal_cuts
     before, own = capture.layer_calls[position - 1 : position + 1]
@@ -28,7 +28,7 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """The call in a layer's gap at which a boundary sends the fewest bytes; the latest if several are equal."""
+    """The call in a layer's gap before which a boundary sends the fewest bytes; the latest of several equal ones."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 

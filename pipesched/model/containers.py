@@ -119,7 +119,7 @@ class _Copies:
                 return self._rebuilt(value)
             return value if self._shares else shallow(value)
         if id(value) not in self._translated:
-            self._translated[id(value)] = value, value  # for values that refer to themselves
+            self._translated[id(value)] = value, value  # ends the recursion for values that refer to themselves
             self._translated[id(value)] = value, self._rebuilt(value)
         return self._translated[id(value)][1]
 
@@ -288,7 +288,7 @@ _REFERRING = list, tuple, dict, types.FunctionType, types.MethodType, functools.
 
 
 def _parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """(the objects that a value refers to, a function that rebuilds it from others); none for an unknown type."""
+    """Return the objects that a value refers to, and a function that rebuilds the value; none for an unknown type."""
     if type(value) in (list, tuple):
         return list(value), type(value)
     if type(value) is dict:

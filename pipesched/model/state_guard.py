@@ -35,7 +35,7 @@ __all__ = [
     "untouched",
 ]
 
-GROWING = (list, dict, set, deque)  # and subclasses, such as a module's table of buffers
+GROWING = (list, dict, set, deque)  # these types and subclasses, such as a module's table of buffers
 
 
 def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:

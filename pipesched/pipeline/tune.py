@@ -136,9 +136,9 @@ def tune(
         got = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise InputError(f"tune needs exactly one of num_ranks, devices and mesh; got {got}; pass one of them")
     if num_ranks is not None and not is_count(num_ranks):
-        raise PartitionError(f"num_ranks is a whole number, at least 1; got {shown(num_ranks)}; pass 1 or more")
-    if devices is not None and not as_list(devices, "devices is a list with one device for each rank", _DEVICES):
-        raise DeviceCountError(f"a plan needs at least one device; got none; {_DEVICES}")
+        raise PartitionError(f"num_ranks must be a whole number, at least 1; got {shown(num_ranks)}; pass 1 or more")
+    if devices is not None and not as_list(devices, "devices must be a list with one device per rank", _DEVICES):
+        raise DeviceCountError(f"a plan needs at least one device; devices is empty; {_DEVICES}")
     if isinstance(model, Profile | str | PathLike):
         model, profile = None, as_profile(model)
     if mesh is not None:
@@ -216,17 +216,17 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
         return _CONFIRMED if model is not None and known and here else 0
     if not is_count(confirm, 0):
         raise InputError(
-            f"confirm is the number of plans to run; got {shown(confirm)}; pass a whole number, 0 for none"
+            f"confirm must be the number of plans to run; got {shown(confirm)}; pass a whole number, 0 for none"
         )
     if confirm and model is None:
         raise InputError(
-            f"confirming a plan runs steps of a model; got a profile without a model, and confirm={confirm}; pass the "
-            f"model, with profile= beside it, or confirm=0"
+            f"confirming a plan requires a model, to run its steps; got a profile without a model, and "
+            f"confirm={confirm}; pass the model together with profile=, or confirm=0"
         )
     if confirm and not here:
         raise InputError(
-            f"confirming a plan runs its ranks; got ranks_are='processes' without a mesh, and confirm={confirm}; call "
-            f"tune with mesh= in every process, or pass confirm=0"
+            f"confirming a plan requires running its ranks; got ranks_are='processes' without a mesh, and "
+            f"confirm={confirm}; call tune with mesh= in every process, or pass confirm=0"
         )
     return int(confirm)
 

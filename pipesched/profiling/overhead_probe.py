@@ -177,8 +177,8 @@ def probe_overheads(
         others = sorted({str(device) for device in host.devices if device.type != "cpu"})
         if others:
             raise InputError(
-                f"overheads are measured only for ranks on CPUs; got {', '.join(others)}; "
-                f"use probe_links for the links between devices"
+                f"overheads can be measured only for ranks on CPUs; devices contains {', '.join(others)}; use "
+                f"probe_links for the links between devices"
             )
         host.start()
         num_cores = host.agreed(lambda: os.cpu_count() or 1)

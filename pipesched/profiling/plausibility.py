@@ -45,8 +45,8 @@ def doubt(layer: Measured, all_s: float) -> str:
         )
     if layer.each_s and max(layer.each_s) > _ALIKE * min(layer.each_s):
         return (
-            f"it takes {median(layer.each_s) * 1e3:.3g} ms, but equal layers take {min(layer.each_s) * 1e3:.3g} to "
-            f"{max(layer.each_s) * 1e3:.3g} ms"
+            f"the layer takes {median(layer.each_s) * 1e3:.3g} ms, but equal layers take {min(layer.each_s) * 1e3:.3g} "
+            f"to {max(layer.each_s) * 1e3:.3g} ms"
         )
     return ""
 

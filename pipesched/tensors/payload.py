@@ -39,7 +39,7 @@ __all__ = [
     "used_here",
 ]
 
-#: The gradient of each payload leaf that needs one; None for a leaf that got none.
+#: The gradient of each payload leaf that needs a gradient; None for a leaf without one.
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -269,24 +269,26 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
             if rows is not None and len(leaf) != rows:
                 raise InputError(
                     f"a list of dicts must have one dict for each row of a batch; {name} has a list of {len(leaf)} "
-                    f"dicts beside {rows} rows; make them match"
+                    f"dicts, but the batch has {rows} rows; pass a list of {rows} dicts"
                 )
             rows = len(leaf)
         elif isinstance(leaf, Tensor) and leaf.dim() > 0:
             if leaf.layout != torch.strided:
                 raise InputError(
-                    f"only dense tensors can be split by rows; {name} has one of layout {leaf.layout}; make it dense, "
-                    f"or set split_dims=None for this argument"
+                    f"only dense tensors can be split by rows; {name} has a tensor of layout {leaf.layout}; make it "
+                    f"dense, or set split_dims=None for this argument"
                 )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise InputError(
-                    f"{name} is split along dim {dim}; a tensor of shape {list(leaf.shape)} has no such dim; "
-                    f"set split_dims for this argument, None to pass it whole"
+                    f"a tensor must have the dim along which it is split; {name} is split along dim {dim}, but has a "
+                    f"tensor of shape {list(leaf.shape)}; set split_dims for this argument, or set it to None to pass "
+                    f"the tensor whole"
                 )
             if rows is not None and leaf.shape[dim] != rows:
                 raise InputError(
-                    f"all tensors of a batch must have the same number of rows; {name} has one of {leaf.shape[dim]} "
-                    f"rows beside one of {rows}; set split_dims=None for arguments that are not split"
+                    f"all tensors of a batch must have the same number of rows; {name} has a tensor of "
+                    f"{leaf.shape[dim]} rows, but another tensor has {rows} rows; set split_dims=None for arguments "
+                    f"that are not split"
                 )
             rows = leaf.shape[dim]
     return rows
@@ -295,8 +297,8 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
 def split(value: Any, dim: int | None, parts: int) -> list[Any]:
     """Split every tensor along ``dim`` as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1), into views.
 
-    A list of dicts is split between its dicts. Other leaves and scalar tensors go to every part. With dim None the
-    whole value does.
+    A list of dicts is split between its dicts. Other leaves and scalar tensors go to every part. With dim None
+    every part gets the whole value.
     """
     if isinstance(value, Tensor) and value.dim() and dim is not None:
         return list(torch.tensor_split(value, parts, dim))

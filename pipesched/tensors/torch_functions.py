@@ -61,7 +61,7 @@ def memory_at(tensor: Tensor) -> int:
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr() or id(storage)
-    except (NotImplementedError, RuntimeError):  # functional wrappers, as inside vmap, have none
+    except (NotImplementedError, RuntimeError):  # functional wrappers, such as those inside vmap, have no memory
         return id(tensor)
 
 

@@ -191,7 +191,9 @@ def test_a_model_that_rescales_its_weights_when_its_mode_changes_trains_as_the_l
             assert torch.equal(pipe.step(ROWS, target=ROWS), due)
             assert_as(pipe, plain)
         pipe.eval()
-        with pytest.raises(GraphError, match="a pipeline runs only in modes in which the model was captured") as caught:
+        with pytest.raises(
+            GraphError, match="a pipeline may only run in modes in which its model was captured"
+        ) as caught:
             pipe.evaluate(ROWS, target=ROWS)
         assert "after eval() writes to 6 of them, such as 'blocks.0.down.weight'" in str(caught.value.__cause__)
         pipe.train()

@@ -216,14 +216,20 @@ def test_what_fails_while_a_plan_runs_leaves_the_model_too() -> None:
 @pytest.mark.parametrize(
     ("asked", "match"),
     [
-        ({"model": None}, r"runs steps of a model; got a profile without a model, and confirm=2; pass the model"),
+        (
+            {"model": None},
+            r"requires a model, to run its steps; got a profile without a model, and confirm=2; pass the model",
+        ),
         (
             {"ranks_are": "processes"},
-            r"runs its ranks; got ranks_are='processes' without a mesh, and confirm=2; call tune with mesh=",
+            r"requires running its ranks; got ranks_are='processes' without a mesh, and confirm=2; call tune with",
         ),
         ({"confirm": -1}, r"number of plans to run; got -1; pass a whole number, 0 for none"),
         ({"confirm": 1.5}, r"number of plans to run; got 1\.5; pass a whole number"),
-        ({"target": Y}, r"loss_fn= and target= go together; got a target alone; pass both, or neither"),
+        (
+            {"target": Y},
+            r"loss_fn= and target= must be passed together; only a target was passed; pass both, or neither",
+        ),
     ],
 )
 def test_what_cannot_be_confirmed(asked: dict[str, Any], match: str) -> None:

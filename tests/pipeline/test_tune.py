@@ -266,7 +266,7 @@ def test_a_profile_of_another_model_is_an_error():
             "exactly one of num_ranks, devices and mesh; got .*; pass one of them",
         ),
         ({}, InputError, "exactly one of num_ranks, devices and mesh; got num_ranks=None"),
-        ({"num_ranks": 0}, PartitionError, r"num_ranks is a whole number, at least 1; got 0; pass 1 or more"),
+        ({"num_ranks": 0}, PartitionError, r"num_ranks must be a whole number, at least 1; got 0; pass 1 or more"),
         (
             {"num_ranks": 2, "batch_size": 0},
             PartitionError,
