@@ -56,7 +56,7 @@ class Call:
     outward: bool = False  # the call changes memory that existed before the forward, such as an input
     #: The names in ``uses`` that are not the layer's own parameters and buffers.
     loose: tuple[str, ...] = ()
-    #: Parameters and buffers beside ``uses`` that the layer reads through another module or a reference.
+    #: Parameters and buffers in addition to ``uses`` that the layer reads through another module or a reference.
     reached: tuple[str, ...] = ()
 
     @property

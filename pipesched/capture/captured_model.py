@@ -54,7 +54,7 @@ class CapturedModel:
         try:
             self.modules, own = opened(model, look, whole_layers)
         except Exception:
-            if not installs_recorders(model):  # code between layers may miss what its hooks record
+            if not installs_recorders(model):  # code between layers may miss outputs that these hooks record
                 raise
             self.modules, own = opened(model, look, whole_layers)
         self.captures = {model.training: own}

@@ -35,8 +35,8 @@ def narrowest(capture: Capture, position: int) -> int:
 def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "nx.DiGraph[str]":
     """The layers of a captured forward as a graph; see `pipesched.graph_of`.
 
-    A function between layers belongs to the layer whose range of calls contains it. Values that any stage may compute
-    (see `Capture.free`) make no edge.
+    A function between layers belongs to the layer with the range of calls that contains it. Values that any stage may
+    compute (see `Capture.free`) make no edge.
 
     Args:
         model: the captured model.

@@ -32,7 +32,7 @@ StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
 #: Type and shape of a value that was not sent.
 Look = tuple[Any, ...]
 
-_NUMBERS = "numbers"  # takes the position in a Value whose look is the numbers that a call returned
+_NUMBERS = "numbers"  # takes the place of the position in the Value of plain numbers that a call returned
 
 _DEVICE = "torch.Tensor.device.__get__"
 

@@ -17,7 +17,7 @@ __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
 @dataclass
 class OpenPass:
-    """A forward pass whose backwards have not run yet."""
+    """A forward pass before its backwards have run."""
 
     batch: Batch
     step_data: StepData

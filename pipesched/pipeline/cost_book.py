@@ -164,7 +164,7 @@ class CostBook:
             host: the host of the ranks.
             pins: the boundaries that are fixed.
             programs: the programs that will run the stages.
-            plan: a given plan, whose alternatives are kept; None without one.
+            plan: a given plan; its alternatives are kept. None if no plan was given.
 
         """
         program = programs.full.plain

@@ -431,11 +431,11 @@ class Pipeline(ModuleInterface):
             plan: the plan to switch to. Default: None, search for a better cut.
             steps_left: steps still to run; the new cut must save more time in them than the move takes. Default: None,
                 the cost of the move does not count.
-            measure: measure the layers again first, which tells apart layers of one stage whose times have changed.
+            measure: measure the layers again first, which shows the layers within a stage with changed times.
                 Default: False.
 
         Returns:
-            The outcome: print it to read what moved, or why the old plan was kept.
+            The outcome: print it to read which layers moved, or why the old plan was kept.
 
         Raises:
             InputError: the pipeline runs over a mesh, or ``wrap=`` has changed its stages.

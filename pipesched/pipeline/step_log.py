@@ -69,7 +69,7 @@ class StepLog:
     nothing. Under a mesh every rank calls the log, and rank 0 logs the times of all ranks.
 
     Args:
-        pipe: the pipeline whose steps are logged.
+        pipe: the pipeline to log.
         writer: a torch.utils.tensorboard.SummaryWriter, or an object with its ``add_scalar``. Default: None, no
             scalars.
         every: log one step in this many. Default: 1.
@@ -88,7 +88,7 @@ class StepLog:
         every: int = 1,
         show: Callable[[str], Any] | None = print,
     ) -> None:
-        check_type(pipe, Pipeline, "pipe must be a Pipeline", "pass the pipeline whose steps are logged")
+        check_type(pipe, Pipeline, "pipe must be a Pipeline", "pass the pipeline to log")
         if not is_count(every):
             raise InputError(
                 f"every must be a whole number of steps, at least 1; every is {shown(every)}; pass 1 or more"

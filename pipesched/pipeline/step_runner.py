@@ -43,7 +43,7 @@ class StepRunner:
         guard: refuses calls that would use stale weights.
         memory: checks batches against the memory limits.
         seed: the seed of all random numbers.
-        intra_op_threads: CPU threads of a rank.
+        intra_op_threads: CPU threads per rank.
 
     """
 
@@ -69,7 +69,7 @@ class StepRunner:
         self._intra_op_threads = intra_op_threads
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
-        """Run all micro-batches forward and backward. ``wanted`` holds return_outputs and gather, as in a StepCall."""
+        """Run all micro-batches forward and backward. ``wanted`` has return_outputs and gather for the StepCall."""
         running = self._running
 
         def make() -> StepCall:
@@ -131,7 +131,9 @@ class StepRunner:
 
         running.flush()
         call = self._called("forward", (args, kwargs, None), make)
-        if not differentiated or not isinstance(host, ThreadRanks):  # over a mesh make() refuses, by rank 0's settings
+        if not differentiated or not isinstance(
+            host, ThreadRanks
+        ):  # over a mesh make() raises an error instead, by rank 0's settings
             return self._outputs(call, self._infer(call))
         return self._differentiable(call, host)
 
@@ -162,7 +164,7 @@ class StepRunner:
     def _called(
         self, method: str, batch: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
     ) -> StepCall:
-        """Return the call as this process has to run it."""
+        """Return the call in the form in which this process must run it."""
         args, kwargs, target = batch
         assembly = self._running.assembly
         host = self._running.host

@@ -34,7 +34,7 @@ from pipesched.user_warning import warn
 
 __all__ = ["as_loss", "profile", "put_updates"]
 
-_FACTORS = (0.25, 0.5, 1, 2)  # default sizes, in times of the sample's rows
+_FACTORS = (0.25, 0.5, 1, 2)  # default sizes, as multiples of the sample's rows
 _PASSES = 3  # passes over all sizes: a disturbance of some seconds then affects one pass of a size
 _EFFORT = Effort(rounds=5, enough_s=2.0)
 _CROWDED = replace(_EFFORT, crowds=True)
@@ -158,7 +158,7 @@ def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
 def _with_loss(
     costs: LayerCosts, model: nn.Module, batch: Batch, loss: nn.Module, device: torch.device, threads: int
 ) -> LayerCosts:
-    """The last layer's costs plus those of the loss."""
+    """The last layer's costs plus the costs of the loss."""
     args, kwargs = batch.inputs[0]
     with untouched(model, model.training), torch.no_grad():
         output = model(*unchanged(args), **unchanged(kwargs))

@@ -70,7 +70,7 @@ class Payload:
     #: For each place in the value, the index of its leaf.
     places: tuple[int, ...]
     spec: pytree.TreeSpec
-    #: For each leaf, whether it is a tensor whose gradient must be sent back.
+    #: For each leaf, whether it is a tensor with a gradient that must be sent back.
     needs_grad: tuple[bool, ...]
 
     @classmethod
@@ -102,7 +102,7 @@ class Payload:
 
     @property
     def overlapping(self) -> list[Tensor]:
-        """The tensors that share memory with another one, such as a view beside its base."""
+        """The tensors that share memory with another tensor of the payload, such as a view and its base."""
         tensors = self.tensors
         counts = Counter(map(memory_of, tensors))
         return [tensor for tensor in tensors if counts[memory_of(tensor)] > 1]
@@ -135,7 +135,7 @@ class Payload:
         return Payload((), self.places, self.spec, ())._together
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
-        """The same payload with each tensor changed, e.g. copied to another device."""
+        """The same payload with each tensor changed, for example copied to another device."""
         leaves = tuple(change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return Payload(leaves, self.places, self.spec, self.needs_grad)
 
@@ -206,11 +206,22 @@ class Opened:
 
 pytree.register_pytree_node(Opened, lambda one: (one.values, one.kind), Opened.closed)
 
-_NO_RECORDS = Enum, dict, list, tuple, set, frozenset, str, bytes, int, float  # they hold contents besides fields
+_NO_RECORDS = (
+    Enum,
+    dict,
+    list,
+    tuple,
+    set,
+    frozenset,
+    str,
+    bytes,
+    int,
+    float,
+)  # these types hold contents besides fields
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value is an object of a dataclass that holds nothing besides its fields."""
+    """Whether a value is an object of a dataclass that has no contents except its fields."""
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, *_NO_RECORDS))
 
 

@@ -1,7 +1,7 @@
 """Fake executor: run a program on stages that only check and count, on a virtual clock or with sleeps.
 
 The real interpreter runs the program in one thread, within milliseconds. For a program that was not validated it
-reports what is wrong: a deadlock, missing work, work done twice, or a message to the wrong action.
+reports the fault: a deadlock, missing work, work done twice, or a message to the wrong action.
 """
 
 import time

@@ -38,7 +38,7 @@ class MemoryMeter:
     """
 
     def __init__(self, pipe: Pipeline) -> None:
-        check_type(pipe, Pipeline, "pipe must be a Pipeline", "pass the one whose memory is to be counted")
+        check_type(pipe, Pipeline, "pipe must be a Pipeline", "pass the pipeline to measure")
         self._pipe = pipe
         self._host = pipe._running.host
         self._books = dict[int, Books]()

@@ -135,7 +135,7 @@ def test_any_model_runs_with_its_own_loss_or_without_one(name: str) -> None:
     assert plan.alternatives[0].measured_s
 
 
-@pytest.mark.filterwarnings("ignore:layer times should add up", "ignore:profile on an idle machine")
+@pytest.mark.filterwarnings("ignore:layer times should add up", "ignore:layer times must be measured on an idle")
 @pytest.mark.usefixtures("few_rounds")
 @pytest.mark.parametrize(
     "setting", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
