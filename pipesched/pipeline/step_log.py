@@ -90,9 +90,7 @@ class StepLog:
     ) -> None:
         check_type(pipe, Pipeline, "pipe must be a Pipeline", "pass the pipeline to log")
         if not is_count(every):
-            raise InputError(
-                f"every must be a whole number of steps, at least 1; every is {shown(every)}; pass 1 or more"
-            )
+            raise InputError(f"every must be a whole number of steps, at least 1; got {shown(every)}; pass 1 or more")
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise InputError(
                 f"writer must have a method add_scalar; got {shown(writer)}; pass TensorBoard's SummaryWriter"
