@@ -32,31 +32,31 @@ class Call:
     index: int
     #: The layer's name; empty for a function.
     layer: str
-    #: The number of earlier calls of this layer; for a function that uses parameters or buffers, of such functions.
+    #: The number of earlier calls of this layer. For a function: of earlier functions that use parameters or buffers.
     number: int
     function: str
-    #: The values among its arguments.
+    #: The values among the call's arguments.
     takes: tuple[Value, ...]
-    #: Names of the parameters and buffers that it uses.
+    #: Names of the parameters and buffers that the call uses.
     uses: tuple[str, ...]
-    #: How many values it returns or changes in place.
+    #: The number of values that the call returns or changes in place.
     gives: int
     pattern: Pattern
-    #: Position of each tensor argument that it changes in place -> index of the changed tensor among its values.
+    #: Position of each tensor argument that the call changes in place -> index of the changed tensor among its values.
     changes: Mapping[int, int] = field(default_factory=dict)
-    #: The values of its tensor arguments, None for a tensor that is no value. Empty if it changes nothing in place.
+    #: The values of its tensor arguments, None for a tensor that is no value. Empty if no argument is changed.
     arguments: tuple[Value | None, ...] = ()
-    #: It returns plain Python values instead of tensors.
+    #: Whether the call returns plain Python values instead of tensors.
     reads: bool = False
     random: bool = False
-    #: A function that runs without gradients, possibly inside an autograd.Function.
+    #: Whether the call is of a function that runs without gradients, possibly inside an autograd.Function.
     sealed: bool = False
     #: The first call of a range that ends with this call and must stay in one stage.
     joined: int | None = None
-    outward: bool = False  # it changes memory that existed before the forward, such as an input
+    outward: bool = False  # the call changes memory that existed before the forward, such as an input
     #: The names in ``uses`` that are not the layer's own parameters and buffers.
     loose: tuple[str, ...] = ()
-    #: Parameters and buffers beside ``uses`` that the layer reads through another module or a reference.
+    #: Parameters and buffers in addition to ``uses`` that the layer reads through another module or a reference.
     reached: tuple[str, ...] = ()
 
     @property
@@ -133,7 +133,7 @@ class Capture:
         return frozenset(free)
 
     def trained(self, parameters: Set[str]) -> set[Value]:
-        """The values that depend on one of these parameters, and so get a gradient when the parameters are trained."""
+        """The values that depend on one of these parameters, and so need a gradient when the parameters are trained."""
         values: set[Value] = set()
         for call in self.calls:
             if not call.reads and not (values.isdisjoint(call.takes) and parameters.isdisjoint(call.uses)):

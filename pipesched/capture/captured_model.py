@@ -54,14 +54,14 @@ class CapturedModel:
         try:
             self.modules, own = opened(model, look, whole_layers)
         except Exception:
-            if not installs_recorders(model):  # code between layers may miss what its hooks record
+            if not installs_recorders(model):  # code between layers may miss outputs that these hooks record
                 raise
             self.modules, own = opened(model, look, whole_layers)
         self.captures = {model.training: own}
         self.missing: Exception | None = None  # the error of a model that does not run in the other mode
         try:
             other = self._recorded(not model.training, self.modules)
-        except Exception as error:  # e.g. a detector that takes targets only in training
+        except Exception as error:  # for example a detector that takes targets only in training
             self.missing = error
         else:
             if [_unit(call) for call in own.layer_calls] == [_unit(call) for call in other.layer_calls]:
@@ -73,8 +73,8 @@ class CapturedModel:
         self.written = {name for one in self.recordings.values() for name in one.written}
         if weights := [name for name, _ in model.named_parameters() if name in self.written]:
             warn(
-                f"building a pipeline leaves the weights unchanged; forwards of {type(model).__name__} write to "
-                f"{len(weights)} of them, such as {weights[0]!r}; their values were restored"
+                f"building a pipeline must leave the weights unchanged; forwards of {type(model).__name__} write to "
+                f"{len(weights)} weights, such as {weights[0]!r}; the values of these weights were restored"
             )
         self.calls = {_unit(call): call for call in own.layer_calls}
         self.layers = {
@@ -93,10 +93,13 @@ class CapturedModel:
         """Raise GraphError or ScheduleError if the stages of this captured model cannot run the program."""
         hidden = self.captures[self.model.training].hidden
         if hidden and program.num_weights > len(self.layers):
+            (maker, user), *others = hidden
+            same = f"; the same holds for {len(others)} other pairs" if others else ""
             raise GraphError(
-                f"stages exchange only the values that calls return; {hidden[0][0]} passes a tensor to {hidden[0][1]} "
-                f"through an attribute or an object, so both must be in one stage (and {len(hidden) - 1} other pairs), "
-                f"which leaves {len(self.layers)} layers for {program.num_weights} stages; return the tensor"
+                f"the model has only {len(self.layers)} layers that can be separated, too few for "
+                f"{program.num_weights} stages. {maker} passes a tensor to {user} through an attribute or an object, "
+                f"so both must be in one stage{same}. Return the tensor from {maker} and pass it to {user} as an "
+                f"argument"
             )
         calls = self.captures[self.model.training].calls
         named = dict(self.model.named_parameters())
@@ -104,10 +107,10 @@ class CapturedModel:
         tied = [name for name, count in users.items() if count > 1]
         if program.has_updates and tied:
             raise ScheduleError(
-                f"an asynchronous schedule updates each stage as soon as the stage's own gradients are complete; in "
-                f"{program.name!r} the {users[tied[0]]} calls that share {tied[0]!r} would use different versions of "
-                f"it, and its gradient is complete only after the backward of its first use; give each layer a weight "
-                f"of its own, or choose a synchronous schedule"
+                f"a model with tied weights must not use an asynchronous schedule, which updates each stage as soon as "
+                f"the stage's own gradients are complete; in {program.name!r} the {users[tied[0]]} calls that share "
+                f"{tied[0]!r} would use different versions of it; give each layer its own weight, or choose a "
+                f"synchronous schedule"
             )
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
@@ -147,9 +150,9 @@ class CapturedModel:
             for call in found:
                 if call.place in apart:
                     raise GraphError(
-                        f"a layer that is recomputed in its backward must get all that it uses as arguments; {call} "
-                        f"has attributes that other code sets, or shares tensors with other layers through objects; "
-                        f"take it out of checkpoint=, or pass those tensors as arguments"
+                        f"a layer that is recomputed in its backward must get all tensors that it uses as arguments; "
+                        f"{call} has attributes that other code sets, or shares tensors with other layers through "
+                        f"objects; take the layer out of checkpoint=, or pass those tensors as arguments"
                     )
         return [call.place for call in found]
 
@@ -167,7 +170,7 @@ class CapturedModel:
         return results[0].detach() if len(results) == 1 else None
 
     def begins(self, capture: Capture) -> dict[str, int]:
-        """The index of the first call of each layer, including the code before it that belongs to it."""
+        """For each layer, the index of the call before which a stage may begin with this layer."""
         order = list(self.calls)
         return {name: narrowest(capture, at) if (at := order.index(name)) else 0 for name in self.layers}
 

@@ -62,15 +62,18 @@ def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, An
     try:
         losses = _losses(model, *_probe(model, sample, given)) if _may_try(model, given) else None
     except Exception as error:  # any error of a model that does not accept such labels
-        return _unknown(f"it failed on four rows with some labels {IGNORED}: {type(error).__name__}: {error}")
+        return _unknown(f"the model failed on four rows with some labels {IGNORED}: {type(error).__name__}: {error}")
     if losses is None:
-        return _unknown("it returns no scalar loss, or is not on a CPU and the sample has no ignored label")
+        return _unknown("the model returns no scalar loss, or it is not on a CPU and the sample has no ignored label")
     weights = {way: [count(part) for part in _marked(given)] for way, count in _WAYS.items()}
     fitting = [way for way, counted in weights.items() if _fits(counted, losses)]
     if given.dim() == 1 and "labels" in fitting:
-        return "labels"  # one label a row: the same as rows unless some are ignored
+        return "labels"  # one label per row: the same as rows unless some are ignored
     if len(fitting) != 1:
-        return _unknown(f"its loss fits {'none' if not fitting else 'all'} of: {', '.join(fitting or _WAYS)}")
+        return _unknown(
+            f"the model's loss fits {'none' if not fitting else 'each'} of these ways of counting: "
+            f"{', '.join(fitting or _WAYS)}"
+        )
     return None if fitting[0] == "rows" else fitting[0]
 
 
@@ -79,7 +82,7 @@ def _count(labels: Tensor) -> float:
 
 
 def _count_shifted(labels: Tensor) -> float:
-    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # does not apply to one label a row
+    return _count(labels[..., 1:]) if labels.dim() > 1 else -1.0  # does not apply to one label per row
 
 
 _WAYS: Mapping[str, Callable[[Tensor], float]] = {
@@ -161,9 +164,10 @@ def _fits(weights: list[float], losses: list[Tensor]) -> bool:
 
 def _unknown(why: str) -> str | None:
     warn(
-        f"micro-batches are weighted by the number of labels that the model averages its own loss over; that "
-        f"number could not be determined: {why}; each micro-batch counts its rows instead; pass "
-        f"Numerics(loss_weight=...), or loss_reduction='sum' if the loss is a sum, or ignore this warning"
+        f"each micro-batch must be weighted by the number of labels over which the model averages its own loss; this "
+        f"number could not be determined: {why}; each micro-batch is weighted by its number of rows instead; pass "
+        f"Numerics(loss_weight=...), or loss_reduction='sum' if the loss is a sum; if the loss is a mean over rows, "
+        f"ignore this warning"
     )
     return None
 

@@ -16,9 +16,9 @@ __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 
 
 def gap(capture: Capture, position: int) -> list[int]:
-    """The possible first calls of a stage whose first layer call is the position-th.
+    """The calls that may come first in a stage if its first layer call is the one at this position.
 
-    They lie after the previous layer call and end with the layer call itself.
+    These calls lie after the previous layer call; the last of them is the layer call itself.
     """
     legal = capture.legal_cuts
     before, own = capture.layer_calls[position - 1 : position + 1]
@@ -28,15 +28,15 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """The call in a layer's gap at which a boundary sends the fewest bytes; the latest if several are equal."""
+    """The call in a layer's gap before which a boundary sends the fewest bytes; the latest of several equal ones."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 
 def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "nx.DiGraph[str]":
     """The layers of a captured forward as a graph; see `pipesched.graph_of`.
 
-    A function between layers belongs to the layer whose range of calls contains it. Values that any stage may compute
-    (see `Capture.free`) make no edge.
+    A function between layers belongs to the layer with the range of calls that contains it. Values that any stage may
+    compute (see `Capture.free`) make no edge.
 
     Args:
         model: the captured model.

@@ -33,7 +33,7 @@ __all__ = ["LayerError", "LayeredModel", "as_model", "layered", "stages_of"]
 
 
 class LayerError(Exception):
-    """A layer raised; the original error is ``__cause__``. May be ignored: a step reports it in detail."""
+    """A layer raised the error in ``__cause__``. A caller may ignore it, because a step reports the error in detail."""
 
 
 class LayeredModel(Protocol):
@@ -62,7 +62,7 @@ class LayeredModel(Protocol):
         """Raise ScheduleError or GraphError if the model's stages cannot run the program."""
 
     def uses(self, cut: StageLayers, ranks: Sequence[int]) -> list[Use]:
-        """The calls of layers with their parameters; empty if layers share none. ``ranks``: of the stages."""
+        """The uses of parameters; empty if layers share no parameters. ``ranks`` has the rank of each stage."""
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
         """The calls that run as one layer, as (module name, number of earlier calls of the module).
@@ -115,8 +115,8 @@ def as_model(model: Any) -> Any:
     for part in model:
         if not isinstance(part, nn.Module):
             raise ModelTypeError(
-                f"the model is an nn.Module, or a list of them; got {type(part).__name__} in a list; leave it out, or "
-                f"wrap it in a module"
+                f"the model must be an nn.Module or a list of nn.Modules; the list contains an object of type "
+                f"{type(part).__name__}; remove the object from the list, or wrap it in a module"
             )
     return nn.Sequential(*model)
 
@@ -146,7 +146,9 @@ def layered(
 
     """
     if not isinstance(model, nn.Module):
-        raise ModelTypeError(f"the model is an nn.Module, or a list of them; got {shown(model)}; pass the module")
+        raise ModelTypeError(
+            f"the model must be an nn.Module or a list of nn.Modules; got {shown(model)}; pass the module"
+        )
     _check_is_open(model)
     check_not_stale(model)
     check_hooks(model)
@@ -170,11 +172,11 @@ def _check_takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     try:
         taken.bind(*args, **kwargs)
     except TypeError as unlike:
-        given = [f"{len(args)} positional"] * bool(args) + [f"keywords {', '.join(kwargs)}"] * bool(kwargs)
+        given = [f"{len(args)} positional arguments"] * bool(args) + [f"keywords {', '.join(kwargs)}"] * bool(kwargs)
         raise InputError(
-            f"a sample holds the arguments of the model's forward, {type(model).__name__}.forward{taken}; got "
-            f"{' and '.join(given)}: {unlike}; pass a tensor, a tuple of arguments, a dict of keywords, or ({{...}},) "
-            f"for an argument that is a dict"
+            f"a sample must fit the arguments of the model's forward, {type(model).__name__}.forward{taken}; the "
+            f"sample has {' and '.join(given) or 'no arguments'} ({unlike}); pass a tensor, a tuple of arguments, a "
+            f"dict of keywords, or ({{...}},) for an argument that is a dict"
         ) from error
 
 
@@ -191,7 +193,8 @@ def _check_is_open(model: nn.Module) -> None:
     ):
         if closed:
             raise ModelTypeError(
-                f"stages call the model's layers one by one; this {type(model).__name__} is {form}; {remedy}"
+                f"the stages must be able to call the model's layers one by one; this {type(model).__name__} is "
+                f"{form}; {remedy}"
             )
 
 

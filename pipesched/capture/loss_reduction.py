@@ -35,7 +35,7 @@ def resolve_loss(
     split_dims: Any,
     agreed: Callable[[Callable[[], str | None]], str | None] = lambda make: make(),
 ) -> tuple[Callable[..., Any] | None, LossReduction]:
-    """Find the weight of a micro-batch's loss, and whether the batch's loss is a mean or a sum of them.
+    """Find the weight of each micro-batch's loss, and whether the batch's loss is the mean or the sum of these losses.
 
     Args:
         model: the user's module. With loss_fn=None its labels are counted if it averages its own loss over them.
@@ -55,21 +55,21 @@ def resolve_loss(
     """
     if loss_reduction is not None and loss_reduction not in get_args(LossReduction):
         raise InputError(
-            f"loss_reduction is one of {', '.join(get_args(LossReduction))}; got {loss_reduction!r}; "
-            f"pass the one that loss_fn uses over rows"
+            f"loss_reduction must be one of {', '.join(get_args(LossReduction))}; got {loss_reduction!r}; pass the "
+            f"reduction that loss_fn uses over rows"
         )
     option = _options(loss_fn)
     says = None if option is None else _reduction(loss_fn, option)
     if says is not None and loss_reduction not in (None, _MEANS[says]):
         raise InputError(
-            f"loss_reduction must be the reduction of loss_fn; {_name(loss_fn)} has reduction={says!r}; got "
-            f"loss_reduction={loss_reduction!r}; leave loss_reduction out, or change the loss"
+            f"loss_reduction must be the reduction of loss_fn; {_name(loss_fn)} has reduction={says!r}, but "
+            f"loss_reduction is {loss_reduction!r}; leave loss_reduction out, or change the loss"
         )
     reduction = loss_reduction or _MEANS[says or "mean"]
     if reduction == "sum" and loss_weight is not None:
         raise InputError(
-            "loss_weight is for a mean; this loss is a sum, to which all micro-batches add with equal weight; leave "
-            "loss_weight out, or let loss_fn return a mean"
+            "loss_weight may only be given for a mean; this loss is a sum, in which all micro-batches have equal "
+            "weight; leave loss_weight out, or let loss_fn return a mean"
         )
     if reduction == "sum" or loss_weight is not None:
         return loss_weight, reduction
@@ -78,8 +78,8 @@ def resolve_loss(
     dim = split_dims.get("target", 0) if isinstance(split_dims, Mapping) else split_dims
     if says == "batchmean" and dim != 0:
         raise InputError(
-            f"reduction='batchmean' divides by the size of dim 0; with split_dims={split_dims!r} the rows of the "
-            f"target are in another dim; pass reduction='mean' or 'sum'"
+            f"reduction='batchmean' divides by the size of dim 0, so the rows of the target must be in dim 0; with "
+            f"split_dims={split_dims!r} they are in another dim; pass reduction='mean' or 'sum'"
         )
     if option is None or not _counts(option):
         return None, reduction
@@ -132,7 +132,7 @@ class _Counted:
 
     name: str
     option: _Option
-    dim: int  #: of the target's rows
+    dim: int  #: the dimension of the target's rows
     remedy = (
         "a target counts unless it is ignore_index or its class has weight 0; with label smoothing, a micro-batch "
         "whose classes all have weight 0 has no loss; skip this batch, or use fewer micro-batches"
@@ -149,7 +149,7 @@ class _Counted:
             return kept.sum()
         weights = weight.detach().to(target.device)[target.masked_fill(~kept, 0)]
         total = weights.where(kept, 0).sum(dtype=torch.float64)
-        if self.option("label_smoothing", 0):  # torch divides this part of the loss by 0 then
+        if self.option("label_smoothing", 0):  # then torch divides this part of the loss by 0
             total = total.masked_fill((total == 0) & kept.any(), torch.nan)
         return total
 
@@ -169,8 +169,8 @@ class _Counted:
                 )
             ):
                 raise InputError(
-                    f"the weights of a loss are not split with the batch; {self.name} has a {name} of shape "
-                    f"{list(weight.shape)}, one for each row, and a micro-batch targets of shape {list(target.shape)}; "
-                    f"pass weights within target=, and multiply by them in loss_fn"
+                    f"a weight of a loss must not have one element per row, because it is not split with the batch; "
+                    f"{self.name} has a {name} of shape {list(weight.shape)}, and the targets of a micro-batch have "
+                    f"shape {list(target.shape)}; pass the weights within target=, and multiply by them in loss_fn"
                 )
         return target.numel()

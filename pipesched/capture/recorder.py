@@ -53,7 +53,7 @@ class _Recorder(TorchFunctionMode):
         self._value: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # keeps tensors alive so that no id is reused
         self._memory: dict[int, dict[int, Value]] = {}  # address -> the values of the tensors there, by id
-        self._shared: list[tuple[Call, Value]] = []  # in-place calls, with other values in that memory
+        self._shared: list[tuple[Call, Value]] = []  # in-place calls, with the other values in the changed memory
         self._counts: dict[str, int] = {}
         self._inside = False
         self._drawn = outside_state()
@@ -65,7 +65,7 @@ class _Recorder(TorchFunctionMode):
         self._attributes = {name: dict(layer.__dict__) for name, layer in layers.items()}
         self._first_use: dict[str, int] = {}  # the first call that uses a parameter or buffer
         self._elsewhere: set[int] = set()  # memory not made by a call of this forward
-        self._regions: dict[FrameType, tuple[Call, Call]] = {}  # code whose backward is one: first, last call
+        self._regions: dict[FrameType, tuple[Call, Call]] = {}  # code with a single backward: first and last call
         self._readers: dict[str, int] = {}  # container that reads contents -> call index
         self._arguments: set[int] | None = None  # ids of the running layer's arguments
 
@@ -160,14 +160,14 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _differentiate(self, func: Any) -> None:
-        """Keep the container that calls an autograd function whole: a stage differentiates only what it runs."""
+        """Keep a container that calls an autograd function whole, because a stage differentiates only its own calls."""
         container = self._shells.running()
         if not container:
             layers = list(dict.fromkeys(call.layer for call in self._capture.calls if call.layer))
             raise GraphError(
-                f"a stage can differentiate only through layers that it runs itself; the model's own code calls "
-                f"{func.__name__} after {len(layers)} layers, {', '.join(layers[:2])} ...; move that code, and the "
-                f"layers that it differentiates, into a submodule, which then stays in one piece"
+                f"a stage may only differentiate through layers that it runs itself; the model's own code calls "
+                f"{func.__name__} after {len(layers)} layers ({', '.join(layers[:2])} ...); move that code and the "
+                f"layers that it differentiates into a submodule, which then stays in one piece"
             )
         self._capture.indivisible.add(container)
 
@@ -278,8 +278,8 @@ class _Recorder(TorchFunctionMode):
         for position in changed:
             if id(taken[position]) not in self._value and id(taken[position]) not in self._names:
                 raise GraphError(
-                    f"a forward may change in place only its own tensors, inputs and buffers; {call} changes a "
-                    f"tensor of shape {tuple(taken[position].shape)} that is none of these; register it as a buffer"
+                    f"a forward may only change its own tensors, inputs and buffers in place; {call} changes a tensor "
+                    f"of shape {tuple(taken[position].shape)} that is none of these; register the tensor as a buffer"
                 )
         self._end_of_hidden(call)
         for name in uses:

@@ -142,7 +142,7 @@ def _carried(capture: Capture) -> GraphError:
     module, name = next(iter(capture.changed))
     return GraphError(
         f"code between layers must not carry state from one forward to the next; {type(module).__name__} sets its "
-        f"attribute {name!r}, and its next forward returns another result; keep the state in a layer, in another "
+        f"attribute {name!r}, and its next forward returns a different result; keep the state in a layer, in another "
         f"module that the forward calls, or in a buffer that is changed in place"
     )
 
@@ -150,7 +150,7 @@ def _carried(capture: Capture) -> GraphError:
 def _rescaled(model: nn.Module, mode: bool, names: list[str]) -> GraphError:
     called = "train()" if mode else "eval()"
     return GraphError(
-        f"building a pipeline leaves the weights unchanged; the first forward of {type(model).__name__} after {called} "
-        f"writes to {len(names)} of them, such as {names[0]!r}, and later ones do not, so their values were restored; "
-        f"call model.{called} and model(sample) once before you build a pipeline in that mode"
+        f"building a pipeline must leave the weights unchanged; the first forward of {type(model).__name__} after "
+        f"{called} writes to {len(names)} weights, such as {names[0]!r}, and later forwards do not, so the values were "
+        f"restored; call model.{called} and model(sample) once before you build a pipeline in that mode"
     )

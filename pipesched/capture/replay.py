@@ -32,7 +32,7 @@ StandIns = Mapping[Place, Mapping[nn.Parameter, Tensor]]
 #: Type and shape of a value that was not sent.
 Look = tuple[Any, ...]
 
-_NUMBERS = "numbers"  # takes the position in a Value whose look is the numbers that a call returned
+_NUMBERS = "numbers"  # takes the place of the position in the Value of plain numbers that a call returned
 
 _DEVICE = "torch.Tensor.device.__get__"
 
@@ -190,7 +190,7 @@ class _Run(TorchFunctionMode):
         self._code = ExitStack()
         self._code_parts = 0
         self._error: GraphError | None = None
-        self._blank: dict[int, Tensor] = {}  # tensors without known shape; a query of one is an error
+        self._blank: dict[int, Tensor] = {}  # tensors without a known shape; code that reads the shape is an error
         self._instead: dict[int, Tensor] = {}
         self._aliases: list[Tensor] = []
         self.given: dict[Value, Any] = {replay.roots.get(value, value): tensor for value, tensor in received.items()}
@@ -274,7 +274,9 @@ class _Run(TorchFunctionMode):
 
     def _own(self, arguments: tuple[Any, Any], call: Call) -> tuple[Any, Any]:
         """The arguments of a call, with tied weights and other parameters replaced by this stage's current ones."""
-        if self._instead:  # first, so that a buffer changed by an earlier stage is the received one
+        if (
+            self._instead
+        ):  # comes first, so that a buffer changed by an earlier stage is replaced by the received buffer
             arguments = pytree.tree_map_only(Tensor, lambda tensor: self._instead.get(id(tensor), tensor), arguments)
         given: dict[Any, Tensor] = {**self._present, **self._replay.tied.get(call.place, {})} if call.uses else {}
         taken: tuple[Any, Any] = with_stand_ins(arguments, given) if given else arguments
@@ -303,9 +305,9 @@ class _Run(TorchFunctionMode):
                 self.looks[value] = tensor.dtype, tuple(tensor.shape)
             if tensor.is_meta:
                 self._error = GraphError(
-                    f"a call may take only values of other calls and the model's inputs; {call} takes a tensor of "
-                    f"another origin, which has no contents in this stage; make that tensor by torch functions (not "
-                    f"inside vmap or another library), or in a layer"
+                    f"a call may only take the model's inputs and tensors that other calls returned; {call} takes a "
+                    f"tensor of another origin, which has no contents in this stage; make that tensor with torch "
+                    f"functions (not inside vmap or another library), or in a layer"
                 )
                 raise self._error
         return result
@@ -319,7 +321,7 @@ class _Run(TorchFunctionMode):
         if call.changes:  # a tensor changed in place stays the same object
             taken = list(tensors_in((args, kwargs)))
             for position, place in call.changes.items():
-                if call.arguments[position] is None:  # e.g. a buffer of the stage that changes it
+                if call.arguments[position] is None:  # for example a buffer of the stage that changes it
                     self._instead[id(taken[position])] = places[place]
                 places[place] = taken[position]
         return call.pattern.build(iter(places), self.looks.get((call.index, _NUMBERS)))
@@ -342,8 +344,8 @@ class _Run(TorchFunctionMode):
 
     def _other_form(self, call: Call) -> GraphError:
         self._error = GraphError(
-            f"a call must return the same structure of values as with the sample; {call} returns another one now; "
-            f"{self._remedy()}"
+            f"a call must return the same structure of values as with the sample; {call} returned a different "
+            f"structure for this batch; {self._remedy()}"
         )
         return self._error
 
@@ -351,9 +353,9 @@ class _Run(TorchFunctionMode):
         count = len(self._calls)
         due = f"calls {self._calls[self._position]}" if self._position < count else "ends"
         self._error = GraphError(
-            f"a forward must make the same calls as with the sample; after {self._position} of {count} calls of "
-            f"layers and torch functions it {due} with the sample, and {now} with this batch; the model's code "
-            f"depends on the batch here, or on an attribute that was set since: {self._remedy()}"
+            f"a forward must make the same calls as with the sample; after {self._position} of {count} calls of layers "
+            f"and torch functions it {due} with the sample, but {now} with this batch; the model's code depends on the "
+            f"batch here, or on an attribute that was set after the pipeline was built; {self._remedy()}"
         )
         return self._error
 

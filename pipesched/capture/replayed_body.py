@@ -53,7 +53,7 @@ class ReplayedBody:
         calls = captured.captures[captured.model.training].calls
         own, *others = sorted(parts[captured.model.training], key=lambda part: part is not self._part)
         away = [calls[index] for part in others for index in part.own]
-        looked_into = {name for call in away if not call.layer for name in call.uses}  # e.g. self.embed.weight
+        looked_into = {name for call in away if not call.layer for name in call.uses}  # for example self.embed.weight
         elsewhere = {call.layer for call in away}
         elsewhere |= {calls[index].layer for index in own.own if looked_into & {*calls[index].uses}}
         names = dict.fromkeys(calls[index].layer for index in sorted(own.own) if calls[index].layer)
@@ -91,8 +91,8 @@ class ReplayedBody:
         mode = self._model.training
         if mode not in self._replays:
             raise GraphError(
-                f"a pipeline runs only in modes in which the model was captured; with training={mode} the sample calls "
-                f"other layers, or fails; build the pipeline in that mode"
+                f"a pipeline may only run in modes in which its model was captured; with training={mode} the model "
+                f"calls other layers for the sample, or fails; build the pipeline in that mode"
             ) from self._missing
         self._replay = self._replays[mode]
         self._part = self._parts[mode]

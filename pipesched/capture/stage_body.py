@@ -23,12 +23,12 @@ CallLayer = Callable[[str, int, nn.Module, tuple[Any, ...], dict[str, Any]], Any
 class Body(Protocol):
     """The computation of a stage for each micro-batch."""
 
-    #: Whether it needs the model's inputs even if it receives values from other stages.
+    #: Whether the stage needs the model's inputs even if it receives values from other stages.
     late_inputs: bool
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """The layers that it calls, by name. Assign to an entry before the first run to replace a layer."""
+        """The layers that this stage calls, by name. Assign to an entry before the first run to replace a layer."""
 
     def begin(self) -> None:
         """Called when a step begins; the model's mode and flags may have changed."""
@@ -57,7 +57,7 @@ class Body(Protocol):
 class Chain:
     """A chain of layers; the first layer gets the received values, one argument each, or the model's inputs.
 
-    ``watched``: in the first training run, warn of layers that draw random numbers outside torch.
+    With ``watched``, the first training run warns of layers that draw random numbers outside torch.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], *, watched: bool = False) -> None:
@@ -93,9 +93,9 @@ def _watching(call: CallLayer) -> CallLayer:
         result = call(name, number, layer, args, kwargs)
         if outside_state() != before:
             warn(
-                f"random numbers from outside torch are reproducible only in captured models; layer {name!r} of an "
-                f"nn.Sequential, which is not captured, draws from Python's or numpy's global generator, so the result "
-                f"depends on the schedule; draw from torch, or call the layers in the forward of your own module"
+                f"layers of an nn.Sequential, which is not captured, must draw random numbers from torch; layer "
+                f"{name!r} draws from Python's or numpy's global generator, so the result depends on the schedule; "
+                f"draw from torch, or call the layers in the forward of your own module"
             )
         return result
 

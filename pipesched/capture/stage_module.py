@@ -44,8 +44,8 @@ class StageModule(nn.Module):
         """Run the stage's layers on one micro-batch."""
         if self._turn is None:
             raise ExecutionError(
-                "only its pipeline runs a stage module, once for each micro-batch; this call came from elsewhere; "
-                "call pipe.step, pipe.evaluate or the model itself"
+                "only the pipeline may call a stage module, once per micro-batch; this call came from other code; call "
+                "pipe.step, pipe.evaluate or the model itself"
             )
         return self._turn(*args, **kwargs)
 
@@ -95,7 +95,7 @@ class _Wrapped:
     def run(self, inputs: Any, arrived: tuple[Any, ...], call: CallLayer, random: KeyedRandom) -> Any:
         """Run the body through the module.
 
-        The module of a chain gets and returns the layers' own arguments and output; any other one, the tensors in them.
+        The module of a chain gets the layers' arguments and returns their output. Other modules get and return tensors.
         """
         if not self._body.late_inputs:
             args, kwargs = (arrived, {}) if inputs is None else inputs
@@ -155,8 +155,9 @@ def wrapped_bodies(
         return list(bodies)
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"wrap= works only with one copy of each stage; {program.name} runs {program.num_stages} stages over "
-            f"{program.num_weights} weight copies; choose a schedule of one chain, such as 1f1b or zb-v"
+            f"wrap= requires a schedule with one copy of each stage; {program.name} has {program.num_stages} stages, "
+            f"which are copies of {program.num_weights} different stages; choose a schedule with one copy, such as "
+            f"1f1b or zb-v"
         )
     made = list(bodies)
     for stage, body in enumerate(bodies):
@@ -187,9 +188,9 @@ def _wrapped(
         )
     if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         raise GraphError(
-            f"DistributedDataParallel reduces gradients once, at the end of one backward through its module; stage "
-            f"{stage} runs a backward for each micro-batch, in parts, so it would reduce too early and too often; "
-            f"use fully_shard, or reduce the gradients after pipe.step"
+            f"wrap must not return a DistributedDataParallel, which reduces gradients at the end of one backward "
+            f"through its module; stage {stage} runs one backward per micro-batch, in parts, so gradients would be "
+            f"reduced too early and too often; use fully_shard, or reduce the gradients after pipe.step"
         )
     extra = {id(p) for p in module.parameters()} - {id(p) for p in inner.parameters()}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in extra]
@@ -205,7 +206,8 @@ def _wrapped(
         if now is None or not kept <= set(inner.parameters()):
             raise GraphError(
                 f"wrap must leave a stage's layers in place, and must not change layers or weights with several uses; "
-                f"layer {name!r} of stage {stage} was {'removed or ' * (now is None)}changed; do not change it"
+                f"layer {name!r} of stage {stage} was {'removed or ' * (now is None)}changed; leave this layer "
+                f"unchanged"
             )
         if now is not layer:
             body.layers[name] = now

@@ -20,9 +20,9 @@ class Part:
 
     #: The calls that belong to this stage.
     own: frozenset[int]
-    #: The calls that it runs: its own, and the free calls that it needs.
+    #: The calls that this stage runs: its own calls, and the free calls that they need.
     runs: frozenset[int] = frozenset()
-    #: Names of the model's inputs that it needs.
+    #: Names of the model's inputs that this stage needs.
     inputs: frozenset[Any] = frozenset()
     #: Earlier stage -> the values received from it.
     receives: dict[int, list[Value]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
 
 
 def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[frozenset[int], frozenset[Any], set[Value]]:
-    """(calls to run, inputs needed, values needed from other stages). ``last``: the stage returns the output."""
+    """Return the calls to run, the inputs needed, and the values needed from other stages."""
     free = capture.free
     runs: set[int] = set()
     inputs: set[Any] = set()

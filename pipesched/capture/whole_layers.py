@@ -18,19 +18,19 @@ _LISTS = nn.ModuleList | nn.ModuleDict  # containers that are never called thems
 def as_whole_layers(model: nn.Module, names: Any) -> tuple[str, ...]:
     """Check names of modules to keep whole. Raises InputError for unknown names and for lists, which are not called."""
     remedy = "pass a list such as ['block.moe']"
-    given = as_list(names, "whole_layers is a list of names of modules", remedy)
+    given = as_list(names, "whole_layers must be a list of names of modules", remedy)
     known = dict(model.named_modules())
     for name in given:
         if not isinstance(name, str) or not name or name not in known:
             raise InputError(
-                f"whole_layers names modules within the model; {shown(name)} is none of its {len(known) - 1} modules; "
-                f"{remedy}"
+                f"whole_layers must name modules within the model; {shown(name)} is not the name of any of the "
+                f"{len(known) - 1} modules of the model; {remedy}"
             )
         if isinstance(known[name], _LISTS):
             above = name.rpartition(".")[0]
             raise InputError(
-                f"whole_layers names modules that are called; {name!r} is a {type(known[name]).__name__}, which is "
-                f"never called itself; name {f'{above!r}, which holds it' if above else 'its parts'}"
+                f"whole_layers may only name modules that are called; {name!r} is a {type(known[name]).__name__}, "
+                f"which is never called itself; name {f'{above!r}, which contains it' if above else 'its elements'}"
             )
     return tuple(given)
 
@@ -67,7 +67,7 @@ def opened(
 
 
 def _is_in_a_block(model: nn.Module, name: str) -> bool:
-    """Whether a module lies in a list of modules and is small enough for one layer."""
+    """Whether a module is an element of a ModuleList or ModuleDict and is small enough for one layer."""
     parts = name.split(".")
     above = [model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts))]
     return any(isinstance(one, _LISTS) for one in above) and is_small(model.get_submodule(name), model)

@@ -1,4 +1,4 @@
-"""Class names: the classes of layers whose own names are only numbers."""
+"""Class names: the class names of layers that have only numbers as names."""
 
 from collections.abc import Iterable
 

@@ -158,8 +158,9 @@ def check_class_state(
         if len(homes) == 1 and (home := homes.pop()) and list(calls).count(home) == 1:
             continue
         raise GraphError(
-            f"layers run in the order of a schedule, so they must not share state through their class; forwards change "
-            f"{owner.__name__}.{name}, and {owner.__name__} is the class of {counted(len(users), 'module')}, such as "
-            f"{users[0] or type(model).__name__!r}, not all within one layer that is called once; keep it on the "
-            f"instance, as self.{name} or a buffer, or keep these modules in one piece with whole_layers=[...]"
+            f"layers must not share state through their class, because the schedule determines the order in which they "
+            f"run; forwards change {owner.__name__}.{name}, and {owner.__name__} is the class of "
+            f"{counted(len(users), 'module')}, such as {users[0] or type(model).__name__!r}, not all within one layer "
+            f"that is called once; keep the state on the instance, as self.{name} or a buffer, or keep these modules "
+            f"in one piece with whole_layers=[...]"
         )

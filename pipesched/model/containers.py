@@ -1,6 +1,6 @@
 """Containers: split a model into layers and the containers around them, and copy the containers to intercept calls.
 
-A container is a module whose forward is followed into its children: the model itself, and modules with lists of blocks.
+A container is a module whose child modules become layers: the model itself, and modules with lists of blocks.
 Any other module is a layer, called as a whole. The containers' code runs in shells: shallow copies in which each layer
 is replaced by a stand-in that passes its call on. The model itself stays unchanged, and several threads may run it.
 """
@@ -29,7 +29,7 @@ LayerCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def as_whole(model: nn.Module) -> dict[str, nn.Module]:
-    """A model whose forward calls no submodule, as one layer."""
+    """Return a model as its only layer, because its forward calls no submodule."""
     return {"(model)": model}
 
 
@@ -119,7 +119,7 @@ class _Copies:
                 return self._rebuilt(value)
             return value if self._shares else shallow(value)
         if id(value) not in self._translated:
-            self._translated[id(value)] = value, value  # for values that refer to themselves
+            self._translated[id(value)] = value, value  # ends the recursion for values that refer to themselves
             self._translated[id(value)] = value, self._rebuilt(value)
         return self._translated[id(value)][1]
 
@@ -187,7 +187,7 @@ class Shells(_Copies):
         return changed
 
     def running(self) -> str:
-        """The name of the innermost container whose code is running; empty for the model itself."""
+        """The name of the innermost container with running code; empty for the model itself."""
         names: dict[int, str] = {id(copy): self._own[id(own)] for own, copy in self._pairs}
         frame = currentframe()
         while frame is not None:
@@ -260,7 +260,7 @@ def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
 
 
 def _handing_over(name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module]) -> type[nn.Module]:
-    """A subclass of the layer's class whose call is intercepted; its attributes and type look like the layer's."""
+    """A subclass of the layer's class with an intercepted call; its attributes and type look like the layer's."""
     seen = dict(layer.__dict__)
 
     def hand_over(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +288,7 @@ _REFERRING = list, tuple, dict, types.FunctionType, types.MethodType, functools.
 
 
 def _parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """(the objects that a value refers to, a function that rebuilds it from others); none for an unknown type."""
+    """Return the objects that a value refers to, and a function that rebuilds the value; none for an unknown type."""
     if type(value) in (list, tuple):
         return list(value), type(value)
     if type(value) is dict:

@@ -31,7 +31,7 @@ from pipesched.torch_checks import as_function
 
 __all__ = ["Init", "Initial", "built", "check_model"]
 
-#: The source of weights: "reset", init_fn(module), tensors by name, or safetensors files.
+#: The source of weights: "reset", a function of a module, tensors by name, or safetensors files.
 Init = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Tensor] | Callable[[nn.Module], Any]
 
 _RESET = "reset"
@@ -49,8 +49,8 @@ def check_model(model: Any) -> None:
         inspect.signature(model).bind()
     except (TypeError, ValueError):  # ValueError: a built-in class without a signature
         raise ModelTypeError(
-            f"the model is an nn.Module; got {type(model).__name__}; pass the module, or a function without "
-            f"arguments that builds it"
+            f"the model must be an nn.Module, or a function without arguments that builds one; got "
+            f"{type(model).__name__}; pass the module, or a function that builds it"
         ) from None
 
 
@@ -127,13 +127,13 @@ class Initial:
         self._empty = lacks_contents(model)
         if init is not None and not self._empty:
             raise InputError(
-                f"init= fills a model on the meta device; every weight of this {type(model).__name__} has contents; "
-                f"build it under torch.device('meta'), pass a function that builds it, or use load_state_dict"
+                f"init= requires a model on the meta device; every weight of this {type(model).__name__} has contents; "
+                f"build the model under torch.device('meta'), pass a function that builds it, or use load_state_dict"
             )
         if isinstance(loss_fn, nn.Module) and lacks_contents(loss_fn):
             raise GraphError(
-                f"init= fills only the model's stages; the loss module {type(loss_fn).__name__} is on the meta device; "
-                f"build it outside torch.device('meta')"
+                f"the loss module must not be on the meta device, because init= fills only the model's stages; the "
+                f"loss module {type(loss_fn).__name__} is on the meta device; build it outside torch.device('meta')"
             )
         _check_hooks(model)
         self._init_fn = as_function(init, "init", ["module"]) if callable(init) else None
@@ -147,8 +147,8 @@ class Initial:
             isinstance(paths, Sequence) and all(isinstance(path, str | os.PathLike) for path in paths)
         ):
             raise InputError(
-                f"init must be 'reset', a function of a module, tensors by name, or safetensors files; got "
-                f"{type(init).__name__}; pass one of them"
+                f"init must be 'reset', a function that fills a given module, a mapping from names to tensors, or "
+                f"safetensors files; got {type(init).__name__}; pass one of them"
             )
         given = init if isinstance(init, Mapping) else WeightFiles(init)
         _check_names(self._state(), given)
@@ -215,7 +215,7 @@ class Initial:
     def _drawn(self, unit: "_Unit") -> list[tuple[str, Tensor, Tensor]]:
         """Run a unit's own code while all tensors of the unit, and no others of the model, have contents.
 
-        So the random numbers do not depend on which other units are filled here.
+        Therefore the random numbers do not depend on the other units that this rank fills.
 
         Returns:
             (name, tensor, contents) for each tensor of the unit.
@@ -243,8 +243,8 @@ def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise GraphError(
-                f"register hooks only on parameters with contents; {name!r} has hooks and is on the meta device; "
-                f"register them after building the pipeline"
+                f"hooks may only be registered on parameters with contents; {name!r} has hooks and is on the meta "
+                f"device; register them after building the pipeline"
             )
 
 
@@ -253,10 +253,15 @@ def _check_names(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> No
     missing = [name for name, tensor in state.items() if tensor.is_meta and id(tensor) not in there]
     unexpected = [name for name in given if name not in state and not str(name).endswith("_extra_state")]
     if missing or unexpected:
+        lacking = f"missing, of {len(state)} names: {_some(missing)}"
+        unknown = f"unknown, of {len(given)} given names: {_some(unexpected)}"
+        parts = [lacking] * bool(missing) + [unknown] * bool(unexpected)
+        remedies = ["add or rename the missing weights"] * bool(missing) + ["remove the unknown ones"] * bool(
+            unexpected
+        )
         raise InputError(
-            f"weights must have the names of the model's state_dict; of its {len(state)} names missing: "
-            f"{_some(missing)}; of {len(given)} given names unknown: {_some(unexpected)}; rename them, or leave them "
-            f"out"
+            f"the weights must have the same names as the model's state_dict; {'; '.join(parts)}; "
+            f"{', and '.join(remedies)}"
         )
     if isinstance(given, dict | WeightFiles):  # another mapping may compute its tensors on access
         for name in given:
@@ -268,16 +273,16 @@ def _check_form(given: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
     files = isinstance(given, WeightFiles)
     if not files and (not isinstance(given[name], Tensor) or given[name].is_meta):
         raise InputError(
-            f"weights must be tensors with contents, by name; {name!r} is {shown(given[name])}; pass the state_dict of "
-            f"a filled model"
+            f"weights must be a mapping from names to tensors with contents; {name!r} is {shown(given[name])}; pass "
+            f"the state_dict of a filled model"
         )
     shape = given.shape(name) if isinstance(given, WeightFiles) else tuple(given[name].shape)
     dtype = given.dtype(name) if isinstance(given, WeightFiles) else given[name].dtype
     if shape != tuple(tensor.shape) or dtype.is_floating_point != tensor.is_floating_point():
         raise InputError(
-            f"a weight must have the shape of the model's tensor, and be floating-point if that is; {name!r} is "
-            f"{tensor.dtype} of shape {list(tensor.shape)}, {'in the files' if files else 'given'} {dtype} of "
-            f"{list(shape)}; use weights of the same model"
+            f"weights must match the model's tensors in shape, and be floating-point where the tensor is; {name!r} is "
+            f"{tensor.dtype} of shape {list(tensor.shape)} in the model, but {dtype} of shape {list(shape)} "
+            f"{'in the files' if files else 'in the given weights'}; use weights of the same model"
         )
 
 
@@ -296,9 +301,10 @@ def _load(given: Mapping[str, Tensor], name: str, tensor: Tensor, device: torch.
 def _check_filled(unfilled: Sequence[str]) -> None:
     if unfilled:
         raise GraphError(
-            f"every weight of a model on the meta device must be filled; nothing fills {_some(unfilled)}; give their "
-            f"modules a reset_parameters, or pass init= a function of a module that fills them, or a state_dict; for "
-            f"buffers that __init__ computes, pass a function that builds the model, such as lambda: Model(config)"
+            f"every weight of a model on the meta device must be filled; nothing fills {_some(unfilled)}. Give the "
+            f"modules a reset_parameters method, or pass init=: a function that fills a given module, or a state_dict. "
+            f"For buffers that __init__ computes, pass a function that builds the model instead of a model, such as "
+            f"lambda: Model(config)"
         )
 
 

@@ -46,8 +46,8 @@ def check_initialised(model: nn.Module) -> None:
     lazy = [name for name, own in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(own)]
     if lazy:
         raise ModelTypeError(
-            f"a model must have its shapes before it is cut; {lazy[0]!r} and {len(lazy) - 1} others belong to lazy "
-            f"modules that have not run; call the model once with a sample, under torch.no_grad()"
+            f"all parameters and buffers must have shapes before the model is cut; {lazy[0]!r} and {len(lazy) - 1} "
+            f"others belong to lazy modules that have not run; call the model once with a sample, under torch.no_grad()"
         )
 
 
@@ -56,8 +56,9 @@ def check_hooks(model: nn.Module) -> None:
     hooks = [*model._backward_hooks.values(), *model._backward_pre_hooks.values()]
     if hooks:
         raise GraphError(
-            f"layers run backward in their stages, the model as a whole does not; it has {len(hooks)} backward hooks "
-            f"that would never run; register them on its first or last layer"
+            f"a pipeline's model must not have backward hooks on the model itself, because no stage runs the backward "
+            f"of the whole model; the model has {len(hooks)} backward hooks that would never run; register them on its "
+            f"first or last layer"
         )
 
 
@@ -104,7 +105,7 @@ def recorders_of(module: nn.Module) -> list[Any]:
 
 
 def installs_recorders(model: nn.Module) -> bool:
-    """Install transformers' recording hooks now instead of in the first forward. Returns whether any are new."""
+    """Install transformers' recording hooks now instead of in the first forward; return whether any hook is new."""
     capturing = sys.modules.get(_RECORDING)
     before = sum(len(recorders_of(module)) for module in model.modules())
     if capturing is not None:
@@ -154,8 +155,8 @@ class Members:
             now = list(modules.values() if keys is None else map(modules.get, keys))
             if now != known:
                 others = [key for key, module in zip(keys or modules, now, strict=False) if module not in known]
-                change = f"{others[0]!r} is another module" if others else f"it has {len(now)} modules of {len(known)}"
+                change = f"{others[0]!r} is a new module" if others else f"{len(now)} of {len(known)} modules are left"
                 raise GraphError(
-                    f"a pipeline runs the layers that its model had when it was built; in {name or 'the model'} "
-                    f"{change} now; restore the old modules, or close this pipeline and build a new one"
+                    f"a model must keep the modules that it had when the pipeline was built; in {name or 'the model'} "
+                    f"{change}; restore the old modules, or close this pipeline and build a new one"
                 )

@@ -90,12 +90,12 @@ def _files(path: Path) -> list[Path]:
         indices = [file for file in found if file.suffix == ".json"]
         if not found or len(indices) > 1:
             raise InputError(
-                f"a folder of weights must hold one index or *.safetensors files; {path} holds "
-                f"{', '.join(file.name for file in indices) or 'none'}; pass the files"
+                f"a folder of weights must contain exactly one index, or *.safetensors files; {path} contains "
+                f"{', '.join(file.name for file in indices) or 'neither'}; pass the files"
             )
         return _files(indices[0]) if indices else found
     if not path.is_file():
-        raise InputError(f"weights are read from safetensors files; {path} does not exist; check the path")
+        raise InputError(f"the path of a safetensors file must exist; {path} does not exist; check the path")
     if path.suffix == ".json":
         names = _named_files(path)
         for name in names:
@@ -113,12 +113,14 @@ def _named_files(path: Path) -> set[Path]:
     try:
         index = parse_json(path.read_bytes())
     except ScheduleError as error:
-        raise InputError(f"an index of safetensors files must have a weight_map; {path}: {error}") from None
+        raise InputError(
+            f"an index of safetensors files must have a weight_map; reading {path} failed ({error}); pass the files"
+        ) from None
     weights = index.get("weight_map") if isinstance(index, dict) else None
     names: list[Any] = list(weights.values()) if isinstance(weights, dict) else [None]
     if not all(isinstance(name, str) and len(name.encode()) <= _LONGEST_NAME for name in names):
         raise InputError(
-            f"an index of safetensors files must have a weight_map of names to files; that of {path} is "
+            f"an index of safetensors files must have a weight_map of names to files; the weight_map of {path} is "
             f"{shown(weights)}; pass the files"
         )
     return {Path(name) for name in names}
@@ -126,7 +128,10 @@ def _named_files(path: Path) -> set[Path]:
 
 def _entries(path: Path) -> Iterator[tuple[str, _Entry]]:
     if not path.is_file():
-        raise InputError(f"an index names safetensors files beside it; {path} does not exist; download it")
+        raise InputError(
+            f"every safetensors file that an index names must be in the folder of the index; {path} does not exist; "
+            f"download it"
+        )
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118  file is not a mapping
             tensor = file.get_tensor(name)  # mapped, not read
@@ -144,14 +149,14 @@ def _opened(path: Path) -> Iterator[Any]:
         from safetensors import safe_open
     except ImportError:
         raise InputError(
-            f"reading {path} needs the library safetensors; it is not installed; "
-            f"pip install 'pipesched[safetensors]', or pass a state_dict"
+            f"reading {path} requires the library safetensors, which is not installed; run pip install "
+            f"'pipesched[safetensors]', or pass a state_dict"
         ) from None
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except Exception as error:  # the library's own errors, and torch's for an unknown type
         raise InputError(
-            f"a safetensors file begins with a header of its tensors; {path} of {path.stat().st_size} bytes does not "
-            f"({error!r}); download it again, or convert it"
+            f"a safetensors file must begin with a header that describes its tensors; the header of {path} "
+            f"({path.stat().st_size} bytes) cannot be read ({error!r}); download the file again, or convert it"
         ) from None

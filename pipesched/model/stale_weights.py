@@ -21,8 +21,8 @@ from pipesched.user_warning import warn
 __all__ = ["Placement", "StaleGuard", "StaleHook", "check_not_stale", "release_model"]
 
 _REMEDY = (
-    "call gather_model() of its pipeline on every rank, which works after close() too, or load a whole state_dict into "
-    "the model"
+    "call its pipeline's gather_model() on every rank, before or after close(), or load a complete state_dict into the "
+    "model"
 )
 
 
@@ -63,7 +63,7 @@ class StaleHook:
 
     @property
     def on(self) -> bool:
-        """Whether the hook is registered: the model has stale weights."""
+        """Whether the hook is registered, that is, whether the model has stale weights."""
         return bool(self._removals)
 
     def allow(self, runs: Runs) -> None:
@@ -125,11 +125,11 @@ class StaleHook:
 
     def __deepcopy__(self, memo: Any) -> "StaleHook":
         if not self._passes():
-            self.refuse("it was copied")
+            self.refuse("the model was copied")
         return self
 
     def __reduce__(self) -> NoReturn:
-        self.refuse("it was pickled")
+        self.refuse("the model was pickled")
 
     def _passes(self) -> bool:
         for known in self._runs:  # checked first: a step may call the model for each micro-batch
@@ -146,9 +146,9 @@ class StaleHook:
         place = self.placement
         away = self.placement.away
         return (
-            f"over a mesh each rank trains only the weights of its own stages, and the other weights in its model are "
-            f"stale; on rank {place.here} {event}, with {len(away)} of {len(place.homes)} parameters and buffers "
-            f"stale, such as {away[0]!r}, which rank {place.homes[away[0]]} trains; {_REMEDY}"
+            f"over a mesh a model with stale weights must not be used, because each rank trains only the weights of "
+            f"its own stages; on rank {place.here} {event}, but {len(away)} of {len(place.homes)} parameters and "
+            f"buffers are stale, such as {away[0]!r}, which rank {place.homes[away[0]]} trains; {_REMEDY}"
         )
 
 
@@ -170,7 +170,7 @@ def check_not_stale(model: nn.Module) -> None:
     """Raise ExecutionError for a model with stale weights."""
     hook = _hook_on(model)
     if hook is not None:
-        hook.refuse("its layers were to be measured or used in a second pipeline")
+        hook.refuse("the model's layers were to be measured or used in a second pipeline")
 
 
 class StaleGuard:
@@ -182,7 +182,7 @@ class StaleGuard:
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self._roots = roots
         self._hook: StaleHook | None = None
-        self._placement = Placement()  # everything is on this rank
+        self._placement = Placement()  # this rank holds all tensors
 
     def place(self, placement: Placement, run_here: Iterable[nn.Module], runs: Runs) -> None:
         """Set the placement of the tensors; ``run_here`` has the modules of this rank's stages."""
@@ -191,7 +191,7 @@ class StaleGuard:
         self._runs = runs
 
     def check(self, *, changes: bool) -> None:
-        """Called before a pipeline runs; ``changes`` if the run may change weights or buffers.
+        """Called before a pipeline runs. ``changes`` is True if the run may change weights or buffers.
 
         Raises:
             ExecutionError: a pipeline with another placement has trained the model.

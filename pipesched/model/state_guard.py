@@ -35,7 +35,7 @@ __all__ = [
     "untouched",
 ]
 
-GROWING = (list, dict, set, deque)  # and subclasses, such as a module's table of buffers
+GROWING = (list, dict, set, deque)  # these types and subclasses, such as a module's table of buffers
 
 
 def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
@@ -70,7 +70,7 @@ _HOLDERS = (nn.Module, tuple, Tensor, torch.Generator, *GROWING)
 
 
 def _parts(one: Any) -> Iterable[Any]:
-    if isinstance(one, nn.Module):  # scripted modules have tables of their own
+    if isinstance(one, nn.Module):  # scripted modules store their attributes in separate tables
         scripted = [*one.parameters(False), *one.buffers(False), *one.children()]
         return [*one.__dict__.values(), *scripted, *filter(is_of_user, type(one).__mro__)]
     if isinstance(one, dict | type):

@@ -48,10 +48,10 @@ class Owners:
         for name, tensor in (*parameters.items(), *model.named_buffers(remove_duplicate=False)):
             held = holders.get(id(tensor), {})
             if not held or (len(held) > 1 and name in parameters and id(tensor) not in shared):
+                where = f"stages {' and '.join(map(str, held))}" if held else f"none of the {len(stages)} stages"
                 raise GraphError(
                     f"every parameter and buffer that is not tied must be in exactly one stage; {name!r} is in "
-                    f"{' and '.join(map(str, held)) or 'none'} of {len(stages)}; register it with a layer that the "
-                    f"model calls, before the pipeline is built"
+                    f"{where}; register it with a layer that the model calls, before the pipeline is built"
                 )
             self._ranks[name] = next(iter(held.values()))
 

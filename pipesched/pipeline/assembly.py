@@ -47,7 +47,7 @@ class AssemblySpec:
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
     layered: LayeredModel
-    layers: dict[str, nn.Module]  #: by name; ``wrap`` may replace some
+    layers: dict[str, nn.Module]  #: the layers by name; ``wrap`` may replace some
     initial: Initial  #: fills a model built without contents
     batch_norm: BatchNormMode
     compiled: Callable[[torch.device], Compiled | None]  #: the compiler of layers on a device
@@ -61,7 +61,7 @@ class StageCut:
 
     cut: StageLayers  #: the layers of each stage
     partitioner: StagePartitioner
-    partition: Partition | None  #: the cut with its costs; None until they are known
+    partition: Partition | None  #: the cut with its costs; None until the costs are known
     alternatives: tuple[Alternative, ...] = ()  #: the other plans of the search
 
 
@@ -105,7 +105,7 @@ class Assembly:
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)
         layers = checkpoint_by_layer(programs.checkpoint).items()
-        #: The checkpoint option of each call whose activations are not simply kept.
+        #: The checkpoint option of each call with activations that are recomputed or offloaded.
         self.checkpoint_of_call = {
             call: word for layer, word in layers for call in spec.layered.calls_of(layer, again=word != "offload")
         }
@@ -189,13 +189,13 @@ class Assembly:
             if home == rank:
                 continue
             message = (
-                f"a layer may use its own weights and weights passed to it as tensors; {layer!r} of stage {stage} on "
-                f"rank {rank} reaches {name!r} of rank {home} through a module or a reference; pass the weight itself "
-                f"to the layer, or keep both layers in one stage with together="
+                f"a layer may only use its own weights and weights passed to it as tensors; {layer!r} of stage {stage} "
+                f"on rank {rank} reaches {name!r} of rank {home} through a module or a reference; pass the weight "
+                f"itself to the layer, or keep both layers in one stage with together="
             )
             if not isinstance(host, ThreadRanks) or host.devices[home] != host.devices[rank]:
                 raise GraphError(message)
-            warn(f"{message}; its gradient agrees with that of an unpipelined loop only within rounding")
+            warn(f"{message}; the gradient of {name!r} agrees with that of an unpipelined loop only within rounding")
 
     def _written(self) -> list[set[str]]:
         """Return the names of the buffers that each part's forward writes. All buffers of a loss module count."""

@@ -43,23 +43,24 @@ class AutoPlan:
     module: nn.Module  #: the module built from it
     layered: LayeredModel
     sample: Any
-    devices: Sequence[torch.device]  #: one a rank
+    devices: Sequence[torch.device]  #: one device per rank
     ranks_are: RanksAre
     search: Search
     numerics: Numerics
-    optimizer: Callable[[list[Any]], Optimizer] | None  #: its states count for a memory limit
-    free: bool  #: whether the number of micro-batches leaves results unchanged
+    optimizer: Callable[[list[Any]], Optimizer] | None  #: a memory limit includes its states
+    free: bool  #: whether results are independent of the number of micro-batches
 
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
         """Return whether a search is needed.
 
-        None is needed for a given plan, nor for a given schedule or a complete cut without limits. Raises
-        PartitionError if options of the search were given beside a plan.
+        No search is needed for a given plan, nor for a given schedule or complete cut without limits. Raises
+        PartitionError if options of the search were given together with a plan.
         """
         if plan is not None and self.search.is_asked_for:
             raise PartitionError(
-                "a plan leaves nothing to search for; batch_size, memory_limit_bytes or profile was passed beside "
-                "plan=; pass the plan alone, or make another one with pipesched.tune"
+                "plan= must not be combined with search options, because a plan leaves nothing to search for; "
+                "batch_size, memory_limit_bytes or profile was passed; pass the plan alone, or make another one with "
+                "pipesched.tune"
             )
         if plan is not None:
             return False
@@ -75,7 +76,7 @@ class AutoPlan:
         """Search for the plan. Raises as `pipesched.tune`.
 
         Args:
-            request: the user's choices; the search makes the rest.
+            request: the user's choices; the search makes the other choices.
             measured: measures the layers with the sample.
 
         Returns:
@@ -89,7 +90,8 @@ class AutoPlan:
             batch_size = sample_rows * (request.num_microbatches or MICROBATCHES_PER_RANK * len(self.devices))
         if not is_count(batch_size):
             raise InputError(
-                f"batch_size is a whole number of rows, at least 1; got {shown(batch_size)}; pass the rows of a step"
+                f"batch_size must be a whole number of rows, at least 1; got {shown(batch_size)}; pass the number of "
+                f"rows in a step"
             )
         search_counts = self.free and self.search.batch_size is not None and request.num_microbatches is None
         if request.num_microbatches is None and not search_counts:
@@ -168,14 +170,14 @@ def as_profile(profile: Profile | str | PathLike[str]) -> Profile:
     """
     if not isinstance(profile, Profile | str | PathLike):
         raise InputError(
-            f"profile is a Profile or the path of one; got {profile!r}; pass the result of pipesched.profile, or a "
-            f"file that Profile.save wrote"
+            f"profile must be a Profile or the path of a saved profile; got {profile!r}; pass the result of "
+            f"pipesched.profile, or a file that Profile.save wrote"
         )
     return profile if isinstance(profile, Profile) else Profile.load(profile)
 
 
 def cores_of(devices: Sequence[torch.device], intra_op_threads: int = 1) -> int | None:
-    """Return how many ranks can compute at the same time if they all use the CPU; None if some use other devices."""
+    """Return the number of CPU ranks that can compute at the same time; None if some ranks use other devices."""
     if any(device.type != "cpu" for device in devices):
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

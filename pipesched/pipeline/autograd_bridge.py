@@ -17,12 +17,12 @@ __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
 @dataclass
 class OpenPass:
-    """A forward pass whose backwards have not run yet."""
+    """A forward pass before its backwards have run."""
 
     batch: Batch
     step_data: StepData
     run_backwards: Callable[[], Any]
-    weighting: Weighting | None = None  #: of the loss among the outputs, if there is one
+    weighting: Weighting | None = None  #: the weighting of the loss, if the loss is among the outputs
 
     def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Run the backwards for the gradients of the whole outputs.
@@ -53,10 +53,10 @@ class OpenPass:
         return sum(first.needs_grad[: first.places[places[0]]]) if places else None
 
     def _cut(self, grad: Tensor | None, pieces: tuple[Tensor, ...], *, loss: bool) -> Gradients:
-        """Split one output's gradient into those of its micro-batches: the inverse of ``Batch.gathered``."""
+        """Split an output's gradient into the gradients of its micro-batches: the inverse of ``Batch.gathered``."""
         if grad is None:
             return (None,) * len(pieces)
-        if loss and self.weighting is not None:  # None for a factor of 0, where the loss may be 0 / 0
+        if loss and self.weighting is not None:  # a factor of 0 gives None, because the loss may be 0 / 0
             return tuple(
                 grad if factor is None else grad * factor if factor else None for factor in self.weighting.factors
             )
@@ -72,7 +72,7 @@ def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
 
 
 def attach(opened: OpenPass) -> Any:
-    """Return the whole output, with its differentiable tensors connected to the open pass."""
+    """Return the output of the whole batch, with its differentiable tensors connected to the open pass."""
     outputs = [opened.step_data.outputs[microbatch] for microbatch in range(len(opened.batch.rows))]
     whole = Payload.of(opened.batch.gathered([output.value for output in outputs], opened.weighting))
     whole = replace(
@@ -87,7 +87,7 @@ def attach(opened: OpenPass) -> Any:
 
 
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
-    """Return the leaves of ``whole`` that stand where each leaf of the pattern first occurs."""
+    """For each leaf of the pattern, return the leaf of ``whole`` at the place where that leaf first occurs."""
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 
@@ -106,7 +106,9 @@ def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
 
 
 class _Through(torch.autograd.Function):
-    """An autograd node between the caller's graph before the inputs and that behind the outputs."""
+    """The autograd node that connects the caller's graph upstream of the inputs with the caller's graph downstream of
+    the outputs; its backward runs the pipeline's backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, opened: OpenPass, outputs: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
@@ -121,7 +123,8 @@ class _Through(torch.autograd.Function):
         ctx.opened = None
         if opened is None:
             raise ExecutionError(
-                "a forward can be differentiated once, since its backward frees the activations; this output was "
-                "differentiated a second time; add the losses and call backward once, or call forward again"
+                "the outputs of a forward may only be differentiated once, because the backward frees the activations; "
+                "this output was differentiated a second time; add the losses and call backward once, or call forward "
+                "again"
             )
         return None, None, None, *opened.backward(grads)

@@ -73,7 +73,7 @@ def choose_plan(
 
 
 def checked_programs(request: PlanRequest, host: RankHost, spec: AssemblySpec) -> ProgramFactory:
-    """Return the programs of a request. Raises ScheduleError or GraphError if they do not fit the model."""
+    """Return the programs of a request. Raises ScheduleError or GraphError if the programs do not fit the model."""
     programs = ProgramFactory(request, len(host.all_devices), updates=spec.optimizer is not None)
     programs.check_updates()
     _ = programs.full.training  # raises if the program cannot be lowered
@@ -95,7 +95,7 @@ def start(
     """Make the programs, cut the model, and place its stages on the ranks.
 
     Args:
-        model: the user's model argument; of a list each module is a stage.
+        model: the user's model argument; each module of a list becomes a stage.
         spec: the model and the options that hold for every plan.
         host: the host of the ranks.
         book: the cost book.

@@ -42,8 +42,8 @@ class CostBook:
         layered: the model's layers.
         loss_fn: the loss function; its costs belong to the last layer.
         guard: allows reads of the model while its weights are stale.
-        devices: one a rank, including those that no rank uses.
-        intra_op_threads: CPU threads of a rank.
+        devices: one device per rank, including devices that the plan leaves unused.
+        intra_op_threads: CPU threads per rank.
         links: the measured links between ranks, if any.
 
     """
@@ -155,7 +155,7 @@ class CostBook:
         known = Known(layers, self._kinds, self.slow).corrected(stages, tolerance)
         self.layers = dict(known.layers)
         self.slow = dict(known.slow)
-        self.overheads = None  # measured stage times contain them
+        self.overheads = None  # measured stage times contain the overheads
 
     def cut_stages(self, host: RankHost, pins: Pins, programs: ProgramFactory, plan: Plan | None) -> StageCut:
         """Choose the layers of each stage. Rank 0 chooses for all.
@@ -164,7 +164,7 @@ class CostBook:
             host: the host of the ranks.
             pins: the boundaries that are fixed.
             programs: the programs that will run the stages.
-            plan: a given plan, whose alternatives are kept; None without one.
+            plan: a given plan; its alternatives are kept. None if no plan was given.
 
         """
         program = programs.full.plain

@@ -1,4 +1,4 @@
-"""Gathering: collects the state of all ranks of a mesh, as one state dict or in the model itself."""
+"""Gathering: collection of the state of all ranks of a mesh, as one state dict or in the model itself."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -107,7 +107,7 @@ def _holder(roots: Mapping[str, nn.Module], name: str) -> nn.Module:
 
 
 def named_tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over parameters and buffers, a shared one once, or under each of its names."""
+    """Iterate over parameters and buffers: shared ones once, or with ``duplicates`` under each of their names."""
     for prefix, root in roots.items():
         for named in (root.named_parameters, root.named_buffers):
             for name, tensor in named(remove_duplicate=not duplicates):
@@ -119,12 +119,12 @@ def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
     for number, target in enumerate(asked):
         if target is not None and not (is_count(target, 0) and target < num_ranks):
             raise InputError(
-                f"gather_model(rank) takes a rank of the mesh, or None for all; rank {number} of {num_ranks} passed "
-                f"{shown(target)}; pass one of 0 to {num_ranks - 1}, or None"
+                f"the rank passed to gather_model must be a rank of the mesh, or None for all ranks; rank {number} of "
+                f"{num_ranks} passed {shown(target)}; pass a rank from 0 to {num_ranks - 1}, or None"
             )
     if any(target != rank for target in asked):
         raise InputError(
-            f"every rank passes the same rank to gather_model; ranks 0 to {num_ranks - 1} passed "
+            f"every rank must pass the same rank to gather_model; ranks 0 to {num_ranks - 1} passed "
             f"{', '.join(map(str, asked))}; pass the same value on every rank"
         )
     return range(num_ranks) if rank is None else range(rank, rank + 1)
@@ -137,7 +137,7 @@ def _misfit(tensors: Mapping[str, Tensor], shares: Sequence[_Share]) -> str | No
         if name not in tensors:
             return f"{name!r} of rank {rank} is missing"
         if tuple(tensors[name].shape) != shape:
-            return f"{name!r} has the shape {list(tensors[name].shape)}, on rank {rank} {list(shape)}"
+            return f"{name!r} has the shape {list(tensors[name].shape)}, but the shape {list(shape)} on rank {rank}"
     missing = next((name for name in tensors if name not in sent), None)
     return None if missing is None else f"there is {missing!r}, which no rank trains"
 
@@ -147,7 +147,7 @@ def _check_fits(misfits: Sequence[str | None]) -> None:
     for rank, misfit in enumerate(misfits):
         if misfit is not None:
             raise InputError(
-                f"gather_model needs a model with the same tensors on every rank; in the model of rank {rank} "
+                f"the model must have the same tensors on every rank for gather_model; in the model of rank {rank} "
                 f"{misfit}; wrap= has changed layers on one rank only: use full_state_dict"
             )
 
@@ -169,7 +169,7 @@ def _collect(
 
 
 def _batches(share: _Share) -> Iterator[list[str]]:
-    """Split the names into groups, each of one tensor or of a limited size."""
+    """Split the names into groups of limited size; a larger tensor is a group by itself."""
     names: list[str] = []
     left = _BATCH
     for name, (_, nbytes) in share.items():

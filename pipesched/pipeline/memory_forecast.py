@@ -62,7 +62,7 @@ class MemoryForecast:
         costs = self._with_optimizers(self._book.stage_costs(running.assembly.programs, running.cut))
         messages = None
         stages = self._stage_sizes()
-        own_loss = self._spec.loss_fn is None  # the model computes its own
+        own_loss = self._spec.loss_fn is None  # the model computes its own loss
         if stages:
             loss = None if own_loss else self._book.measured()[running.cut[-1][-1]].loss_layer
             costs = costs_with(costs, program, stages, loss)
@@ -74,16 +74,17 @@ class MemoryForecast:
     def check_rows(self, rows: Sequence[int]) -> None:
         """Check the memory limits for micro-batches of these numbers of rows.
 
-        Raises MemoryLimitError if a rank would exceed its limit, by measured sizes in proportion to rows. Warns if the
-        first step has micro-batches of another size than planned.
+        Raises MemoryLimitError if a rank would exceed its limit; measured sizes are scaled in proportion to rows.
+        Warns if the first step has micro-batches of another size than planned.
         """
         running = self._running
         planned = self._book.planned_rows
         if running.step == 0 and planned not in (0, max(rows)) and running.host.holds(0):
             warn(
-                f"the plan was found for micro-batches of {counted(planned, 'row')}, from the sample or batch_size; "
-                f"the first step has micro-batches of {counted(max(rows), 'row')}: {sum(rows)} rows in "
-                f"{counted(len(rows), 'micro-batch')}; pass search=Search(batch_size={sum(rows)}) to Pipeline"
+                f"the first step must have micro-batches of the planned size; the plan was found for micro-batches of "
+                f"{counted(planned, 'row')}, from the sample or batch_size, but the first step has micro-batches of "
+                f"{counted(max(rows), 'row')} ({sum(rows)} rows in {counted(len(rows), 'micro-batch')}); pass "
+                f"search=Search(batch_size={sum(rows)}) to Pipeline"
             )
         if self.limits is None or max(rows) <= max(planned, running.assembly.most_rows):
             return
@@ -98,10 +99,10 @@ class MemoryForecast:
             count = programs.num_microbatches
             most = planned * count
             raise MemoryLimitError(
-                f"the plan keeps memory_limit_bytes for a batch of {most} rows, in {count} micro-batches of {planned}; "
-                f"this step has {sum(rows)} rows in {len(rows)} micro-batches of up to {max(rows)}, for which rank "
-                f"{worst} needs {quote_bytes(need)}, {quote_bytes(need - limit)} more than its limit of "
-                f"{quote_bytes(limit)}; pass at most {most} rows, or make the pipeline with "
+                f"a batch must not have more rows than the plan's memory_limit_bytes allows, which is {most} rows in "
+                f"{count} micro-batches of {planned}; this step has {sum(rows)} rows in {len(rows)} micro-batches of "
+                f"up to {max(rows)}, for which rank {worst} needs {quote_bytes(need)}, {quote_bytes(need - limit)} "
+                f"more than its limit of {quote_bytes(limit)}; pass at most {most} rows, or make the pipeline with "
                 f"search=Search(batch_size={sum(rows)}, ...)"
             )
         running.assembly.most_rows = max(rows)

@@ -24,7 +24,7 @@ class ModuleInterface:
     - ``parameters``, ``buffers``, ``modules``, each also with names (``named_...``), ``train``, ``eval``, ``zero_grad``
       and ``apply``: as nn.Module.
     - ``state_dict``, ``load_state_dict``: interchangeable with those of the bare model.
-    - ``to``, ``half``, ``bfloat16``, ``float``, ``double``: change the dtype. A device is an error.
+    - ``to``, ``half``, ``bfloat16``, ``float``, ``double``: change the dtype. A device raises TypeError.
     - ``len``, iteration and indices: for an nn.Sequential. A pipeline is true, whatever its length.
     """
 
@@ -39,15 +39,15 @@ class ModuleInterface:
         self._guard = StaleGuard(self._roots)
         if isinstance(loss_fn, nn.Module) and any(name.startswith(_LOSS_PREFIX) for name in model.state_dict()):
             raise GraphError(
-                "the loss module's parameters are named loss_fn.*; the model has a layer called loss_fn; rename the "
-                "layer"
+                "the model must not have a layer called loss_fn, because the loss module's parameters are named "
+                "loss_fn.*; this model has one; rename the layer"
             )
         of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         shared = [name for prefix, module in self._roots.items() if prefix for name in _tensors_in(module, of_model)]
         if shared:
             raise GraphError(
-                f"the model and the loss module cannot share a parameter; they share {shared[0]!r} of the loss module; "
-                f"give the loss module a parameter of its own"
+                f"the model and the loss module must not share a parameter; they share {shared[0]!r} of the loss "
+                f"module; give the loss module a parameter of its own"
             )
 
     def _modules(self) -> dict[str, nn.Module]:
@@ -83,14 +83,14 @@ class ModuleInterface:
         return self
 
     def _is_here(self, name: str, module: nn.Module) -> bool:
-        """Whether a module holds a parameter or buffer of this process, or none at all."""
+        """Whether a module holds a parameter or buffer of this process, or no parameters and buffers at all."""
         dot = f"{name}." if name else ""
         named = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         names = [dot + key for tensors in named for key, _ in tensors]
         return not names or any(map(self._is_own, names))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters with their names; a tied one comes once, under its first name."""
+        """Iterate over the parameters with their names; a tied parameter comes once, under its first name."""
         for prefix, module in self._modules().items():
             for name, parameter in module.named_parameters():
                 if self._is_own(prefix + name):
@@ -103,7 +103,7 @@ class ModuleInterface:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters: ``torch.optim.AdamW(pipe.parameters())``.
 
-        A rank of a mesh without parameters yields an empty one, since torch makes no optimizer of an empty list.
+        A rank of a mesh without parameters yields an empty tensor, because torch makes no optimizer of an empty list.
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
         return iter(parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)])
@@ -194,8 +194,8 @@ class ModuleInterface:
             if not isinstance(value, torch.dtype | torch.memory_format | bool):
                 got = f"a tensor on {value.device}" if isinstance(value, Tensor) else repr(value)
                 raise TypeError(
-                    f"a pipeline's stages stay on their devices, and to() changes only the dtype; got {got}; leave the "
-                    f"call out, or make a new Pipeline with other devices="
+                    f"to() may only change the dtype, because a pipeline's stages stay on their devices; got {got}; "
+                    f"leave the call out, or make a new Pipeline with other devices="
                 )
         for module in self._modules().values():
             module.to(*args, **kwargs)
@@ -218,11 +218,11 @@ class ModuleInterface:
         return self.to(torch.float64)
 
     def cpu(self) -> Self:
-        """Raise TypeError, as ``to`` for a device."""
+        """Raise TypeError, as `to()` does when given a device."""
         return self.to("cpu")
 
     def cuda(self, device: Any = "cuda") -> Self:
-        """Raise TypeError, as ``to`` for a device."""
+        """Raise TypeError, as `to()` does when given a device."""
         return self.to(device)
 
     def __bool__(self) -> bool:
@@ -240,7 +240,7 @@ class ModuleInterface:
     def _sequential(self) -> nn.Sequential:
         if not isinstance(self.model, nn.Sequential):
             raise TypeError(
-                f"only an nn.Sequential has a length and indices; this pipeline's model is a "
+                f"only a pipeline of an nn.Sequential has a length and indices; the model of this pipeline is a "
                 f"{type(self.model).__name__}; use pipe.model or pipe.named_modules()"
             )
         return self.model

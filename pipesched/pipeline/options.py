@@ -31,10 +31,10 @@ class Search:
 
     Args:
         memory_limit_bytes: the most a rank may hold, including the states of ``optimizer=``: one number of bytes for
-            all ranks, or one a rank. Default: None, no limit.
+            all ranks, or one per rank. Default: None (no limit).
         batch_size: rows of a step. It allows the search to choose the number of micro-batches, provided that neither
             BatchNorm nor the loss looks across rows. Default: the sample's rows times the number of micro-batches.
-        profile: the layers' costs: a Profile or the path of one. Default: None, the layers are measured.
+        profile: the layers' costs: a Profile or the path of one. Default: None (the layers are measured).
         links: the speed of the connections between ranks, from `probe_links`. Default: None, transfers count as free.
         offload: whether a memory limit may move activations to the host: "auto", True or False. Default: "auto", which
             is False on CPUs, where it frees no memory.
@@ -57,8 +57,8 @@ class Search:
         check_offload(self.offload)
         if not is_count(self.effort):
             raise InputError(
-                f"effort is the number of actions that a search may simulate; got {shown(self.effort)}; pass a whole "
-                f"number such as 200_000"
+                f"effort must be the number of actions that a search may simulate, at least 1; got "
+                f"{shown(self.effort)}; pass a whole number such as 200_000"
             )
 
     @property
@@ -127,5 +127,5 @@ def as_options(given: _Options | None, kind: type[_Options]) -> _Options:
     if given is None:
         return kind()
     name = kind.__name__
-    check_type(given, kind, f"{name.lower()}= takes a pipesched.{name}", "pass one, or leave it out")
+    check_type(given, kind, f"{name.lower()}= must be a pipesched.{name}", "pass one, or leave it out")
     return given

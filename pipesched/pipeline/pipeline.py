@@ -70,7 +70,7 @@ class Pipeline(ModuleInterface):
             split first, and each rank then creates the weights of its own stages only.
         sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
         devices: the device of each rank, all in this process; a device may repeat.
-        mesh: in place of devices: a one-dimensional DeviceMesh with one process a rank, such as ``mesh["pp"]``.
+        mesh: in place of devices: a one-dimensional DeviceMesh with one process per rank, such as ``mesh["pp"]``.
         loss_fn: ``loss_fn(output, target)`` -> scalar tensor, a function or a Module. Default: the model's own loss,
             which is its output if that is a scalar, else the output's ``loss``.
         schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", the plan with
@@ -84,7 +84,7 @@ class Pipeline(ModuleInterface):
             code branches on the batch. Default: none.
         checkpoint: "never", "always" or "except_last" (the last micro-batch) for whole stages, or by layer ``{name:
             "recompute", "recompute-cheap" or "offload"}``. Default: "never", or what a memory limit requires.
-        optimizer: ``optimizer(params)`` -> torch.optim.Optimizer, called once a stage. ``step`` then updates the
+        optimizer: ``optimizer(params)`` -> torch.optim.Optimizer, called once per stage. ``step`` then updates the
             weights and clears their gradients. Asynchronous schedules require it. Default: the caller updates.
         seed: an int, the seed of all random numbers in layers. Default: the seed of torch's default generator.
         init: the weights of a model built without contents: "reset" (each module's ``reset_parameters``), a function of
@@ -431,11 +431,11 @@ class Pipeline(ModuleInterface):
             plan: the plan to switch to. Default: None, search for a better cut.
             steps_left: steps still to run; the new cut must save more time in them than the move takes. Default: None,
                 the cost of the move does not count.
-            measure: measure the layers again first, which tells apart layers of one stage whose times have changed.
+            measure: measure the layers again first, which shows the layers within a stage with changed times.
                 Default: False.
 
         Returns:
-            The outcome: print it to read what moved, or why the old plan was kept.
+            The outcome: print it to read which layers moved, or why the old plan was kept.
 
         Raises:
             InputError: the pipeline runs over a mesh, or ``wrap=`` has changed its stages.
@@ -546,10 +546,10 @@ class Pipeline(ModuleInterface):
             if mesh.get_local_rank() == 0:
                 model.save_pretrained("trained")
 
-        Under a mesh each rank trains the weights of its own stages; all others in its copy of the model are stale after
-        the first step. Calling the model, its ``state_dict()``, copying and pickling it then raise ExecutionError until
-        this method has run or a complete state has been loaded. The next step makes the model stale again. In one
-        process the model is always complete, and this method does nothing.
+        Under a mesh each rank trains the weights of its own stages; the other weights in its copy of the model are
+        stale after the first step. Then calling, copying or pickling the model, or calling its ``state_dict()``, raises
+        ExecutionError until this method has run or a complete state has been loaded. The next step makes the model
+        stale again. In one process the model is always complete, and this method does nothing.
 
         Every rank of the mesh must call it, also after ``close()``. A rank that gathers needs memory for the whole
         model. Parameters stay the same objects on their devices; those on the meta device are filled on the CPU.
@@ -599,8 +599,8 @@ class Pipeline(ModuleInterface):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a Pipeline cannot be copied or pickled, since it owns threads; save its state_dict() and plan, and make a "
-            "new Pipeline from them"
+            "a Pipeline cannot be copied or pickled, because it owns threads; save its state_dict() and plan, and make "
+            "a new Pipeline from them"
         )
 
     def __enter__(self) -> Self:

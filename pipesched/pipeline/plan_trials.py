@@ -27,8 +27,8 @@ from pipesched.torch_checks import as_call
 
 __all__ = ["Trial"]
 
-_ROUNDS = 10  # turns of each plan at most; spread out, since other load slows a machine for seconds at a time
-_STEPS = 2  # measured steps in a turn, after one that warms up
+_ROUNDS = 10  # the most turns per plan, spread out because other load slows a machine for seconds at a time
+_STEPS = 2  # measured steps per turn, after one warm-up step
 _ENOUGH_S = 5.0  # seconds after which no further round starts
 
 
@@ -37,7 +37,7 @@ class Trial:
     """The model, batch and ranks with which plans run."""
 
     model: Any
-    sample: Any  #: a micro-batch; its rows are repeated to fill a batch
+    sample: Any  #: one micro-batch; its rows are repeated to fill a batch
     loss_fn: Callable[[Any, Any], Any] | None  #: None: the model's own loss, or the sum of its outputs
     target: Any  #: the sample's target
     split_dims: SplitDims
@@ -52,7 +52,7 @@ class Trial:
 
         Args:
             plans: the plans to run.
-            told: called with the share of the work that is done at most.
+            told: called after each turn with the finished share of the largest number of turns.
 
         """
         with torch.inference_mode(False), torch.enable_grad():

@@ -39,7 +39,7 @@ from pipesched.user_warning import warn
 
 __all__ = ["Replanner"]
 
-_FEWEST = 3  # measured steps without which no better cut is searched for
+_FEWEST = 3  # the number of measured steps required to search for a better cut
 _EFFORT = 200_000  # simulated actions in the search for better boundaries
 _COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
 
@@ -111,7 +111,10 @@ class Replanner:
         steps = self._history.steps()
         steps = steps[1:] if len(steps) > _FEWEST else steps  # the first step of a plan warms up
         if len(steps) < _FEWEST:
-            why = f"a better plan needs {_FEWEST} measured steps of this one; there are {len(steps)}"
+            why = (
+                f"the search for a better plan requires {_FEWEST} measured steps of the current plan; {len(steps)} are "
+                f"measured"
+            )
             return Replanned(plan=self._plan(), kept=why)
         if measure:
             self._book.forget()
@@ -263,8 +266,8 @@ class Replanner:
         running.replace(host=host, assembly=assembly, splitter=splitter)
         if assembly.undriven:
             warn(
-                f"a learning rate scheduler drives only the optimizers that it was made with; stages "
-                f"{assembly.undriven} have new optimizers, with the present settings; make schedulers for them too, "
+                f"a learning rate scheduler changes only the optimizers that it was created with; stages "
+                f"{assembly.undriven} have new optimizers, with the present settings; create schedulers for them too, "
                 f"from pipe.optimizers"
             )
 
@@ -272,19 +275,20 @@ class Replanner:
         host = self._running.host
         if not isinstance(host, ThreadRanks):
             raise InputError(
-                f"replan moves layers within one process; this pipeline runs over a mesh of {len(host.devices)} ranks; "
-                f"save its state, and make a new pipeline with plan="
+                f"replan may only move layers within one process; this pipeline runs over a mesh of "
+                f"{len(host.devices)} ranks; save its state, and make a new pipeline with plan="
             )
         if self._spec.wrap is not None:
             raise InputError(
-                f"wrap= has changed each stage as a whole, so its layers cannot move; this pipeline of "
-                f"{len(self._running.cut)} stages has wrap=; save its state, and make a new pipeline with plan="
+                f"replan must not move layers of a pipeline with wrap=, which has changed each stage as a whole; this "
+                f"pipeline of {len(self._running.cut)} stages has wrap=; save its state, and make a new pipeline with "
+                f"plan="
             )
         return host
 
 
 def _ranks(program: Program, cut: StageLayers) -> dict[str, int]:
-    """Return the rank of each layer; of a bidirectional schedule its rank in the first direction."""
+    """Return the rank of each layer; for a bidirectional schedule the rank in the first direction."""
     return {name: program.placement[stage] for stage, names in enumerate(cut) for name in names}
 
 

@@ -44,14 +44,14 @@ def check_form(
 ) -> None:
     """Raise ArgumentError if a model failed on a batch that has another form than the sample.
 
-    It is called after an error only, since a model may accept several forms.
+    Called only after an error, because a model may accept several forms.
 
     Args:
         form: the form of the sample; None in a process that passes no batch.
         method: the method of the pipeline that was called.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        error: the error it raised.
+        error: the error that the call raised.
 
     """
     if form is None or (isinstance(error, PipeschedError) and not isinstance(error, GraphError)):
@@ -61,9 +61,9 @@ def check_form(
         return
     forms = [_short(one.typed) if given == form else str(one) for one in (form, given)]
     other = ArgumentError(
-        f"a batch has the form of the sample, {method}{forms[0]}; got {method}{forms[1]}, and the model raised "
-        f"{type(error).__name__}: {error}; pass the batch in the sample's form, or make the pipeline with a sample "
-        f"in the batch's form"
+        f"a batch must have the form of the sample, {method}{forms[0]}; got {method}{forms[1]}, and the model raised "
+        f"{type(error).__name__}: {error}; pass the batch in the sample's form, or make the pipeline with a sample in "
+        f"the batch's form"
     )
     for note in getattr(error, "__notes__", ()):
         other.add_note(note)
@@ -89,7 +89,7 @@ def _shape(value: Any, write: Callable[[Tensor], str]) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name!r}: {_shape(one, write)}" for name, one in value.items()) + "}"
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-        return f"[{_shape(value[0], write)}, ...]"  # one a row
+        return f"[{_shape(value[0], write)}, ...]"  # one dict per row
     if isinstance(value, list | tuple):
         parts = ", ".join(_shape(one, write) for one in value)
         return f"[{parts}]" if isinstance(value, list) else f"({parts}{',' * (len(value) == 1)})"

@@ -90,15 +90,15 @@ class StepHistory:
         earlier = [self.trace_of([run]) for run in self._earlier]
         if not earlier:
             return by_layers
-        sizes = by_layers and replace(by_layers, overheads=None)  # measured actions contain them
+        sizes = by_layers and replace(by_layers, overheads=None)  # measured actions contain the overheads
         return measured_costs(earlier, len(running.assembly.stages), sizes)
 
     @property
     def _earlier(self) -> list[Timeline]:
         """The steps before the last one that serve a prediction.
 
-        The first one is left out if there are others, since it warms up. Under a mesh there are none: this process has
-        measured only its own rank.
+        The first step is left out if there are others, because it warms up. Empty under a mesh, because this process
+        has measured only its own rank.
         """
         earlier = list(self._running.runs)[:-1] if isinstance(self._running.host, ThreadRanks) else []
         return earlier[1:] if len(earlier) > 1 else earlier

@@ -31,9 +31,9 @@ class StepFigures:
     step_s: float  #: the makespan
     bubble_ratio: float
     busy: tuple[float, ...]  #: the share of the makespan in which each rank computes
-    loss: float | None = None  #: None if unknown, as below
+    loss: float | None = None  #: None if unknown; the same holds for the fields below
     predicted_s: float | None = None  #: the predicted makespan
-    whole_s: float | None = None  #: seconds from one step to the next, all other code of the loop included
+    whole_s: float | None = None  #: seconds from one step to the next, including all other code of the training loop
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -69,7 +69,7 @@ class StepLog:
     nothing. Under a mesh every rank calls the log, and rank 0 logs the times of all ranks.
 
     Args:
-        pipe: the pipeline whose steps are logged.
+        pipe: the pipeline to log.
         writer: a torch.utils.tensorboard.SummaryWriter, or an object with its ``add_scalar``. Default: None, no
             scalars.
         every: log one step in this many. Default: 1.
@@ -88,13 +88,15 @@ class StepLog:
         every: int = 1,
         show: Callable[[str], Any] | None = print,
     ) -> None:
-        check_type(pipe, Pipeline, "pipe is a Pipeline", "pass the pipeline whose steps are logged")
+        check_type(pipe, Pipeline, "pipe must be a Pipeline", "pass the pipeline to log")
         if not is_count(every):
-            raise InputError(f"every is a whole number of steps, at least 1; got {shown(every)}; pass 1 or more")
+            raise InputError(f"every must be a whole number of steps, at least 1; got {shown(every)}; pass 1 or more")
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
-            raise InputError(f"writer has a method add_scalar; got {shown(writer)}; pass TensorBoard's SummaryWriter")
+            raise InputError(
+                f"writer must have a method add_scalar; got {shown(writer)}; pass TensorBoard's SummaryWriter"
+            )
         if show is not None and not callable(show):
-            raise InputError(f"show is a function of a line; got {shown(show)}; pass print, or None")
+            raise InputError(f"show must be a function that takes a line; got {shown(show)}; pass print, or None")
         self._pipe = pipe
         self._writer = writer
         self._every = every

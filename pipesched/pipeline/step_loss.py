@@ -1,4 +1,4 @@
-"""Step loss: the ``backward()`` of the loss that a step returns, which explains that the step has run it already."""
+"""Step loss: an error for ``backward()`` on the loss of a step, because the step has already run the backward."""
 
 from typing import Any
 from weakref import ref
@@ -17,8 +17,9 @@ def explain_backward(loss: "ref[Tensor]", *args: Any, **kwargs: Any) -> None:
         Tensor.backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
         return
     raise ExecutionError(
-        "step() runs the backward itself, and its gradients are in .grad already; loss.backward() was called on the "
-        "loss that it returned; remove the call, or compute a loss of your own from forward()"
+        "backward() must not be called on the loss of step(), which runs the backward itself and stores the gradients "
+        "in .grad; loss.backward() was called on the loss that it returned; remove the call, or compute your own loss "
+        "from forward()"
     )
 
 

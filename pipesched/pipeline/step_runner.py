@@ -43,7 +43,7 @@ class StepRunner:
         guard: refuses calls that would use stale weights.
         memory: checks batches against the memory limits.
         seed: the seed of all random numbers.
-        intra_op_threads: CPU threads of a rank.
+        intra_op_threads: CPU threads per rank.
 
     """
 
@@ -69,13 +69,14 @@ class StepRunner:
         self._intra_op_threads = intra_op_threads
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
-        """Run all micro-batches forward and backward. ``wanted`` holds return_outputs and gather, as in a StepCall."""
+        """Run all micro-batches forward and backward. ``wanted`` has return_outputs and gather for the StepCall."""
         running = self._running
 
         def make() -> StepCall:
             if not torch.is_grad_enabled():
                 raise InputError(
-                    "step() computes gradients; it was called under no_grad; leave no_grad, or call evaluate"
+                    "step() must run with gradients enabled; it was called under no_grad; leave no_grad, or call "
+                    "evaluate"
                 )
             batch = self._batch("step", args, kwargs, target)
             groups = running.assembly.programs.of(len(batch.rows)).groups
@@ -121,7 +122,7 @@ class StepRunner:
         def make() -> StepCall:
             if differentiated and not isinstance(host, ThreadRanks):
                 raise InputError(
-                    "a forward with gradients runs in one process only; this pipeline runs over a mesh; use step(), "
+                    "a forward with gradients may only run in one process; this pipeline runs over a mesh; use step(), "
                     "call forward() under no_grad, or make the pipeline with devices="
                 )
             batch = running.splitter.batch(args, kwargs)
@@ -130,7 +131,9 @@ class StepRunner:
 
         running.flush()
         call = self._called("forward", (args, kwargs, None), make)
-        if not differentiated or not isinstance(host, ThreadRanks):  # over a mesh make() refuses, by rank 0's settings
+        if not differentiated or not isinstance(
+            host, ThreadRanks
+        ):  # over a mesh make() raises an error instead, by rank 0's settings
             return self._outputs(call, self._infer(call))
         return self._differentiable(call, host)
 
@@ -161,7 +164,7 @@ class StepRunner:
     def _called(
         self, method: str, batch: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
     ) -> StepCall:
-        """Return the call as this process has to run it."""
+        """Return the call in the form in which this process must run it."""
         args, kwargs, target = batch
         assembly = self._running.assembly
         host = self._running.host
@@ -178,15 +181,15 @@ class StepRunner:
             if 0 < self._num_inputs < len(args):
                 inputs = "x" if self._num_inputs == 1 else "..."
                 raise InputError(
-                    f"{method}() takes the target as a keyword; got {len(args)} positional arguments and no target=, "
-                    f"and the sample has {counted(self._num_inputs, 'positional argument')}; call "
+                    f"the target must be passed to {method}() as a keyword; got {len(args)} positional arguments and "
+                    f"no target=, and the sample has {counted(self._num_inputs, 'positional argument')}; call "
                     f"{method}({inputs}, target=y)"
                 )
-            raise InputError("loss_fn(output, target) needs a target; got none; pass target=, or call forward")
+            raise InputError("loss_fn(output, target) needs a target; none was passed; pass target=, or call forward")
         if not self._has_loss_fn and target is not None:
             raise InputError(
-                "the target is for loss_fn; this pipeline has none, and its model computes its own loss; pass loss_fn= "
-                "to Pipeline, or leave target= out"
+                "a target may only be passed to a pipeline with a loss_fn; this pipeline has none, and its model "
+                "computes its own loss; pass loss_fn= to Pipeline, or leave target= out"
             )
         return self._running.splitter.batch(args, kwargs, target)
 
@@ -196,8 +199,9 @@ class StepRunner:
         for name, wanted in (("outputs", call.return_outputs), ("gradients of inputs", wants_input_grads)):
             if wanted:
                 raise InputError(
-                    f"a step of an asynchronous schedule returns before its {name} are computed; this call requires "
-                    f"them; call evaluate or forward for outputs, detach inputs, or use a synchronous schedule"
+                    f"a step of an asynchronous schedule cannot provide {name}, because it returns before they are "
+                    f"computed; this call requires {name}; call evaluate or forward for outputs, detach inputs, or use "
+                    f"a synchronous schedule"
                 )
         running = self._running
         executor = running.host.executor

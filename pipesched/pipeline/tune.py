@@ -79,7 +79,7 @@ def tune(
     Costs come from measuring the model's layers with the sample, or from a Profile. Given a model and devices, the best
     plans of the search then run there, in turn, for up to ten rounds of three steps, with no new round after five
     seconds. Their measured times correct the layer costs, the search runs once more with these, and the fastest plan is
-    returned; among plans equal within noise it is the one with the shortest predicted step. ``Plan.alternatives`` lists
+    returned; among plans equal within noise, the plan with the shortest predicted step. ``Plan.alternatives`` lists
     the others with their predicted and measured times. Without trial runs equal profiles give equal plans.
 
     Trial runs leave weights, buffers, gradients and random state unchanged. Hooks on modules run in them, hooks on
@@ -89,12 +89,12 @@ def tune(
     Args:
         model: a module, which is measured with the sample; or a Profile, or the path of one.
         sample: one micro-batch as an example, as for Pipeline. Default: None, for a Profile alone.
-        num_ranks: how many ranks to plan for, where neither devices nor a mesh are at hand.
+        num_ranks: the number of ranks to plan for, if neither devices nor a mesh are available.
         devices: in place of num_ranks: the device of each rank, as for Pipeline.
         mesh: in place of num_ranks: a mesh as for Pipeline. Every process calls tune with the same arguments, and all
             return the plan that rank 0 found.
-        batch_size: rows of a step.
-        memory_limit_bytes: the most a rank may hold: one number of bytes for all ranks, or one a rank. Default: None,
+        batch_size: the number of rows in a step.
+        memory_limit_bytes: the most a rank may hold: one number of bytes for all ranks, or one per rank. Default: None,
             no limit.
         schedule: the schedule to use. Default: "auto", chosen by the search.
         num_stages: the number of stages. Default: chosen by the search.
@@ -115,7 +115,7 @@ def tune(
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
         offload: whether a memory limit may move activations to the host: "auto", True or False. Default: "auto", True
             if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs, where it frees no memory.
-        confirm: how many of the best plans run. Default: 3 for a model with devices or a mesh, else 0. With num_ranks
+        confirm: number of the best plans to run. Default: 3 for a model with devices or a mesh, else 0. With num_ranks
             they run on that many GPUs if the machine has them, else on the CPU.
         progress: show a progress bar of the search, if tqdm is installed. Default: False.
 
@@ -124,7 +124,7 @@ def tune(
 
     Raises:
         PartitionError: the model cannot be cut as requested.
-        MemoryLimitError: no plan keeps within the memory limits; the message states a limit that would do.
+        MemoryLimitError: no plan keeps within the memory limits; the message states a limit that suffices.
         ScheduleError: the profile cannot be read.
         InputError: the arguments contradict each other, or plans cannot be run as requested.
         DeviceCountError: devices is an empty list.
@@ -136,9 +136,9 @@ def tune(
         got = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise InputError(f"tune needs exactly one of num_ranks, devices and mesh; got {got}; pass one of them")
     if num_ranks is not None and not is_count(num_ranks):
-        raise PartitionError(f"num_ranks is a whole number, at least 1; got {shown(num_ranks)}; pass 1 or more")
-    if devices is not None and not as_list(devices, "devices is a list with one device for each rank", _DEVICES):
-        raise DeviceCountError(f"a plan needs at least one device; got none; {_DEVICES}")
+        raise PartitionError(f"num_ranks must be a whole number, at least 1; got {shown(num_ranks)}; pass 1 or more")
+    if devices is not None and not as_list(devices, "devices must be a list with one device per rank", _DEVICES):
+        raise DeviceCountError(f"a plan needs at least one device; devices is empty; {_DEVICES}")
     if isinstance(model, Profile | str | PathLike):
         model, profile = None, as_profile(model)
     if mesh is not None:
@@ -203,7 +203,7 @@ def _together(host: MeshRanks, decide: Callable[[Run], Plan], run: Run) -> Plan:
 
 
 def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
-    """Return how many plans to run. Raises InputError if none can be run as requested.
+    """Return the number of plans to run. Raises InputError if none can be run as requested.
 
     Args:
         confirm: the user's number; None for the default.
@@ -216,17 +216,17 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
         return _CONFIRMED if model is not None and known and here else 0
     if not is_count(confirm, 0):
         raise InputError(
-            f"confirm is the number of plans to run; got {shown(confirm)}; pass a whole number, 0 for none"
+            f"confirm must be the number of plans to run; got {shown(confirm)}; pass a whole number, 0 for none"
         )
     if confirm and model is None:
         raise InputError(
-            f"confirming a plan runs steps of a model; got a profile without a model, and confirm={confirm}; pass the "
-            f"model, with profile= beside it, or confirm=0"
+            f"confirming a plan requires a model, to run its steps; got a profile without a model, and "
+            f"confirm={confirm}; pass the model together with profile=, or confirm=0"
         )
     if confirm and not here:
         raise InputError(
-            f"confirming a plan runs its ranks; got ranks_are='processes' without a mesh, and confirm={confirm}; call "
-            f"tune with mesh= in every process, or pass confirm=0"
+            f"confirming a plan requires running its ranks; got ranks_are='processes' without a mesh, and "
+            f"confirm={confirm}; call tune with mesh= in every process, or pass confirm=0"
         )
     return int(confirm)
 
@@ -246,7 +246,7 @@ def _profile(
     split_dims: SplitDims,
     whole_layers: Collection[str],
 ) -> Profile:
-    """Return the layers' costs: the given profile, or one measured on the device."""
+    """Return the layers' costs: the given profile, or a profile measured on the device."""
     as_loss(loss_fn, target)
     if profile is None:
         options: dict[str, Any] = {"split_dims": split_dims, "whole_layers": whole_layers}
@@ -259,7 +259,7 @@ def _profile(
 
 @contextmanager
 def _bar(shown: bool) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar for the share of the search that is done, if tqdm is installed and the bar is wanted."""
+    """Show a progress bar of the search, if ``progress`` is set and tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:

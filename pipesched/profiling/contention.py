@@ -21,7 +21,7 @@ __all__ = ["crowd"]
 def crowd(
     subjects: Sequence[Subject], device: torch.device, caller: Caller, threads: int, rounds: int, enough_s: float
 ) -> list[float]:
-    """Measure how many times as long these layers take while copies of them run in another thread.
+    """Measure the slowdown of these layers while copies of them run in another thread.
 
     Args:
         subjects: the layers.
@@ -32,7 +32,7 @@ def crowd(
         enough_s: no measurement begins after this time, in seconds.
 
     Returns:
-        The ratio of each round; empty if the layers cannot be copied.
+        The slowdown factor of each round; empty if the layers cannot be copied.
 
     """
     try:

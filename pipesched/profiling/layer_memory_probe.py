@@ -23,12 +23,12 @@ __all__ = ["Layer", "Sizes", "sizes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer as a stage of its own, or a whole stage, that has run once with a split backward."""
+    """A layer (run as a separate stage), or a whole stage, that has run once with a split backward."""
 
     stage: Stage
     #: (input, whether to leave weight gradients to W) -> output; a PerConsumer if consumers get different ones.
     run: Callable[[Payload, bool], Payload | PerConsumer]
-    #: Frees the inputs and the input gradients that a pass has kept.
+    #: Frees the inputs and the input gradients that a pass has stored.
     release: Callable[[], None]
     #: The trained parameters.
     weights: Sequence[Tensor]

@@ -42,7 +42,7 @@ class Effort:
     enough_s: float = 0.5
     #: Whether to repeat implausible measurements, and warn of those that remain implausible.
     checks: bool = False
-    #: Whether to measure also how much longer layers take beside another rank.
+    #: Whether to measure also how much longer layers take while another rank computes.
     crowds: bool = False
 
 
@@ -85,7 +85,7 @@ def measure_calls(
     intra_op_threads: int,
     effort: Effort = QUICK,
 ) -> dict[str, LayerCosts]:
-    """Measure layers that are called with arguments of their own; otherwise as ``measure_layers``.
+    """Like ``measure_layers``, for layers that each have their own arguments.
 
     Args:
         calls: name -> a layer and its (args, kwargs).
@@ -136,7 +136,7 @@ class _Kind:
     output: Payload | None = None
     #: The calls that are measured.
     subjects: list[Subject] = field(default_factory=list)
-    #: For each round, how many times as long they took beside other layers.
+    #: For each round, the slowdown factor of these calls while other layers ran in another thread.
     crowding: list[float] = field(default_factory=list)
 
     def costs(self) -> LayerCosts:
@@ -203,7 +203,7 @@ class Between(nn.Module):
 
 
 class _Survey:
-    """Measures the calls of a model, those of equal cost once."""
+    """Measures the calls of a model; calls of equal cost are measured once."""
 
     def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
         self._device = device
@@ -257,8 +257,9 @@ class _Survey:
                 self._time(lap, known=True)
         for name, why in self._doubts(kinds).items():
             warn(
-                f"profile on an idle machine; layer {name!r}: {why}, in two measurements; measure again when the "
-                f"machine is idle, or ignore this if the layer does behave so"
+                f"layer times must be measured on an idle machine; two measurements of layer {name!r} are implausible: "
+                f"{why}; measure again when the machine is idle, or ignore this warning if the layer does behave this "
+                f"way"
             )
 
     def _doubts(self, kinds: Mapping[str, Any]) -> dict[str, str]:

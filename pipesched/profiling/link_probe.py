@@ -49,7 +49,7 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
         links.to_dict()  # for JSON
 
     Takes about one second per rank, more on slow links. Every rank talks to one other rank at a time and all such pairs
-    run at once, so pairs that share a cable show their share of it.
+    run at the same time, so pairs that share a cable show their share of its bandwidth.
 
     Args:
         mesh: a one-dimensional torch DeviceMesh.

@@ -51,7 +51,7 @@ def with_supposed_loss(
     for target in _supposed(output):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # e.g. of shapes that only match by broadcasting
+                warnings.simplefilter("error")  # for example about shapes that only match by broadcasting
                 found.append(loss_costs(loss_fn, output, target, device, threads))
         except Exception:  # any error of a loss that does not accept this target
             continue

@@ -26,11 +26,11 @@ _ROUNDS = 7
 class Update(NamedTuple):
     """The costs of updating one parameter."""
 
-    #: Its share of the optimizer's step, in seconds.
+    #: The parameter's share of the optimizer's step, in seconds.
     update_s: float
-    #: The optimizer's state for it.
+    #: The bytes of the optimizer's state for the parameter.
     optimizer_bytes: int
-    #: The peak of memory that its step needs beyond the state.
+    #: The peak of memory that the parameter's update needs beyond the state, in bytes.
     update_transient_bytes: int
 
 

@@ -38,7 +38,7 @@ def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tenso
     """Find the memory that an optimizer needs for these parameters after its first step.
 
     Stand-ins replace the parameters: meta tensors if the optimizer's step accepts them, else small tensors. The bytes
-    of small ones are scaled up, the state dim by dim, the peak in proportion.
+    of small tensors are scaled up: the state dim by dim, the peak in proportion.
 
     Args:
         make: parameters -> Optimizer.

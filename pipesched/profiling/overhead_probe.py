@@ -1,4 +1,4 @@
-"""Overhead probe: measure the time that ranks need besides the work of their stages.
+"""Overhead probe: measure the time that ranks need in addition to the work of their stages.
 
 The programs run like any program, on the usual executors and stages. A stage's layer times its own work, so the rest of
 an action is overhead. Two neighbours with work in the ratio 1 to 2 or 2 to 1 show which of them waits, and so the
@@ -46,14 +46,14 @@ __all__ = ["Ran", "find_overheads", "probe_overheads", "waited_s"]
 
 _MICROBATCHES = 6
 _MICROBATCHES_ASLEEP = 16
-_DISTURBED = 0.02  # a run is repeated if other processes took this share of it
+_DISTURBED = 0.02  # a run is repeated if other processes took this share of its time
 _TRIES = 5  # attempts at an undisturbed run
 # The work: about 3 ms, with as much computation per byte as usual layers.
 _ROWS = 128
 _WIDTH = 512
 _PRODUCTS = 4
-_AGAIN = 4  # runs of ranks that work side by side, whose slowdown is only a few percent
-_AGAIN_ASLEEP = 2  # runs of waiting ranks, whose wake-up delays vary from run to run
+_AGAIN = 4  # runs of ranks that work in parallel; the slowdown is only a few percent
+_AGAIN_ASLEEP = 2  # runs of waiting ranks; the wake-up delays vary from run to run
 _SLEEP_S = 0.01  # seconds of one part of waiting
 _SHORT = 16  # rows of a short message
 _LONG = 512
@@ -119,13 +119,13 @@ class Run(Protocol):
             program: the program.
             parts: for each stage, the number of parts of work in each of its actions.
             rows: the size of each message, in rows of 1 KiB.
-            waits: wait instead of computing. Default: False.
+            waits: whether layers wait instead of computing. Default: False.
 
         """
 
 
 def _chains(over: Sequence[tuple[int, ...]], num_ranks: int, num_microbatches: int = _MICROBATCHES) -> Program:
-    """A program of chains of stages over these ranks, side by side: all forwards, then all backwards."""
+    """A program of parallel chains of stages over these ranks: all forwards, then all backwards."""
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     placement = tuple(rank for ranks in over for rank in ranks)
     for stage, rank in enumerate(placement):
@@ -142,14 +142,14 @@ def probe_overheads(
     timeout: float | None = None,
     rounds: int = 5,
 ) -> Overheads:
-    """Measure the time that ranks on CPUs need besides the work of their stages. Collective under a mesh.
+    """Measure the time that CPU ranks need in addition to the work of their stages. Collective under a mesh.
 
     ::
 
         threads = pipesched.probe_overheads(devices=["cpu"] * 4)
 
     Put the result into a profile's ``Machine(threads=...)``, or ``processes=`` for a mesh, and predictions include it.
-    Takes some seconds. Ranks beyond the number of cores do not compute.
+    The measurement takes some seconds. Ranks beyond the number of cores do not compute.
 
     Args:
         devices: one CPU device for each rank, for ranks in this process. Pass this or ``mesh``.
@@ -177,8 +177,8 @@ def probe_overheads(
         others = sorted({str(device) for device in host.devices if device.type != "cpu"})
         if others:
             raise InputError(
-                f"overheads are measured only for ranks on CPUs; got {', '.join(others)}; "
-                f"use probe_links for the links between devices"
+                f"overheads can be measured only for ranks on CPUs; devices contains {', '.join(others)}; use "
+                f"probe_links for the links between devices"
             )
         host.start()
         num_cores = host.agreed(lambda: os.cpu_count() or 1)
@@ -260,7 +260,7 @@ def find_overheads(num_ranks: int, num_cores: int, run: Run, rounds: int = 1) ->
         for rows in (_SHORT, _LONG) if pairs else ():
             seen.first_waits(run(_chains(pairs, num_ranks), [1, 2] * len(pairs), rows), pairs, rows)
             seen.second_waits(run(_chains(pairs, num_ranks), [2, 1] * len(pairs), rows), pairs, rows)
-        for _ in range(_AGAIN_ASLEEP):  # with all ranks, because waiting needs no core
+        for _ in range(_AGAIN_ASLEEP):  # uses all ranks, because waiting needs no core
             alone = run(_chains([(0,)], num_ranks), [1], _SHORT, waits=True)
             asleep.append((alone, run(everybody, [1] * num_ranks, _SHORT, waits=True)))
     awake = seen.overheads()
@@ -271,9 +271,9 @@ def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float
     """The extra time per action of waiting ranks, along the longest path through the program.
 
     Args:
-        alone: a run of one waiting rank, whose work takes the time that a profile would have.
+        alone: a run of one waiting rank; its work takes the time that a profile would contain.
         program: the program of all ranks.
-        ran: its run with all ranks waiting.
+        ran: the run of the program with all ranks waiting.
         awake: the other overheads, which are subtracted.
 
     """

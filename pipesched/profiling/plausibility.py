@@ -14,9 +14,9 @@ __all__ = ["Measured", "doubt", "doubt_of_sum"]
 
 _HEAVY = 0.05  # share of all layers' time above which a layer is checked
 _LEAST_S = 2e-4  # seconds; shorter layers are too noisy to check
-_BACKWARD = 1, 4  # least and most, in times of the forward
+_BACKWARD = 1, 4  # least and most time of a backward, as a multiple of the forward
 _BYTES_PER_S = 1e9  # slowest rate at which a backward writes large gradients
-_ALIKE = 2  # most that layers of one kind may differ, as a ratio
+_ALIKE = 2  # the largest ratio between the times of equal layers
 _SUM = 0.1  # tolerated difference from the model's time, as a share
 
 
@@ -25,14 +25,14 @@ class Measured:
     """A layer's costs, with the times of all measured layers of its kind."""
 
     costs: LayerCosts
-    #: The time of each measured layer of its kind, in seconds.
+    #: The time of each measured layer of the same kind, in seconds.
     each_s: Sequence[float]
-    #: Whether it has trained weights and an input that needs gradients.
+    #: Whether the layer has trained weights and an input that needs gradients.
     trains: bool = True
 
 
 def doubt(layer: Measured, all_s: float) -> str:
-    """Describe an implausible figure of a layer, or return ""; ``all_s`` is the time of all layers."""
+    """Describe an implausible time of a layer, or return ""; ``all_s`` is the time of all layers in seconds."""
     costs = layer.costs
     if costs.forward_s + costs.backward_s < max(_LEAST_S, _HEAVY * all_s):
         return ""
@@ -45,8 +45,8 @@ def doubt(layer: Measured, all_s: float) -> str:
         )
     if layer.each_s and max(layer.each_s) > _ALIKE * min(layer.each_s):
         return (
-            f"it takes {median(layer.each_s) * 1e3:.3g} ms, but equal layers take {min(layer.each_s) * 1e3:.3g} to "
-            f"{max(layer.each_s) * 1e3:.3g} ms"
+            f"the layer takes {median(layer.each_s) * 1e3:.3g} ms, but equal layers take {min(layer.each_s) * 1e3:.3g} "
+            f"to {max(layer.each_s) * 1e3:.3g} ms"
         )
     return ""
 

@@ -34,12 +34,12 @@ from pipesched.user_warning import warn
 
 __all__ = ["as_loss", "profile", "put_updates"]
 
-_FACTORS = (0.25, 0.5, 1, 2)  # default sizes, in times of the sample's rows
+_FACTORS = (0.25, 0.5, 1, 2)  # default sizes, as multiples of the sample's rows
 _PASSES = 3  # passes over all sizes: a disturbance of some seconds then affects one pass of a size
 _EFFORT = Effort(rounds=5, enough_s=2.0)
 _CROWDED = replace(_EFFORT, crowds=True)
 _LARGEST_BYTES = 1 << 31  # bytes of parameters up to which the model is also measured in one piece
-_ROWS = "rows is a list of sizes of micro-batches"
+_ROWS = "rows must be a list of micro-batch sizes"
 _MEDIANS = (*TIMES, "waiting_s", "crowded_s")
 _FEWEST = 2  # code may treat a single row differently
 
@@ -148,8 +148,8 @@ def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
     """A loss as a module of two arguments, or None. Raises InputError if only one of loss and target is given."""
     if (loss_fn is None) != (target is None):
         raise InputError(
-            f"loss_fn= and target= go together; got {'a target' if loss_fn is None else 'a loss_fn'} alone; "
-            f"pass both, or neither"
+            f"loss_fn= and target= must be passed together; only {'a target' if loss_fn is None else 'a loss_fn'} was "
+            f"passed; pass both, or neither"
         )
     function = as_function(loss_fn, "loss_fn")
     return function if function is None or isinstance(function, nn.Module) else Between(function)
@@ -158,7 +158,7 @@ def as_loss(loss_fn: Any, target: Any) -> nn.Module | None:
 def _with_loss(
     costs: LayerCosts, model: nn.Module, batch: Batch, loss: nn.Module, device: torch.device, threads: int
 ) -> LayerCosts:
-    """The last layer's costs plus those of the loss."""
+    """The last layer's costs plus the costs of the loss."""
     args, kwargs = batch.inputs[0]
     with untouched(model, model.training), torch.no_grad():
         output = model(*unchanged(args), **unchanged(kwargs))
@@ -189,7 +189,7 @@ def _check_sum(
     whole = measure_calls(calls, (), device, threads, _EFFORT)["model"]
     if why := doubt_of_sum(costs, whole):
         warn(
-            f"layer times should add up to the model's time; {why}: the machine may have been busy; measure again when "
+            f"layer times should add up to the model's time; {why}; the machine may have been busy: measure again when "
             f"it is idle; if the difference stays, the model's own code takes time that is not in the profile"
         )
 
@@ -206,7 +206,11 @@ def put_updates(graphs: Iterable["nx.DiGraph[str]"], updates: Mapping[str, Updat
 
 
 def _sizes(rows: Collection[int] | None, has: int) -> list[int]:
-    given = [int(has * factor) for factor in _FACTORS] if rows is None else as_list(rows, _ROWS, "pass such as [4, 8]")
+    given = (
+        [int(has * factor) for factor in _FACTORS]
+        if rows is None
+        else as_list(rows, _ROWS, "pass a list such as [4, 8]")
+    )
     for count in given:
         if rows is not None and not is_count(count):
             raise InputError(
@@ -214,6 +218,7 @@ def _sizes(rows: Collection[int] | None, has: int) -> list[int]:
             )
     if not given:
         raise InputError(
-            "a profile needs at least one size of micro-batches; got rows=[]; leave it out, or pass [4, 8]"
+            "rows must contain at least one micro-batch size; got rows=[]; leave rows out, or pass a list such as [4, "
+            "8]"
         )
     return sorted({max(_FEWEST, count) for count in given})

@@ -113,7 +113,7 @@ def stage_sizes(
 
 
 def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[int, int], Message]:
-    """The messages between the stages of a program; ``stages`` are those with weights of their own."""
+    """The messages between the stages of a program; ``stages`` are the stages with their own weights."""
     own = program.weights
     return {
         (giver, taker): stages[own[giver]].messages[own[taker]]
@@ -154,7 +154,7 @@ class _Holder(nn.Module):
 
 
 class _Alone:
-    """A stage that runs by itself; ``arrived`` has the payload from each producer."""
+    """A stage that runs without the other stages; ``arrived`` has the payload from each producer."""
 
     def __init__(self, stage: Stage, sample: Any, caller: Caller, arrived: Sequence[Payload]) -> None:
         self._stage = stage

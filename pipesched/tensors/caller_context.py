@@ -37,7 +37,7 @@ class Caller:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Apply grad and inference mode to all that a rank runs, and keep backwards in the rank's own thread."""
+        """Apply grad and inference mode to all code of a rank, and run backwards in the rank's own thread."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))

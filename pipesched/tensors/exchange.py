@@ -21,7 +21,7 @@ class Trade(Protocol):
         """Whether the rank runs in this process."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send ``given`` to other ranks, by rank, and return the values that the ``sources`` send to this one."""
+        """Send each value in ``given`` to its rank, and return the values that ``sources`` send to this rank."""
 
 
 class RankDevices(Protocol):

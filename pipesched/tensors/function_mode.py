@@ -28,7 +28,7 @@ class _Provider(Protocol):
 
 
 class Intercept(TorchFunctionMode):
-    """While entered, passes each torch function to the first provider that handles it; costs about 1 us a call."""
+    """While entered, passes each torch function to the first provider that handles it; costs about 1 us per call."""
 
     def __init__(self, *providers: _Provider) -> None:
         super().__init__()

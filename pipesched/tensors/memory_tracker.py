@@ -81,7 +81,7 @@ class Ledger:
     def leave_out(self, given: Iterable[Any]) -> None:
         """Never count these tensors and storages, even if operations return them again.
 
-        Views of a part of a storage, which are storages of their own, can be left out, too.
+        Views of a part of a storage, which are separate storages, can also be left out.
         """
         parts = [one for one in given if isinstance(one, torch.UntypedStorage)]
         for storage in (*parts, *self._storages([one for one in given if isinstance(one, Tensor)])):
@@ -110,7 +110,7 @@ class Ledger:
 
 
 class _Writes:
-    """Holds the dispatch method: torch would wrap a mode's own one in torch.compile, whose import takes a second."""
+    """Holds the dispatch method. Torch would wrap a mode's own method in torch.compile, a slow import."""
 
     _ledger: Ledger
 

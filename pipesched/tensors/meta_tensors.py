@@ -44,8 +44,9 @@ def give_contents(tensor: Tensor, full: Tensor) -> None:
         torch.utils.swap_tensors(tensor, full)
     except RuntimeError as error:
         raise GraphError(
-            f"a weight on the meta device is filled in place; the model keeps views of one of shape "
-            f"{list(tensor.shape)}, which would stay empty ({error}); make the views in the forward"
+            f"a model on the meta device must not keep views of its weights, because the weights are filled in place; "
+            f"the model keeps views of a weight of shape {list(tensor.shape)}, which would stay empty ({error}); make "
+            f"the views in the forward"
         ) from error
 
 
@@ -101,9 +102,9 @@ class Beside(TorchFunctionMode):
             return _apply(func, args, kwargs, [tensor for tensor in tensors if not tensor.is_meta])
         except (RuntimeError, TypeError) as error:
             raise GraphError(
-                f"a model on the meta device runs without the contents of its weights; its code calls "
-                f"{getattr(func, '__name__', func)} on a value computed from them ({error}); move that code into a "
-                f"layer, or build the model with contents"
+                f"a model on the meta device must run without the contents of its weights; the model's code calls "
+                f"{getattr(func, '__name__', func)} on a value computed from the weights ({error}); move that code "
+                f"into a layer, or build the model with contents"
             ) from error
 
 

@@ -39,7 +39,7 @@ __all__ = [
     "used_here",
 ]
 
-#: The gradient of each payload leaf that needs one; None for a leaf that got none.
+#: The gradient of each payload leaf that needs a gradient; None for a leaf without one.
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -70,7 +70,7 @@ class Payload:
     #: For each place in the value, the index of its leaf.
     places: tuple[int, ...]
     spec: pytree.TreeSpec
-    #: For each leaf, whether it is a tensor whose gradient must be sent back.
+    #: For each leaf, whether it is a tensor with a gradient that must be sent back.
     needs_grad: tuple[bool, ...]
 
     @classmethod
@@ -102,7 +102,7 @@ class Payload:
 
     @property
     def overlapping(self) -> list[Tensor]:
-        """The tensors that share memory with another one, such as a view beside its base."""
+        """The tensors that share memory with another tensor of the payload, such as a view and its base."""
         tensors = self.tensors
         counts = Counter(map(memory_of, tensors))
         return [tensor for tensor in tensors if counts[memory_of(tensor)] > 1]
@@ -135,7 +135,7 @@ class Payload:
         return Payload((), self.places, self.spec, ())._together
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
-        """The same payload with each tensor changed, e.g. copied to another device."""
+        """The same payload with each tensor changed, for example copied to another device."""
         leaves = tuple(change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return Payload(leaves, self.places, self.spec, self.needs_grad)
 
@@ -206,11 +206,22 @@ class Opened:
 
 pytree.register_pytree_node(Opened, lambda one: (one.values, one.kind), Opened.closed)
 
-_NO_RECORDS = Enum, dict, list, tuple, set, frozenset, str, bytes, int, float  # they hold contents besides fields
+_NO_RECORDS = (
+    Enum,
+    dict,
+    list,
+    tuple,
+    set,
+    frozenset,
+    str,
+    bytes,
+    int,
+    float,
+)  # these types hold contents besides fields
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value is an object of a dataclass that holds nothing besides its fields."""
+    """Whether a value is an object of a dataclass that has no contents except its fields."""
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, *_NO_RECORDS))
 
 
@@ -269,24 +280,26 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
             if rows is not None and len(leaf) != rows:
                 raise InputError(
                     f"a list of dicts must have one dict for each row of a batch; {name} has a list of {len(leaf)} "
-                    f"dicts beside {rows} rows; make them match"
+                    f"dicts, but the batch has {rows} rows; pass a list of {rows} dicts"
                 )
             rows = len(leaf)
         elif isinstance(leaf, Tensor) and leaf.dim() > 0:
             if leaf.layout != torch.strided:
                 raise InputError(
-                    f"only dense tensors can be split by rows; {name} has one of layout {leaf.layout}; make it dense, "
-                    f"or set split_dims=None for this argument"
+                    f"only dense tensors can be split by rows; {name} has a tensor of layout {leaf.layout}; make it "
+                    f"dense, or set split_dims=None for this argument"
                 )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise InputError(
-                    f"{name} is split along dim {dim}; a tensor of shape {list(leaf.shape)} has no such dim; "
-                    f"set split_dims for this argument, None to pass it whole"
+                    f"a tensor must have the dim along which it is split; {name} is split along dim {dim}, but has a "
+                    f"tensor of shape {list(leaf.shape)}; set split_dims for this argument, or set it to None to pass "
+                    f"the tensor whole"
                 )
             if rows is not None and leaf.shape[dim] != rows:
                 raise InputError(
-                    f"all tensors of a batch must have the same number of rows; {name} has one of {leaf.shape[dim]} "
-                    f"rows beside one of {rows}; set split_dims=None for arguments that are not split"
+                    f"all tensors of a batch must have the same number of rows; {name} has a tensor of "
+                    f"{leaf.shape[dim]} rows, but another tensor has {rows} rows; set split_dims=None for arguments "
+                    f"that are not split"
                 )
             rows = leaf.shape[dim]
     return rows
@@ -295,8 +308,8 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
 def split(value: Any, dim: int | None, parts: int) -> list[Any]:
     """Split every tensor along ``dim`` as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1), into views.
 
-    A list of dicts is split between its dicts. Other leaves and scalar tensors go to every part. With dim None the
-    whole value does.
+    A list of dicts is split between its dicts. Other leaves and scalar tensors go to every part. With dim None
+    every part gets the whole value.
     """
     if isinstance(value, Tensor) and value.dim() and dim is not None:
         return list(torch.tensor_split(value, parts, dim))

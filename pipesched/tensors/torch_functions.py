@@ -29,7 +29,7 @@ READS |= {"__complex__", "__contains__", "__array__", "__format__", "__repr__"} 
 _SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
 #: Queries of a tensor that cannot be answered for a tensor in another stage.
 ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
-#: Functions that differentiate, called within a forward.
+#: Functions that differentiate when a forward calls them.
 DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
@@ -61,12 +61,12 @@ def memory_at(tensor: Tensor) -> int:
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr() or id(storage)
-    except (NotImplementedError, RuntimeError):  # functional wrappers, as inside vmap, have none
+    except (NotImplementedError, RuntimeError):  # functional wrappers, such as those inside vmap, have no memory
         return id(tensor)
 
 
 def backward_region() -> FrameType | None:
-    """The frame of the outermost running torch.utils.checkpoint or autograd.Function, whose backward is one piece."""
+    """The frame of the outermost running torch.utils.checkpoint or autograd.Function; its backward cannot be split."""
     found = None
     frame = currentframe()
     while frame is not None:

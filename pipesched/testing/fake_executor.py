@@ -1,7 +1,7 @@
 """Fake executor: run a program on stages that only check and count, on a virtual clock or with sleeps.
 
 The real interpreter runs the program in one thread, within milliseconds. For a program that was not validated it
-reports what is wrong: a deadlock, missing work, work done twice, or a message to the wrong action.
+reports the fault: a deadlock, missing work, work done twice, or a message to the wrong action.
 """
 
 import time
@@ -38,7 +38,7 @@ class _VirtualClock:
         self.time_s += seconds
 
     def copy(self, kind: Kind, seconds: float) -> float:
-        """Start a copy after earlier ones of its kind, and return the time at which it ends."""
+        """Start a copy after earlier copies of the same kind, and return the time at which it ends."""
         self._copied[kind] = max(self.now(), self._copied.get(kind, 0)) + seconds
         return self._copied[kind]
 
@@ -90,8 +90,9 @@ class FakeStage:
         """Run F. The output is the action itself, by which the receiver checks the message."""
         if self._versions and microbatch >= len(self._versions):
             raise ExecutionError(
-                f"stage {self.index} has weight versions for {len(self._versions)} micro-batches; micro-batch "
-                f"{microbatch} has none; pass a version for each micro-batch"
+                f"every micro-batch must have a weight version; stage {self.index} has versions for "
+                f"{len(self._versions)} micro-batches, but none for micro-batch {microbatch}; pass a version for each "
+                f"micro-batch"
             )
         if self._versions and self._versions[microbatch] > len(self.updates):
             raise ExecutionError(
@@ -290,7 +291,7 @@ def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
 
 
 def _drive(ranks: list[Iterator[Action]], mail: _Mail) -> None:
-    """Resume the ranks in turn until all have ended or none can go on."""
+    """Resume the ranks in turn until all have ended or no rank can continue."""
     at = [next(loop, None) for loop in ranks]
     while any(action is not None for action in at):
         moved = False
@@ -300,4 +301,6 @@ def _drive(ranks: list[Iterator[Action]], mail: _Mail) -> None:
                 moved = True
         if not moved:
             waits = ", ".join(f"rank {index} at {action}" for index, action in enumerate(at) if action is not None)
-            raise DeadlockError(f"deadlock: no rank can go on; waiting: {waits}; validate the program to see the cycle")
+            raise DeadlockError(
+                f"deadlock: no rank can continue; the ranks wait: {waits}; validate the program to see the cycle"
+            )

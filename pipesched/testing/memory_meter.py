@@ -38,7 +38,7 @@ class MemoryMeter:
     """
 
     def __init__(self, pipe: Pipeline) -> None:
-        check_type(pipe, Pipeline, "pipe is a Pipeline", "pass the one whose memory is to be counted")
+        check_type(pipe, Pipeline, "pipe must be a Pipeline", "pass the pipeline to measure")
         self._pipe = pipe
         self._host = pipe._running.host
         self._books = dict[int, Books]()
@@ -101,8 +101,8 @@ class MemoryMeter:
         """
         if self._host is not self._pipe._running.host:
             raise ExecutionError(
-                f"a meter counts the ranks of its last mark; these {len(self._books)} ranks were replaced by "
-                f"replan(); call mark() after it"
+                f"a meter may only measure the ranks of its last mark(); replan() has replaced these "
+                f"{len(self._books)} ranks; call mark() after replan()"
             )
         return {rank: books.peak for rank, books in self._books.items()}
 

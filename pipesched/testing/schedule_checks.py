@@ -30,7 +30,7 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
         trace = run_fake(pipesched.schedules.get("1f1b").program(4, 8))
         print(trace.makespan_s, trace.bubble_ratio)
 
-    The virtual clock needs no threads and no validation, so it also shows what is wrong with an invalid program. In one
+    The virtual clock needs no threads and no validation, so it also shows the faults of an invalid program. In one
     channel messages arrive in order, so over links a large message may delay later ones, unlike in ``simulate``.
 
     Args:

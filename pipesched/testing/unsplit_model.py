@@ -20,7 +20,7 @@ from pipesched.tensors.tree_structure import tensors_in
 __all__ = ["Unsplit"]
 
 
-#: (layer, number of its call, its parameters) -> replacements for some of them; the layer is "" for a function
+#: (layer, number of its call, its parameters) -> replacements for parameters; the layer is "" for a function
 StandIns = Callable[[str, int, Collection[nn.Parameter]], Mapping[nn.Parameter, Tensor]]
 
 
@@ -115,7 +115,7 @@ class Unsplit:
         return func(*args, **kwargs)
 
     def _call(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._inside or not self._running:  # e.g. a backward recomputes it
+        if self._inside or not self._running:  # for example a backward that recomputes the call
             return layer(*args, **kwargs)
         drawn = self._random.op
         number = self._counts.get(name, 0)

@@ -339,7 +339,10 @@ def test_a_way_that_depends_on_the_batch_is_an_error() -> None:
 
 
 def test_what_is_no_model_says_so() -> None:
-    with pytest.raises(ModelTypeError, match=r"the model is an nn\.Module; got function"):
+    with pytest.raises(
+        ModelTypeError,
+        match=r"the model must be an nn\.Module, or a function without arguments that builds one; got function",
+    ):
         Pipeline(square, FLOATS[:2])  # type: ignore[arg-type]
 
 

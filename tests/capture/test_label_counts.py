@@ -138,7 +138,7 @@ def test_the_way_is_told_of_a_model_without_contents(how: str) -> None:
     assert counted_labels(empty, sample(how, 2)) == {**WAYS, "rows": None, "classes": "labels"}[how]
 
 
-@pytest.mark.parametrize(("how", "why"), [("sum", "fits none of"), ("no ignored", "it failed on four rows")])
+@pytest.mark.parametrize(("how", "why"), [("sum", "fits none of"), ("no ignored", "the model failed on four rows")])
 def test_where_it_cannot_be_told_rows_count_and_a_warning_says_so(how: str, why: str) -> None:
     with pytest.warns(UserWarning, match=f"(?s){why}.*loss_weight="):
         assert counted_labels(made(how), sample(how, 2)) is None
@@ -148,7 +148,7 @@ def test_losses_that_are_all_equal_tell_nothing() -> None:
     model = made("plain")
     for parameter in model.head.parameters():
         nn.init.zeros_(parameter)
-    with pytest.warns(UserWarning, match="its loss fits all of"):
+    with pytest.warns(UserWarning, match="the model's loss fits each of these ways of counting: "):
         assert counted_labels(model, sample("plain", 2)) is None
 
 

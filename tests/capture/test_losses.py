@@ -316,7 +316,7 @@ def test_a_loss_that_is_not_reduced_is_refused_at_once(loss_fn: Any) -> None:
 @pytest.mark.parametrize(("says", "given"), [("sum", "mean"), ("mean", "sum"), ("batchmean", "sum")])
 def test_a_reduction_that_the_loss_contradicts_is_refused(says: str, given: str) -> None:
     loss_fn = nn.KLDivLoss(reduction=says)
-    match = f"KLDivLoss has reduction='{says}'; got loss_reduction='{given}'; leave loss_reduction out"
+    match = f"KLDivLoss has reduction='{says}', but loss_reduction is '{given}'; leave loss_reduction out"
     with pytest.raises(InputError, match=match):
         piped(model(), loss_fn, numerics=Numerics(loss_reduction=given))
     with pytest.raises(InputError, match=match):
@@ -335,7 +335,7 @@ def test_a_reduction_that_says_the_same_is_taken(says: str, given: str) -> None:
 def test_weights_of_a_sum_are_refused(loss_fn: Any) -> None:
     reduction = None if isinstance(loss_fn, nn.Module) else "sum"
     numerics = Numerics(loss_weight=len, loss_reduction=reduction)
-    match = "loss_weight is for a mean; this loss is a sum, .*; leave loss_weight out"
+    match = "loss_weight may only be given for a mean; this loss is a sum, .*; leave loss_weight out"
     with pytest.raises(InputError, match=match):
         piped(model(), loss_fn, numerics=numerics)
     with pytest.raises(InputError, match=match):
@@ -351,7 +351,7 @@ def test_a_weight_of_each_row_is_refused() -> None:
 
 def test_a_batch_mean_over_another_dim_than_rows_is_refused() -> None:
     with pytest.raises(
-        InputError, match=r"'batchmean' divides by the size of dim 0; .* split_dims=1 .*reduction='mean'"
+        InputError, match=r"'batchmean' divides by the size of dim 0, so .* split_dims=1 .*reduction='mean'"
     ):
         piped(model(), nn.KLDivLoss(reduction="batchmean"), numerics=Numerics(split_dims=1))
 

@@ -98,7 +98,7 @@ def test_a_model_that_runs_in_one_mode() -> None:
         assert torch.equal(pipe.step(FLOATS, target=FLOATS), due)
         pipe.eval()
         with pytest.raises(
-            GraphError, match="captured; with training=False the sample calls other layers, or fails"
+            GraphError, match="captured; with training=False the model calls other layers for the sample, or fails"
         ) as caught:
             pipe.evaluate(FLOATS, target=FLOATS)
         assert "only in training" in str(caught.value.__cause__)
@@ -136,7 +136,9 @@ class Tells(nn.Module):
 
 def test_layers_that_hand_things_on_stay_together() -> None:
     check(Tells, FLOATS)
-    with pytest.raises(GraphError, match=r"stages exchange only the values that calls return; blocks\.0 passes"):
+    with pytest.raises(
+        GraphError, match=r"the model has only \d layers that can be separated, too few for 5 stages\. blocks\.0 passes"
+    ):
         Pipeline(Tells(), FLOATS[:2], devices=["cpu"] * 5, schedule="1f1b", loss_fn=square)
 
 
@@ -301,9 +303,14 @@ class Measures(Row):
 
 
 def test_what_follows_the_batch_otherwise_than_with_the_sample_is_an_error() -> None:
-    with pytest.raises(GraphError, match=r"mul_ changes a tensor of shape \(8,\) that is none of these; register it"):
+    with pytest.raises(
+        GraphError, match=r"mul_ changes a tensor of shape \(8,\) that is none of these; register the tensor"
+    ):
         Pipeline(Remembered(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, schedule="1f1b")
-    for kind, message in ((Unbound, "unbind returns another one now"), (Measures, "must make the same calls as with")):
+    for kind, message in (
+        (Unbound, "unbind returned a different structure for this batch"),
+        (Measures, "must make the same calls as with"),
+    ):
         pipe = Pipeline(kind(), FLOATS[:2], loss_fn=square, devices=["cpu"] * 3, num_microbatches=4, schedule="1f1b")
         with pipe, pytest.raises(GraphError, match=message):
             pipe.step(torch.randn(12, 8), target=torch.zeros(12, 8))
@@ -339,14 +346,14 @@ def test_a_list_of_stages(kind: Callable[[list[nn.Module]], Any]) -> None:
         assert pipe.boundaries == ["1", "2.0"]
     with Pipeline(make(), FLOATS[:2], devices=["cpu"] * 2, schedule="1f1b", loss_fn=square) as pipe:
         assert pipe.num_stages == 2
-    with pytest.raises(ModelTypeError, match="or a list of them; got int"):
+    with pytest.raises(ModelTypeError, match=r"or a list of nn\.Modules; the list contains an object of type int;"):
         Pipeline(kind([Block(), 3]) if kind is not nn.ModuleList else [3], FLOATS[:2])
 
 
 def test_hooks_on_the_models_backward_are_an_error() -> None:
     model = Blocks()
     model.register_full_backward_hook(lambda module, given, taken: None)
-    with pytest.raises(GraphError, match="it has 1 backward hooks that would never run"):
+    with pytest.raises(GraphError, match="the model has 1 backward hooks that would never run"):
         Pipeline(model, FLOATS[:2], devices=["cpu"] * 2, loss_fn=square, schedule="1f1b")
 
 

@@ -162,7 +162,7 @@ def test_code_between_layers_that_reads_what_weights_make_is_an_error() -> None:
             return self.layers[1](x, Kept()) if x.sum() > 0 else x
 
     with pytest.raises(
-        GraphError, match=r"calls __bool__ on a value computed from them .* move that code into a layer"
+        GraphError, match=r"calls __bool__ on a value computed from the weights .* move that code into a layer"
     ):
         jobs.row_pipeline(Reads, devices=["cpu"])
 
@@ -247,15 +247,40 @@ def empty_gpt() -> jobs.GPT:
     ("model", "init", "kind", "text"),
     [
         (jobs.row, "reset", InputError, "every weight of this Sequential has contents"),
-        (jobs.empty_row, without("4.bias"), InputError, r"missing: 4\.bias; of 13 given names unknown: none"),
-        (jobs.empty_row, {**without(""), "9.x": torch.ones(1)}, InputError, r"missing: none; .* unknown: 9\.x"),
-        (jobs.empty_row, {**without(""), "0.bias": torch.ones(3)}, InputError, r"'0\.bias' is .*\[8\], .* of \[3\]"),
-        (jobs.empty_row, {**without(""), "0.bias": torch.ones(8).int()}, InputError, r"given torch\.int32 of \[8\]"),
-        (jobs.empty_row, 7, InputError, "init must be 'reset', a function of a module.* got int"),
+        (
+            jobs.empty_row,
+            without("4.bias"),
+            InputError,
+            r"missing, of 14 names: 4\.bias; add or rename the missing weights$",
+        ),
+        (
+            jobs.empty_row,
+            {**without(""), "9.x": torch.ones(1)},
+            InputError,
+            r"state_dict; unknown, of 15 given names: 9\.x; remove the unknown ones$",
+        ),
+        (
+            jobs.empty_row,
+            {**without(""), "0.bias": torch.ones(3)},
+            InputError,
+            r"'0\.bias' is .*\[8\] in the model, but .* of shape \[3\] in the given weights",
+        ),
+        (
+            jobs.empty_row,
+            {**without(""), "0.bias": torch.ones(8).int()},
+            InputError,
+            r"but torch\.int32 of shape \[8\] in the given weights",
+        ),
+        (jobs.empty_row, 7, InputError, "init must be 'reset', a function that fills a given module.* got int"),
         (jobs.empty_row, "nowhere.safetensors", InputError, "nowhere.safetensors does not exist"),
         (empty_hooked, None, GraphError, r"'0\.weight' has hooks"),
-        (empty_custom, None, GraphError, r"nothing fills 0\.shift; give their modules a reset_parameters"),
-        (lambda: 3, None, ModelTypeError, "the model is an nn.Module; got int"),
+        (empty_custom, None, GraphError, r"nothing fills 0\.shift\. Give the modules a reset_parameters method"),
+        (
+            lambda: 3,
+            None,
+            ModelTypeError,
+            "the model must be an nn.Module, or a function without arguments that builds one; got int",
+        ),
     ],
 )
 def test_what_cannot_be_filled_is_named(model: Callable[[], Any], init: Any, kind: type, text: str) -> None:
@@ -265,7 +290,7 @@ def test_what_cannot_be_filled_is_named(model: Callable[[], Any], init: Any, kin
 
 def test_a_computed_buffer_has_contents_where_a_function_builds_the_model() -> None:
     options: dict[str, Any] = {"devices": ["cpu"] * 2, "init": jobs.real_gpt().state_dict()}
-    with pytest.raises(GraphError, match=r"nothing fills scale; .* pass a function that builds the model"):
+    with pytest.raises(GraphError, match=r"nothing fills scale\. .* pass a function that builds the model"):
         jobs.gpt_pipeline(empty_gpt(), **options)
     jobs.gpt_pipeline(jobs.GPT, **options).close()
 
@@ -340,13 +365,13 @@ def broken(folder: Path) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("short.safetensors", "begins with a header"),
-        ("empty.safetensors", "of 0 bytes does not"),
-        ("text.safetensors", "begins with a header"),
+        ("short.safetensors", "must begin with a header"),
+        ("empty.safetensors", r"empty\.safetensors \(0 bytes\) cannot be read"),
+        ("text.safetensors", "must begin with a header"),
         ("dtype.safetensors", "F99"),
         ("bad.json", "must have a weight_map"),
         ("none.json", r"absent\.safetensors does not exist; download it"),
-        ("void", "holds none"),
+        ("void", "contains neither"),
         ("absent", "absent does not exist; check the path"),
     ],
 )
@@ -381,7 +406,10 @@ def with_offsets(**offsets: tuple[int, int]) -> bytes:
 def test_tensors_lie_in_their_file_side_by_side(tmp_path: Path, offsets: Any) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(with_offsets(**offsets))
-    with pytest.raises(InputError, match=r"begins with a header of its tensors; .* does not .*; download it again"):
+    with pytest.raises(
+        InputError,
+        match=r"must begin with a header that describes its tensors; .* cannot be read .*; download the file again",
+    ):
         WeightFiles(path)
 
 
@@ -389,7 +417,7 @@ def test_a_file_that_changes_once_it_is_known_is_named(tmp_path: Path) -> None:
     path = broken(tmp_path)["good.safetensors"]
     files = WeightFiles(path)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(InputError, match=r"good\.safetensors of \d+ bytes does not"):
+    with pytest.raises(InputError, match=r"good\.safetensors \(\d+ bytes\) cannot be read"):
         files.read_into("x", torch.empty(4))
 
 

@@ -96,10 +96,11 @@ def test_a_tensor_in_no_stage_or_in_two_is_named() -> None:
     one, two, three = ({str(at): layer} for at, layer in enumerate(model))
     Owners(model, [(0, one), (1, {**two, **three})], loss=1)
     with pytest.raises(
-        GraphError, match=r"that is not tied must be in exactly one stage; '2.weight' is in none of 2; register"
+        GraphError,
+        match=r"that is not tied must be in exactly one stage; '2.weight' is in none of the 2 stages; register",
     ):
         Owners(model, [(0, one), (1, two)], loss=1)
-    with pytest.raises(GraphError, match=r"'1.weight' is in 0 and 1 of 2"):
+    with pytest.raises(GraphError, match=r"'1.weight' is in stages 0 and 1; register"):
         Owners(model, [(0, {**one, **two}), (1, {**two, **three})], loss=1)
     tied = list(model[1].parameters())
     Owners(model, [(0, {**one, **two}), (1, {**two, **three})], loss=1, tied=tied)

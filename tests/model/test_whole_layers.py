@@ -160,9 +160,9 @@ def test_layers_in_a_row_may_be_kept_whole() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["block.0"], r"'block\.0' is none of its \d+ modules"),
-        ("first", r"whole_layers is a list of names of modules; got 'first'"),
-        (["blocks"], r"'blocks' is a ModuleList, which is never called itself; name its parts"),
+        (["block.0"], r"'block\.0' is not the name of any of the \d+ modules"),
+        ("first", r"whole_layers must be a list of names of modules; got 'first'"),
+        (["blocks"], r"'blocks' is a ModuleList, which is never called itself; name its elements"),
         (["blocks.1"], r"'blocks\.1' is a ModuleDict, which is never called itself"),
     ],
 )

@@ -52,19 +52,19 @@ class Pair(nn.Module):
 def test_a_target_as_a_positional_argument_is_told_its_keyword(method):
     with pipeline(linears(), X[:2], loss_fn=mse) as pipe:
         match = (
-            rf"{method}\(\) takes the target as a keyword; got 2 positional arguments and no target=, and the sample "
-            rf"has 1 positional argument; call {method}\(x, target=y\)"
+            rf"the target must be passed to {method}\(\) as a keyword; got 2 positional arguments and no target=, and "
+            rf"the sample has 1 positional argument; call {method}\(x, target=y\)"
         )
         with pytest.raises(InputError, match=match):
             getattr(pipe, method)(X, Y)
-        with pytest.raises(InputError, match=r"needs a target; got none; pass target=, or call forward"):
+        with pytest.raises(InputError, match=r"needs a target; none was passed; pass target=, or call forward"):
             getattr(pipe, method)(X)
         assert getattr(pipe, method)(X, target=Y).isfinite()
     with pipeline(Pair(), (X[:2], X[:2]), 1, loss_fn=mse, schedule="1f1b") as pipe:
         match = rf"got 3 positional .* sample has 2 positional arguments; call {method}\(\.\.\., target=y\)"
         with pytest.raises(InputError, match=match):
             getattr(pipe, method)(X, X, Y)
-        with pytest.raises(InputError, match=r"needs a target; got none"):
+        with pytest.raises(InputError, match=r"needs a target; none was passed"):
             getattr(pipe, method)(X, X)
 
 
@@ -81,7 +81,7 @@ def test_a_backward_after_a_step_is_told_that_it_has_run(schedule):
     with pipeline(linears(), X[:2], loss_fn=mse, schedule=schedule, **optimizer) as pipe:
         loss, output = pipe.step(X, target=Y, return_outputs=True) if not optimizer else (pipe.step(X, target=Y), None)
         gradients = [copy.deepcopy(parameter.grad) for parameter in pipe.parameters()]
-        match = r"step\(\) runs the backward itself, .* in \.grad already; .*; remove the call, or compute a"
+        match = r"step\(\), which runs the backward itself and stores .* in \.grad; .*; remove the call, or compute"
         for arguments in ({}, {"retain_graph": True}):
             with pytest.raises(ExecutionError, match=match):
                 loss.backward(**arguments)

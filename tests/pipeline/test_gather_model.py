@@ -30,10 +30,12 @@ def test_three_ranks_gather(ranks: Ranks) -> None:
 def test_who_reads_or_saves_a_stale_model_is_told(ranks: Ranks, kind: str) -> None:
     for rank, found in enumerate(ranks.run(2, jobs.readings, kind)):
         for name, text in found.items():
-            rule = "over a mesh each rank trains only the weights of its own stages, and the other weights in its model"
-            assert text.startswith(f"ExecutionError: {rule} are stale"), name
+            rule = (
+                "over a mesh a model with stale weights must not be used, because each rank trains only the weights of"
+            )
+            assert text.startswith(f"ExecutionError: {rule} its own stages; on "), name
             assert f"on rank {rank} " in text
-            assert f"which rank {1 - rank} trains; call gather_model() of its pipeline on every rank" in text
+            assert f"which rank {1 - rank} trains; call its pipeline's gather_model() on every rank" in text
 
 
 def test_a_whole_state_makes_the_model_whole(ranks: Ranks) -> None:
@@ -52,8 +54,12 @@ def test_a_second_pipeline_works_or_is_refused_by_name(ranks: Ranks) -> None:
 
 def test_where_and_what_cannot_be_gathered(ranks: Ranks) -> None:
     for nowhere, unequal, adapted in ranks.run(2, jobs.wrong_ranks):
-        assert nowhere.startswith("InputError: gather_model(rank) takes a rank of the mesh, or None for all; rank 0 of")
-        assert "every rank passes the same rank to gather_model; ranks 0 to 1 passed 1, None; pass the same" in unequal
+        assert nowhere.startswith(
+            "InputError: the rank passed to gather_model must be a rank of the mesh, or None for all ranks; rank 0 of"
+        )
+        assert (
+            "every rank must pass the same rank to gather_model; ranks 0 to 1 passed 1, None; pass the same" in unequal
+        )
         assert "in the model of rank 0 '4.inner.weight' of rank 1 is missing; wrap= has changed" in adapted or (
             "of rank 1 is missing; wrap= has changed layers on one rank only: use full_state_dict" in adapted
         )
@@ -70,5 +76,5 @@ def test_in_one_process_the_model_is_whole() -> None:
     with Pipeline(model, torch.ones(2, 2), devices=["cpu", "cpu"], schedule="1f1b", boundaries=[1]) as pipe:
         assert pipe.gather_model() is None
         assert pipe.gather_model(rank=0) is None
-        with pytest.raises(InputError, match="takes a rank of the mesh, or None for all; rank 0 of 1 passed 1"):
+        with pytest.raises(InputError, match="must be a rank of the mesh, or None for all ranks; rank 0 of 1 passed 1"):
             pipe.gather_model(1)

@@ -417,7 +417,7 @@ def test_a_layer_that_is_told_something_by_attributes_does_not_run_again() -> No
             self.second.scale = x.detach().mean()
             return self.second(x)
 
-    with pytest.raises(GraphError, match=r"must get all that it uses as arguments; second has attributes"):
+    with pytest.raises(GraphError, match=r"must get all tensors that it uses as arguments; second has attributes"):
         Pipeline(Told(), X[:2], devices=["cpu"], checkpoint={"second": "recompute"}, schedule="1f1b")
 
 

@@ -191,9 +191,11 @@ def test_a_model_that_rescales_its_weights_when_its_mode_changes_trains_as_the_l
             assert torch.equal(pipe.step(ROWS, target=ROWS), due)
             assert_as(pipe, plain)
         pipe.eval()
-        with pytest.raises(GraphError, match="a pipeline runs only in modes in which the model was captured") as caught:
+        with pytest.raises(
+            GraphError, match="a pipeline may only run in modes in which its model was captured"
+        ) as caught:
             pipe.evaluate(ROWS, target=ROWS)
-        assert "after eval() writes to 6 of them, such as 'blocks.0.down.weight'" in str(caught.value.__cause__)
+        assert "after eval() writes to 6 weights, such as 'blocks.0.down.weight'" in str(caught.value.__cause__)
         pipe.train()
         assert torch.equal(pipe.step(ROWS, target=ROWS), reference_step(plain, ROWS, target=ROWS, step=2, **options))
 
@@ -203,7 +205,7 @@ def test_a_model_that_is_to_rescale_its_weights_first_is_refused_by_their_names(
     with (
         unchanged(model, "Pipeline", but=": version"),
         pytest.raises(
-            GraphError, match=r"Rescales after eval\(\) writes to 6 of them, such as 'blocks\.0\.down\.weight'"
+            GraphError, match=r"Rescales after eval\(\) writes to 6 weights, such as 'blocks\.0\.down\.weight'"
         ),
     ):
         Pipeline(model, ROWS, devices=["cpu"] * 2)
@@ -294,7 +296,7 @@ def test_weights_that_forwards_write_to_are_put_back(name: str, monkeypatch: pyt
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("kind", "weight"), [(Clamped, "blocks.0.weight"), (Replaced, "blocks.0.weight")])
 def test_what_was_put_back_is_said(kind: type[nn.Linear], weight: str) -> None:
-    with pytest.warns(UserWarning, match=f"forwards of InBlocks write to 4 of them, such as '{weight}'; their values"):
+    with pytest.warns(UserWarning, match=f"forwards of InBlocks write to 4 weights, such as '{weight}'; the values"):
         pipesched.graph_of(InBlocks(kind), ROWS, measured=False)
 
 

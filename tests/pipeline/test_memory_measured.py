@@ -293,7 +293,9 @@ def test_a_meter_goes_on_with_another_plan_once_it_is_marked():
     with Pipeline(model, sample, schedule="gpipe", **choices) as pipe, MemoryMeter(pipe) as meter:
         pipe.step(batch, target=targets)
         pipe.replan(plan)
-        with pytest.raises(ExecutionError, match=r"these 2 ranks were replaced by replan\(\); call mark\(\) after it"):
+        with pytest.raises(
+            ExecutionError, match=r"replan\(\) has replaced these 2 ranks; call mark\(\) after replan\(\)"
+        ):
             _ = meter.peak_bytes
         for _ in range(2):
             meter.mark()

@@ -180,7 +180,9 @@ def test_modules_over_a_mesh_are_those_of_the_ranks_own_stages(ranks: Ranks) -> 
 
 def test_another_plan_needs_another_pipeline_over_a_mesh(ranks: Ranks) -> None:
     for said in ranks.run(2, jobs.another_plan_is_refused):
-        assert said.startswith("replan moves layers within one process; this pipeline runs over a mesh of 2 ranks; ")
+        assert said.startswith(
+            "replan may only move layers within one process; this pipeline runs over a mesh of 2 ranks; "
+        )
 
 
 def test_rank_0_searches_for_all_ranks(ranks: Ranks) -> None:

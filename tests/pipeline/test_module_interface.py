@@ -59,7 +59,9 @@ def test_it_is_true_whatever_its_model():
     with pipeline(nn.Sequential(nn.Linear(1, 1)), rows(1, 1), 1) as row, pipeline(Plain(), rows(1, 1), 1) as other:
         assert row
         assert other
-        with pytest.raises(TypeError, match=r"only an nn\.Sequential has a length .* Plain; use pipe\.model"):
+        with pytest.raises(
+            TypeError, match=r"only a pipeline of an nn\.Sequential has a length .* Plain; use pipe\.model"
+        ):
             len(other)
 
 
@@ -189,7 +191,10 @@ def test_modes_reach_every_module_and_the_next_step():
         assert_equal_bits(dict(model.named_buffers()), norms)
 
 
-STAY = r"stay on their devices, and to\(\) changes only the dtype; got .*; leave the call out, or make a new Pipeline"
+STAY = (
+    r"to\(\) may only change the dtype, because a pipeline's stages stay on their devices; got .*; leave the call out, "
+    r"or make a new Pipeline"
+)
 
 
 @pytest.mark.parametrize(

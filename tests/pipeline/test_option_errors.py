@@ -212,7 +212,9 @@ def test_a_container_that_is_compiled_is_one_layer():
 @pytest.mark.parametrize("kind", ["a function", "None", "a number", "a class"])
 @pytest.mark.parametrize("take", [graph_of, profile])
 def test_graphs_and_profiles_are_of_modules(take, kind):
-    with pytest.raises(ModelTypeError, match=r"the model is an nn\.Module, or a list of them; got .*; pass the module"):
+    with pytest.raises(
+        ModelTypeError, match=r"the model must be an nn\.Module or a list of nn\.Modules; got .*; pass the module"
+    ):
         take(STRANGE[kind], torch.ones(2, 3))
 
 
@@ -235,13 +237,13 @@ class TakesADict(nn.Module):
 @pytest.mark.parametrize(
     ("sample", "got"),
     [
-        ({"x": torch.ones(2, 3)}, "keywords x: missing a required argument: 'batch'"),
-        ((torch.ones(2, 3), torch.ones(2, 3)), "2 positional: too many positional arguments"),
+        ({"x": torch.ones(2, 3)}, r"keywords x \(missing a required argument: 'batch'\)"),
+        ((torch.ones(2, 3), torch.ones(2, 3)), r"2 positional arguments \(too many positional arguments\)"),
     ],
 )
 @pytest.mark.parametrize("take", [graph_of, profile, lambda *taken: Pipeline(*taken, devices=["cpu"])])
 def test_a_sample_is_what_the_forward_takes(take, sample, got):
-    match = rf"the arguments of the model's forward, TakesADict\.forward\(batch\); got {got}.*; pass .* that is a dict"
+    match = rf"model's forward, TakesADict\.forward\(batch\); the sample has {got}; pass .* that is a dict"
     with pytest.raises(InputError, match=match):
         take(TakesADict(), sample)
 
@@ -277,11 +279,11 @@ def another_head(model):
 @pytest.mark.parametrize(
     ("kind", "change", "match"),
     [
-        (linears, replaced, "in the model '2' is another module now"),
-        (linears, appended, "in the model '4' is another module now"),
-        (linears, removed, "it has 3 modules of 4 now"),
-        (Blocks, replaced_inside, r"in blocks\.1 '0' is another module now"),
-        (Blocks, another_head, "in the model 'head' is another module now"),
+        (linears, replaced, "in the model '2' is a new module"),
+        (linears, appended, "in the model '4' is a new module"),
+        (linears, removed, "in the model 3 of 4 modules are left"),
+        (Blocks, replaced_inside, r"in blocks\.1 '0' is a new module"),
+        (Blocks, another_head, "in the model 'head' is a new module"),
     ],
 )
 def test_a_layer_that_was_replaced_since_is_not_trained_silently(kind, change, match):
@@ -291,7 +293,7 @@ def test_a_layer_that_was_replaced_since_is_not_trained_silently(kind, change, m
         change(model)
         for use in (lambda: pipe.step(ONES, target=ONES), lambda: pipe.evaluate(ONES, target=ONES), lambda: pipe(ONES)):
             with pytest.raises(
-                GraphError, match=rf"had when it was built; .*{match}; restore the old modules, or close"
+                GraphError, match=rf"had when the pipeline was built; .*{match}; restore the old modules, or close"
             ):
                 use()
 
@@ -325,14 +327,22 @@ STATE = linears().state_dict()
         (
             STATE | {"0.weight": None},
             InputError,
-            r"tensors with contents, by name; '0\.weight' is None; pass the state",
+            r"a mapping from names to tensors with contents; '0\.weight' is None; pass the state",
         ),
         (STATE | {"0.weight": [1.0]}, InputError, r"'0\.weight' is \[1\.0\]"),
-        (STATE | {"0.weight": torch.ones(2, 3)}, InputError, r"shape \[3, 3\], given torch\.float32 of \[2, 3\]; use"),
+        (
+            STATE | {"0.weight": torch.ones(2, 3)},
+            InputError,
+            r"shape \[3, 3\] in the model, but torch\.float32 of shape \[2, 3\] in the given weights; use",
+        ),
         (STATE | {"0.weight": torch.ones(3, 3, device="meta")}, InputError, r"tensors with contents"),
-        (STATE | {3: torch.ones(3)}, InputError, "given names unknown: 3; rename"),
-        ({}, InputError, r"of its 8 names missing: 0\.weight, .* and 3 more"),
-        ([], InputError, "of its 8 names missing"),
+        (STATE | {3: torch.ones(3)}, InputError, "unknown, of 9 given names: 3; remove the unknown ones$"),
+        (
+            {},
+            InputError,
+            r"state_dict; missing, of 8 names: 0\.weight, .* and 3 more; add or rename the missing weights$",
+        ),
+        ([], InputError, "missing, of 8 names: "),
         ([3], InputError, r"or safetensors files; got list; pass one of them"),
         ("rest", InputError, "rest does not exist; check the path"),
         (3, InputError, "got int; pass one of them"),
@@ -400,7 +410,7 @@ def test_links_are_at_hand():
 def test_a_batch_that_is_not_dense():
     with (
         build(boundaries=[2]) as pipe,
-        pytest.raises(InputError, match=r"has one of layout torch\.sparse_coo; make it d"),
+        pytest.raises(InputError, match=r"has a tensor of layout torch\.sparse_coo; make it d"),
     ):
         pipe.step(ONES.to_sparse(), target=ONES)
 
@@ -441,7 +451,9 @@ class Named(Keyed):
 )
 def test_a_batch_in_another_form_than_the_samples(method, model, sample, args, kwargs, own, given, why):
     forms = rf"{method}\({re.escape(own)}\); got {method}\({re.escape(given)}\)"
-    match = rf"has the form of the sample, {forms}, and the model raised {why}.*; pass the batch in the sample's form"
+    match = (
+        rf"must have the form of the sample, {forms}, and the model raised {why}.*; pass the batch in the sample's form"
+    )
     with Pipeline(model(), sample, loss_fn=mse, devices=["cpu"] * 2, boundaries=[2]) as pipe:
         target = {} if method == "forward" else {"target": ONES}
         with pytest.raises(ArgumentError, match=match) as caught:
@@ -467,19 +479,19 @@ class Masked(Keyed):
             {"x": ONES, "mask": ONES},
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
             "mask=float32 tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
-            r"it calls .*float with the sample, and ends with this batch",
+            r"it calls .*float with the sample, but ends with this batch",
         ),
         (
             {"x": ONES[:, :, None], "mask": ONES.bool()},
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 2 dimensions",
             "mask=bool tensor of 2 dimensions, x=float32 tensor of 3 dimensions",
-            r"after 0 of 6 calls of layers and torch functions it calls .*0 with the sample, and calls .*flatten with",
+            r"after 0 of 6 calls of layers and torch functions it calls .*0 with the sample, but calls .*flatten with",
         ),
         (
             {"x": ONES},
             "mask=tensor, x=tensor",
             "x=tensor",
-            "it calls .*float with the sample, and ends with this batch",
+            "it calls .*float with the sample, but ends with this batch",
         ),
     ],
 )

@@ -191,7 +191,8 @@ class OwnForward(nn.Sequential):
 
 
 @pytest.mark.parametrize(
-    ("model", "match"), [([nn.Linear(3, 3), mse], "got function in a list"), (mse, "got function")]
+    ("model", "match"),
+    [([nn.Linear(3, 3), mse], "the list contains an object of type function"), (mse, "got function")],
 )
 def test_what_is_no_module(model, match):
     refused(ModelTypeError, TypeError, match, model)
@@ -210,7 +211,7 @@ def test_a_module_that_calls_no_layer_is_one(model):
 
 def test_a_layer_that_takes_the_name_of_the_loss_module():
     model = nn.Sequential(OrderedDict(loss_fn=nn.Linear(3, 3), head=nn.Linear(3, 3)))
-    match = r"named loss_fn\.\*; the model has a layer called loss_fn; rename the layer"
+    match = r"must not have a layer called loss_fn, .* named loss_fn\.\*; this model has one; rename the layer"
     refused(GraphError, ValueError, match, model, loss_fn=nn.MSELoss())
 
 
@@ -244,7 +245,7 @@ def test_an_unknown_loss_reduction_names_the_two():
     refused(
         InputError,
         ValueError,
-        r"one of mean, sum; got 'none'; pass the one that loss_fn uses over rows",
+        r"one of mean, sum; got 'none'; pass the reduction that loss_fn uses over rows",
         numerics=Numerics(loss_reduction="none"),
     )
 
@@ -338,8 +339,8 @@ def step_refused(model, calls, error, match, *args, choices=None, **kwargs):
         ((ONES,), {"target": ONES[:3]}, r"same number of rows; argument 0 has 4 rows, the target has 3; make the num"),
         ((ONES, ONES[:2]), {"target": ONES}, r"argument 0 has 4 rows, argument 1 has 2; .* split_dims=None"),
         ((), {"x": ONES, "mask": ONES[:2], "target": ONES}, r"x= has 4 rows, mask= has 2"),
-        (((ONES, ONES[:2]),), {"target": ONES}, r"argument 0 has one of 2 rows beside one of 4"),
-        ((ONES,), {}, r"needs a target; got none; pass target=, or call forward"),
+        (((ONES, ONES[:2]),), {"target": ONES}, r"argument 0 has a tensor of 2 rows, but another tensor has 4 rows"),
+        ((ONES,), {}, r"needs a target; none was passed; pass target=, or call forward"),
         ((ONES[:0],), {"target": ONES[:0]}, r"at least one row; argument 0 has no rows; leave the empty batch out"),
         (
             ("text",),
@@ -354,15 +355,21 @@ def test_a_batch_that_cannot_be_split(counted_model, calls, args, kwargs, match)
 
 
 def test_a_target_without_a_loss_function(counted_model, calls):
-    match = r"the target is for loss_fn; this pipeline has none, .*; pass loss_fn= to Pipeline, or leave target= out"
+    match = (
+        r"a target may only be passed to a pipeline with a loss_fn; this pipeline has none, .*; pass loss_fn= to "
+        r"Pipeline, or leave target= out"
+    )
     step_refused(counted_model, calls, InputError, match, ONES, target=ONES, choices={"loss_fn": None})
 
 
 @pytest.mark.parametrize(
     ("dims", "match"),
     [
-        (5, r"argument 0 is split along dim 5; a tensor of shape \[4, 3\] has no such dim; .* None to pass it whole"),
-        (-3, r"split along dim -3; a tensor of shape \[4, 3\] has no such dim"),
+        (
+            5,
+            r"argument 0 is split along dim 5, but has a tensor of shape \[4, 3\]; .* to None to pass the tensor whole",
+        ),
+        (-3, r"split along dim -3, but has a tensor of shape \[4, 3\]"),
         ({"maskk": 1}, r"the call, 'target' and 'output'; the call has no argument 'maskk'; correct the name"),
         ({0: 1, "target": 0}, r"argument 0 has 3 rows, the target has 4"),
         (

@@ -135,7 +135,7 @@ def test_any_model_runs_with_its_own_loss_or_without_one(name: str) -> None:
     assert plan.alternatives[0].measured_s
 
 
-@pytest.mark.filterwarnings("ignore:layer times should add up", "ignore:profile on an idle machine")
+@pytest.mark.filterwarnings("ignore:layer times should add up", "ignore:layer times must be measured on an idle")
 @pytest.mark.usefixtures("few_rounds")
 @pytest.mark.parametrize(
     "setting", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
@@ -216,14 +216,20 @@ def test_what_fails_while_a_plan_runs_leaves_the_model_too() -> None:
 @pytest.mark.parametrize(
     ("asked", "match"),
     [
-        ({"model": None}, r"runs steps of a model; got a profile without a model, and confirm=2; pass the model"),
+        (
+            {"model": None},
+            r"requires a model, to run its steps; got a profile without a model, and confirm=2; pass the model",
+        ),
         (
             {"ranks_are": "processes"},
-            r"runs its ranks; got ranks_are='processes' without a mesh, and confirm=2; call tune with mesh=",
+            r"requires running its ranks; got ranks_are='processes' without a mesh, and confirm=2; call tune with",
         ),
         ({"confirm": -1}, r"number of plans to run; got -1; pass a whole number, 0 for none"),
         ({"confirm": 1.5}, r"number of plans to run; got 1\.5; pass a whole number"),
-        ({"target": Y}, r"loss_fn= and target= go together; got a target alone; pass both, or neither"),
+        (
+            {"target": Y},
+            r"loss_fn= and target= must be passed together; only a target was passed; pass both, or neither",
+        ),
     ],
 )
 def test_what_cannot_be_confirmed(asked: dict[str, Any], match: str) -> None:

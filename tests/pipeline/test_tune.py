@@ -118,7 +118,7 @@ def test_a_plan_says_that_the_search_chose_it():
 @pytest.mark.parametrize("profile", [3, ["profile.json"], b"x"])
 def test_what_is_no_profile(profile):
     with pytest.raises(
-        InputError, match=r"a Profile or the path of one; got .*; pass the result of pipesched\.profile"
+        InputError, match=r"a Profile or the path of a saved profile; got .*; pass the result of pipesched\.profile"
     ):
         made(model(), profile)
 
@@ -149,7 +149,9 @@ def test_a_plan_and_what_a_search_would_take():
         {"search": Search(batch_size=16)},
         {"search": Search(profile="profile.json")},
     ):
-        with pytest.raises(PartitionError, match=r"a plan leaves nothing to search for; .*; pass the plan alone"):
+        with pytest.raises(
+            PartitionError, match=r"a plan leaves nothing to search for; .* was passed; pass the plan alone"
+        ):
             Pipeline(model(), torch.randn(2, 8), loss_fn=mse, devices=["cpu"] * 2, plan=plan, **given)
 
 
@@ -266,7 +268,7 @@ def test_a_profile_of_another_model_is_an_error():
             "exactly one of num_ranks, devices and mesh; got .*; pass one of them",
         ),
         ({}, InputError, "exactly one of num_ranks, devices and mesh; got num_ranks=None"),
-        ({"num_ranks": 0}, PartitionError, r"num_ranks is a whole number, at least 1; got 0; pass 1 or more"),
+        ({"num_ranks": 0}, PartitionError, r"num_ranks must be a whole number, at least 1; got 0; pass 1 or more"),
         (
             {"num_ranks": 2, "batch_size": 0},
             PartitionError,

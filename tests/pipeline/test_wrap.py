@@ -160,7 +160,11 @@ def test_what_cannot_be_honoured_says_so() -> None:
 
     wrongs: list[tuple[Any, type[PipeschedError], str]] = [
         (lambda module, stage: None, ModelTypeError, "for stage 0 it returned NoneType"),
-        (lambda module, stage: Parallel(module), GraphError, "DistributedDataParallel reduces gradients once"),
+        (
+            lambda module, stage: Parallel(module),
+            GraphError,
+            "wrap must not return a DistributedDataParallel, which reduces gradients at the end of one",
+        ),
         (
             lambda module, stage: Owner(module),
             GraphError,
@@ -173,7 +177,7 @@ def test_what_cannot_be_honoured_says_so() -> None:
             pipeline(made("captured"), wrap)
     with pytest.raises(GraphError, match="must not change layers or weights with several uses"):
         zoo.pipeline("tied", zoo.made("tied")[0], devices=["cpu"] * 2, wrap=shared)
-    with pytest.raises(ScheduleError, match="chimera runs 4 stages over 2 weight copies"):
+    with pytest.raises(ScheduleError, match="chimera has 4 stages, which are copies of 2 different stages"):
         pipeline(made("row"), lambda module, stage: module, devices=["cpu"] * 2, schedule="chimera")
     with (
         pipeline(made("row"), lambda module, stage: nn.Sequential(module, module)) as pipe,

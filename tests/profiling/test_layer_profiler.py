@@ -209,7 +209,7 @@ def test_an_optimizer_is_asked_what_it_takes_and_keeps():
 
 @pytest.mark.parametrize("missing", [{"loss_fn": nn.MSELoss()}, {"target": torch.rand(2, 4)}])
 def test_a_loss_needs_a_target(missing):
-    with pytest.raises(InputError, match="loss_fn= and target= go together"):
+    with pytest.raises(InputError, match="loss_fn= and target= must be passed together"):
         pipesched.profile(nn.Linear(4, 4), torch.rand(2, 4), **missing)
 
 

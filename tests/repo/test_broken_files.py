@@ -251,5 +251,5 @@ def test_fake_stages_refuse_routes_and_versions_that_there_are_not():
     with pytest.raises(ScheduleError, match=r"a route visits stages of the program"):
         run_fake(Program.parse(text))
     text = "microbatches 2\nversions 0 : 0\nrank 0: 0F0 0B0 0F1 0B1 0UPDATE0\n"
-    with pytest.raises(PipeschedError, match="has weight versions for 1 micro-batches; micro-batch 1 has none; pass"):
+    with pytest.raises(PipeschedError, match="has versions for 1 micro-batches, but none for micro-batch 1; pass"):
         run_fake(Program.parse(text))

@@ -98,7 +98,10 @@ def test_of_a_row_which_is_not_captured_a_warning_names_the_layer() -> None:
         pipe.eval()
         pipe.evaluate(ROWS, target=ROWS)
         pipe.train()
-        with pytest.warns(UserWarning, match=r"layer '1' of an nn\.Sequential.* draws from Python's or numpy's"):
+        with pytest.warns(
+            UserWarning,
+            match=r"layers of an nn\.Sequential.* must draw .* from torch; layer '1' draws from Python's or numpy's",
+        ):
             pipe.step(ROWS, target=ROWS)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -169,7 +169,7 @@ def train_with_own_loss(group: Group) -> None:
 def evaluate_without_target(group: Group) -> None:
     expected, actual = blocks(), blocks()
     with pipeline(group, actual, rows(2), loss_fn=functional.mse_loss) as pipe:
-        with pytest.raises(InputError, match=r"needs a target; got none; pass target=, or call forward"):
+        with pytest.raises(InputError, match=r"needs a target; none was passed; pass target=, or call forward"):
             pipe.eval().evaluate(rows(8))
         output = pipe(rows(8))
         assert (output is None) == (not has_last_rank(group))

@@ -105,7 +105,7 @@ def balanced(group: Any) -> list[str]:
     ) as pipe:
         assert pipe.predicted.makespan_s > 0
         with pytest.raises(
-            InputError, match=r"runs in one process only; .* a mesh; use step\(\), call .* under no_grad"
+            InputError, match=r"may only run in one process; .* a mesh; use step\(\), call .* under no_grad"
         ):
             pipe(X)
         return [*pipe.boundaries, str(pipe.step(X, target=Y))]

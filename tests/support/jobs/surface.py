@@ -86,7 +86,7 @@ def losses_looked_at_late(group: Any) -> None:
         unseen = type(losses[4]) is not Tensor
         assert unseen == (group.rank() != group.size() - 1)
         for _ in range(2):  # before its value is here, and afterwards
-            with pytest.raises(ExecutionError, match=r"in \.grad already; .* remove the call"):
+            with pytest.raises(ExecutionError, match=r"stores the gradients in \.grad; .* remove the call"):
                 losses[4].backward()
             losses[4].item()
         assert torch.equal(torch.stack(losses[3:1:-1]), torch.stack(wanted[3:1:-1]))
