@@ -277,7 +277,9 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
     values = plan().to_dict()
     del values[key]
     (tmp_path / "plan.json").write_text(json.dumps(values))
-    with pytest.raises(ScheduleError, match=rf"plan\.json: a plan has .*; '{key}' is missing or wrong; save it again"):
+    with pytest.raises(
+        ScheduleError, match=rf"plan\.json: a plan must have .*; '{key}' is missing or wrong; save it again"
+    ):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -294,8 +296,12 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
             {"digset": ""},
             r"a plan's program has edges, digest; got 'digset', nearest to 'digest'; correct it",
         ),
-        ("chekpoint", "always", r"a plan has .*; got 'chekpoint', nearest to 'checkpoint'; correct it or leave it out"),
-        ("comment", "mine", r"a plan has .*; got 'comment'; correct it or leave it out"),
+        (
+            "chekpoint",
+            "always",
+            r"a plan must have .*; got 'chekpoint', nearest to 'checkpoint'; correct it or leave it out",
+        ),
+        ("comment", "mine", r"a plan must have .*; got 'comment'; correct it or leave it out"),
         ("program", {"edges": [[0, 9]]}, r"is missing or wrong"),
         ("num_ranks", 0, r"is missing or wrong"),
         ("num_microbatches", 4.5, r"whole number of micro-batches"),
@@ -304,7 +310,7 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         (
             "stages",
             [["a", "b"], ["b"]],
-            r"every layer is in exactly one stage; the plan has 'b' 2 times; remove the others",
+            r"every layer must be in exactly one stage; the plan has 'b' 2 times; remove the others",
         ),
         ("costs", {"forward_s": [1]}, r"'input_grad_s' is unknown or missing"),
         ("alternatives", [OTHERS[0].to_dict() | {"speed": 3}], r"an alternative has label, .*'speed'; correct it"),

@@ -178,7 +178,7 @@ def test_numbers_stay_exact():
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
-        ((0,), {}, "num_microbatches is a whole number, at least 1; got 0"),
+        ((0,), {}, "num_microbatches must be a whole number, at least 1; got 0"),
         ((1.5,), {}, "at least 1; got 1.5"),
         ((2,), {"placement": (0, 1)}, "the costs have 3 stages, the placement has 2 entries"),
         ((2,), {"max_in_flight": [1, 1]}, "got 2 numbers for ranks 0 to 2; pass 3"),
