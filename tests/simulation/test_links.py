@@ -133,5 +133,5 @@ def test_a_dict_that_is_no_links_is_refused(values):
 
 
 def test_links_are_made_of_links():
-    with pytest.raises(ScheduleError, match="a link is a"):
+    with pytest.raises(ScheduleError, match="a link must be a"):
         Links(special={(0, 1): 3})
