@@ -213,7 +213,7 @@ def paper(one: Exhibit) -> str:
 def short_paper(one: Exhibit) -> str:
     """Authors and year, linked."""
     text = paper(one)
-    cited = re.search(r"[\w'-]+(?: et al\.| and [\w'-]+)? (?:19|20)\d\d", text)
+    cited = re.search(r"[\w'-]+(?: & [\w'-]+| et al\.| and [\w'-]+)? (?:19|20)\d\d", text)
     address = re.search(r"\((https://[^)]+)\)", text)
     return f"[{cited[0]}]({address[1]})" if cited and address else cited[0] if cited else ""
 

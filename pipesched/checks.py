@@ -83,22 +83,24 @@ def check_number(value: Any, what: str) -> None:
     """Raise ScheduleError unless ``value`` is a finite number from 0 to `LARGEST`. what: its name in the error."""
     number: Any = -1 if isinstance(value, bool) or not isinstance(value, Real) else value
     if not 0 <= number < math.inf:
-        raise ScheduleError(f"costs are finite numbers, not negative; {what} is {shown(value)}; measure it again")
+        raise ScheduleError(f"costs must be finite and not negative; {what} is {shown(value)}; measure it again")
     if number >= LARGEST:
-        raise ScheduleError(f"costs are numbers below {LARGEST:.1e}; {what} is {shown(value)}; measure it again")
+        raise ScheduleError(f"costs must be below {LARGEST:.1e}; {what} is {shown(value)}; measure it again")
 
 
 def check_size(value: Any, what: str) -> None:
     """Raise ScheduleError unless ``value`` is a whole number of bytes below `LARGEST_SIZE`. what: its name."""
     if not is_whole(value) or not 0 <= value < LARGEST_SIZE:
-        raise ScheduleError(f"sizes are whole numbers of bytes below 2**48; {what} is {shown(value)}; measure it again")
+        raise ScheduleError(
+            f"sizes must be whole numbers of bytes below 2**48; {what} is {shown(value)}; measure it again"
+        )
 
 
 def check_known(has: str, values: Any, known: Sequence[str]) -> None:
     """Check that a mapping has no unknown keys.
 
     Args:
-        has: the start of the error, such as "a plan has".
+        has: the start of the error, such as "a plan must have".
         values: the mapping.
         known: the keys that it may have.
 

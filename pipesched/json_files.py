@@ -47,7 +47,7 @@ def parse_json(text: str | bytes) -> Any:
     except ScheduleError:
         raise
     except ValueError as error:  # states line and column, or for undecodable bytes the offset
-        raise ScheduleError(f"the file must be JSON; {error}; save it again, or correct it there") from None
+        raise ScheduleError(f"the file must be JSON; {error}; save it again, or correct it at that position") from None
     level = [values]
     depth = 0
     while level:
@@ -65,14 +65,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = next(name for at, name in enumerate(names) if name in names[:at])
         raise ScheduleError(
-            f"a key appears once; {shown(twice)} appears {names.count(twice)} times; remove the duplicates"
+            f"a key may appear only once in an object; {shown(twice)} appears {names.count(twice)} times; remove the "
+            f"duplicates"
         )
     return values
 
 
 def _too_deep() -> ScheduleError:
     return ScheduleError(
-        f"a file nests lists and mappings at most {_DEEPEST} deep; this one nests them deeper; save it again"
+        f"lists and mappings in a file may be nested at most {_DEEPEST} deep; this file nests them deeper; save it "
+        f"again"
     )
 
 
@@ -88,7 +90,7 @@ def _parts(level: Iterable[Any]) -> list[Any]:
             if not value.isascii():
                 _check_text(value)
         elif isinstance(value, int) and not -LARGEST < value < LARGEST:
-            raise ScheduleError(f"whole numbers in a file are below 2**63; got {shown(value)}; correct it")
+            raise ScheduleError(f"whole numbers in a file must be below 2**63; got {shown(value)}; correct it")
     return parts
 
 
@@ -97,7 +99,7 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ScheduleError(
-            f"text in a file is valid Unicode; {shown(text)} has an unpaired surrogate; correct it"
+            f"text in a file must be valid Unicode; {shown(text)} has an unpaired surrogate; correct it"
         ) from None
 
 
@@ -109,7 +111,7 @@ def read_fields(
     Args:
         kind: the dataclass.
         values: the mapping.
-        has: the start of an error, such as "a link has".
+        has: the start of an error, such as "a link must have".
         partly: whether fields with defaults may be missing.
         makes: by field name, a function that converts the plain value, for fields of other than plain types.
 
@@ -119,7 +121,7 @@ def read_fields(
     """
     dataclass_fields = fields(cast("Any", kind))
     names = [field.name for field in dataclass_fields]
-    what = has.rpartition(" ")[0]
+    what = has.removesuffix(" must have")
     if not isinstance(values, Mapping):
         raise ScheduleError(f"{has} {', '.join(names)}; got {shown(values)}; save it again")
     check_known(has, values, names)
@@ -172,4 +174,4 @@ def _of_type(value: Any, hint: Any, what: str) -> Any:
 
 def _check(good: bool, value: Any, expected: str, what: str) -> None:
     if not good:
-        raise ScheduleError(f"{what} is {expected}; got {shown(value)}; save it again, or correct it")
+        raise ScheduleError(f"{what} must be {expected}; got {shown(value)}; save it again, or correct it")

@@ -36,13 +36,13 @@ def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     tensors = [leaf for leaf in pytree.tree_leaves(opened(sample)) if isinstance(leaf, Tensor)]
     if not any(tensor.numel() for tensor in tensors):
         raise InputError(
-            f"a sample is one example micro-batch, with at least one tensor of at least one row; got "
+            f"a sample must be one example micro-batch, with at least one tensor of at least one row; got "
             f"{'empty tensors' if tensors else shown(sample)}; pass a tensor, a tuple of arguments or a dict of "
             f"keywords"
         )
     if isinstance(sample, dict) and not all(isinstance(name, str) for name in sample):
         raise InputError(
-            f"a sample that is a dict holds keyword arguments; got the keys {shown(list(sample))}; pass ({{...}},) "
+            f"a sample that is a dict must hold keyword arguments; got the keys {shown(list(sample))}; pass ({{...}},) "
             f"if the model takes a dict as its argument"
         )
     if isinstance(sample, dict):
@@ -58,10 +58,10 @@ def as_function(function: Any, name: str, takes: Sequence[str] = ()) -> Any:
     if function is None:
         return None
     if not callable(function):
-        raise ModelTypeError(f"{name} is a function or a Module; got {shown(function)}; pass a callable")
+        raise ModelTypeError(f"{name} must be a function or a Module; got {shown(function)}; pass a callable")
     if isinstance(function, type) and issubclass(function, nn.Module):
         raise ModelTypeError(
-            f"{name} is a function or a Module; got the class {function.__name__}; pass an instance, "
+            f"{name} must be a function or a Module; got the class {function.__name__}; pass an instance, "
             f"{function.__name__}()"
         )
     if takes:
@@ -79,7 +79,7 @@ def _check_takes(function: Any, name: str, takes: Sequence[str]) -> None:
         signature.bind(*takes)
     except TypeError as error:
         raise ModelTypeError(
-            f"{name} is called as {name}({', '.join(takes)}); got {shown(function)}, which takes {signature} "
+            f"{name} must be callable as {name}({', '.join(takes)}); got {shown(function)}, which takes {signature} "
             f"({error}); pass a function that takes these arguments"
         ) from None
 
@@ -88,7 +88,7 @@ def as_optimizer(make: Any) -> Any:
     """Return a function params -> Optimizer, or None, after checking it. Raises ModelTypeError."""
     if make is not None and (isinstance(make, Optimizer) or not callable(make)):
         raise ModelTypeError(
-            f"optimizer is a function params -> Optimizer, called once for each stage; got {type(make).__name__}; "
+            f"optimizer must be a function params -> Optimizer, called once for each stage; got {type(make).__name__}; "
             f"pass a function, such as lambda params: torch.optim.SGD(params, lr=0.1)"
         )
     return as_function(make, "optimizer", ["params"])
@@ -98,7 +98,8 @@ def as_devices(devices: Any) -> list[torch.device]:
     """The device of each rank. Raises DeviceCountError and InputError."""
     if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
         raise DeviceCountError(
-            f"devices is a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', 'cpu']"
+            f"devices must be a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', "
+            f"'cpu']"
         )
     return [as_device(device) for device in devices]
 
@@ -110,11 +111,11 @@ def as_device(device: Any) -> torch.device:
     except (RuntimeError, TypeError) as error:
         why = str(error).splitlines()[0]
         raise InputError(
-            f"a device is 'cpu', 'cuda:0' or a torch.device; got {shown(device)} ({why}); pass one of these"
+            f"a device must be 'cpu', 'cuda:0' or a torch.device; got {shown(device)} ({why}); pass one of these"
         ) from None
     if place.type not in ("cpu", "cuda") or (place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()):
         raise DeviceCountError(
-            f"a rank runs on a CPU or on an available CUDA device; got {device!r}, but there are "
+            f"a rank must run on a CPU or on an available CUDA device; got {device!r}, but there are "
             f"{torch.cuda.device_count()} CUDA devices; choose another device"
         )
     return torch.device("cuda", torch.cuda.current_device()) if str(place) == "cuda" else place
@@ -125,8 +126,8 @@ def as_threads(count: Any) -> int:
     number: int = count
     if not is_count(count) or number > _MOST_THREADS:
         raise InputError(
-            f"every rank computes with at least one thread; got intra_op_threads={shown(count)}; pass 1 or more, and "
-            f"no more than the machine has cores"
+            f"every rank must compute with at least one thread; got intra_op_threads={shown(count)}; pass 1 or more, "
+            f"and no more than the machine has cores"
         )
     return number
 
@@ -136,14 +137,16 @@ def as_seed(seed: Any) -> int:
     try:
         return operator.index(seed)
     except TypeError:
-        raise InputError(f"a seed is a whole number; got {shown(seed)}; pass an int, or None for torch's own") from None
+        raise InputError(
+            f"a seed must be a whole number; got {shown(seed)}; pass an int, or None for torch's own"
+        ) from None
 
 
 def as_timeout(timeout: Any) -> float:
     """The seconds that a rank waits for another rank. Raises InputError."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise InputError(
-            f"timeout= is the number of seconds that a rank waits for another rank; got {shown(timeout)}; pass a "
+            f"timeout= must be the number of seconds that a rank waits for another rank; got {shown(timeout)}; pass a "
             f"positive number, such as 60.0"
         )
     return float(timeout)

@@ -32,8 +32,8 @@ def _registered() -> dict[str, Schedule]:
         taken = registered.setdefault(schedule.name.lower(), schedule)
         if taken is not schedule:
             raise ScheduleError(
-                f"every schedule has a different name, whatever the case; {schedule.name!r} of {schedule.module} is "
-                f"taken by {taken.module}; rename one"
+                f"every schedule must have a different name, ignoring upper and lower case; {schedule.name!r} of "
+                f"{schedule.module} is taken by {taken.module}; rename one"
             )
     return dict(sorted(registered.items()))
 
@@ -49,7 +49,7 @@ def _installed() -> Iterator[Schedule]:
         schedules = [value] if isinstance(value, Schedule) else _held_by(value)
         if not schedules:
             raise ScheduleError(
-                f"an entry point of {_GROUP!r} names a Schedule or a module with Schedules; {_place(entry)} is "
+                f"an entry point of {_GROUP!r} must name a Schedule or a module with Schedules; {_place(entry)} is "
                 f"{value!r}; decorate its function with @pipesched.schedule, or correct the package"
             )
         yield from schedules

@@ -36,7 +36,7 @@ def plot_compare(traces: "Sequence[tuple[str, Trace]]") -> "Figure":
     """
     from matplotlib.figure import Figure
 
-    rule = "a comparison takes a list of (label, trace) pairs"
+    rule = "a comparison needs a list of (label, trace) pairs"
     remedy = "pass [(label, trace), ...]"
     for pair in (traces := as_list(traces, rule, remedy)):
         if not isinstance(pair, tuple | list) or len(pair) != 2:

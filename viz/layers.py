@@ -1,6 +1,6 @@
 """Layers: a model's layer graph with its cuts, one band for each stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipesched.checks import as_list, shown
@@ -47,15 +47,16 @@ def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "
 
     """
     check_axes(ax)
-    rule = "stages is a list of lists of layer names"
+    rule = "stages must be a list of lists of layer names"
     remedy = "pass the stages of a partition of this graph"
     if not all(hasattr(graph, part) for part in ("nodes", "edges")):
-        raise ArgumentError(f"graph is a networkx graph of layers; got {shown(graph)}; pass the result of graph_of")
+        raise ArgumentError(
+            f"graph must be a networkx graph of layers; got {shown(graph)}; pass the result of graph_of"
+        )
     named = [name for layers in as_list(stages, rule, remedy) for name in as_list(layers, rule, remedy)]
     if sorted(map(str, named)) != sorted(graph) or not all(stages):
         raise PartitionError(
-            f"the stages hold each layer of the graph exactly once; they list {len(named)} layers, the graph has "
-            f"{len(graph)}; {remedy}"
+            f"stages must contain each layer of the graph exactly once; {_differences(named, graph)}; {remedy}"
         )
     layout = Layout(stages)
     ties = tied_groups(graph)
@@ -72,6 +73,19 @@ def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "
     for name in named:
         picture.box(name)
     return picture.ax
+
+
+def _differences(named: Sequence[str], layers: Iterable[str]) -> str:
+    """How the names in a list of stages differ from the names of the layers."""
+    names = [str(name) for name in named]
+    known = set(layers)
+    kinds = {
+        "missing": known - {*names},
+        "unknown": {*names} - known,
+        "repeated": {name for name in names if names.count(name) > 1},
+    }
+    found = [f"{kind}: {', '.join(sorted(of_kind))}" for kind, of_kind in kinds.items() if of_kind]
+    return ", ".join(found) or "some stages are empty"
 
 
 def _axes(layout: Layout) -> "Axes":

@@ -169,20 +169,20 @@ def _model(target: str) -> tuple[Any, Any]:
     place, _, name = target.rpartition(":")
     if target.endswith((".py", ".py:")):
         raise GraphError(
-            f"MODEL is file.py:function or module:function; {target!r} names no function; pass for example "
+            f"MODEL must be file.py:function or module:function; {target!r} names no function; pass for example "
             f"{target.removesuffix(':')}:make, where make() returns (model, sample)"
         )
     try:
         function: Callable[[], Any] = getattr(_module(place), name)
     except (ImportError, OSError, AttributeError, ValueError) as error:
         raise GraphError(
-            f"MODEL is file.py:function or module:function, or for tune a saved profile; {target!r} cannot be "
+            f"MODEL must be file.py:function or module:function, or, for tune, a saved profile; {target!r} cannot be "
             f"imported: {error if place else 'it names no function'}; correct the path or the name"
         ) from error
     made = _called(function, target) if callable(function) else function
     if not isinstance(made, tuple) or len(made) != 2:
         raise GraphError(
-            f"the function of MODEL returns a model and a sample; {target} returned {type(made).__name__}; "
+            f"the function given as MODEL must return a model and a sample; {target} returned {type(made).__name__}; "
             f"return (model, sample)"
         )
     return made
@@ -193,8 +193,8 @@ def _called(function: Callable[..., Any], target: str) -> Any:
         signature(function).bind()
     except TypeError as error:
         raise GraphError(
-            f"the function of MODEL takes no arguments; {target} takes {signature(function)} ({error}); "
-            f"give each argument a default"
+            f"the function given as MODEL must be callable without arguments; {target} has the signature "
+            f"{signature(function)} ({error}); give each argument a default"
         ) from None
     return function()
 

@@ -102,8 +102,8 @@ def _check(allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | No
     known = "recompute", "offload"  # for other options, time and memory are not measured
     if isinstance(allowed, str) or not isinstance(allowed, Collection) or not all(keep in known for keep in allowed):
         raise PartitionError(
-            f"checkpoint is a collection of the allowed options, {', '.join(map(repr, known))}; got {allowed!r}; pass "
-            f"a tuple, such as ('recompute',)"
+            f"checkpoint must be a collection of the allowed options, {', '.join(map(repr, known))}; got {allowed!r}; "
+            f"pass a tuple, such as ('recompute',)"
         )
     if "offload" in allowed and not offload_bytes_per_s:
         raise PartitionError(

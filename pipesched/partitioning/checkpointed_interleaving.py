@@ -66,7 +66,9 @@ class CheckpointedRanks:
         return max(first, cuts[index - 1] + 1) <= cuts[index] <= min(last, cuts[index + 1] - 1)
 
     def _key(self, cuts: Sequence[int]) -> Key:
-        """The bytes above the limits, the ticks of the busiest rank or link, all ranks' ticks, and their squares."""
+        """Sort key of a partition: the bytes above the memory limits, the ticks of the busiest rank or link, the sum of
+        all ranks' ticks, and the sum of the squared ticks.
+        """
         both = [self._of_rank(rank, tuple((cuts[s], cuts[s + 1]) for s in own)) for rank, own in enumerate(self._own)]
         times = [ticks for _, ticks in both]
         busiest = max(times + [self._toll[cuts[at]] for at in self._links])

@@ -76,9 +76,9 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
         )
     else:
         shown = ", ".join(map(str, sorted(set(limits))))
-        numbers = f"the limit is {shown} bytes a rank, {enough / max(limits) - 1:.1%} more is enough"
+        numbers = f"the limit is {shown} bytes per rank, {enough / max(limits) - 1:.1%} more is enough"
     alternatives = _recompute(request) + _more_ranks(request)
-    return place, numbers, f"allow {enough} bytes ({quote_bytes(enough)}) a rank{alternatives}"
+    return place, numbers, f"allow {enough} bytes ({quote_bytes(enough)}) per rank{alternatives}"
 
 
 def _alone(request: Request) -> tuple[str, int]:

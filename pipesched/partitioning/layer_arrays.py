@@ -66,7 +66,10 @@ def ticks_per_s(total_s: float, scale: int = 1) -> int:
     while total_s * per_s * scale > _MOST and per_s:
         per_s //= 10
     if not per_s:
-        raise PartitionError(f"times add up to less than {_MOST // scale} s; these are {total_s:g} s; correct the unit")
+        raise PartitionError(
+            f"the times of all layers must add up to less than {_MOST // scale} s; they add up to "
+            f"{total_s:g} s; correct the unit"
+        )
     return per_s
 
 
@@ -104,8 +107,8 @@ def read(
     """
     if not graph.is_directed() or not len(graph):
         raise PartitionError(
-            f"the layers form a directed graph without cycles; got {graph}; "
-            f"pass a networkx.DiGraph with an edge from each layer to those that use its output"
+            f"the layers must form a directed graph without cycles; got {graph}; pass a networkx.DiGraph with an edge "
+            f"from each layer to the layers that use its output"
         )
     names, tails, heads = _ordered(graph)
     attributes = dict(graph.nodes(data=True))
@@ -174,8 +177,8 @@ def _ordered(graph: "nx.DiGraph[Any]") -> tuple[list[Any], Ints, Ints]:
         except nx.NetworkXUnfeasible:
             cycle = [edge[0] for edge in nx.find_cycle(graph)]
             raise PartitionError(
-                f"the layers form a graph without cycles; {' -> '.join(map(repr, [*cycle, cycle[0]]))} is a cycle; "
-                f"make the layers of the cycle one layer"
+                f"the layers must form a graph without cycles; {' -> '.join(map(repr, [*cycle, cycle[0]]))} is a "
+                f"cycle; make the layers of the cycle one layer"
             ) from None
         number = {name: position for position, name in enumerate(names)}
     ends = np.fromiter((number[end] for edge in graph.edges for end in edge), np.int64, 2 * graph.number_of_edges())
@@ -188,7 +191,7 @@ def _column(names: list[Any], nodes: Sequence[Mapping[str, Any]], name: str, *, 
         missing = [layer for layer, node in zip(names, nodes, strict=True) if name not in node]
         if missing:
             raise PartitionError(
-                f"a layer needs the attributes forward_s and backward_s, for communication output_bytes, and for a "
-                f"memory limit parameter_bytes; {missing[0]!r} has no {name}; measure it"
+                f"a layer must have the attributes forward_s and backward_s, with communication also output_bytes, and "
+                f"with a memory limit also parameter_bytes; {missing[0]!r} has no {name}; measure it"
             )
     return numbers(values, f"{name} of layer")

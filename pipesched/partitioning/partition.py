@@ -102,8 +102,8 @@ def partition(
         PartitionError: an argument is invalid, or there is no partition. The error has a remedy.
 
     """
-    rule = "together is a list of groups of layers that share a stage"
-    remedy = "pass such as [(first, second)]"
+    rule = "together must be a list of groups of layers that share a stage"
+    remedy = "pass a list such as [(first, second)]"
     request = Request(
         graph=graph,
         num_stages=num_stages,
@@ -148,8 +148,8 @@ def balance(times: Sequence[float], num_stages: int) -> list[int]:
     seconds = numbers(times, "the time of layer")
     if not 1 <= num_stages <= max(1, len(times)):
         raise PartitionError(
-            f"every stage holds at least one layer; {num_stages} stages, {len(times)} layers; "
-            f"use 1 to {len(times)} stages: fewer devices, or fewer chunks a rank"
+            f"every stage must hold at least one layer; there are {num_stages} stages and {len(times)} layers; use 1 "
+            f"to {len(times)} stages: fewer devices, or fewer chunks per rank"
         )
     if not len(seconds):
         return [0]

@@ -51,17 +51,18 @@ class Request:
         count = len(self.graph)
         if not is_whole(self.num_stages) or self.num_stages < 1 or (self._all_used and self.num_stages > count):
             raise PartitionError(
-                f"every stage holds at least one layer; {self.num_stages} stages, {count} layers; use 1 to {count} "
-                f"stages: fewer devices, or fewer chunks a rank"
+                f"every stage must hold at least one layer; there are {self.num_stages} stages and {count} layers; use "
+                f"1 to {count} stages: fewer devices, or fewer chunks per rank"
             )
         if self.communication not in get_args(Communication):
             raise PartitionError(
-                f"communication is one of {', '.join(get_args(Communication))}; got {self.communication!r}; choose one"
+                f"communication must be one of {', '.join(get_args(Communication))}; got {self.communication!r}; "
+                f"choose one"
             )
         if self.communication != "none" and self.bandwidth_bytes_per_s is None:
             raise PartitionError(
-                f"communication takes time; communication={self.communication!r} is set without bandwidth_bytes_per_s; "
-                f"pass the bandwidth of the slowest link, such as 10e9"
+                f"communication needs a bandwidth; communication={self.communication!r} is set without "
+                f"bandwidth_bytes_per_s; pass the bandwidth of the slowest link, such as 10e9"
             )
         _number(self.weight_copies, "weight_copies")
         if self.placement is not None:
@@ -70,16 +71,24 @@ class Request:
             self._check_checkpoint()
 
     def _check_types(self) -> None:
-        graph = "a networkx.DiGraph with the layers' costs", "pass such as pipesched.graph_of(model, sample)"
-        check_type(self.graph, nx.Graph, f"graph is {graph[0]}", graph[1])
-        check_type(self.starts, Mapping, "starts maps layers to the stages that they begin", "pass such as {'head': 3}")
+        graph = "a networkx.DiGraph with the layers' costs", "pass for example pipesched.graph_of(model, sample)"
+        check_type(self.graph, nx.Graph, f"graph must be {graph[0]}", graph[1])
+        check_type(
+            self.starts,
+            Mapping,
+            "starts must map layers to the stages that they begin",
+            ("pass for example {'head': 3}"),
+        )
         if self.in_flight is not None and not callable(self.in_flight):
-            rule = "in_flight is a list of numbers of micro-batches, one a stage, or a function (stage, num_stages)"
-            as_list(self.in_flight, rule, "pass such as [4, 3, 2, 1]")
+            rule = (
+                "in_flight must be a list with the number of micro-batches of each stage, or a function (stage, "
+                "num_stages)"
+            )
+            as_list(self.in_flight, rule, "pass for example [4, 3, 2, 1]")
         if self.placement is not None:
             as_list(
                 self.placement,
-                "a placement is a list with a rank for each stage",
+                "a placement must be a list with the rank of each stage",
                 "make one with pipesched.program.placement",
             )
 
@@ -90,15 +99,15 @@ class Request:
             )
         if self.communication == "serial":
             raise PartitionError(
-                "checkpoint does not work with communication='serial', where one more layer can make a stage faster; "
-                "got both; use communication='overlap' or 'none'"
+                "checkpoint may not be combined with communication='serial', where one more layer can make a stage "
+                "faster; got both; use communication='overlap' or 'none'"
             )
 
     def _check_placement(self, ranks: list[Any]) -> None:
         if len(ranks) != self.num_stages or not all(map(is_whole, ranks)) or set(ranks) != {*range(max(ranks) + 1)}:
             raise PartitionError(
-                f"a placement has a rank for each stage, and every rank has a stage; got {shown(ranks)} for "
-                f"{self.num_stages} stages; make one with pipesched.program.placement"
+                f"a placement must have a rank for each stage, and every rank must have a stage; got {shown(ranks)} "
+                f"for {self.num_stages} stages; make one with pipesched.program.placement"
             )
         if self.any_order:
             raise PartitionError(
@@ -135,8 +144,8 @@ class Request:
         speeds = [Fraction(_number(speed, "a speed")).limit_denominator(_FINEST_SPEED) for speed in values]
         if not all(speeds):
             raise PartitionError(
-                f"a rank's speed is relative to the measured rank, at least 1/{_FINEST_SPEED}; got {values}; leave out "
-                f"slower ranks"
+                f"a rank's speed, relative to the measured rank, must be at least 1/{_FINEST_SPEED}; got {values}; "
+                f"leave out slower ranks"
             )
         return speeds
 
@@ -166,8 +175,8 @@ class Request:
         blocks = contract(layers, groups)
         if self._all_used and len(blocks) < self.num_stages:
             raise PartitionError(
-                f"every stage holds at least one layer; there are {self.num_stages} stages, but layers kept together "
-                f"make only {len(blocks)} blocks; use fewer stages, or keep fewer layers together"
+                f"every stage must hold at least one layer; there are {self.num_stages} stages, but layers kept "
+                f"together make only {len(blocks)} blocks; use fewer stages, or keep fewer layers together"
             )
         options: list[tuple[ActivationOption, ...]] = []
         if self.checkpoint:
@@ -200,14 +209,14 @@ class Request:
             )
         if not is_whole(stage) or not 0 <= stage < most:
             raise PartitionError(
-                f"starts maps a layer to the stage that it begins, 0 to {most - 1}; {layer!r} is to begin stage "
+                f"starts must map a layer to the stage that it begins, 0 to {most - 1}; {layer!r} is to begin stage "
                 f"{stage!r}; choose one of these stages, or use more stages"
             )
         ancestors = frozenset(position[name] for name in nx.ancestors(self.graph, layer))
         if ancestors and not stage:
             raise PartitionError(
-                f"a layer begins a stage only if all layers that it needs are in earlier stages; {layer!r} is to begin "
-                f"stage 0 but needs {len(ancestors)} layers; choose a later stage for it"
+                f"a layer may begin a stage only if all layers that it needs are in earlier stages; {layer!r} is to "
+                f"begin stage 0 but needs {len(ancestors)} layers; choose a later stage for it"
             )
         return Pin(int(stage), at, ancestors)
 
@@ -221,8 +230,8 @@ class Request:
             held = list(self.in_flight)
         if len(held) != num_stages or not all(is_whole(count) and count >= 0 for count in held):
             raise PartitionError(
-                f"in_flight has a number of micro-batches for each stage; got {held!r} for {num_stages} stages; pass a "
-                f"whole number for each stage, or a function (stage, num_stages)"
+                f"in_flight must have a number of micro-batches for each stage; got {held!r} for {num_stages} stages; "
+                f"pass a whole number for each stage, or a function (stage, num_stages)"
             )
         return [int(count) for count in held]
 
@@ -246,7 +255,8 @@ def _one_each(value: Any, num_ranks: int, name: str) -> list[Any]:
     values = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value] * num_ranks
     if len(values) != num_ranks:
         raise PartitionError(
-            f"{name} has one number for each rank; got {len(values)} for {num_ranks} ranks; pass {num_ranks}"
+            f"{name} must have one number for each rank; got {len(values)} numbers for {num_ranks} ranks; pass "
+            f"{num_ranks}"
         )
     return values
 
@@ -254,5 +264,7 @@ def _one_each(value: Any, num_ranks: int, name: str) -> list[Any]:
 def _known(layer: Any, position: Mapping[Any, int], what: str) -> int:
     if layer not in position:
         names = ", ".join(map(repr, list(position)[:12])) + (", ..." if len(position) > 12 else "")
-        raise PartitionError(f"{what} names layers; {layer!r} is not a layer; the layers are {names}; use one of these")
+        raise PartitionError(
+            f"{what} may only name layers; {layer!r} is not a layer; the layers are {names}; use one of these"
+        )
     return position[layer]

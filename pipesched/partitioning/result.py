@@ -98,12 +98,12 @@ class Partition:
         """The inverse of ``to_dict``, from values with ``stages`` added. Raises ScheduleError for invalid values."""
 
         def summaries(rows: Any) -> tuple[StageSummary, ...]:
-            return tuple(read_fields(StageSummary, row, "the summary of a stage has") for row in rows)
+            return tuple(read_fields(StageSummary, row, "the summary of a stage must have") for row in rows)
 
         made = read_fields(cls, values, "a partition has", summaries=summaries)
         if len(made.summaries) not in (0, len(made.stages)):
             raise ScheduleError(
-                f"a partition has a summary of every stage, or none; got {len(made.summaries)} summaries for "
+                f"a partition must have a summary of every stage, or none; got {len(made.summaries)} summaries for "
                 f"{len(made.stages)} stages; save it again"
             )
         return made

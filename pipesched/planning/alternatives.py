@@ -55,7 +55,7 @@ class Alternative:
     def from_dict(cls, values: Mapping[str, Any]) -> "Alternative":
         """The inverse of ``to_dict``. Raises ScheduleError for values of another form."""
         return read_fields(
-            cls, {"checkpoint": "", **values} if isinstance(values, Mapping) else values, "an alternative has"
+            cls, {"checkpoint": "", **values} if isinstance(values, Mapping) else values, "an alternative must have"
         )
 
 

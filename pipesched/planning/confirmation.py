@@ -91,13 +91,14 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     """Search for plans, run the best ones, and return the fastest with corrected costs.
 
     Of plans that differ by no more than noise, the one with the shortest expected step is chosen. The alternatives of
-    the returned plan include the measured times. Raises as ``find_plan``.
+    the returned plan include the measured times. Raises the
+    same errors as ``find_plan``.
 
     Args:
         search: the request.
         run: runs plans and measures their steps.
-        count: the number of plans to run, each of another sort. One more runs if the corrected costs lead to a better
-            plan.
+        count: the number of plans to run, each of a different sort (number of ranks, micro-batches, chunks, backward
+            splitting or checkpointing). One more plan runs if the corrected costs lead to a better one.
         progress: called with the completed share of the work.
 
     """

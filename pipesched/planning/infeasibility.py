@@ -39,10 +39,9 @@ def no_partition(search: SearchRequest) -> PartitionError:
         numbers = " or ".join(f"num_stages={count}" for count in fit)
         remedy = f"pass {numbers}, {remedy}" if fit else remedy
     return PartitionError(
-        "every stage needs at least one layer, and every rank the same number of stages; "
-        f"{counted(layers, 'layer')} cannot be split into "
-        f"{counted(stages, 'such stage') if stages else 'any number of such stages'} on {counted(ranks, 'rank')}; "
-        f"{remedy}"
+        f"every stage needs at least one layer, and every rank the same number of stages; {counted(layers, 'layer')} "
+        f"cannot be split into {counted(stages, 'stage') if stages else 'any number of stages'} on "
+        f"{counted(ranks, 'rank')}; {remedy}"
     )
 
 
@@ -57,8 +56,9 @@ def infeasible(search: SearchRequest, least: int, fitting: "FittingPlans") -> Me
     """
     limit = min(search.memory_limit_bytes or ())
     text = (
-        f"every rank holds its weights, gradients and activations; no plan for {counted(search.num_ranks, 'rank')} "
-        f"and a batch of {counted(search.batch_size, 'row')} fits into {quote_bytes(limit)} per rank: "
+        f"every rank must have room for its weights, gradients and activations; no plan for "
+        f"{counted(search.num_ranks, 'rank')} and a batch of {counted(search.batch_size, 'row')} fits into "
+        f"{quote_bytes(limit)} per rank: "
     )
     layer, alone = _largest_layer(search)
     if alone > limit:

@@ -35,11 +35,13 @@ class Pins:
             self._check_ascending()
         if isinstance(self.together, str | Mapping) or not isinstance(self.together, Iterable):
             raise PartitionError(
-                f"together is a list of groups of layers; got {shown(self.together)}; pass [(first, second)]"
+                f"together must be a list of groups of layers; got {shown(self.together)}; pass [(first, second)]"
             )
         for group in self.together:
             if isinstance(group, str) or not isinstance(group, Collection):
-                raise PartitionError(f"together is a list of groups of layers; got {group!r}; pass [(first, second)]")
+                raise PartitionError(
+                    f"together must be a list of groups of layers; got {group!r}; pass [(first, second)]"
+                )
             for layer in group:
                 _position(layer, self.layers, "together names layers")
 
@@ -62,8 +64,8 @@ class Pins:
         for place, (name, _) in places.items():
             if not 0 <= place < len(self.layers):
                 raise PartitionError(
-                    f"boundaries maps layers to the stages they begin; there are {len(self.layers)} layers; got "
-                    f"{name!r}; pass a position from 0 on, or a name"
+                    f"boundaries must map layers to the stages that they begin; there are {len(self.layers)} layers; "
+                    f"got {name!r}; pass a position from 0 on, or a name"
                 )
         return {self.layers[place]: stage for place, (_, stage) in places.items()}
 
@@ -72,14 +74,14 @@ class Pins:
         for layer, stage in starts:
             if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
                 raise PartitionError(
-                    f"boundaries maps layers to the stages they begin; got stage {stage!r} for layer {layer!r}; "
-                    f"pass its number, such as {{{layer!r}: 1}}"
+                    f"boundaries must map layers to the stages that they begin; got stage {stage!r} for layer "
+                    f"{layer!r}; pass its number, such as {{{layer!r}: 1}}"
                 )
         for (one, before), (other, behind) in pairwise(starts):
             if before >= behind:
                 raise PartitionError(
-                    f"later layers begin later stages; {one!r} begins stage {before}, but {other!r}, a later layer, "
-                    f"begins stage {behind}; exchange them, or leave one out"
+                    f"later layers must begin later stages; {one!r} begins stage {before}, but {other!r}, a later "
+                    f"layer, begins stage {behind}; swap them, or leave one out"
                 )
 
     def starts_of_all(self) -> list[int]:
@@ -89,20 +91,20 @@ class Pins:
         starts = [0]
         if isinstance(self.boundaries, str) or not isinstance(self.boundaries, Sequence):
             raise PartitionError(
-                f"boundaries is a list of layers, or maps layers to the stages they begin; got "
+                f"boundaries must be a list of layers, or map layers to the stages that they begin; got "
                 f"{self.boundaries!r}; pass a list, such as [{self.boundaries!r}]"
             )
         for boundary in self.boundaries:
             start = _position(boundary, self.layers)
             if not 0 < start < len(self.layers):
                 raise PartitionError(
-                    f"a boundary is the first layer of a stage after stage 0, one of 1..{len(self.layers) - 1} of "
+                    f"a boundary must be the first layer of a stage after stage 0, one of 1..{len(self.layers) - 1} of "
                     f"{len(self.layers)} layers; got {boundary!r}; leave it out or move it"
                 )
             if start <= starts[-1]:
                 raise PartitionError(
-                    f"boundaries ascend; got {boundary!r} (layer {start}) after layer {starts[-1]}; sort them, each "
-                    f"once"
+                    f"boundaries must ascend; got {boundary!r} (layer {start}) after layer {starts[-1]}; sort them and "
+                    f"remove duplicates"
                 )
             starts.append(start)
         return starts
@@ -133,8 +135,8 @@ class Pins:
             stages = {layer: bisect(starts, self.places[layer]) - 1 for layer in group}
             if len({*stages.values()}) > 1:
                 raise PartitionError(
-                    f"layers kept together share a stage; the boundaries put {_listed(stages)}; move a boundary, or "
-                    f"drop that group"
+                    f"layers kept together must share a stage; the boundaries put {_listed(stages)}; move a boundary, "
+                    f"or drop that group"
                 )
 
 
@@ -142,7 +144,7 @@ def _listed(stages: Mapping[str, int]) -> str:
     return ", ".join(f"{name!r} into stage {stage}" for name, stage in stages.items())
 
 
-def _position(boundary: Any, names: Sequence[str], rule: str = "a boundary names a layer") -> int:
+def _position(boundary: Any, names: Sequence[str], rule: str = "a boundary must name a layer") -> int:
     if isinstance(boundary, str):
         if boundary not in names:
             raise PartitionError(
@@ -151,5 +153,5 @@ def _position(boundary: Any, names: Sequence[str], rule: str = "a boundary names
             )
         return names.index(boundary)
     if isinstance(boundary, bool) or not isinstance(boundary, int):
-        raise PartitionError(f"a boundary is a layer's position or name; got {boundary!r}; pass an int or a str")
+        raise PartitionError(f"a boundary must be a layer's position or name; got {boundary!r}; pass an int or a str")
     return boundary

@@ -206,19 +206,19 @@ class Plan:
                 saved.
 
         """
-        check_known("a plan has", values, (*_KEYS, *_MORE))
+        check_known("a plan must have", values, (*_KEYS, *_MORE))
         try:
             program = _read_program(values)
             costs = None if values.get("costs") is None else Costs.from_dict(values["costs"])
             stages = tuple(tuple(map(_as_name, _as_list(layers))) for layers in _as_list(values["stages"]))
             _check_stages(stages, program)
             options = values.get("options", {})
-            check_type(options, Mapping, "the options of a plan are a mapping of names", "save it again")
+            check_type(options, Mapping, "the options of a plan must be a mapping of names", "save it again")
             found = values.get("partition")
             partition = None if found is None else Partition.from_dict({**found, "stages": values["stages"]})
             plan = cls(
                 stages=stages,
-                ties=tuple(read_fields(Tie, tie, "a tie has") for tie in _as_list(values.get("ties", []))),
+                ties=tuple(read_fields(Tie, tie, "a tie must have") for tie in _as_list(values.get("ties", []))),
                 alternatives=tuple(map(Alternative.from_dict, _as_list(values.get("alternatives", [])))),
                 schedule=values["schedule"],
                 program=program,
@@ -228,12 +228,14 @@ class Plan:
                 partition=partition,
             )
         except (LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
-            raise ScheduleError(f"a plan has {', '.join(_KEYS)}; {error} is missing or wrong; save it again") from error
+            raise ScheduleError(
+                f"a plan must have {', '.join(_KEYS)}; {error} is missing or wrong; save it again"
+            ) from error
         names = [name for layers in stages for name in layers]
         if len({*names}) < len(names):
             doubled = next(name for name in names if names.count(name) > 1)
             raise ScheduleError(
-                f"every layer is in exactly one stage; the plan has {doubled!r} {names.count(doubled)} times; "
+                f"every layer must be in exactly one stage; the plan has {doubled!r} {names.count(doubled)} times; "
                 f"remove the others"
             )
         _check_agrees(values, program)
@@ -255,13 +257,14 @@ class Plan:
 def _check_stages(stages: Sequence[tuple[str, ...]], program: Program) -> None:
     if len(stages) != program.num_weights:
         raise ScheduleError(
-            f"a plan has one stage for each weight copy of its program; it lists {counted(len(stages), 'stage')}, the "
-            f"program has {program.num_weights}; correct one of them"
+            f"a plan must have one stage for each weight copy of its program; it lists "
+            f"{counted(len(stages), 'stage')}, but the program has {program.num_weights} weight copies; correct one of "
+            f"them"
         )
     if () in stages:
         raise ScheduleError(
-            f"every stage has a layer; stage {stages.index(())} of {len(stages)} has none; add one, or plan for fewer "
-            f"stages"
+            f"every stage must have a layer; stage {stages.index(())} of {len(stages)} has none; add one, or plan for "
+            f"fewer stages"
         )
 
 
@@ -293,7 +296,7 @@ def _read_program(values: Mapping[str, Any]) -> Program:
     given = values["program"]
     if not isinstance(given, Mapping):
         return Program.parse("\n".join(_as_list(given)))
-    check_known("a plan's program has", given, ("edges", "digest"))
+    check_known("a plan's program must have", given, ("edges", "digest"))
     name = values["schedule"]
     num_ranks = values["num_ranks"]
     num_microbatches = values["num_microbatches"]
@@ -315,7 +318,10 @@ def _read_program(values: Mapping[str, Any]) -> Program:
 def _edges(given: Any, num_stages: int) -> list[tuple[int, int]]:
     for edge in _as_list(given):
         if len(_as_list(edge)) != 2 or not all(map(is_count, edge, (0, 1))) or not edge[0] < edge[1] < num_stages:
-            raise IndexError(f"an edge from a stage to a later one of {num_stages}, {shown(edge)},")
+            raise ScheduleError(
+                f"an edge of a saved plan must lead from a stage to a later one, numbered 0 to {num_stages - 1}; got "
+                f"{shown(edge)}; save the plan again"
+            )
     return [(giver, taker) for giver, taker in given]
 
 
@@ -334,6 +340,7 @@ def _check_agrees(values: Mapping[str, Any], program: Program) -> None:
     for key, own in runs.items():
         if values.get(key, own) != own:
             raise ScheduleError(
-                f"a plan runs its program; the plan says {key!r} is {values[key]!r}, but its program has {own!r}; make "
-                f"them agree, or pass schedule=, devices= and num_microbatches= to Pipeline instead of a plan"
+                f"a plan must agree with its program; {key!r} is {values[key]!r} in the plan, but {own!r} in its "
+                f"program; make them agree, or pass schedule=, devices= and num_microbatches= to Pipeline instead of a "
+                f"plan"
             )

@@ -34,10 +34,12 @@ class PlanRequest:
         if isinstance(count, float) and count.is_integer():  # as 8.0 from a configuration file
             object.__setattr__(self, "num_microbatches", int(count))
         if self.num_microbatches is not None and not is_count(self.num_microbatches):
-            raise ScheduleError(f"num_microbatches is a whole number, at least 1; got {shown(count)}; pass 1 or more")
+            raise ScheduleError(
+                f"num_microbatches must be a whole number, at least 1; got {shown(count)}; pass 1 or more"
+            )
         if self.num_stages is not None and not is_count(self.num_stages):
             raise PartitionError(
-                f"num_stages is a whole number, at least 1; got {shown(self.num_stages)}; pass 1 or more"
+                f"num_stages must be a whole number, at least 1; got {shown(self.num_stages)}; pass 1 or more"
             )
 
     def pinned(self, plan: Plan, names: list[str]) -> "PlanRequest":
@@ -50,16 +52,17 @@ class PlanRequest:
 
         """
         if not isinstance(plan, Plan):
-            raise PartitionError(f"plan is a Plan; got {plan!r}; read a saved one with Plan.load(path)")
+            raise PartitionError(f"plan must be a Plan; got {plan!r}; read a saved one with Plan.load(path)")
         of_plan = [name for layers in plan.stages for name in layers]
         if of_plan != names:
             raise PartitionError(
-                f"a plan has each layer of its model in exactly one stage; it has {len(of_plan)} layers, the model "
-                f"{len(names)}; {_first_difference(of_plan, names)}; make a new plan for this model"
+                f"a plan must have each layer of its model in exactly one stage; it has {len(of_plan)} layers, the "
+                f"model has {len(names)}; {_first_difference(of_plan, names)}; make a new plan for this model"
             )
         if self != PlanRequest():
             raise PartitionError(
-                "a plan includes all choices; got plan= and others, such as schedule= or checkpoint=; pass plan= alone"
+                "a plan already includes all choices; got plan= and other options, such as schedule= or checkpoint=; "
+                "pass plan= alone"
             )
         program = plan.program
         return PlanRequest(

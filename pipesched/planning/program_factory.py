@@ -153,9 +153,9 @@ class StepPrograms:
             )
         if program.slices_per_microbatch > 1:
             raise ScheduleError(
-                f"layers run whole micro-batches; {program.name!r} cuts each micro-batch into "
-                f"{program.slices_per_microbatch} token slices, which needs layers that keep state between slices; "
-                f"use it with simulate only, or choose one of: {', '.join(schedules.names())}"
+                f"a pipeline can only run whole micro-batches; {program.name!r} cuts each micro-batch into "
+                f"{program.slices_per_microbatch} token slices, which needs layers that keep state between slices; use "
+                f"it with simulate only, or choose one of: {', '.join(schedules.names())}"
             )
         if self._factory.graph is not None:
             program = replace(program, graph=self._factory.graph)
@@ -229,7 +229,7 @@ class StepPrograms:
 def _as_planned(num_ranks: int, num_devices: int) -> int:
     if num_ranks > num_devices:
         raise DeviceCountError(
-            f"every rank has a device; the plan has {num_ranks} ranks, but there are {num_devices} devices; pass "
+            f"every rank must have a device; the plan has {num_ranks} ranks, but there are {num_devices} devices; pass "
             f"{num_ranks} devices (a device may repeat), or make a plan for {num_devices}"
         )
     return num_ranks
@@ -256,13 +256,14 @@ def _source(request: PlanRequest, num_devices: int) -> Schedule | Program:
         if num_stages > num_ranks:
             raise DeviceCountError(
                 f"schedule {schedule.name!r} has one stage per rank; {num_stages} stages need {num_stages} devices, "
-                f"got {num_devices}; repeat a device, or use a schedule with chunks: {', '.join(_with_chunks())}"
+                f"but there are {num_devices}; repeat a device, or use a schedule with chunks: "
+                f"{', '.join(_with_chunks())}"
             )
         return schedule
     if num_stages % num_ranks:
         raise PartitionError(
-            f"every rank has the same number of stages; {num_stages} stages cannot be divided evenly among {num_ranks} "
-            f"ranks; use a multiple of {num_ranks} stages, or another number of devices"
+            f"every rank must have the same number of stages; {num_stages} stages cannot be divided evenly among "
+            f"{num_ranks} ranks; use a multiple of {num_ranks} stages, or another number of devices"
         )
     return schedule.with_options(chunks_per_rank=num_stages // num_ranks)
 
@@ -271,7 +272,9 @@ def _schedule(wish: Any) -> Schedule:
     if isinstance(wish, Schedule):
         return wish
     if not isinstance(wish, str):
-        raise ScheduleError(f"schedule is a name, a Schedule or a Program; got {type(wish).__name__}; pass one of them")
+        raise ScheduleError(
+            f"schedule must be a name, a Schedule or a Program; got {type(wish).__name__}; pass one of them"
+        )
     return schedules.get(_AUTO if wish == "auto" else wish)
 
 
@@ -283,18 +286,21 @@ def _fixed(program: Program, num_devices: int, request: PlanRequest) -> Program:
     """The program that the user gave, after checking that it fits the request."""
     if program.num_ranks > num_devices:
         raise DeviceCountError(
-            f"every rank has a device; the program has {program.num_ranks} ranks, but there are {num_devices} devices; "
-            f"pass {program.num_ranks} devices (a device may repeat)"
+            f"every rank must have a device; the program has {program.num_ranks} ranks, but there are {num_devices} "
+            f"devices; pass {program.num_ranks} devices (a device may repeat)"
         )
     for name, wish, has in (
         ("micro-batches", request.num_microbatches, program.num_microbatches),
         ("stages", request.num_stages, program.num_weights),
     ):
         if wish not in (None, has):
-            raise ScheduleError(f"a program has a fixed shape; it has {has} {name}, got {wish}; pass {has}")
+            raise ScheduleError(
+                f"the program fixes the number of {name}: it has {has}, but {wish} was requested; pass "
+                f"{has}, or leave the option out"
+            )
     if not program.is_chains or program.forward_only:
         raise ScheduleError(
-            "a pipeline trains a chain of stages, or several chains over the same weights; this program has another "
-            "stage graph, or no backwards; rewrite it"
+            "a pipeline can only train a chain of stages, or several chains over the same weights; this program has "
+            "another stage graph, or no backwards; change the program"
         )
     return program

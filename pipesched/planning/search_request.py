@@ -119,17 +119,19 @@ class SearchRequest:
         for name, number in (("ranks", num_ranks), ("rows in a batch", batch_size)):
             if not is_count(number):
                 raise PartitionError(
-                    f"the number of {name} is a whole number, at least 1; got {shown(number)}; pass 1 or more"
+                    f"the number of {name} must be a whole number, at least 1; got {shown(number)}; pass 1 or more"
                 )
         if request.num_microbatches is not None:
             counts = [request.num_microbatches]
         if counts is None:
             counts = microbatch_counts(batch_size, num_ranks, profile.graphs)
         if not counts or max(counts) > batch_size or min(counts) < 1:
+            split = f"{', '.join(map(str, counts))} micro-batches" if counts else "micro-batches of such a size"
             raise PartitionError(
-                f"micro-batches have at least one row, and sizes within the measured range; a batch of "
-                f"{batch_size} rows cannot be split into {list(counts) or 'any number of them'}; measured: "
-                f"{sorted(profile.graphs)} rows; pass another num_microbatches or batch_size, or measure more sizes"
+                f"a micro-batch must have at least one row, and a size within the measured range; a batch of "
+                f"{batch_size} rows cannot be split into {split}; measured sizes: "
+                f"{', '.join(map(str, sorted(profile.graphs)))} rows; pass another num_microbatches or batch_size, or "
+                f"measure more sizes"
             )
         return cls(
             replace(profile, machine=profile.machine.assuming(ranks_are, num_ranks, num_cores)),
@@ -149,10 +151,7 @@ class SearchRequest:
 def check_offload(offload: Any) -> None:
     """Raise PartitionError unless ``offload`` is "auto", True or False."""
     if not isinstance(offload, bool) and not (isinstance(offload, str) and offload == "auto"):
-        raise PartitionError(
-            f"offload says whether activations may be offloaded to the host: 'auto', True or False; got {offload!r}; "
-            f"choose one of them"
-        )
+        raise PartitionError(f"offload must be 'auto', True or False; got {offload!r}; choose one of them")
 
 
 def _is_list(request: PlanRequest) -> bool:
@@ -170,7 +169,7 @@ def _synchronous(schedule: Any) -> Schedule | None:
     program = wished.program(2, 2)
     if program.has_updates or program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"the search covers synchronous schedules with one chain of stages; got {wished.name!r}; choose "
+            f"the search covers only synchronous schedules with one chain of stages; got {wished.name!r}; choose "
             f"another, or leave out the options that start a search (batch_size, memory_limit_bytes, profile)"
         )
     return wished
@@ -183,8 +182,8 @@ def limits_of(given: int | Sequence[int] | None, num_ranks: int) -> tuple[int, .
     limits = list(given) if isinstance(given, Sequence) else [given] * num_ranks
     if len(limits) != num_ranks or not all(map(_is_size, limits)):
         raise PartitionError(
-            f"memory_limit_bytes is a number of bytes above 0, for all ranks or for each of {num_ranks}; got "
-            f"{shown(given)}; pass such as 16 * 2**30"
+            f"memory_limit_bytes must be a number of bytes above 0 for all ranks, or a list with a number for each of "
+            f"{num_ranks} ranks; got {shown(given)}; pass for example 16 * 2**30"
         )
     return tuple(map(int, limits))
 

@@ -52,7 +52,7 @@ class StagePartitioner:
     def __post_init__(self) -> None:
         if self.links is not None and not isinstance(self.links, Links):
             raise PartitionError(
-                f"links are pipesched.Links; got {self.links!r}; pass the result of pipesched.probe_links"
+                f"links must be a pipesched.Links; got {self.links!r}; pass the result of pipesched.probe_links"
             )
 
     def partition(self) -> tuple[StageLayers, Partition | None]:
@@ -66,8 +66,8 @@ class StagePartitioner:
         num_stages = self.program.num_weights
         if num_stages > max(1, len(layers)):
             raise PartitionError(
-                f"every stage needs at least one layer; {num_stages} stages on {self.program.num_ranks} ranks, but the "
-                f"model has {len(layers)} layers; use fewer devices, or fewer chunks per rank"
+                f"every stage needs at least one layer; there are {num_stages} stages on {self.program.num_ranks} "
+                f"ranks, but the model has {len(layers)} layers; use fewer devices, or fewer chunks per rank"
             )
         found: Partition | None = None
         if self.pins.complete:
@@ -80,7 +80,7 @@ class StagePartitioner:
             starts = list(range(num_stages))
         if len(starts) != num_stages:
             raise PartitionError(
-                f"boundaries name the first layer of every stage but stage 0; {len(starts) - 1} boundaries make "
+                f"boundaries must name the first layer of every stage but stage 0; {len(starts) - 1} boundaries make "
                 f"{len(starts)} stages, but the program has {num_stages}; pass {num_stages - 1} boundaries, or "
                 f"{{layer: stage}} for some of them"
             )

@@ -302,8 +302,10 @@ class Tuner:
 
 
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
-    """Seconds of one micro-batch: all layers with the faster kind of backward, all layers with whole backwards, and the
-    heaviest layer.
+    """Three times of one micro-batch, in seconds.
+
+    They are the sum over all layers, taking the faster of a whole and a split backward for each; the same sum with
+    whole backwards only; and the time of the slowest layer, with its faster backward.
     """
     layers = [costs_of(graph, name) for name in graph]
     each = [own.forward_s + min(own.backward_s, own.input_grad_s + own.weight_grad_s) for own in layers]

@@ -54,11 +54,13 @@ class Columns:
             raise
         except (KeyError, OverflowError, ValueError, TypeError) as error:
             raise ScheduleError(
-                f"an order consists of actions, Action(stage, kind, microbatch, peer=None); {error!r}; correct it"
+                f"an order may contain only actions, Action(stage, kind, microbatch, peer=None); {error!r}; correct it"
             ) from None
         if table.dtype.kind != "i" or (table >= 2**31).any() or (table < -(2**31)).any():
             wrong = next(row for row in rows if not all(map(_fits, row)))
-            raise ScheduleError(f"stages and micro-batches are whole numbers below 2**31; got {wrong}; correct them")
+            raise ScheduleError(
+                f"stages and micro-batches must be whole numbers below 2**31; got {wrong}; correct them"
+            )
         return cls.numbered(table[:, 0], table[:, 1], table[:, 2], table[:, 3])
 
     @classmethod

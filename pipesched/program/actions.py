@@ -114,13 +114,14 @@ class Action(NamedTuple):
         if match is None or match[2] not in Kind.__members__:
             kinds = ", ".join(Kind)
             raise ScheduleError(
-                f"an action is <stage><kind><micro-batch>, such as 2F0; got {shown(text)}; kinds: {kinds}"
+                f"an action must have the form <stage><kind><micro-batch>, such as 2F0; got {shown(text)}; kinds: "
+                f"{kinds}"
             )
         kind = Kind(match[2])
         if (match[4] or "") != _ARROWS.get(kind, ""):
             want = f"{match[1]}{kind}{match[3]}{_ARROWS.get(kind, '')}"
             raise ScheduleError(
-                f"a send ends in '>' and the receiving stage, a receive in '<' and the sending stage, any other action "
-                f"in its micro-batch; got {text!r}; write {want}{'<stage>' if kind in _ARROWS else ''}"
+                f"a send must end in '>' and the receiving stage, a receive in '<' and the sending stage, any other "
+                f"action in its micro-batch; got {text!r}; write {want}{'<stage>' if kind in _ARROWS else ''}"
             )
         return cls(int(match[1]), kind, int(match[3]), int(match[5]) if match[5] else None)

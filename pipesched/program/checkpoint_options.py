@@ -34,7 +34,7 @@ def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
     if not isinstance(checkpoint, Mapping):
         if checkpoint not in get_args(CheckpointMode):
             raise ScheduleError(
-                f"checkpoint is one of {', '.join(get_args(CheckpointMode))}, or {{layer: option}}; got "
+                f"checkpoint must be one of {', '.join(get_args(CheckpointMode))}, or {{layer: option}}; got "
                 f"{checkpoint!r}; choose one of them"
             )
         mode: CheckpointMode = checkpoint
@@ -44,13 +44,13 @@ def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
         if layer not in order:
             shown = ", ".join(order[:8]) + (", ..." if len(order) > 8 else "")
             raise ScheduleError(
-                f"checkpoint names layers of the model; {layer!r} is not one of its {len(order)} layers: {shown}; "
-                f"choose from these"
+                f"checkpoint may only name layers of the model; {layer!r} is not one of its {len(order)} layers: "
+                f"{shown}; choose from these layers"
             )
         if word not in get_args(LayerCheckpoint):
             raise ScheduleError(
-                f"a layer's checkpoint option is one of {', '.join(get_args(LayerCheckpoint))}; layer {layer!r} has "
-                f"{word!r}; choose one of them, or leave the layer out to keep its activations"
+                f"a layer's checkpoint option must be one of {', '.join(get_args(LayerCheckpoint))}; layer {layer!r} "
+                f"has {word!r}; choose one of them, or leave the layer out to keep its activations"
             )
     return {layer: checkpoint[layer] for layer in order if layer in checkpoint}
 

@@ -152,7 +152,7 @@ class Index:
             size += rows * max(0, num_microbatches)
             if size > MOST_SLOTS * (len(columns) + 1024):
                 raise ScheduleError(
-                    f"every stage runs every micro-batch; there are {self._num_stages} stages and "
+                    f"every stage must run every micro-batch; there are {self._num_stages} stages and "
                     f"{shown(num_microbatches)} micro-batches, but only {len(columns)} actions; correct the counts or "
                     f"add the actions"
                 )

@@ -81,7 +81,8 @@ def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
     wrong = [limit for limit in limits if not isinstance(limit, Integral)]
     if wrong:
         raise ScheduleError(
-            f"max_in_flight is a whole number, or one for each rank; got {wrong[0]!r}; pass whole numbers"
+            f"max_in_flight must be a whole number, or a list with one for each rank; got {wrong[0]!r}; pass whole "
+            f"numbers"
         )
     return limits
 

@@ -91,10 +91,10 @@ def _action(cell: str, row: int, column: int) -> Action:
         return Action(int(match[1]), _NAMES[kind], int(match[3]))
     else:
         raise ScheduleError(
-            f"row {row}, column {column}: a cell is empty or <stage><kind><micro-batch>, such as 2F0; "
-            f"got {shown(cell)}; kinds: {', '.join(_NAMES)}"
+            f"row {row}, column {column}: a cell must be empty or <stage><kind><micro-batch>, such as 2F0; got "
+            f"{shown(cell)}; kinds: {', '.join(_NAMES)}"
         )
-    raise ScheduleError(f"row {row}, column {column}: cells do not {problem}; got {shown(cell)}; {remedy}")
+    raise ScheduleError(f"row {row}, column {column}: a cell may not {problem}; got {shown(cell)}; {remedy}")
 
 
 def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
@@ -105,16 +105,18 @@ def _placement(rows: Iterable[list[_Place]]) -> tuple[int, ...]:
             holder, other_row, other_column = first.setdefault(action.stage, (rank, row, column))
             if holder != rank:
                 raise ScheduleError(
-                    f"row {row}, column {column}: a stage is on one rank, and each row is a rank; {action} is of stage "
-                    f"{action.stage}, and so is row {other_row}, column {other_column}; move one of them"
+                    f"row {row}, column {column}: a stage must be on one rank, and each row is a rank; {action} is of "
+                    f"stage {action.stage}, and so is row {other_row}, column {other_column}; move one of them"
                 )
     if not first:
-        raise ScheduleError("a table has at least one action; all cells are empty; write a row for each rank: 0F0,0B0")
+        raise ScheduleError(
+            "a table must have at least one action; all cells are empty; write a row for each rank: 0F0,0B0"
+        )
     missing = next((stage for stage in range(max(first)) if stage not in first), None)
     if missing is not None:
         rank, row, column = first[max(first)]
         raise ScheduleError(
-            f"row {row}, column {column}: stages are numbered from 0 without a gap; this is stage {max(first)}, but no "
-            f"row has stage {missing}; add its actions or renumber the stages"
+            f"row {row}, column {column}: stages must be numbered from 0 without a gap; this is stage {max(first)}, "
+            f"but no row has stage {missing}; add its actions or renumber the stages"
         )
     return tuple(first[stage][0] for stage in range(len(first)))

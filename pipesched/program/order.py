@@ -73,7 +73,7 @@ class Shape:
         """The chunks of a rank, which must be ``count``. Raises ScheduleError for another number of chunks a rank."""
         if self.chunks_per_rank != count:
             raise ScheduleError(
-                f"this schedule holds {count} stages on each rank; got chunks_per_rank={self.chunks_per_rank}; cut the "
+                f"this schedule needs {count} stages on each rank; got chunks_per_rank={self.chunks_per_rank}; cut the "
                 f"model into {count * self.num_ranks} stages for {self.num_ranks} ranks (chunks_per_rank={count})"
             )
         return self.chunks(rank)
@@ -156,8 +156,8 @@ class Order:
             self._numbers.append(owed.popleft())
         elif left := length_hint(self._left[_B].get(stage, range(self._limit))):
             raise ScheduleError(
-                f"a W follows an I of its stage; on stage {stage}, {left} micro-batches have no backward yet and every "
-                f"I has its W; write order.I({stage}) first"
+                f"a W must follow an I of its stage; on stage {stage}, {left} micro-batches have no backward yet and "
+                f"every I has its W; write order.I({stage}) first"
             )
 
     def UPDATE(self, stage: int) -> None:
@@ -184,8 +184,8 @@ class Order:
         """The numbers of all actions of one kind on a stage, in micro-batch order."""
         if not isinstance(stage, int) or not 0 <= stage < self._shape.num_stages:
             raise ScheduleError(
-                f"an order has actions of the stages 0..{self._shape.num_stages - 1}; got {stage!r}; take a stage from "
-                f"shape.chunks(rank)"
+                f"an order may only have actions of the stages 0..{self._shape.num_stages - 1}; got {stage!r}; take a "
+                f"stage from shape.chunks(rank)"
             )
         line = (stage * NUM_KINDS + kind) * self._limit
         microbatches = self._shape.microbatches(stage)
@@ -284,8 +284,8 @@ class Schedule:
         unknown = sorted(set(options) - set(self.options))
         if unknown:
             raise ScheduleError(
-                f"schedule {self.name!r} takes the options: {', '.join(self.options) or 'none'}; "
-                f"got {unknown[0]}={options[unknown[0]]!r}; leave it out"
+                f"schedule {self.name!r} takes only the options: {', '.join(self.options) or 'none'}; got "
+                f"{unknown[0]}={options[unknown[0]]!r}; leave it out"
             )
         return replace(self, options={**self.options, **options})
 
@@ -310,7 +310,7 @@ class Schedule:
         own_options = {name: value for name, value in self.options.items() if name not in _OF_THE_SHAPE}
         slices = self.options.get("slices_per_microbatch", 1)
         chunks_per_rank = self.chunks_per_rank
-        counts = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks a rank": chunks_per_rank}
+        counts = {"ranks": num_ranks, "micro-batches": num_microbatches, "chunks per rank": chunks_per_rank}
         counts |= {"steps": steps, "slices a micro-batch": slices}
         for name, count in counts.items():
             if not is_count(count):
@@ -321,7 +321,7 @@ class Schedule:
         units = num_microbatches * steps * slices
         if (pairs := num_ranks * chunks_per_rank * self.num_chains * units) > _MOST_PAIRS:
             raise ScheduleError(
-                f"a program has at most {_MOST_PAIRS:,} pairs of a stage and a micro-batch; {self.name!r} has "
+                f"a program may have at most {_MOST_PAIRS:,} pairs of a stage and a micro-batch; {self.name!r} has "
                 f"{pairs:,} for {', '.join(f'{count:,} {name}' for name, count in counts.items() if count > 1)}; use "
                 f"fewer"
             )
@@ -362,7 +362,7 @@ class Schedule:
         if strange or len(orders) != shape.num_ranks:
             got = repr(strange[0]) if strange else f"{len(orders)} Orders"
             raise ScheduleError(
-                f"a schedule returns an Order for each of {shape.num_ranks} ranks; {self.name!r} returned {got}; "
+                f"a schedule must return an Order for each of {shape.num_ranks} ranks; {self.name!r} returned {got}; "
                 f"end the function with 'return order'"
             )
         return orders
@@ -444,19 +444,21 @@ def schedule(
     def decorate(function: OrderFunction) -> Schedule:
         if not callable(function):
             raise ScheduleError(
-                f"a schedule is a function (rank, shape) -> Order; {name!r} is {shown(function)}; decorate a function"
+                f"a schedule must be a function (rank, shape) -> Order; {name!r} is {shown(function)}; decorate a "
+                f"function"
             )
         parameters = inspect.signature(function).parameters.values()
         keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         bare = [option for option, default in keywords.items() if default is inspect.Parameter.empty]
         if bare:
             raise ScheduleError(
-                f"every option of a schedule has a default; {bare[0]!r} of {name!r} has none; give it a default"
+                f"every option of a schedule must have a default; {bare[0]!r} of {name!r} has none; give it a default"
             )
         if len(_required(function)) not in (1, 2):
             raise ScheduleError(
-                f"a schedule is a function (rank, shape) -> Order, or (shape) -> the Orders of all ranks; {name!r} "
-                f"takes ({', '.join(_required(function))}); make its options keyword-only, with defaults, after a '*'"
+                f"a schedule must be a function (rank, shape) -> Order, or (shape) -> the Orders of all ranks; "
+                f"{name!r} takes ({', '.join(_required(function))}); make its options keyword-only, with defaults, "
+                f"after a '*'"
             )
         shape = {"chunks_per_rank": chunks_per_rank, "slices_per_microbatch": slices_per_microbatch}
         options = {option: count for option, count in shape.items() if count is not None} | keywords
@@ -469,15 +471,15 @@ def _check_arguments(name: Any, placement: Any, num_chains: Any) -> None:
     """Raise ScheduleError for invalid arguments of ``schedule``. `Schedule.program` checks the other counts."""
     if not isinstance(name, str) or not name:
         raise ScheduleError(
-            f"a schedule has a name; got {shown(name)}; write @schedule('my-schedule') above the function"
+            f"a schedule must have a name; got {shown(name)}; write @schedule('my-schedule') above the function"
         )
     if not callable(placement):
         raise ScheduleError(
-            f"a placement rule is a function (num_ranks, chunks_per_rank) -> the rank of each stage; {name!r} has "
+            f"a placement rule must be a function (num_ranks, chunks_per_rank) -> the rank of each stage; {name!r} has "
             f"{shown(placement)}; pass linear, loop or v of pipesched.order"
         )
     if not is_count(num_chains):
         raise ScheduleError(
-            f"num_chains is a whole number of pipelines, at least 1; {name!r} has num_chains={shown(num_chains)}; pass "
-            f"1 or more"
+            f"num_chains must be a whole number of pipelines, at least 1; {name!r} has num_chains={shown(num_chains)}; "
+            f"pass 1 or more"
         )

@@ -33,7 +33,7 @@ def table(ranks: Sequence[int], num_ranks: int) -> Placement:
     for stage, rank in enumerate(ranks):
         if not 0 <= rank < num_ranks:
             raise ScheduleError(
-                f"stages are placed on the ranks 0..{num_ranks - 1}; stage {stage} is placed on rank {rank}; "
+                f"stages must be placed on the ranks 0..{num_ranks - 1}; stage {stage} is placed on rank {rank}; "
                 f"correct the placement or use more ranks"
             )
     return tuple(ranks)

@@ -81,9 +81,10 @@ class Program:
         self._keep_as_tuples()
         if not is_whole(self.num_microbatches):
             raise ScheduleError(
-                f"a program has a whole number of micro-batches; got {shown(self.num_microbatches)}; pass 1 or more"
+                f"a program must have a whole number of micro-batches; got {shown(self.num_microbatches)}; pass 1 or "
+                f"more"
             )
-        check_type(self.graph, StageGraph, "a program's graph is a StageGraph", "leave it out for a chain")
+        check_type(self.graph, StageGraph, "a program's graph must be a StageGraph", "leave it out for a chain")
         if self.graph is _CHAIN:
             object.__setattr__(self, "graph", chain(len(self.placement)))
         if not self.weights:
@@ -98,7 +99,9 @@ class Program:
         ):
             if has != due:
                 of = "micro-batches" if what == "routes" else "stages"
-                raise ScheduleError(f"{what} has one entry for each of the {due} {of}; got {has}; make them agree")
+                raise ScheduleError(
+                    f"{what} must have one entry for each of the {due} {of}; it has {has}; make them agree"
+                )
 
     def _keep_as_tuples(self) -> None:
         try:
@@ -109,8 +112,8 @@ class Program:
                 object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
         except (TypeError, ValueError, AttributeError) as error:
             raise ScheduleError(
-                f"a program takes a list of Actions for each rank, and lists of whole numbers for its other fields; "
-                f"got something else ({error}); build it with a Schedule or Program.parse"
+                f"a program must have a list of Actions for each rank, and lists of whole numbers in its other fields; "
+                f"got another type ({error}); build it with a Schedule or Program.parse"
             ) from error
 
     @property
@@ -292,7 +295,7 @@ class Program:
 
 def check_program(program: Any) -> None:
     """Raise ArgumentError unless the argument is a Program."""
-    check_type(program, Program, "program is a Program", "pass such as schedules.get('1f1b').program(4, 8)")
+    check_type(program, Program, "program must be a Program", "pass for example schedules.get('1f1b').program(4, 8)")
 
 
 def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:

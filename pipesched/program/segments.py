@@ -1,8 +1,9 @@
 """Segments: the orders of asynchronous steps, for any number of steps that run without draining.
 
 A schedule writes a fixed number of steps, but training runs any number. Each rank's order is cut into segments, before
-the first action of each step. After the warm-up every segment repeats the one before it, shifted by one step, and so
-does the cool-down. Both are checked, because not every schedule repeats.
+the first action of each step. Not every schedule repeats, so this module checks that after the warm-up every segment
+equals the previous one, shifted by one step, with the same weight versions and the same R and I actions. The
+cool-down is then the same after any number of steps, apart from the shift.
 """
 
 from collections.abc import Sequence
@@ -56,8 +57,8 @@ class Segments:
         groups = [tuple(number % size for number in group) for group in update_groups(self.program) if group[0] < size]
         if sorted(number for group in groups for number in group) != list(range(size)):
             raise ScheduleError(
-                f"an update applies the gradients of one step; schedule {self.program.name!r} with {size} "
-                f"micro-batches a step has an update for {len(groups[-1])} micro-batches of two steps; update at the "
+                f"an update may only apply the gradients of one step; schedule {self.program.name!r} with {size} "
+                f"micro-batches per step has an update for {len(groups[-1])} micro-batches of two steps; update at the "
                 f"end of each step"
             )
         return tuple(sorted(groups))
@@ -139,8 +140,9 @@ class Segments:
         if len(late):
             waiting, awaited = (program.columns.action(int(rows[late[0]])) for rows in (row, needed))
             raise ScheduleError(
-                f"a step runs before the next step is requested; in schedule {program.name!r}, {waiting} waits for "
-                f"{awaited}, which comes after the first action of a later step; move {awaited} before that action"
+                f"a step must be able to finish before the next step is requested; in schedule {program.name!r}, "
+                f"{waiting} waits for {awaited}, which comes after the first action of a later step; move {awaited} "
+                f"before that action"
             )
         self._check_losses(segment)
 
@@ -152,8 +154,8 @@ class Segments:
         if late.any():
             forward = columns.action(int(np.flatnonzero(late)[0]))
             raise ScheduleError(
-                f"a step's loss is computed before its rank begins the next step; schedule {self.program.name!r} has "
-                f"{forward} after the first action of a later step; move it before that action, or pass a Program, "
+                f"a step's loss must be computed before its rank begins the next step; schedule {self.program.name!r} "
+                f"has {forward} after the first action of a later step; move it before that action, or pass a Program, "
                 f"which runs step by step"
             )
 
@@ -182,7 +184,7 @@ class Segments:
 
     def _not_repeating(self, difference: str) -> ScheduleError:
         return ScheduleError(
-            f"an asynchronous schedule repeats the same actions in every step after the warm-up; schedule "
-            f"{self.program.name!r} with {self.num_microbatches} micro-batches a step does not: {difference}; "
-            f"make its steps repeat, or pass a Program, which runs step by step"
+            f"an asynchronous schedule must repeat the same actions in every step after the warm-up; schedule "
+            f"{self.program.name!r} with {self.num_microbatches} micro-batches per step does not: {difference}; make "
+            f"its steps repeat, or pass a Program, which runs step by step"
         )

@@ -17,7 +17,7 @@ from pipesched.program.dependencies import StageGraph
 __all__ = ["order_words", "parse_program", "table_lines"]
 
 _LINES = (
-    "a line is 'name NAME', 'microbatches N', 'placement RANK...', 'edges A-B...', 'weights COPY...', 'slices N', "
+    "a line must be 'name NAME', 'microbatches N', 'placement RANK...', 'edges A-B...', 'weights COPY...', 'slices N', "
     "'route STAGE... : MICROBATCH...', 'versions STAGE : VERSION...', 'forward-only' or 'rank R: ...'"
 )
 
@@ -64,10 +64,10 @@ class _Read:
                 self.ranks.append(_parse_order(words, len(self.ranks)))
             case "route" if ":" in words:
                 route, members = _halves(words)
-                _add(self.routes, dict.fromkeys(members, tuple(route)), "a micro-batch has one route")
+                _add(self.routes, dict.fromkeys(members, tuple(route)), "a micro-batch may have only one route")
             case "versions" if words[2:3] == [":"]:
                 (stage,), versions = _halves(words)
-                _add(self.versions, {stage: tuple(versions)}, "a stage has one line of versions")
+                _add(self.versions, {stage: tuple(versions)}, "a stage may have only one line of versions")
             case _:
                 self.header |= _once(self.header, _parse_header(words), words[0])
                 self.edges_line = number if words[0] == "edges" else self.edges_line
@@ -92,8 +92,8 @@ def parse_program(text: str) -> dict[str, Any]:
 def _parse_order(words: list[str], rank: int) -> Columns:
     if len(words) < 2 or words[1] != f"{rank}:":
         raise ScheduleError(
-            f"ranks are written in order, each as 'rank {rank}: ...'; got {shown(' '.join(words[:2]))}; "
-            f"write 'rank {rank}:'"
+            f"ranks must be written in order, each as 'rank {rank}: ...'; got {shown(' '.join(words[:2]))}; write "
+            f"'rank {rank}:'"
         )
     groups = [word.split("&") for word in words[2:]]
     columns = Columns.of(Action.parse(text) for group in groups for text in group)
@@ -122,7 +122,7 @@ def _add(table: dict[int, tuple[int, ...]], entries: dict[int, tuple[int, ...]],
 
 def _once(header: Mapping[str, Any], parsed: dict[str, Any], word: str) -> dict[str, Any]:
     if not parsed.keys().isdisjoint(header):
-        raise ScheduleError(f"a header line appears once; {word!r} appears twice; remove one")
+        raise ScheduleError(f"a header line may appear only once; {word!r} appears twice; remove one")
     return parsed
 
 
@@ -148,9 +148,11 @@ def _complete(read: _Read) -> dict[str, Any]:
     """Check the header, and add the default placement and the lines for routes, versions and edges to the fields."""
     header = read.header
     if "num_microbatches" not in header:
-        raise ScheduleError("a program's text has its number of micro-batches; no such line; add 'microbatches N'")
+        raise ScheduleError(
+            "a program's text must have its number of micro-batches; there is no such line; add 'microbatches N'"
+        )
     if not read.ranks:
-        raise ScheduleError("a program has at least one rank; found none; add 'rank 0: 0F0 0B0'")
+        raise ScheduleError("a program must have at least one rank; found none; add 'rank 0: 0F0 0B0'")
     header["orders"] = Orders.of_ranks(read.ranks)
     placement = header.setdefault("placement", tuple(range(len(read.ranks))))
     for name, table, count in (
@@ -163,8 +165,8 @@ def _complete(read: _Read) -> dict[str, Any]:
         if name == "routes" and 0 < len(table) < count:
             missing = next(number for number in range(count) if number not in table)
             raise ScheduleError(
-                f"either every micro-batch has a route, or none has; {len(table)} of {count:,} have one, and "
-                f"micro-batch {missing} has none; add its route, or correct the number of micro-batches"
+                f"either every micro-batch must have a route, or none may have one; {len(table)} of {count:,} have "
+                f"one, and micro-batch {missing} has none; add its route, or correct the number of micro-batches"
             )
         if table:
             header[name] = tuple(table.get(number, ()) for number in range(count))
@@ -173,7 +175,7 @@ def _complete(read: _Read) -> dict[str, Any]:
         bad = [edge for edge in edges if not 0 <= edge[0] < edge[1] < len(placement)]
         if bad:
             raise ScheduleError(
-                f"line {read.edges_line}: an edge A-B goes from a stage to a later one, among the stages "
+                f"line {read.edges_line}: an edge A-B must go from a stage to a later one, among the stages "
                 f"0..{len(placement) - 1}; got {bad[0][0]}-{bad[0][1]}; correct it"
             )
         header["graph"] = StageGraph.of(len(placement), edges)

@@ -80,18 +80,18 @@ def check_places(program: Program) -> None:
     """Check that there are stages and micro-batches, on existing ranks, and that actions are on their stage's rank."""
     if program.num_microbatches < 1 or program.num_stages < 1:
         raise ScheduleError(
-            f"a program has at least one stage and one micro-batch; this one has {program.num_stages} stages and "
-            f"{program.num_microbatches} micro-batches; correct its placement or its number of micro-batches"
+            f"a program must have at least one stage and one micro-batch; this program has {program.num_stages} stages "
+            f"and {program.num_microbatches} micro-batches; correct its placement or its number of micro-batches"
         )
     for stage, rank in enumerate(program.placement):
         if not 0 <= rank < program.num_ranks:
             raise ScheduleError(
-                f"every stage is on one of the ranks; stage {stage} is placed on rank {rank}, "
-                f"but there are {program.num_ranks} ranks; correct the placement"
+                f"every stage must be on an existing rank; stage {stage} is placed on rank {rank}, but there are "
+                f"{program.num_ranks} ranks; correct the placement"
             )
     if set(program.weights) != set(range(program.num_weights)):
         raise ScheduleError(
-            f"weight copies are numbered from 0 without a gap; the stages have "
+            f"weight copies must be numbered from 0 without a gap; the stages have "
             f"{', '.join(map(str, program.weights[:_SHOWN]))}; renumber them"
         )
     columns = program.columns
@@ -123,20 +123,20 @@ def check_routes(program: Program) -> None:
     for route in set(program.routes):
         if not route or len(set(route)) < len(route):
             raise ScheduleError(
-                f"a micro-batch visits at least one stage, and no stage twice; the route of micro-batch "
-                f"{program.routes.index(route)} has {len(route)} stages, {len(set(route))} of them different; "
-                f"correct the route"
+                f"a micro-batch must visit at least one stage, and may visit no stage twice; the route of micro-batch "
+                f"{program.routes.index(route)} has {len(route)} stages, {len(set(route))} of them different; correct "
+                f"the route"
             )
         for stage in route:
             if not 0 <= stage < program.num_stages:
                 raise ScheduleError(
-                    f"a route visits stages of the program, 0..{program.num_stages - 1}; one visits stage {stage}; "
-                    f"correct the route"
+                    f"a route may only visit stages of the program, 0..{program.num_stages - 1}; one route visits "
+                    f"stage {stage}; correct the route"
                 )
             neighbours = {*program.graph.producers[stage], *program.graph.consumers[stage]} - set(route)
             if neighbours:
                 raise ScheduleError(
-                    f"a route takes whole chains of stages; one has stage {stage} but not its neighbour "
+                    f"a route must contain whole chains of stages; one route has stage {stage} but not its neighbour "
                     f"{min(neighbours)}; add stage {min(neighbours)}, or remove the edge from the graph"
                 )
 
@@ -152,8 +152,8 @@ def check_complete(program: Program) -> None:
         rows = np.flatnonzero(same)
         if len(rows) > 1:
             raise ScheduleError(
-                f"{_place(program, int(rows[0]))}: {action} runs once; found {len(rows)} times. Remove the duplicates."
-                + _grid(program, int(rows[0]))
+                f"{_place(program, int(rows[0]))}: {action} must run exactly once; it occurs {len(rows)} times. Remove "
+                f"the duplicates." + _grid(program, int(rows[0]))
             )
         raise ScheduleError(
             f"{_place(program, row)}: {action} has no edge in the stage graph. Correct or remove it."
@@ -200,16 +200,17 @@ def check_slices(program: Program) -> None:
         return
     if slices < 1 or program.num_microbatches % slices:
         raise ScheduleError(
-            f"every micro-batch has the same number of slices, at least 1; there are {program.num_microbatches} slices "
-            f"in total, {slices} a micro-batch; make the total a multiple"
+            f"every micro-batch must have the same number of slices, at least 1; there are {program.num_microbatches} "
+            f"slices in total, and slices_per_microbatch is {slices}; choose a number of at least 1 that divides the "
+            f"total"
         )
     visits = program.visits.reshape(program.num_stages, -1, slices)
     visited = visits.sum(axis=2)
     parted = np.flatnonzero(((visited > 0) & (visited < slices)).any(axis=0))
     if len(parted):
         raise ScheduleError(
-            f"all slices of a micro-batch take one route; the {slices} slices of micro-batch {parted[0]} take several; "
-            f"give them the same route"
+            f"all slices of a micro-batch must visit the same stages; the {slices} slices of micro-batch {parted[0]} "
+            f"visit different stages; give them the same route"
         )
     forward = program.index.grid(Kind.F)
     backward = np.maximum(program.index.grid(Kind.B), program.index.grid(Kind.I))[:, ::-1]
@@ -223,7 +224,7 @@ def check_slices(program: Program) -> None:
             row = int(grid[stage, microbatch, part + 1])
             raise ScheduleError(
                 f"{_place(program, row)}: {program.columns.action(row)} runs too early; the slices of a micro-batch "
-                f"run from the {direction}. Move it." + _grid(program, row)
+                f"must run from the {direction}. Move it." + _grid(program, row)
             )
 
 
@@ -241,7 +242,7 @@ def check_overlaps(program: Program) -> None:
         rank, position = program.orders.place(int(first[wrong]))
         pairs = " & ".join(map(str, program.orders[rank][position : position + 2]))
         raise ScheduleError(
-            f"rank {rank}, position {position}: an F overlaps only with a B or I directly after it that does not "
+            f"rank {rank}, position {position}: an F may overlap only with a B or I directly after it that does not "
             f"need it; got {pairs}. Run them one after the other." + _grid(program, int(first[wrong]))
         )
 
@@ -261,7 +262,7 @@ def check_offloads(program: Program) -> None:
             other = action._replace(kind=kind)
             problem = f"has no {other}. Add it" if due else f"is also recomputed, by {other}. Remove one of them"
             raise ScheduleError(
-                f"{_place(program, int(rows[wrong]))}: offloaded activations are freed (FREE), and fetched (FETCH) "
+                f"{_place(program, int(rows[wrong]))}: offloaded activations must be freed (FREE), and fetched (FETCH) "
                 f"before their backward; {action} {problem}." + _grid(program, int(rows[wrong]))
             )
 
@@ -407,8 +408,8 @@ def check_memory(program: Program, max_in_flight: int | Sequence[int]) -> None:
     limits = rank_limits(max_in_flight, program.num_ranks)
     if len(limits) != program.num_ranks:
         raise ScheduleError(
-            f"max_in_flight is a number, or one for each rank; got {len(limits)} for {program.num_ranks} ranks; pass "
-            f"{program.num_ranks}"
+            f"max_in_flight must be a number, or a list with one for each rank; got {len(limits)} numbers for "
+            f"{program.num_ranks} ranks; pass {program.num_ranks}"
         )
     for rank, limit in enumerate(limits):
         order = program.orders.rank(rank)
@@ -426,20 +427,21 @@ def check_exact(program: Program) -> None:
     """Check that the program is exact, so that gradients are summed in one order (see `Program.exact`)."""
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"every stage of an exact program has its own weights; here {program.num_stages} stages share "
-            f"{program.num_weights} weight copies, so gradients are sums of sums; validate without exact=True: "
-            f"results then agree within rounding only"
+            f"every stage of an exact program must have its own weights; here {program.num_stages} stages share "
+            f"{program.num_weights} weight copies, so gradients are sums of sums; validate without exact=True: results "
+            f"then agree within rounding only"
         )
     if program.slices_per_microbatch > 1:
         raise ScheduleError(
-            f"an exact program runs whole micro-batches; this one cuts each into {program.slices_per_microbatch} "
-            f"slices and sums their gradients; validate without exact=True: results then agree within rounding only"
+            f"an exact program must run whole micro-batches; this program cuts each into "
+            f"{program.slices_per_microbatch} slices and sums their gradients; validate without exact=True: results "
+            f"then agree within rounding only"
         )
     descent = program.first_descent()
     if descent is not None:
         rank, position, action = descent
         raise ScheduleError(
-            f"rank {rank}, position {position}: an exact program runs each stage's F, and its B or W, in ascending "
+            f"rank {rank}, position {position}: an exact program must run each stage's F, and its B or W, in ascending "
             f"micro-batch order; {action} comes after a later micro-batch. Move it, or validate without exact=True: "
             f"results then agree within rounding only.\n" + marked_grid(program, {rank: position})
         )

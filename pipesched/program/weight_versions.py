@@ -85,11 +85,11 @@ def check_versions(program: Program) -> None:
     """
     if not program.index.has(Kind.UPDATE):
         if any(any(own) for own in program.versions):
-            raise ScheduleError("updates make weight versions; there is no UPDATE; add updates, or remove the versions")
+            raise ScheduleError("weight versions need updates; there is no UPDATE; add updates, or remove the versions")
         return
     if program.num_weights < program.num_stages:
         raise ScheduleError(
-            f"an UPDATE changes the weights of one stage; this program has {program.num_stages} stages but "
+            f"an UPDATE may only change the weights of one stage; this program has {program.num_stages} stages but "
             f"{program.num_weights} weight copies; update shared weights after the step, once gradients are summed"
         )
     models: dict[bytes, tuple[int, list[tuple[int, ...]]]] = {}
@@ -100,8 +100,8 @@ def check_versions(program: Program) -> None:
         if due != groups:
             number = next(n for n, (mine, theirs) in enumerate(zip_longest(groups, due)) if mine != theirs)
             raise ScheduleError(
-                f"rank {rank}: update {number} applies the same micro-batches on every stage; it applies "
-                f"{_quoted(due, number)} on stage {model}, {_quoted(groups, number)} on stage {stage}. Move "
+                f"rank {rank}: update {number} must apply the same micro-batches on every stage; it applies "
+                f"{_quoted(due, number)} on stage {model}, but {_quoted(groups, number)} on stage {stage}. Move "
                 f"{stage}UPDATE{number}."
             )
         _check_used(program, stage, placed[stage])
@@ -132,14 +132,14 @@ def _updated(program: Program, stage: int, actions: list[tuple[int, Action]]) ->
             if action.microbatch != len(groups) or not open_group:
                 due = f"{stage}UPDATE{len(groups)}, after a backward"
                 raise ScheduleError(
-                    f"rank {rank}, position {position}: updates are numbered from 0, each after the backwards that it "
-                    f"applies; got {action}, expected {due}.\n" + marked_grid(program, {rank: position})
+                    f"rank {rank}, position {position}: updates must be numbered from 0, each after the backwards that "
+                    f"it applies; got {action}, expected {due}.\n" + marked_grid(program, {rank: position})
                 )
             groups.append(tuple(sorted(open_group)))
             open_group = []
     if open_group:
         raise ScheduleError(
-            f"rank {rank}: every gradient is applied by an update; no update follows the backward of micro-batch "
+            f"rank {rank}: every gradient must be applied by an update; no update follows the backward of micro-batch "
             f"{open_group[0]} on stage {stage}. Add {stage}UPDATE{len(groups)} at the end."
         )
     return groups
@@ -150,8 +150,8 @@ def _check_used(program: Program, stage: int, actions: list[tuple[int, Action]])
     wanted = program.versions[stage] if program.versions else ()
     if wanted and len(wanted) != program.num_microbatches:
         raise ScheduleError(
-            f"a stage has one weight version for each of {program.num_microbatches} micro-batches; stage {stage} has "
-            f"{len(wanted)} versions; pass {program.num_microbatches}"
+            f"a stage must have one weight version for each of {program.num_microbatches} micro-batches; stage {stage} "
+            f"has {len(wanted)} versions; pass {program.num_microbatches}"
         )
     newest = 0
     rank = program.placement[stage]

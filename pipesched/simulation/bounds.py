@@ -60,8 +60,10 @@ def lower_bound(
 
     """
     check_costs(costs)
-    rule = "a placement is a list with a rank for each stage"
-    ranks_of = range(costs.num_stages) if placement is None else as_list(placement, rule, "pass such as (0, 1, 0, 1)")
+    rule = "a placement must be a list with the rank of each stage"
+    ranks_of = (
+        range(costs.num_stages) if placement is None else as_list(placement, rule, ("pass for example (0, 1, 0, 1)"))
+    )
     placement = tuple(ranks_of)
     _check(costs, num_microbatches, placement)
     if costs.overlap < 1:  # the most that overlapping pairs can save
@@ -131,13 +133,17 @@ def _of_graph(program: Program, costs: Costs) -> float:
 
 def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
     if not is_count(num_microbatches):
-        raise ScheduleError(f"num_microbatches is a whole number, at least 1; got {num_microbatches!r}; pass 1 or more")
+        raise ScheduleError(
+            f"num_microbatches must be a whole number, at least 1; got {num_microbatches!r}; pass 1 or more"
+        )
     if not all(is_count(rank, 0) for rank in placement):
-        raise ScheduleError(f"ranks are counted from 0; got a placement {placement!r}; pass whole numbers from 0 on")
+        raise ScheduleError(
+            f"ranks must be counted from 0; got a placement {placement!r}; pass whole numbers from 0 on"
+        )
     if len(placement) != costs.num_stages:
         raise ScheduleError(
-            f"a placement has one rank for each stage; the costs have {costs.num_stages} stages, the placement has "
-            f"{len(placement)} entries; make them agree"
+            f"a placement must have one rank for each stage; the costs have {costs.num_stages} stages, the placement "
+            f"has {len(placement)} entries; make them agree"
         )
 
 
@@ -149,15 +155,15 @@ def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_micro
     own = rank_limits(given, max(chunks) + 1)
     if len(own) <= max(chunks):
         raise ScheduleError(
-            f"max_in_flight is one number, or one per rank; got {len(own)} numbers for ranks 0 to {max(chunks)}; pass "
-            f"{max(chunks) + 1}"
+            f"max_in_flight must be one number, or a list with one per rank; got {len(own)} numbers for ranks 0 to "
+            f"{max(chunks)}; pass {max(chunks) + 1}"
         )
     limits = {rank: own[rank] for rank in chunks}
     for rank, limit in limits.items():
         if limit < chunks[rank]:
             raise ScheduleError(
-                f"a rank holds a micro-batch on each of its stages before the first one is finished; rank {rank} has "
-                f"{chunks[rank]} stages, max_in_flight allows {limit}; no program exists: allow {chunks[rank]} or more"
+                f"a rank must have room for a micro-batch on each of its stages; rank {rank} has {chunks[rank]} "
+                f"stages, but max_in_flight allows {limit}; pass {chunks[rank]} or more"
             )
     return {rank: min(limit, most[rank]) for rank, limit in limits.items()}
 

@@ -105,14 +105,16 @@ class Costs:
         for name in _COLUMNS:
             values = getattr(self, name)
             if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
-                raise ScheduleError(f"costs have one number per stage; {name} is {shown(values)}; pass a list")
+                raise ScheduleError(f"costs must have one number per stage; {name} is {shown(values)}; pass a list")
             object.__setattr__(self, name, tuple(map(plain, values)))
         for name in _SCALARS:
             object.__setattr__(self, name, plain(getattr(self, name)))
         if not isinstance(self.links, Links | None):
-            raise ScheduleError(f"links are pipesched.Links; got {self.links!r}; pass Links(...) or None")
+            raise ScheduleError(f"links must be a pipesched.Links; got {self.links!r}; pass Links(...) or None")
         if not isinstance(self.overheads, Overheads | None):
-            raise ScheduleError(f"overheads are of type Overheads; got {self.overheads!r}; pass Overheads(...) or None")
+            raise ScheduleError(
+                f"overheads must be of type Overheads; got {self.overheads!r}; pass Overheads(...) or None"
+            )
         for name in _ZERO:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * self.num_stages)
@@ -130,7 +132,7 @@ class Costs:
             values: tuple[Any, ...] = getattr(self, name)
             if len(values) != self.num_stages:
                 raise ScheduleError(
-                    f"costs have one number per stage; forward_s has {self.num_stages}, {name} has {len(values)}; "
+                    f"costs must have one number per stage; forward_s has {self.num_stages}, {name} has {len(values)}; "
                     f"make them agree"
                 )
             sizes = name.endswith("_bytes")
@@ -164,10 +166,13 @@ class Costs:
         unknown = sorted(set(costs) - {field.name for field in fields(cls)})
         if unknown:
             raise ScheduleError(
-                f"costs are {', '.join(field.name for field in fields(cls))}; got {unknown[0]!r}; leave it out"
+                f"costs may only have the fields {', '.join(field.name for field in fields(cls))}; got {unknown[0]!r}; "
+                f"leave it out"
             )
         if not is_count(num_stages):
-            raise ScheduleError(f"num_stages is a whole number, at least 1; got {shown(num_stages)}; pass 1 or more")
+            raise ScheduleError(
+                f"num_stages must be a whole number, at least 1; got {shown(num_stages)}; pass 1 or more"
+            )
         costs = {"forward_s": 1, "input_grad_s": 1, "weight_grad_s": 1, **costs}
         spread: dict[str, Any] = {
             name: (value,) * num_stages if name in _COLUMNS else value for name, value in costs.items()
@@ -214,13 +219,13 @@ class Costs:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Costs":
         """The inverse of ``to_dict``. Raises ScheduleError for unknown or missing fields and invalid numbers."""
-        check_type(values, Mapping, "costs are read from a mapping of field names", "pass the result of to_dict")
+        check_type(values, Mapping, "costs must be read from a mapping of field names", "pass the result of to_dict")
         known = [field.name for field in fields(cls)]
         wrong = sorted(set(values) - set(known)) + sorted({"forward_s", "input_grad_s", "weight_grad_s"} - set(values))
         if wrong:
             raise ScheduleError(
-                f"costs are {', '.join(known)}, of which the first three are required; {shown(wrong[0])} is unknown or "
-                f"missing; correct it"
+                f"costs may only have the fields {', '.join(known)}, and must have the first three; {shown(wrong[0])} "
+                f"is unknown or missing; correct it"
             )
         parts = {"links": maybe(Links.from_dict), "overheads": maybe(Overheads.from_dict)}
         return cls(**{**values, **{name: make(values.get(name)) for name, make in parts.items()}})
@@ -228,7 +233,7 @@ class Costs:
 
 def check_costs(costs: Any) -> None:
     """Raise ArgumentError unless ``costs`` are Costs."""
-    check_type(costs, Costs, "costs are Costs", "pass such as Costs.uniform(num_stages)")
+    check_type(costs, Costs, "costs must be a Costs", "pass for example Costs.uniform(num_stages)")
 
 
 _TIME_OF = {

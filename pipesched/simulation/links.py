@@ -35,8 +35,8 @@ def check_speed(bytes_per_s: Any, name: str, of: str) -> None:
     check_number(bytes_per_s, f"the {name} of {of}")
     if bytes_per_s * LARGEST < 1:
         raise ScheduleError(
-            f"a speed is above 0, in bytes per second, or None if it is unlimited or unknown; {name} is "
-            f"{bytes_per_s!r} for {of}; pass such as 20e9"
+            f"a speed must be above 0, in bytes per second, or None if it is unlimited or unknown; {name} is "
+            f"{bytes_per_s!r} for {of}; pass for example 20e9"
         )
 
 
@@ -63,7 +63,7 @@ class Link:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Link":
         """The inverse of ``asdict``. Raises ScheduleError for invalid values."""
-        return read_fields(cls, values, "a link has")
+        return read_fields(cls, values, "a link must have")
 
     @property
     def byte_s(self) -> float:
@@ -99,8 +99,8 @@ class Links:
     contended: bool = False
 
     def __post_init__(self) -> None:
-        rule = "hosts is a list with the host number of each rank"
-        object.__setattr__(self, "hosts", tuple(as_list(self.hosts, rule, "pass such as (0, 0, 1, 1)")))
+        rule = "hosts must be a list with the host number of each rank"
+        object.__setattr__(self, "hosts", tuple(as_list(self.hosts, rule, "pass for example (0, 0, 1, 1)")))
         if not all(is_count(host, 0) for host in self.hosts):
             raise ScheduleError(f"{rule}; got {shown(self.hosts)}; pass whole numbers from 0 on")
         pairs = self.special.items() if isinstance(self.special, Mapping) else self.special
@@ -110,16 +110,18 @@ class Links:
                 raise TypeError  # noqa: TRY301
         except (TypeError, ValueError):
             raise ScheduleError(
-                f"special maps pairs of ranks to links, {{(from rank, to rank): link}}; got {shown(self.special)}; "
-                f"pass such as {{(0, 1): Link(1e-6, 10e9)}}"
+                f"special must map pairs of ranks to links, {{(from rank, to rank): link}}; got {shown(self.special)}; "
+                f"pass for example {{(0, 1): Link(1e-6, 10e9)}}"
             ) from None
         twice = next((one for (one, _), (other, _) in pairwise(special) if one == other), None)
         if twice is not None:
-            raise ScheduleError(f"a pair of ranks has one special link; {twice} has several; remove the others")
+            raise ScheduleError(
+                f"a pair of ranks may have only one special link; {twice} has several; remove the others"
+            )
         object.__setattr__(self, "special", tuple(((int(a), int(b)), link) for (a, b), link in special))
         for link in (self.inside, self.between, *(link for _, link in self.special)):
             if not isinstance(link, Link):
-                raise ScheduleError(f"a link is a pipesched.Link; got {link!r}; pass Link(latency_s, bytes_per_s)")
+                raise ScheduleError(f"a link must be a pipesched.Link; got {link!r}; pass Link(latency_s, bytes_per_s)")
 
     @classmethod
     def of_hosts(cls, ranks_per_host: int, num_ranks: int, **links: Any) -> "Links":
@@ -133,7 +135,7 @@ class Links:
         """
         for name, count in (("ranks_per_host", ranks_per_host), ("num_ranks", num_ranks)):
             if not is_count(count):
-                raise ScheduleError(f"a host has at least one rank; got {name}={shown(count)}; pass 1 or more")
+                raise ScheduleError(f"a host must have at least one rank; got {name}={shown(count)}; pass 1 or more")
         return cls(hosts=tuple(rank // ranks_per_host for rank in range(num_ranks)), **links)
 
     def link(self, sender: int, receiver: int) -> Link:
@@ -144,8 +146,8 @@ class Links:
             return self.inside
         if max(sender, receiver) >= len(self.hosts):
             raise ScheduleError(
-                f"hosts has an entry for each rank; rank {max(sender, receiver)} is missing from {len(self.hosts)}; "
-                f"add one entry per rank"
+                f"hosts must have an entry for each rank; rank {max(sender, receiver)} is missing from "
+                f"{len(self.hosts)} entries; add one entry per rank"
             )
         return self.inside if self.hosts[sender] == self.hosts[receiver] else self.between
 
@@ -188,7 +190,9 @@ class Links:
             try:
                 return Link.from_dict(plain)
             except ScheduleError as error:
-                raise ScheduleError(f"links have inside, between, hosts, special and contended: {error}") from error
+                raise ScheduleError(
+                    f"links must have inside, between, hosts, special and contended: {error}"
+                ) from error
 
         def special(pairs: Any) -> tuple[Any, ...]:
             rows = [as_list(pair, _SPECIAL, _AS_TO_DICT) for pair in as_list(pairs, _SPECIAL, _AS_TO_DICT)]
@@ -197,8 +201,8 @@ class Links:
                 raise ScheduleError(f"{_SPECIAL}; got {shown(wrong)}; {_AS_TO_DICT}")
             return tuple(((sender, receiver), link(own)) for sender, receiver, own in rows)
 
-        return read_fields(cls, values, "links have", partly=False, inside=link, between=link, special=special)
+        return read_fields(cls, values, "links must have", partly=False, inside=link, between=link, special=special)
 
 
-_SPECIAL = "special is a list of [from rank, to rank, link]"
+_SPECIAL = "special must be a list of [from rank, to rank, link]"
 _AS_TO_DICT = "write it with to_dict"

@@ -87,8 +87,8 @@ def rank_memory(
     """
     if costs.num_stages != program.num_stages:
         raise ScheduleError(
-            f"costs have one number per stage; the program has {program.num_stages} stages, "
-            f"the costs {costs.num_stages}; make the costs for {program.num_stages} stages"
+            f"costs must have one number per stage; the program has {program.num_stages} stages, the costs "
+            f"{costs.num_stages}; make the costs for {program.num_stages} stages"
         )
     if program.index.has(*OTHER_END):
         program = replace(program, orders=program.orders.where(~program.columns.are(*OTHER_END)))
@@ -226,7 +226,7 @@ class _Gradients(NamedTuple):
 
 
 def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradients) -> Ints:
-    """The memory of each action beyond the memory held when it begins and the memory that it leaves."""
+    """The temporary memory of each action: its peak, less the memory held at its start and the memory it keeps."""
     stage = columns.stage
     found = np.zeros(len(columns), np.int64)
     for kind, name in (

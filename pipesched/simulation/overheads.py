@@ -46,13 +46,13 @@ class Overheads:
     def __post_init__(self) -> None:
         for name in ("action_s", "waking_s"):
             check_number(getattr(self, name), f"the {name} of overheads")
-        rule = "crowding is a list of numbers, one for each count of ranks"
-        object.__setattr__(self, "crowding", tuple(as_list(self.crowding, rule, "pass such as (1, 1.2)")))
+        rule = "crowding must be a list of numbers, one for each count of ranks"
+        object.__setattr__(self, "crowding", tuple(as_list(self.crowding, rule, "pass for example (1, 1.2)")))
         check_times(self.crowding, "crowding of overheads by rank")
         if self.crowding and (self.crowding[0] != 1 or list(self.crowding) != sorted(self.crowding)):
             raise ScheduleError(
-                f"crowding is the slowdown of ranks while 1, 2, ... of them compute: it begins with 1 and does not "
-                f"fall; got {self.crowding}; divide by the time of a rank alone"
+                f"crowding is the slowdown of ranks while 1, 2, ... of them compute; it must begin with 1 and not "
+                f"decrease; got {self.crowding}; divide by the time of a rank alone"
             )
 
     def slower(self, load: Floats) -> Floats:
@@ -77,12 +77,13 @@ class Overheads:
         return replace(self, crowding=tuple(max(own[count], 1 + (crowding - 1) * count) for count in counts))
 
     def crowded(self, starts: Floats, ends: Floats, share: Floats, host: Ints) -> Floats:
-        """The slowdown of each action, for actions that run at these times.
+        """How much slower each action runs because of other actions on the same host at the same time.
 
         Args:
             starts: the start of each action, in seconds.
             ends: the end of each action, in seconds.
-            share: the share of its time that an action computes; in the rest it waits and slows down no other rank.
+            share: the fraction of its time that each action spends computing. The rest is waiting, which does not slow
+                other ranks.
             host: the host of each action.
 
         """
@@ -117,9 +118,9 @@ class Overheads:
             try:
                 return Link.from_dict(plain)
             except ScheduleError as error:
-                raise ScheduleError(f"overheads are read in the form that to_dict writes: {error}") from error
+                raise ScheduleError(f"overheads must have the form that to_dict writes: {error}") from error
 
-        return read_fields(cls, values, "overheads have", send=link, receive=link, link=link)
+        return read_fields(cls, values, "overheads must have", send=link, receive=link, link=link)
 
 
 @dataclass(frozen=True)
@@ -175,4 +176,4 @@ class Machine:
         """The inverse of ``to_dict``. Raises ScheduleError for invalid values."""
         overheads = maybe(Overheads.from_dict)
         links = maybe(Links.from_dict)
-        return read_fields(cls, values, "a machine has", links=links, threads=overheads, processes=overheads)
+        return read_fields(cls, values, "a machine must have", links=links, threads=overheads, processes=overheads)

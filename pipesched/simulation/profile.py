@@ -78,7 +78,7 @@ class Profile:
         interpolated.
         """
         if not is_count(rows):
-            raise ScheduleError(f"rows is a whole number, at least 1; got {shown(rows)}; pass such as 8")
+            raise ScheduleError(f"rows must be a whole number, at least 1; got {shown(rows)}; pass for example 8")
         if rows in self.graphs:
             return self.graphs[rows]
         if rows not in self._known:
@@ -112,10 +112,12 @@ class Profile:
             ScheduleError: for missing, unknown or repeated layers.
 
         """
-        rule = "stages are a list of lists of layers"
-        remedy = "pass such as [['0', '1'], ['2']]"
+        rule = "stages must be a list of lists of layers"
+        remedy = "pass for example [['0', '1'], ['2']]"
         stages = [as_list(names, rule, remedy) for names in as_list(stages, rule, remedy)]
-        check_type({} if keep is None else keep, Mapping, "keep is {layer: word}", "pass such as {'0': 'recompute'}")
+        check_type(
+            {} if keep is None else keep, Mapping, "keep is {layer: word}", "pass for example {'0': 'recompute'}"
+        )
         graph = self.graph(rows)
         _check_layers(list(graph), stages, keep or {})
         sent = messages(graph, stages)
@@ -162,16 +164,16 @@ class Profile:
     def from_dict(cls, values: Mapping[str, Any]) -> "Profile":
         """The inverse of ``to_dict``. Raises ScheduleError for missing, unknown or invalid values."""
         try:
-            check_known("a profile has", values, ("model", "machine", "sizes"))
+            check_known("a profile must have", values, ("model", "machine", "sizes"))
             machine = Machine.from_dict(values["machine"])
             graphs = {_rows(rows): _graph(graph) for rows, graph in values["sizes"].items()}
-            check_type(values["model"], str, "model is a digest, a text", _AGAIN)
+            check_type(values["model"], str, "model must be a digest, a text", _AGAIN)
             return cls(graphs, values["model"], machine)
         except PipeschedError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScheduleError(
-                f"a profile has model, machine and sizes; {error} is missing or wrong; {_AGAIN}"
+                f"a profile must have model, machine and sizes; {error} is missing or wrong; {_AGAIN}"
             ) from error
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -185,7 +187,7 @@ class Profile:
             return load_json(path, cls.from_dict)
         except OSError as error:
             raise ScheduleError(
-                f"a profile is read from a file; {str(path)!r} cannot be read ({error.strerror}); check the path"
+                f"a profile must be a readable file; {str(path)!r} cannot be read ({error.strerror}); check the path"
             ) from error
 
 
@@ -197,14 +199,14 @@ def _check_layers(layers: list[str], stages: Stages, keep: Mapping[str, str]) ->
             continue
         where = f"{listed.count(name)} times in the stages" if name in layers else "in a stage, but not in the profile"
         raise ScheduleError(
-            f"stages contain every layer of the profile once; {name!r} is {where}; the profile has {len(layers)} "
-            f"layers; list each layer once, or measure this model"
+            f"stages must contain every layer of the profile exactly once; {name!r} is {where}; the profile has "
+            f"{len(layers)} layers; list each layer once, or measure this model"
         )
     for name, how in keep.items():
         if name not in layers or how not in get_args(LayerCheckpoint):
             raise ScheduleError(
-                f"keep maps layers of the profile to {' or '.join(get_args(LayerCheckpoint))}; got "
-                f"{name!r}: {how!r}; use names of layers, and one of these words"
+                f"keep must map layers of the profile to {' or '.join(get_args(LayerCheckpoint))}; got {name!r}: "
+                f"{how!r}; use names of layers, and one of these words"
             )
 
 
@@ -229,24 +231,24 @@ def _rows(text: str) -> int:
     """The micro-batch size, from a key of the file."""
     rows = int(text) if len(text) < 10 else 0
     if str(rows) != text:
-        raise ScheduleError(f"the sizes of a profile are whole numbers of rows; got {shown(text)}; {_AGAIN}")
+        raise ScheduleError(f"the sizes of a profile must be whole numbers of rows; got {shown(text)}; {_AGAIN}")
     return rows
 
 
 def _graph(values: Mapping[str, Any]) -> "nx.DiGraph[str]":
-    check_known("a size of a profile has", values, ("layers", "edges", "parameters"))
+    check_known("a size of a profile must have", values, ("layers", "edges", "parameters"))
     parameters = {name: tuple(size) for name, size in values["parameters"].items()}
     graph: nx.DiGraph[str] = nx.DiGraph(parameters=parameters)
     for name, node in values["layers"].items():
-        check_known(f"layer {shown(name)} of a profile has", node, _LAYER)
+        check_known(f"layer {shown(name)} of a profile must have", node, _LAYER)
         graph.add_node(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in node.items()})
     places = {name: place for place, name in enumerate(graph)}
     for one, other, edge in values["edges"]:
-        check_known("an edge of a profile has", edge, _EDGE)
+        check_known("an edge of a profile must have", edge, _EDGE)
         if not places[one] < places[other] or graph.has_edge(one, other):
             raise ScheduleError(
-                f"edges of a profile go from a layer to a later one, each once; {shown(one)} -> {shown(other)} goes "
-                f"backwards or is repeated; {_AGAIN}"
+                f"edges of a profile must go from a layer to a later one, and may not be repeated; {shown(one)} -> "
+                f"{shown(other)} goes backwards or is repeated; {_AGAIN}"
             )
         graph.add_edge(one, other, **edge)
     return graph

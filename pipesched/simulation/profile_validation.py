@@ -20,25 +20,27 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
     figures.
     """
     if not isinstance(graphs, Mapping) or not all(isinstance(graph, nx.DiGraph) for graph in graphs.values()):
-        raise ScheduleError(f"a profile has a graph of layers for each size; got {shown(graphs)}; {_AGAIN}")
+        raise ScheduleError(f"a profile must have a graph of layers for each size; got {shown(graphs)}; {_AGAIN}")
     if not graphs or not all(len(graph) for graph in graphs.values()):
-        raise ScheduleError(f"a profile has layers for at least one size of micro-batches; this one has none; {_AGAIN}")
+        raise ScheduleError(
+            f"a profile must have layers for at least one size of micro-batches; this profile has none; {_AGAIN}"
+        )
     first = min(graphs)
     for rows, graph in graphs.items():
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            raise ScheduleError(f"micro-batches have a whole number of rows; the profile has {rows!r}; {_AGAIN}")
+            raise ScheduleError(f"micro-batches must have a whole number of rows; the profile has {rows!r}; {_AGAIN}")
         for one, other in ((graph, graphs[first]), (graphs[first], graph)):
             for name in one:
                 if name not in other:
                     raise ScheduleError(
-                        f"all sizes of a profile have the same layers; {name!r} exists for micro-batches of "
+                        f"all sizes of a profile must have the same layers; {name!r} exists for micro-batches of "
                         f"{rows if one is graph else first} rows, but not for {first if one is graph else rows}; "
                         f"{_AGAIN}"
                     )
         if set(graph.edges) != set(graphs[first].edges):
             one, other = min(set(graph.edges) ^ set(graphs[first].edges))
             raise ScheduleError(
-                f"all sizes of a profile have the same edges; {one!r} -> {other!r} exists for only one of {first} "
+                f"all sizes of a profile must have the same edges; {one!r} -> {other!r} exists for only one of {first} "
                 f"and {rows} rows; {_AGAIN}"
             )
         _check_parameters(graph)
@@ -59,8 +61,8 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
             figures = [_figures(values.get(key)) for values in (first, second)]
             if figures[0] != figures[1]:
                 raise ScheduleError(
-                    f"all sizes of a profile have the same figures; {key} of {name!r} has other entries for one of "
-                    f"{rows} rows; {_AGAIN}"
+                    f"all sizes of a profile must have the same figures; {key} of {name!r} has other entries for one "
+                    f"of {rows} rows; {_AGAIN}"
                 )
 
 
@@ -75,13 +77,14 @@ def _check_parameters(graph: "nx.DiGraph[str]") -> None:
     for name, size in sizes.items():
         if not isinstance(size, tuple) or not len(size) == 2 or not all(is_count(number, 0) for number in size):
             raise ScheduleError(
-                f"a profile has (number of elements, bytes) for each parameter; {name!r} has {shown(size)}; {_AGAIN}"
+                f"a profile must have (number of elements, bytes) for each parameter; {name!r} has {shown(size)}; "
+                f"{_AGAIN}"
             )
     for layer, node in graph.nodes(data=True):
         names = node.get("parameters", ())
         if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name in sizes for name in names):
             raise ScheduleError(
-                f"a layer's parameters are listed in the profile; {layer!r} has {shown(names)}, the profile lists "
+                f"a layer's parameters must be listed in the profile; {layer!r} has {shown(names)}, the profile lists "
                 f"{len(sizes)} parameters; {_AGAIN}"
             )
 
@@ -91,7 +94,7 @@ def _numbers(graph: "nx.DiGraph[str]") -> Iterator[tuple[str, Any]]:
         for key in (*NEEDED, "parameters"):
             if key not in node:
                 raise ScheduleError(
-                    f"a profile has all costs of each layer; {key} of layer {name!r} is missing; {_AGAIN}"
+                    f"a profile must have all costs of each layer; {key} of layer {name!r} is missing; {_AGAIN}"
                 )
         for key, value in node.items():
             if key.endswith(("_s", "_bytes")) or key in ("spread", "num_parameters", "offloads"):
@@ -116,7 +119,7 @@ def check_model(profiled: "nx.DiGraph[str]", own: "nx.DiGraph[str]") -> None:
         place, (one, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
         raise ScheduleError(
             _of_another(
-                f"the profile has {len(profiled)} layers, the model {len(own)}; layer {place} is {one!r} in the "
+                f"the profile has {len(profiled)} layers, the model has {len(own)}; layer {place} is {one!r} in the "
                 f"profile and {other!r} in the model"
             )
         )

@@ -52,8 +52,8 @@ def simulate(program: Program, costs: Costs) -> Trace:
     check_costs(costs)
     if costs.num_stages != program.num_stages:
         raise ScheduleError(
-            f"costs have one number per stage; the program has {program.num_stages} stages, "
-            f"the costs {costs.num_stages}; make the costs for {program.num_stages} stages"
+            f"costs must have one number per stage; the program has {program.num_stages} stages, the costs "
+            f"{costs.num_stages}; make the costs for {program.num_stages} stages"
         )
     check_order(program)
     if costs.links is not None and costs.links.contended:

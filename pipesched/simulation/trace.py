@@ -27,7 +27,7 @@ __all__ = ["Span", "Spans", "Trace", "check_trace", "chrome_json"]
 
 Times = NDArray[Any]
 _MOST_RANKS = 100_000  # in a trace
-_SPANS = "a trace has num_ranks and spans, each [action, rank, start_s, end_s]"
+_SPANS = "a trace must have num_ranks and spans, each [action, rank, start_s, end_s]"
 _TO_DICT = "write it with to_dict"
 
 
@@ -64,14 +64,14 @@ class Spans(Sequence[Span]):
         """Spans from an iterable of spans."""
         if isinstance(spans, Spans):
             return spans
-        spans = tuple(as_list(spans, "a trace has a list of Spans", "pass a list of Span(...)"))
+        spans = tuple(as_list(spans, "a trace must have a list of Spans", "pass a list of Span(...)"))
         try:
             rank = np.array([span.rank for span in spans], np.int64)
             times = (_times([span.start_s for span in spans]), _times([span.end_s for span in spans]))
         except (AttributeError, TypeError, ValueError) as error:
             raise ScheduleError(
-                f"a trace has a list of Spans; got another type ({error}); make them with Span(action, rank, start_s, "
-                f"end_s, lane)"
+                f"a trace must have a list of Spans; got another type ({error}); make them with Span(action, rank, "
+                f"start_s, end_s, lane)"
             ) from error
         return cls(Columns.of(span.action for span in spans), rank, *times)
 
@@ -162,8 +162,8 @@ class Trace:
         object.__setattr__(self, "spans", Spans.of(self.spans))
         if not is_count(self.num_ranks, 0) or self.num_ranks > _MOST_RANKS:
             raise ScheduleError(
-                f"num_ranks is a whole number, at most {_MOST_RANKS:,}; got {shown(self.num_ranks)}; pass the number "
-                f"of ranks that ran"
+                f"num_ranks must be a whole number, at most {_MOST_RANKS:,}; got {shown(self.num_ranks)}; pass the "
+                f"number of ranks that ran"
             )
         if self.costs is not None:
             check_costs(self.costs)
@@ -283,7 +283,8 @@ class Trace:
     def _rank(self, rank: int) -> int:
         if not is_count(rank, 0) or rank >= self.num_ranks:
             raise ScheduleError(
-                f"ranks are numbered from 0; got rank {shown(rank)} of {self.num_ranks}; pass one of them"
+                f"rank must be one of the trace's ranks, numbered from 0; got rank {shown(rank)} of {self.num_ranks} "
+                f"ranks; pass one of them"
             )
         return rank
 
@@ -308,7 +309,12 @@ class Trace:
         if not isinstance(values, Mapping) or not {"num_ranks", "spans"} <= values.keys():
             raise ScheduleError(f"{_SPANS}; got {shown(values)}; {_TO_DICT}")
         made = read_fields(
-            cls, values, "a trace has", spans=_read_spans, costs=maybe(Costs.from_dict), bound_s=lambda bound_s: bound_s
+            cls,
+            values,
+            "a trace must have",
+            spans=_read_spans,
+            costs=maybe(Costs.from_dict),
+            bound_s=lambda bound_s: bound_s,
         )
         _check_read(made)
         return made
@@ -365,7 +371,7 @@ class Trace:
 
 def check_trace(trace: Any) -> None:
     """Raise ArgumentError unless ``trace`` is a Trace."""
-    check_type(trace, Trace, "trace is a Trace", "pass the result of simulate, pipe.trace or Trace.load(path)")
+    check_type(trace, Trace, "trace must be a Trace", "pass the result of simulate, pipe.trace or Trace.load(path)")
 
 
 def chrome_json(events: list[dict[str, Any]]) -> str:
@@ -385,7 +391,7 @@ def _from_chrome(values: Any) -> Any:
         return {"num_ranks": max(ranks, default=-1) + 1, "spans": spans}
     except (KeyError, TypeError) as error:
         raise ScheduleError(
-            f"Chrome's trace events have ph and pid, and for actions name, ts and dur; {error!r}; write them with "
+            f"Chrome's trace events must have ph and pid, and for actions name, ts and dur; {error!r}; write them with "
             f"to_chrome"
         ) from error
 
@@ -399,7 +405,7 @@ def _read_spans(rows: Any) -> Spans:
         good = is_count(rank, 0) and all(isinstance(time_s, Real) for time_s in (start_s, end_s))
         if not good or bool in (type(start_s), type(end_s)) or not -LARGEST < start_s <= end_s < LARGEST:
             raise ScheduleError(
-                f"a span has a rank from 0 on, and finite times with its end not before its start; {shown(text)} "
+                f"a span must have a rank from 0 on and finite times, and may not end before it starts; {shown(text)} "
                 f"has rank {shown(rank)}, start_s {shown(start_s)}, end_s {shown(end_s)}; {_TO_DICT}"
             )
         action = Action.parse(text)
@@ -418,21 +424,21 @@ def _check_read(trace: Trace) -> None:
     ):
         if largest >= count:
             raise ScheduleError(
-                f"spans use the trace's {name}, numbered from 0; the trace has {count}, but a span has number "
+                f"spans may only use the trace's {name}, numbered from 0; the trace has {count}, but a span has number "
                 f"{largest}; correct one of them"
             )
     for rank, row in enumerate(trace._holding):
         held = [pairs_held(row.columns), *([trace._bytes(row.columns, trace.costs)] if trace.costs else [])]
         if any(one.after.min(initial=0) < 0 for one in held):
             raise ScheduleError(
-                f"a backward follows its forward; on rank {rank} of {trace.num_ranks} a backward comes before its "
+                f"a backward must follow its forward; on rank {rank} of {trace.num_ranks} a backward comes before its "
                 f"forward; correct their times, or {_TO_DICT}"
             )
     num_microbatches = int(spans.columns.microbatch.max(initial=-1)) + 1
     for stage, own in enumerate(trace.versions):
         if own and (len(own) < num_microbatches or not all(0 <= version < 2**31 for version in own)):
             raise ScheduleError(
-                f"versions has the weight version of each micro-batch; stage {stage} has {len(own)} of "
+                f"versions must have the weight version of each micro-batch; stage {stage} has {len(own)} of "
                 f"{num_microbatches}, {shown(own)}; {_TO_DICT}"
             )
 

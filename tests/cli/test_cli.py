@@ -146,7 +146,7 @@ def test_show_and_check_read_tables(file):
     assert lines("check", path)[0].startswith("OK: 2 ranks, 4 stages, 3 micro-batches, exact")
     wrong = file("0F0,0F1,0B0,0X1\n", "wrong.csv")
     for command in ("show", "check", "compare"):
-        assert f"Error: {wrong}: row 1, column 4: a cell is empty or" in run(command, wrong).stderr
+        assert f"Error: {wrong}: row 1, column 4: a cell must be empty or" in run(command, wrong).stderr
     deadlock = file("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlock.csv")
     assert f"Error: {deadlock}: deadlock: 2 of 2 ranks wait" in run("check", deadlock).stderr
 
@@ -231,7 +231,7 @@ def test_check_says_ok(file):
     [
         (WRONG_ORDER, [], "rank 1, position 0: 1B0 needs 1F0 before it on this rank, but 1F0 is at position 1"),
         (DEADLOCK, [], "deadlock: 2 of 2 ranks wait for each other in a cycle"),
-        ("rank 0: 0X0", [], "line 1: an action is <stage><kind><micro-batch>"),
+        ("rank 0: 0X0", [], "line 1: an action must have the form <stage><kind><micro-batch>"),
         ("", [], "add 'microbatches N'"),
         (NOT_EXACT, ["--exact"], "in ascending micro-batch order"),
         ("microbatches 2\nrank 0: 0F0 0F1 0B0 0B1", ["--max-in-flight", 1], "but the limit is 1"),

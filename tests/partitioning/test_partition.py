@@ -102,7 +102,9 @@ def test_many_layers_are_cut_in_no_time():
 
 @pytest.mark.parametrize(("count", "num_stages"), [(1, 0), (1, -1), (1, 2), (3, 4), (0, 2)])
 def test_too_many_or_no_stages(count, num_stages):
-    with pytest.raises(PartitionError, match=rf"{num_stages} stages, {count} layers; .*fewer devices, or fewer chunks"):
+    with pytest.raises(
+        PartitionError, match=rf"there are {num_stages} stages and {count} layers; .*fewer devices, or fewer chunks"
+    ):
         balance([1] * count, num_stages)
 
 
@@ -159,11 +161,17 @@ def broken(change):
         (chain([1, 2, 3]).to_undirected(), r"directed graph without cycles; got Graph with 3 nodes.*networkx\.DiGraph"),
         (nx.DiGraph(), r"directed graph without cycles; got DiGraph with 0 nodes"),
         (broken(lambda g: g.nodes["layer1"].pop("backward_s")), r"'layer1' has no backward_s; measure it"),
-        (chain([1, float("nan"), 3]), r"finite numbers, not negative; forward_s of layer 1 is nan; measure it again"),
+        (
+            chain([1, float("nan"), 3]),
+            r"costs must be finite and not negative; forward_s of layer 1 is nan; measure it again",
+        ),
         (chain([1, 2, 3], [1, 1, -3]), r"backward_s of layer 2 is -3"),
         (chain([1, "2", 3]), r"forward_s of layer 1 is '2'"),
         (chain([1, [2], 3]), r"forward_s of layer 1 is \[2\]"),
-        (chain([1e300, 2, 3]), r"times add up to less than \d+ s; these are 1e\+300 s; correct the unit"),
+        (
+            chain([1e300, 2, 3]),
+            r"times of all layers must add up to less than \d+ s; they add up to 1e\+300 s; correct the unit",
+        ),
     ],
 )
 def test_a_graph_with_a_cycle_or_bad_times(graph, match):
@@ -175,7 +183,7 @@ def test_a_graph_with_a_cycle_or_bad_times(graph, match):
 
 @pytest.mark.parametrize("num_stages", [0, -2, 1.5, "2", True])
 def test_a_partition_has_a_whole_number_of_stages_at_least_one(num_stages):
-    with pytest.raises(PartitionError, match=rf"{num_stages} stages, 3 layers; use 1 to 3"):
+    with pytest.raises(PartitionError, match=rf"there are {num_stages} stages and 3 layers; use 1 to 3"):
         partition(chain([1, 2, 3]), num_stages)
 
 
@@ -187,20 +195,23 @@ def test_a_partition_has_a_whole_number_of_stages_at_least_one(num_stages):
         ({"communication": "overlap", "bandwidth_bytes_per_s": 0}, r"bytes_per_s is 0"),
         ({"memory_limit_bytes": -1}, r"memory_limit_bytes is -1"),
         ({"memory_limit_bytes": 9}, r"'layer0' has no parameter_bytes; measure it"),
-        ({"memory_limit_bytes": [1, 2, 3]}, r"one number for each rank; got 3 for 2 ranks; pass 2"),
+        ({"memory_limit_bytes": [1, 2, 3]}, r"one number for each rank; got 3 numbers for 2 ranks; pass 2"),
         ({"weight_copies": float("inf")}, r"weight_copies is inf"),
-        ({"speeds": [1]}, r"speeds has one number for each rank; got 1 for 2 ranks"),
+        ({"speeds": [1]}, r"speeds must have one number for each rank; got 1 numbers for 2 ranks"),
         ({"speeds": [1, 0]}, r"at least 1/1000; got \[1, 0\]; leave out"),
         ({"in_flight": [1]}, r"got \[1\] for 2 stages; pass a whole number for each stage"),
         ({"in_flight": lambda stage, _: -stage}, r"got \[0, -1\] for 2 stages"),
-        ({"starts": {"layer9": 1}}, r"starts names layers; 'layer9' is not a layer; the layers are 'layer0', 'layer1'"),
+        (
+            {"starts": {"layer9": 1}},
+            r"starts may only name layers; 'layer9' is not a layer; the layers are 'layer0', 'layer1'",
+        ),
         ({"starts": {"layer1": 2}}, r"stage that it begins, 0 to 1; 'layer1' is to begin stage 2"),
         ({"starts": {"layer1": 0}}, r"'layer1' is to begin stage 0 but needs 1 layers; choose a later stage"),
         (
             {"starts": {"layer1": 1}, "any_order": True},
             r"needs ranks in a fixed order; .*any_order=True; leave",
         ),
-        ({"together": [["layer0", "x"]]}, r"together names layers; 'x' is not a layer"),
+        ({"together": [["layer0", "x"]]}, r"together may only name layers; 'x' is not a layer"),
     ],
 )
 def test_wishes_that_make_no_sense(wishes, match):

@@ -263,15 +263,15 @@ def test_ranks_that_stay_empty_are_left_out():
         (
             {"memory_limit_bytes": 5000},
             r"no partition of 4 layers into 2 stages within memory_limit_bytes; layer 'embedding' alone takes 6144 "
-            r"bytes \(6 KiB\), 1144 more than a rank has; allow 12288 bytes \(12 KiB\) a rank$",
+            r"bytes \(6 KiB\), 1144 more than a rank has; allow 12288 bytes \(12 KiB\) per rank$",
         ),
         (
             {"memory_limit_bytes": 10000},
-            r"the limit is 10000 bytes a rank, 22\.9% more is enough; allow 12288 bytes \(12 KiB\) a rank, or use 4 ",
+            r"the limit is 10000 bytes per rank, 22\.9% more is enough; allow 12288 bytes \(12 KiB\) per rank, or use",
         ),
         (
             {"memory_limit_bytes": 14000, "in_flight": lambda stage, stages: stages - stage},
-            r"the limit is 14000 bytes a rank, 17\.0% more is enough; allow 16384 bytes \(16 KiB\) a rank, or use 3 ",
+            r"the limit is 14000 bytes per rank, 17\.0% more is enough; allow 16384 bytes \(16 KiB\) per rank, or use",
         ),
         (
             {"starts": {"first": 1}, "together": [["embedding", "first"]]},
@@ -283,7 +283,7 @@ def test_ranks_that_stay_empty_are_left_out():
         ),
         (
             {"exactly": True, "together": [["embedding", "first"], ["second", "head"]], "memory_limit_bytes": 12000},
-            r"12288 bytes \(12 KiB\), 288 more than a rank has; allow 12288 bytes \(12 KiB\) a rank$",
+            r"12288 bytes \(12 KiB\), 288 more than a rank has; allow 12288 bytes \(12 KiB\) per rank$",
         ),
     ],
 )
@@ -382,15 +382,15 @@ def test_ranks_with_several_stages_keep_to_their_memory():
 @pytest.mark.parametrize(
     ("asked", "match"),
     [
-        ({"placement": [0, 1]}, r"a rank for each stage, and every rank has a stage; got \[0, 1\] for 4 stages"),
+        ({"placement": [0, 1]}, r"a rank for each stage, and every rank must have a stage; got \[0, 1\] for 4 stages"),
         ({"placement": [0, 2, 2, 0]}, r"got \[0, 2, 2, 0\] for 4 stages"),
         (
             {"placement": [0, 1, 1, 0], "starts": {"first": 0}},
             r"'first' is to begin stage 0 but needs 1 layers; choose",
         ),
-        ({"placement": [0, 1, 1, 0], "speeds": [1, 1, 1]}, r"one number for each rank; got 3 for 2 ranks"),
+        ({"placement": [0, 1, 1, 0], "speeds": [1, 1, 1]}, r"one number for each rank; got 3 numbers for 2 ranks"),
         ({"placement": [0, 1, 1, 0], "together": [["first", "second"]]}, r"4 stages, but layers kept .* 3 blocks"),
-        ({"placement": [0, 1, 1, 0, 0]}, r"5 stages, 4 layers"),
+        ({"placement": [0, 1, 1, 0, 0]}, r"there are 5 stages and 4 layers"),
     ],
 )
 def test_placements_that_make_no_sense(asked, match):

@@ -91,8 +91,8 @@ def test_what_pins_cost_is_told() -> None:
         ({"boundaries": {"b": 2}}, r"no partition of 4 layers into 3 stages; .*'b' begins stage 2"),
         ({"boundaries": {"b": 3}}, r"the stage that it begins, 0 to 2; 'b' is to begin stage 3"),
         ({"boundaries": {"b": 0}}, r"'b' is to begin stage 0 but needs 1 layers; choose a later stage"),
-        ({"together": [("a", "x")]}, r"together names layers; got 'x'; the layers are a, b, c, d"),
-        ({"together": ["ab"]}, r"together is a list of groups of layers; got 'ab'; pass \[\(first, second\)\]"),
+        ({"together": [("a", "x")]}, r"together may only name layers; got 'x'; the layers are a, b, c, d"),
+        ({"together": ["ab"]}, r"together must be a list of groups of layers; got 'ab'; pass \[\(first, second\)\]"),
         (
             {"together": [("a", "d")]},
             r"3 stages, but layers kept together make only 1 blocks; .* fewer layers together",

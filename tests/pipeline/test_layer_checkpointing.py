@@ -374,7 +374,7 @@ def test_a_plan_says_it_layer_by_layer(tmp_path: Any) -> None:
     with Pipeline(actual, X[:2], loss_fn=functional.cross_entropy, devices=["cpu"] * 2, plan=loaded, seed=5) as pipe:
         compare_step(pipe, expected, X, target=Y, seed=5)
     (tmp_path / "plan.json").write_text((tmp_path / "plan.json").read_text().replace('"3.0": ', '"x": '))
-    with pytest.raises(ScheduleError, match=r"names layers of the model; 'x' is not one of its"):
+    with pytest.raises(ScheduleError, match=r"checkpoint may only name layers of the model; 'x' is not one of its"):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -394,7 +394,10 @@ def test_the_costs_of_a_recomputed_layer_are_those_that_the_plan_is_made_with() 
 
 def test_wrong_words_and_layers_are_errors() -> None:
     for checkpoint, match in (
-        ({"11": "recompute"}, r"names layers of the model; '11' is not one of its 12 layers: 0, 1, .*\.\.\.; choose"),
+        (
+            {"11": "recompute"},
+            r"checkpoint may only name layers of the model; '11' is not one of its 12 layers: 0, 1, .*\.\.\.; choose",
+        ),
         (
             {"10": "forget"},
             r"option is one of recompute, recompute-cheap, offload; layer '10' has 'forget'; choose one",

@@ -105,7 +105,7 @@ def test_the_front_door_stays_small():
 @pytest.mark.parametrize(
     ("name", "function", "match"),
     [
-        ("wrap", 3, r"wrap is a function or a Module; got 3; pass a callable"),
+        ("wrap", 3, r"wrap must be a function or a Module; got 3; pass a callable"),
         (
             "wrap",
             lambda stage: stage,
@@ -131,7 +131,7 @@ def test_functions_are_looked_at_before_layers_are_measured():
     refused(
         ModelTypeError,
         TypeError,
-        "optimizer is a function",
+        "optimizer must be a function",
         model,
         optimizer=optimizer,
         search=Search(memory_limit_bytes=10**9),
@@ -221,7 +221,7 @@ def test_graphs_and_profiles_are_of_modules(take, kind):
 @pytest.mark.parametrize("sample", [None, {}, (), torch.ones(0, 3), "text", {"x": 3}])
 @pytest.mark.parametrize("take", [graph_of, profile])
 def test_a_sample_has_a_tensor(take, sample):
-    with pytest.raises(InputError, match=r"a sample is one example micro-batch, .* got .*; pass a tensor, a tupl"):
+    with pytest.raises(InputError, match=r"a sample must be one example micro-batch, .* got .*; pass a tensor, a tupl"):
         take(linears(), sample)
 
 
@@ -373,15 +373,17 @@ def test_counts_that_are_no_whole_numbers(count):
     refused(
         ScheduleError,
         ValueError,
-        r"num_microbatches is a whole number, at least 1; got .*; pass",
+        r"num_microbatches must be a whole number, at least 1; got .*; pass",
         num_microbatches=count,
     )
-    refused(PartitionError, ValueError, r"num_stages is a whole number, at least 1; got .*; pass 1", num_stages=count)
+    refused(
+        PartitionError, ValueError, r"num_stages must be a whole number, at least 1; got .*; pass 1", num_stages=count
+    )
 
 
 @pytest.mark.parametrize("limit", ["10 GB", ["10 GB", "1 GB"], True, [1e9], [1e9, None], [1e9, -1.0]])
 def test_limits_of_memory_that_are_none(limit):
-    match = r"a number of bytes above 0, for all ranks or for each of 2; got .*; pass such as 16 \* 2\*\*30"
+    match = r"bytes above 0 for all ranks, or a list with a number for each of 2 ranks; got .*; pass for example 16 "
     refused(PartitionError, ValueError, match, search=Search(memory_limit_bytes=limit))
 
 

@@ -31,9 +31,9 @@ from tests.support.refused_pipelines import ONES, build, linears, mse, refused
 @pytest.mark.parametrize(
     ("boundaries", "match"),
     [
-        ([2, 1], r"boundaries ascend; got 1 \(layer 1\) after layer 2; sort them"),
-        ([2, 2], r"boundaries ascend; got 2 \(layer 2\) after layer 2; sort them, each once"),
-        (["3", "1"], r"boundaries ascend; got '1' \(layer 1\) after layer 3"),
+        ([2, 1], r"boundaries must ascend; got 1 \(layer 1\) after layer 2; sort them"),
+        ([2, 2], r"boundaries must ascend; got 2 \(layer 2\) after layer 2; sort them and remove duplicates"),
+        (["3", "1"], r"boundaries must ascend; got '1' \(layer 1\) after layer 3"),
         ([4], r"one of 1\.\.3 of 4 layers; got 4; leave it out or move it"),
         ([0], r"after stage 0, one of 1\.\.3 of 4 layers; got 0; leave it out"),
         ([-1], r"one of 1\.\.3 of 4 layers; got -1"),
@@ -42,9 +42,9 @@ from tests.support.refused_pipelines import ONES, build, linears, mse, refused
         ([1.5], r"a layer's position or name; got 1\.5; pass an int or a str"),
         ([True], r"a layer's position or name; got True"),
         ([None], r"a layer's position or name; got None"),
-        ("2", r"boundaries is a list of layers, or .*; got '2'; pass a list, such as \['2'\]"),
-        (2, r"boundaries is a list of layers, or .*; got 2; pass a list"),
-        (0, r"boundaries is a list of layers, or .*; got 0; pass a list"),
+        ("2", r"boundaries must be a list of layers, or .*; got '2'; pass a list, such as \['2'\]"),
+        (2, r"boundaries must be a list of layers, or .*; got 2; pass a list"),
+        (0, r"boundaries must be a list of layers, or .*; got 0; pass a list"),
     ],
 )
 def test_bad_boundaries(boundaries, match):
@@ -71,7 +71,7 @@ def test_stages_that_do_not_go_evenly_on_the_ranks():
 
 
 def test_more_stages_than_layers():
-    match = r"at least one layer; 5 stages on 5 ranks, but the model has 4 layers; use fewer devices"
+    match = r"at least one layer; there are 5 stages on 5 ranks, but the model has 4 layers; use fewer devices"
     refused(PartitionError, ValueError, match, devices=["cpu"] * 5, schedule="1f1b")
 
 
@@ -83,7 +83,10 @@ def test_more_chunks_than_layers():
 @pytest.mark.parametrize("num_stages", [0, -1, 2.0, "2"])
 def test_a_bad_number_of_stages(num_stages):
     refused(
-        PartitionError, ValueError, r"num_stages is a whole number, at least 1; got .*; pass 1", num_stages=num_stages
+        PartitionError,
+        ValueError,
+        r"num_stages must be a whole number, at least 1; got .*; pass 1",
+        num_stages=num_stages,
     )
 
 
@@ -126,7 +129,7 @@ def test_a_schedule_of_another_type(choice):
 
 @pytest.mark.parametrize("count", [0, -1, 2.5])
 def test_a_bad_number_of_microbatches(count):
-    match = rf"num_microbatches is a whole number, at least 1; got {count}; pass 1 or more"
+    match = rf"num_microbatches must be a whole number, at least 1; got {count}; pass 1 or more"
     refused(ScheduleError, ValueError, match, num_microbatches=count)
 
 
@@ -203,7 +206,7 @@ def test_a_module_that_calls_no_layer_is_one(model):
     refused(
         PartitionError,
         ValueError,
-        "2 stages on 2 ranks, but the model has 1 layers; use fewer devices",
+        "there are 2 stages on 2 ranks, but the model has 1 layers; use fewer devices",
         model,
         schedule="1f1b",
     )
@@ -236,8 +239,8 @@ def test_a_bad_seed(seed):
 
 
 def test_a_function_that_cannot_be_called():
-    refused(ModelTypeError, TypeError, "loss_fn is a function or a Module; got 3", loss_fn=3)
-    with pytest.raises(ModelTypeError, match="loss_weight is a function or a Module; got 3"):
+    refused(ModelTypeError, TypeError, "loss_fn must be a function or a Module; got 3", loss_fn=3)
+    with pytest.raises(ModelTypeError, match="loss_weight must be a function or a Module; got 3"):
         Numerics(loss_weight=3)
 
 
@@ -282,17 +285,17 @@ def test_a_plan_on_too_few_devices():
 
 
 def test_a_path_instead_of_a_plan():
-    refused(PartitionError, ValueError, r"plan is a Plan; got 'plan\.json'; .*Plan\.load", plan="plan.json")
+    refused(PartitionError, ValueError, r"plan must be a Plan; got 'plan\.json'; .*Plan\.load", plan="plan.json")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, None, "fast"])
 def test_times_that_are_no_times(bad):
     with pytest.raises(
-        PartitionError, match=r"finite numbers, not negative; the time of layer 1 is .*; measure it again"
+        PartitionError, match=r"costs must be finite and not negative; the time of layer 1 is .*; measure it again"
     ):
         balance([1.0, bad, 1.0], 2)
     with pytest.raises(
-        ScheduleError, match=r"finite numbers, not negative; forward_s of stage 0 is .*; measure it again"
+        ScheduleError, match=r"costs must be finite and not negative; forward_s of stage 0 is .*; measure it again"
     ):
         Costs.uniform(2, forward_s=bad)
 

@@ -272,14 +272,18 @@ def test_a_profile_of_another_model_is_an_error():
         (
             {"num_ranks": 2, "batch_size": 0},
             PartitionError,
-            r"number of rows in a batch is a whole number, at least 1; got 0",
+            r"number of rows in a batch must be a whole number, at least 1; got 0",
         ),
         (
             {"num_ranks": 2, "batch_size": 64},
             PartitionError,
-            r"64 rows cannot be split into any .*measured: \[20\] rows",
+            r"64 rows cannot be split into micro-batches of such a size; measured sizes: 20 rows",
         ),
-        ({"num_ranks": 2, "num_microbatches": 99}, PartitionError, r"32 rows cannot be split into \[99\]"),
+        (
+            {"num_ranks": 2, "num_microbatches": 99},
+            PartitionError,
+            r"32 rows cannot be split into 99 micro-batches; measured sizes",
+        ),
         ({"num_ranks": 2, "memory_limit_bytes": [1]}, PartitionError, r"for all ranks or for each of 2; got"),
         ({"num_ranks": 2, "memory_limit_bytes": -1}, PartitionError, r"number of bytes above 0"),
         (

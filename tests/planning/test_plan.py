@@ -268,7 +268,9 @@ def test_a_file_that_is_no_json_is_named(tmp_path, text):
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"text"'])
 def test_a_file_of_another_kind_of_json_is_named(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(ScheduleError, match=r"plan\.json: a plan has schedule, stages, .*; got .*; save it again"):
+    with pytest.raises(
+        ScheduleError, match=r"plan\.json: a plan must have schedule, stages, .*; got .*; save it again"
+    ):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -277,14 +279,16 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
     values = plan().to_dict()
     del values[key]
     (tmp_path / "plan.json").write_text(json.dumps(values))
-    with pytest.raises(ScheduleError, match=rf"plan\.json: a plan has .*; '{key}' is missing or wrong; save it again"):
+    with pytest.raises(
+        ScheduleError, match=rf"plan\.json: a plan must have .*; '{key}' is missing or wrong; save it again"
+    ):
         Plan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("stages", [["a", "b", "c"]], r"it lists 1 stage, the program has 2; correct one of them"),
+        ("stages", [["a", "b", "c"]], r"it lists 1 stage, but the program has 2 weight copies; correct one of them"),
         ("program", ["rank 0: 0F0"], r"no such line; add 'microbatches N'"),
         ("program", ["microbatches 1", "rank 0: 0F0 0Z0"], r"line 2: .*0Z0"),
         ("program", 3, r"is missing or wrong"),
@@ -292,11 +296,15 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         (
             "program",
             {"digset": ""},
-            r"a plan's program has edges, digest; got 'digset', nearest to 'digest'; correct it",
+            r"a plan's program must have edges, digest; got 'digset', nearest to 'digest'; correct it",
         ),
-        ("chekpoint", "always", r"a plan has .*; got 'chekpoint', nearest to 'checkpoint'; correct it or leave it out"),
-        ("comment", "mine", r"a plan has .*; got 'comment'; correct it or leave it out"),
-        ("program", {"edges": [[0, 9]]}, r"is missing or wrong"),
+        (
+            "chekpoint",
+            "always",
+            r"a plan must have .*; got 'chekpoint', nearest to 'checkpoint'; correct it or leave it out",
+        ),
+        ("comment", "mine", r"a plan must have .*; got 'comment'; correct it or leave it out"),
+        ("program", {"edges": [[0, 9]]}, r"an edge of a saved plan must lead"),
         ("num_ranks", 0, r"is missing or wrong"),
         ("num_microbatches", 4.5, r"whole number of micro-batches"),
         ("schedule", "gpype", r"unknown schedule; got 'gpype'"),
@@ -304,10 +312,14 @@ def test_a_file_without_an_entry_names_it(tmp_path, key):
         (
             "stages",
             [["a", "b"], ["b"]],
-            r"every layer is in exactly one stage; the plan has 'b' 2 times; remove the others",
+            r"every layer must be in exactly one stage; the plan has 'b' 2 times; remove the others",
         ),
         ("costs", {"forward_s": [1]}, r"'input_grad_s' is unknown or missing"),
-        ("alternatives", [OTHERS[0].to_dict() | {"speed": 3}], r"an alternative has label, .*'speed'; correct it"),
+        (
+            "alternatives",
+            [OTHERS[0].to_dict() | {"speed": 3}],
+            r"an alternative must have label, .*'speed'; correct it",
+        ),
         ("alternatives", [OTHERS[0].to_dict() | {"step_s": -1}], r"step_s of the alternative '1f1b' is -1"),
     ],
 )
@@ -320,16 +332,16 @@ def test_a_wrong_entry_is_an_error_that_names_the_file(tmp_path, key, value, mat
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("schedule", "gpipe", r"'schedule' is 'gpipe', but its program has '1f1b'"),
-        ("num_ranks", 3, r"'num_ranks' is 3, but its program has 2"),
-        ("num_microbatches", 16, r"'num_microbatches' is 16, but its program has 4"),
+        ("schedule", "gpipe", r"'schedule' is 'gpipe' in the plan, but '1f1b' in its program"),
+        ("num_ranks", 3, r"'num_ranks' is 3 in the plan, but 2 in its program"),
+        ("num_microbatches", 16, r"'num_microbatches' is 16 in the plan, but 4 in its program"),
     ],
 )
 def test_an_edited_entry_that_the_program_contradicts_is_an_error_and_not_left_unread(tmp_path, key, value, match):
     values = plan().to_dict() | {"program": str(plan().program).splitlines()}
     (tmp_path / "plan.json").write_text(json.dumps(values | {key: value}))
     with pytest.raises(
-        ScheduleError, match=rf"plan\.json: a plan runs its program; the plan says {match}; make them agree"
+        ScheduleError, match=rf"plan\.json: a plan must agree with its program; {match}; make them agree"
     ):
         Plan.load(tmp_path / "plan.json")
 

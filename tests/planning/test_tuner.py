@@ -148,9 +148,7 @@ def test_a_schedule_stages_and_all_boundaries_that_are_given_stay():
 
 
 def test_more_stages_than_layers_are_an_error():
-    with pytest.raises(
-        PartitionError, match=r"at least one layer.*2 layers cannot be split into 3 such stages on 3 ranks"
-    ):
+    with pytest.raises(PartitionError, match=r"at least one layer.*2 layers cannot be split into 3 stages on 3 ranks"):
         find_plan(search([1.0, 1.0], 3, (4,), num_stages=3, all_ranks=True))
 
 

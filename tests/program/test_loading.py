@@ -74,21 +74,21 @@ def test_a_text_without_a_name_is_named_as_its_file(file):
     [
         (
             "0F0,0B0\n1F0,1X0\n",
-            "row 2, column 2: a cell is empty or <stage><kind><micro-batch>, such .*; got '1X0'",
+            "row 2, column 2: a cell must be empty or <stage><kind><micro-batch>, such .*; got '1X0'",
         ),
-        ("0F0;0B0\n", "row 1, column 1: a cell is empty or .*; got '0F0;0B0'"),
-        ("0F0,0B\n", "row 1, column 2: a cell is empty or .*; got '0B'"),
-        ("\n0F0,0SEND_F0\n", "row 2, column 2: cells do not communicate or shard; got '0SEND_F0'; leave them out"),
-        ("0F0,0SEND_F0>1\n", "column 2: cells do not communicate or shard; got '0SEND_F0>1'"),
-        ("0UNSHARD,0F0,0B0,0REDUCE_GRAD\n", "row 1, column 1: cells do not communicate or shard; got '0UNSHARD'"),
-        ("0F0,(0F1;0B0)OVERLAP_F_B\n", r"row 1, column 2: cells do not run two actions at once; got '\(0F1;0B0\)"),
+        ("0F0;0B0\n", "row 1, column 1: a cell must be empty or .*; got '0F0;0B0'"),
+        ("0F0,0B\n", "row 1, column 2: a cell must be empty or .*; got '0B'"),
+        ("\n0F0,0SEND_F0\n", "row 2, column 2: a cell may not communicate or shard; got '0SEND_F0'; leave them out"),
+        ("0F0,0SEND_F0>1\n", "column 2: a cell may not communicate or shard; got '0SEND_F0>1'"),
+        ("0UNSHARD,0F0,0B0,0REDUCE_GRAD\n", "row 1, column 1: a cell may not communicate or shard; got '0UNSHARD'"),
+        ("0F0,(0F1;0B0)OVERLAP_F_B\n", r"row 1, column 2: a cell may not run two actions at once; got '\(0F1;0B0\)"),
         (
             "0F0,0B0\n1F0,0F1\n",
-            "row 2, column 2: a stage is on one rank, .* 0F1 is of stage 0, and so is row 1, column 1",
+            "row 2, column 2: a stage must be on one rank, .* 0F1 is of stage 0, and so is row 1, column 1",
         ),
         (
             "0F0,0B0\n2F0,2B0\n",
-            "row 2, column 1: stages are numbered from 0 .*; this is stage 2, but no row",
+            "row 2, column 1: stages must be numbered from 0 .*; this is stage 2, but no row",
         ),
         ("", "at least one action"),
         (",,\n", "at least one action"),
@@ -104,7 +104,7 @@ def test_what_is_wrong_is_named_with_file_row_and_column(file, text, said):
 
 def test_errors_of_the_text_form_name_the_file_and_the_line(file):
     path = file("microbatches 1\nrank 0: 0F0 0X0\n", "wrong.txt")
-    with pytest.raises(ScheduleError, match="line 2: an action is") as caught:
+    with pytest.raises(ScheduleError, match="line 2: an action must have the form") as caught:
         load_program(path)
     assert str(caught.value).startswith(f"{path}: ")
 

@@ -70,9 +70,13 @@ def test_with_options_changes_defaults_of_a_copy():
 
 @pytest.mark.parametrize("ask", [Schedule.with_options, lambda plan, **options: plan.program(2, 2, **options)])
 def test_an_unknown_option_is_refused_with_the_known_ones(ask):
-    with pytest.raises(ScheduleError, match=r"'depth-first' takes the options: chunks_per_rank, split; got waves=2"):
+    with pytest.raises(
+        ScheduleError, match=r"'depth-first' takes only the options: chunks_per_rank, split; got waves=2"
+    ):
         ask(depth_first, waves=2)
-    with pytest.raises(ScheduleError, match=r"'gpipe' takes the options: none; got chunks_per_rank=2; leave it out"):
+    with pytest.raises(
+        ScheduleError, match=r"'gpipe' takes only the options: none; got chunks_per_rank=2; leave it out"
+    ):
         ask(schedules.get("gpipe"), chunks_per_rank=2)
 
 
@@ -95,7 +99,7 @@ def test_counts_are_whole_numbers_from_1(count):
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", None])
 def test_chunks_are_whole_numbers_from_1(count):
-    with pytest.raises(ScheduleError, match=f"whole number of chunks a rank, at least 1; got {count!r}"):
+    with pytest.raises(ScheduleError, match=f"whole number of chunks per rank, at least 1; got {count!r}"):
         depth_first.program(1, 1, chunks_per_rank=count)
 
 
@@ -182,7 +186,7 @@ def test_a_schedule_whose_name_is_in_capitals_is_found_and_listed_as_it_is_writt
 
 def test_names_that_differ_in_case_alone_are_refused(tmp_path):
     error = found_with(tmp_path, mine="GPipe").stderr
-    assert "every schedule has a different name, whatever the case" in error
+    assert "every schedule must have a different name, ignoring upper and lower case" in error
     assert "'GPipe' of pipesched.schedules.mine is taken by pipesched.schedules.gpipe; rename one" in error
 
 

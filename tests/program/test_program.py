@@ -102,19 +102,19 @@ def test_a_graph_without_edges_keeps_its_text_form():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("rank 2: 0F0", r"line 4: ranks are written in order.*got 'rank 2:'; write 'rank 1:'"),
-        ("rank 1", r"line 4: ranks are written in order.*write 'rank 1:'"),
-        ("rank 1: 1F0 1Q0", r"line 4: an action is .* got '1Q0'"),
-        ("rank 1: 1SEND_B0", r"line 4: a send ends in '>'.*got '1SEND_B0'"),
+        ("rank 2: 0F0", r"line 4: ranks must be written in order.*got 'rank 2:'; write 'rank 1:'"),
+        ("rank 1", r"line 4: ranks must be written in order.*write 'rank 1:'"),
+        ("rank 1: 1F0 1Q0", r"line 4: an action must have the form .* got '1Q0'"),
+        ("rank 1: 1SEND_B0", r"line 4: a send must end in '>'.*got '1SEND_B0'"),
         ("microbatches two", r"line 4: expected whole numbers; got 'microbatches two'"),
-        ("microbatches 1 2", r"line 4: a line is 'name NAME'.*got 'microbatches 1 2'"),
+        ("microbatches 1 2", r"line 4: a line must be 'name NAME'.*got 'microbatches 1 2'"),
         ("placement 0 x", r"line 4: expected whole numbers; got 'placement 0 x'"),
-        ("edges 0>1", r"line 4: a line is 'name NAME'.*got 'edges 0>1'"),
-        ("forward-only please", r"line 4: a line is 'name NAME'.*got 'forward-only please'"),
-        ("stages 2", r"line 4: a line is 'name NAME'.*got 'stages 2'; correct or remove it"),
-        ("edges 1-0", r"line 4: an edge A-B goes from a stage to a later one, .*0\.\.1; got 1-0"),
+        ("edges 0>1", r"line 4: a line must be 'name NAME'.*got 'edges 0>1'"),
+        ("forward-only please", r"line 4: a line must be 'name NAME'.*got 'forward-only please'"),
+        ("stages 2", r"line 4: a line must be 'name NAME'.*got 'stages 2'; correct or remove it"),
+        ("edges 1-0", r"line 4: an edge A-B must go from a stage to a later one, .*0\.\.1; got 1-0"),
         ("microbatches 2", r"line 4: .*microbatches"),
-        ("edges 0-2", r"line 4: an edge A-B goes from a stage to a later one, .*0\.\.1; got 0-2"),
+        ("edges 0-2", r"line 4: an edge A-B must go from a stage to a later one, .*0\.\.1; got 0-2"),
     ],
 )
 def test_an_error_says_in_which_line(line, message):
@@ -205,7 +205,7 @@ def test_versions_that_no_stage_has_are_no_versions():
     ],
 )
 def test_orders_are_of_actions_with_whole_numbers(action):
-    with pytest.raises(ScheduleError, match=r"an order consists of actions|whole numbers below"):
+    with pytest.raises(ScheduleError, match=r"an order may contain only actions|must be whole numbers below"):
         Program(((action, Action(0, Kind.B, 0)),), (0,), 1)
 
 

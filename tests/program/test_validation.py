@@ -105,7 +105,9 @@ def test_a_forward_only_program_has_no_backward():
 
 
 def test_an_action_runs_once():
-    message = refused(program("0F0 0F1 0F0 0B0 0F0 0B1"), "rank 0, position 0: 0F0 runs once; found 3 times. Remove")
+    message = refused(
+        program("0F0 0F1 0F0 0B0 0F0 0B1"), "rank 0, position 0: 0F0 must run exactly once; it occurs 3 times. Remove"
+    )
     assert marked(message) == {0: "0F0"}
 
 
@@ -190,7 +192,9 @@ def test_a_deadlock_through_three_ranks():
 
 def test_a_long_order_is_shown_around_the_mark():
     order = schedules.get("gpipe").program(1, 20).orders[0]
-    message = refused(Program(((*order[:21], *order[20:]),), (0,), 20), "position 20: 0B0 runs once; found 2 times")
+    message = refused(
+        Program(((*order[:21], *order[20:]),), (0,), 20), "position 20: 0B0 must run exactly once; it occurs 2 times"
+    )
     grid = next(line for line in message.splitlines() if line.startswith("rank 0 |"))
     assert grid.split("|")[1].split() == [
         *["...", "0F15", "0F16", "0F17", "0F18", "0F19"],
@@ -233,7 +237,7 @@ def test_a_memory_limit_names_the_action_that_breaks_it():
 def test_memory_limits_are_one_number_or_one_a_rank(limits):
     refused(
         schedules.get("1f1b").program(2, 3),
-        f"a number, or one for each rank; got {len(limits)} for 2 ranks",
+        f"must be a number, or a list with one for each rank; got {len(limits)} numbers for 2 ranks",
         max_in_flight=limits,
     )
 

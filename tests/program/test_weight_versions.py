@@ -39,10 +39,10 @@ def test_a_program_with_updates_is_valid_and_keeps_its_text_form():
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        ("0F0 0F1 0B0 0B1 0UPDATE1", "updates are numbered from 0.*got 0UPDATE1, expected 0UPDATE0"),
+        ("0F0 0F1 0B0 0B1 0UPDATE1", "updates must be numbered from 0.*got 0UPDATE1, expected 0UPDATE0"),
         ("0UPDATE0 0F0 0F1 0B0 0B1", "expected 0UPDATE0, after a backward"),
         ("0F0 0F1 0B0 0UPDATE0 0UPDATE1 0B1", "got 0UPDATE1, expected 0UPDATE1, after a backward"),
-        ("0F0 0F1 0B0 0UPDATE0 0B1", "every gradient is applied.*micro-batch 1 on stage 0. Add 0UPDATE1"),
+        ("0F0 0F1 0B0 0UPDATE0 0B1", "every gradient must be applied.*micro-batch 1 on stage 0. Add 0UPDATE1"),
         ("0F0 0F1 0I0 0W0 0UPDATE0 0I1 0W1", "Add 0UPDATE1"),
     ],
 )
@@ -52,7 +52,9 @@ def test_every_gradient_is_applied_once_in_turn(order, said):
 
 def test_an_update_is_of_the_same_micro_batches_on_every_stage():
     program = parsed("0F0 0F1 0B0 0UPDATE0 0B1 0UPDATE1", "1F0 1B0 1F1 1B1 1UPDATE0")
-    refused(program, "update 0 applies the same.*applies micro-batches 0 on stage 0, micro-batches 0, 1 on stage 1")
+    refused(
+        program, "update 0 must apply the same.*applies micro-batches 0 on stage 0, but micro-batches 0, 1 on stage 1"
+    )
 
 
 @pytest.mark.parametrize("versions", [((0, 1), ()), ((0, -1), ())])
@@ -62,7 +64,7 @@ def test_a_forward_uses_weights_that_its_stage_has_had(versions):
 
 def test_versions_are_one_a_micro_batch_and_come_from_updates():
     refused(replace(Program.parse(UPDATES), versions=((0,), ())), "stage 0 has 1 versions; pass 2")
-    with pytest.raises(ScheduleError, match="versions has one entry for each of the 2 stages; got 1"):
+    with pytest.raises(ScheduleError, match="versions must have one entry for each of the 2 stages; it has 1"):
         replace(Program.parse(UPDATES), versions=((0, 0),))
     refused(replace(schedules.get("1f1b").program(2, 2), versions=((0, 1), (0, 1))), "there is no UPDATE")
 
@@ -153,8 +155,8 @@ def test_a_micro_batch_runs_on_its_route_alone():
     program = both_ways.program(2, 2)
     refused(replace(program, routes=((0, 1), (0, 1))), "rank 0: stage 0 runs F and either B .*none of them. Add 0B1")
     refused(replace(program, routes=((0,), (2, 3))), "stage 0 but not its neighbour 1")
-    refused(replace(program, routes=((0, 1), (7,))), "one visits stage 7; correct the route")
-    with pytest.raises(ScheduleError, match="routes has one entry for each of the 2 micro-batches; got 1"):
+    refused(replace(program, routes=((0, 1), (7,))), "one route visits stage 7; correct the route")
+    with pytest.raises(ScheduleError, match="routes must have one entry for each of the 2 micro-batches; it has 1"):
         replace(program, routes=((0, 1),))
 
 
@@ -198,7 +200,7 @@ def test_a_lowered_pair_stays_together():
     ["1F0&1B0 1F1 1B1", "1F0&1F1 1B0 1B1", "1F0 1F1 1B0&1B1", "1F0 1F1&1B0&1B1"],
 )
 def test_what_overlaps_is_a_forward_and_another_backward(order):
-    said = "an F overlaps only with a B or I directly after it that does not need it"
+    said = "an F may overlap only with a B or I directly after it that does not need it"
     refused(parsed("0F0 0F1 0B0 0B1", order), said)
 
 
@@ -246,7 +248,10 @@ def test_slices_run_in_their_order():
     validate(parsed("0F0 0F1 0B1 0B0", header=header))
     refused(parsed("0F1 0F0 0B1 0B0", header=header), "0F1 runs too early.*first to the last")
     refused(parsed("0F0 0F1 0B0 0B1", header=header), "0B0 runs too early.*last to the first")
-    refused(parsed("0F0 0F1 0F2 0B0 0B1 0B2", header="microbatches 3\nslices 2"), "3 slices in total, 2 a micro-batch")
+    refused(
+        parsed("0F0 0F1 0F2 0B0 0B1 0B2", header="microbatches 3\nslices 2"),
+        "3 slices in total, and slices_per_microbatch is 2",
+    )
     validate(parsed("0F0 0F1 0B1 0B0", header=header).forward())
     assert not parsed("0F0 0F1 0B1 0B0", header=header).exact
     with pytest.raises(ScheduleError, match="cuts each into 2 slices"):

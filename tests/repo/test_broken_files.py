@@ -66,10 +66,16 @@ NO_JSON = {
     "deep mappings": ('{"x":' * 100_000, "at most 32 deep"),
     "lists that are a little too deep": ("[" * 40 + "]" * 40, "at most 32 deep"),
     "5,000 digits": (f'{{"x": {"9" * 5000}}}', "the file must be JSON"),
-    "more than 64 bits": (f'{{"x": {10**30}}}', r"whole numbers in a file are below 2\*\*63; got 10{30}; correct it"),
+    "more than 64 bits": (
+        f'{{"x": {10**30}}}',
+        r"whole numbers in a file must be below 2\*\*63; got 10{30}; correct it",
+    ),
     "no text": (b"\xff\x00\xfe", "the file must be JSON; .*; save it again"),
-    "half a pair": ('{"x": "\\ud800"}', "text in a file is valid Unicode"),
-    "a key twice": ('{"x": 1, "x": 2}', "a key appears once; 'x' appears 2 times; remove the duplicates"),
+    "half a pair": ('{"x": "\\ud800"}', "text in a file must be valid Unicode"),
+    "a key twice": (
+        '{"x": 1, "x": 2}',
+        "a key may appear only once in an object; 'x' appears 2 times; remove the duplicates",
+    ),
     "nothing": ("", "the file must be JSON; .* line 1 column 1"),
     "more": ("{} {}", "the file must be JSON; Extra data: line 1 column 4"),
 }
@@ -99,32 +105,32 @@ SPAN = ["0F0", 0, 0.0, 1.0]
 @pytest.mark.parametrize(
     ("read", "values", "said"),
     [
-        (Links.from_dict, Links().to_dict() | {"speed": 1}, "links have .*; got 'speed'"),
+        (Links.from_dict, Links().to_dict() | {"speed": 1}, "links must have .*; got 'speed'"),
         (Links.from_dict, Links().to_dict() | {"hosts": [0.5]}, "hosts"),
-        (Links.from_dict, Links().to_dict() | {"contended": 1}, "contended of links is true or false; got 1"),
+        (Links.from_dict, Links().to_dict() | {"contended": 1}, "contended of links must be true or false; got 1"),
         (
             Links.from_dict,
             Links().to_dict() | {"special": [[0, 1, {}], [0, 1, {"latency_s": 1}]]},
-            r"a pair of ranks has one special link; \(0, 1\) has several",
+            r"a pair of ranks may have only one special link; \(0, 1\) has several",
         ),
-        (Links.from_dict, Links().to_dict() | {"special": [[0.5, 1, {}]]}, "special maps pairs of ranks to links"),
-        (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": 10**400}}, "costs are numbers below"),
+        (Links.from_dict, Links().to_dict() | {"special": [[0.5, 1, {}]]}, "special must map pairs of ranks to links"),
+        (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": 10**400}}, "costs must be below"),
         (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": 10**5000}}, "below .* is a value of type int"),
-        (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": True}}, "latency_s of a link is a number"),
-        (Links.from_dict, Links().to_dict() | {"inside": {"bytes_per_s": 1e-320}}, "a speed is above 0"),
-        (Machine.from_dict, {"threds": None}, "a machine has .*; got 'threds', nearest to 'threads'"),
-        (Machine.from_dict, {"links": ""}, "links have inside"),
-        (Machine.from_dict, [], r"a machine has .*; got \[\]; save it again"),
-        (Overheads.from_dict, {"crowding": 3}, "crowding of overheads is a list; got 3"),
+        (Links.from_dict, Links().to_dict() | {"inside": {"latency_s": True}}, "latency_s of a link must be a number"),
+        (Links.from_dict, Links().to_dict() | {"inside": {"bytes_per_s": 1e-320}}, "a speed must be above 0"),
+        (Machine.from_dict, {"threds": None}, "a machine must have .*; got 'threds', nearest to 'threads'"),
+        (Machine.from_dict, {"links": ""}, "links must have inside"),
+        (Machine.from_dict, [], r"a machine must have .*; got \[\]; save it again"),
+        (Overheads.from_dict, {"crowding": 3}, "crowding of overheads must be a list; got 3"),
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "recompute_s": ""}, "recompute_s is ''; pass a list"),
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "input_bytes": [0.5, 1]}, "whole numbers of bytes .* is 0.5"),
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "input_bytes": [2**60, 1]}, "bytes below"),
-        (Costs.from_dict, {**Costs.uniform(2).to_dict(), "forward_s": [10**400, 1]}, "costs are numbers below"),
+        (Costs.from_dict, {**Costs.uniform(2).to_dict(), "forward_s": [10**400, 1]}, "costs must be below"),
         (Costs.from_dict, {**Costs.uniform(2).to_dict(), "forward_s": [True, 1]}, "forward_s of stage 0 is True"),
-        (Trace.from_dict, {"num_ranks": 1, "spans": [SPAN], "nam": ""}, "a trace has .*; got 'nam'"),
+        (Trace.from_dict, {"num_ranks": 1, "spans": [SPAN], "nam": ""}, "a trace must have .*; got 'nam'"),
         (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0.5, 0, 1]]}, "'0F0' has rank 0.5"),
-        (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0, 1, 0]]}, "its end not before its start"),
-        (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0, 0, float("nan")]]}, "finite times with its end"),
+        (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0, 1, 0]]}, "may not end before it starts"),
+        (Trace.from_dict, {"num_ranks": 1, "spans": [["0F0", 0, 0, float("nan")]]}, "finite times, and may not end"),
         (
             Trace.from_dict,
             {"num_ranks": 1, "spans": [["0F0", 3, 0, 1]]},
@@ -164,16 +170,19 @@ def profile(change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda v: v.update(mode="x"), "a profile has .*; got 'mode', nearest to 'model'"),
-        (lambda v: v["sizes"]["2"].update(layer={}), "a size of a profile has .*; got 'layer', nearest to 'layers'"),
+        (lambda v: v.update(mode="x"), "a profile must have .*; got 'mode', nearest to 'model'"),
+        (
+            lambda v: v["sizes"]["2"].update(layer={}),
+            "a size of a profile must have .*; got 'layer', nearest to 'layers'",
+        ),
         (lambda v: v["sizes"]["2"]["layers"]["layer0"].update(forward_ms=1), "layer 'layer0' .*; got 'forward_ms'"),
         (lambda v: v["sizes"]["2"]["layers"]["layer0"].pop("parameters"), "parameters of layer 'layer0' is missing"),
         (lambda v: v["sizes"]["2"]["layers"]["layer0"].update(spread=-1), "spread of layer 'layer0' for 2 rows is -1"),
-        (lambda v: v["sizes"]["2"]["edges"][0][2].update(byte=1), "an edge of a profile has .*; got 'byte'"),
+        (lambda v: v["sizes"]["2"]["edges"][0][2].update(byte=1), "an edge of a profile must have .*; got 'byte'"),
         (lambda v: v["sizes"]["2"]["edges"].append(["layer3", "layer1", {}]), "'layer3' -> 'layer1' goes backwards"),
         (lambda v: v["sizes"]["2"]["edges"].append(v["sizes"]["2"]["edges"][0]), "goes backwards or is repeated"),
         (lambda v: v["sizes"].update({"02": v["sizes"].pop("2")}), "whole numbers of rows; got '02'"),
-        (lambda v: v.update(model=3), "model is a digest, a text; got 3"),
+        (lambda v: v.update(model=3), "model must be a digest, a text; got 3"),
     ],
 )
 def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, said):
@@ -194,13 +203,19 @@ def test_a_profile_with_what_nobody_reads_or_what_cannot_be_is_refused(change, s
         ),
         (["microbatches 9999999999", "rank 0: 0F0 0B0"], "line 1: expected whole numbers; .* at most nine digits"),
         ([f"microbatches {'9' * 5000}", "rank 0: 0F0 0B0"], r"line 1: expected whole numbers; .*\(5,000 letters\)"),
-        (["microbatches 1", f"rank 0: {'0F0' * 50_000}"], r"line 2: an action is .*; got '0F0.*\(150,000 letters\)"),
-        (["microbatches 1", "weights -1", "rank 0: 0F0 0B0"], "weight copies are numbered from 0 without a gap"),
+        (
+            ["microbatches 1", f"rank 0: {'0F0' * 50_000}"],
+            r"line 2: an action must have the form .*; got '0F0.*\(150,000 letters\)",
+        ),
+        (["microbatches 1", "weights -1", "rank 0: 0F0 0B0"], "weight copies must be numbered from 0 without a gap"),
         (
             ["microbatches 1", "route 0 0 : 0", "rank 0: 0F0 0B0"],
-            "a micro-batch visits at least one stage, and no sta",
+            "a micro-batch must visit at least one stage, and may visit no sta",
         ),
-        (["microbatches 1", "slices 0", "rank 0: 0F0 0B0"], "0 a micro-batch; make the total a multiple"),
+        (
+            ["microbatches 1", "slices 0", "rank 0: 0F0 0B0"],
+            "slices_per_microbatch is 0; choose a number of at least 1 that divides the total",
+        ),
         (
             ["microbatches 1", "placement 0", "rank 0: 0F0 0SEND_F0>7 0B0"],
             "0SEND_F0>7 is outside the program's 1 stages",
@@ -228,7 +243,7 @@ def test_a_cell_with_a_huge_number_is_refused(tmp_path, cell):
 def test_the_slices_of_a_micro_batch_take_one_route():
     text = str(schedules.get("chimera").program(4, 4))
     validate(Program.parse(text))
-    with pytest.raises(ScheduleError, match="all slices of a micro-batch take one route"):
+    with pytest.raises(ScheduleError, match="all slices of a micro-batch must visit the same stages"):
         validate(Program.parse("slices 4\n" + text))
     sliced = Program.parse("slices 2\n" + text)  # those of a micro-batch go back in the wrong order
     with pytest.raises(ScheduleError, match="runs too early; the slices of a micro-batch"):
@@ -240,7 +255,7 @@ def test_fake_stages_refuse_a_placement_on_ranks_that_there_are_not(placement):
     lines = ["microbatches 1", f"placement {' '.join(map(str, placement))}", "rank 0: 0F0 0B0", "rank 1: 1F0 1B0"]
     program = Program.parse("\n".join(lines))
     for use in (run_fake, lower, lambda it: run_fake(it, Costs.uniform(it.num_stages), sleeping=True)):
-        with pytest.raises(ScheduleError, match=r"every stage is on one of the ranks|is outside|belongs to rank"):
+        with pytest.raises(ScheduleError, match=r"every stage must be on an existing rank|is outside|belongs to rank"):
             use(program)
     with pytest.raises(ScheduleError):
         simulate(program, Costs.uniform(program.num_stages))
@@ -248,7 +263,7 @@ def test_fake_stages_refuse_a_placement_on_ranks_that_there_are_not(placement):
 
 def test_fake_stages_refuse_routes_and_versions_that_there_are_not():
     text = "microbatches 1\nroute 0 7 : 0\nrank 0: 0F0 0B0\n"
-    with pytest.raises(ScheduleError, match=r"a route visits stages of the program"):
+    with pytest.raises(ScheduleError, match=r"a route may only visit stages of the program"):
         run_fake(Program.parse(text))
     text = "microbatches 2\nversions 0 : 0\nrank 0: 0F0 0B0 0F1 0B1 0UPDATE0\n"
     with pytest.raises(PipeschedError, match="has versions for 1 micro-batches, but none for micro-batch 1; pass"):

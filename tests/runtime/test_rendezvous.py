@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 def test_a_mistake_of_one_rank_ends_one_attempt_in_all(ranks: Ranks, wrong: int) -> None:
     for rank, found in enumerate(ranks.run(3, jobs.mistakes, wrong, timeout_s=100)):
         own = {
-            "seed": "InputError: a seed is a whole number; got 'five'",
+            "seed": "InputError: a seed must be a whole number; got 'five'",
             "model": "ModelTypeError: the model is an nn.Module",
             "timeout": "InputError: ",
             "boundaries": "PartitionError: ",

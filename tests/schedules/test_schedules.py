@@ -177,7 +177,7 @@ def test_zb_v_bubble_with_latency(p, more, F, I, W, data):  # noqa: E741
 
 
 def test_a_v_has_two_chunks():
-    match = "holds 2 stages on each rank; got chunks_per_rank=3; cut the model into 8 stages"
+    match = "needs 2 stages on each rank; got chunks_per_rank=3; cut the model into 8 stages"
     with pytest.raises(ScheduleError, match=match):
         schedules.get("zb-v").program(4, 8, chunks_per_rank=3)
 

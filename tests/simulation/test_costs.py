@@ -123,10 +123,13 @@ def test_there_is_one_cost_a_stage_and_the_error_names_what_was_given(name, leng
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(
-        ScheduleError, match=r"costs are forward_s, .*weight_grad_bytes, .*; got 'forward'; leave it out"
+        ScheduleError,
+        match=r"costs may only have the fields forward_s, .*weight_grad_bytes, .*; got 'forward'; leave it out",
     ):
         Costs.uniform(2, forward=1)
-    with pytest.raises(ScheduleError, match=r"costs are forward_s, .*'latency' is unknown or missing"):
+    with pytest.raises(
+        ScheduleError, match=r"costs may only have the fields forward_s, .*'latency' is unknown or missing"
+    ):
         Costs.from_dict(Costs.uniform(2).to_dict() | {"latency": 1})
 
 
@@ -153,5 +156,5 @@ def test_numbers_of_numpy_are_plain_ones():
 
 
 def test_links_are_links():
-    with pytest.raises(ScheduleError, match=r"links are pipesched\.Links"):
+    with pytest.raises(ScheduleError, match=r"links must be a pipesched\.Links"):
         Costs.uniform(2, links={})

@@ -110,7 +110,7 @@ def test_a_link_has_possible_figures(wrong):
 
 
 def test_hosts_are_of_all_ranks():
-    with pytest.raises(ScheduleError, match="rank 2 is missing from 2"):
+    with pytest.raises(ScheduleError, match="rank 2 is missing from 2 entries"):
         simulate(schedules.get("1f1b").program(3, 2), Costs.uniform(3, links=Links(hosts=(0, 1))))
     with pytest.raises(ScheduleError, match="at least one rank; got ranks_per_host=0"):
         Links.of_hosts(0, 4)
@@ -128,10 +128,10 @@ def test_the_fake_executor_and_the_simulator_agree_over_any_links(contended, dat
 
 @pytest.mark.parametrize("values", [{}, {"inside": {"latency": 1}}, None])
 def test_a_dict_that_is_no_links_is_refused(values):
-    with pytest.raises(ScheduleError, match="links have inside, between"):
+    with pytest.raises(ScheduleError, match="links must have inside, between"):
         Links.from_dict(values)
 
 
 def test_links_are_made_of_links():
-    with pytest.raises(ScheduleError, match="a link is a"):
+    with pytest.raises(ScheduleError, match="a link must be a"):
         Links(special={(0, 1): 3})

@@ -56,7 +56,7 @@ class Report:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_type(self.plan, Plan, "plan is a Plan", "pass such as pipe.plan, or Plan.load(path)")
+        check_type(self.plan, Plan, "plan must be a Plan", "pass for example pipe.plan, or Plan.load(path)")
         for trace in (self.measured, self.predicted):
             if trace is not None:
                 check_trace(trace)
@@ -142,7 +142,7 @@ class Report:
             path.write_text(_TEXTS[path.suffix](self), encoding="utf-8")
         else:
             suffixes = ", ".join([*_TEXTS, *_PICTURES])
-            raise InputError(f"a report is saved as {suffixes}; got {path.name!r}; use one of these suffixes")
+            raise InputError(f"a report can only be saved as {suffixes}; got {path.name!r}; use one of these suffixes")
 
     def chrome(self) -> str:
         """Chrome trace-event JSON for Perfetto, with the predicted step of each rank above the measured one."""

@@ -51,8 +51,9 @@ def repeated(
         ended |= {run for rank in ranks if (run := rank.run_slot(ended, early_forwards))}
         if left == sum(rank.left for rank in ranks):
             raise ScheduleError(
-                f"a block runs each pass after its dependencies, within the memory limit; {left} actions wait for each "
-                f"other with {max_in_flight} micro-batches in flight; move slots of {dict(block)}, or raise the limit"
+                f"the block cannot be scheduled: {left} actions wait for each other with "
+                f"max_in_flight={max_in_flight}; every pass must come after its dependencies and fit the memory limit; "
+                f"change the slots in {dict(block)}, or raise max_in_flight"
             )
     return [rank.order for rank in ranks]
 

@@ -25,7 +25,7 @@ def whole_waves(shape: Shape) -> int:
     if half:
         even = 2 * max(1, waves)
         raise ScheduleError(
-            f"a wave has 2 stages on each rank, one down the ranks and one up; got "
+            f"a wave must have 2 stages on each rank, one on the way down the ranks and one on the way up; got "
             f"chunks_per_rank={shape.chunks_per_rank}; cut the model into {even * shape.num_ranks} stages for "
             f"{shape.num_ranks} ranks (chunks_per_rank={even})"
         )
@@ -51,8 +51,9 @@ def backward_first(
     """
     if max_in_flight < shape.chunks_per_rank:
         raise ScheduleError(
-            f"a micro-batch is in flight in every chunk of a rank; max_in_flight is {max_in_flight}, but a rank has "
-            f"{shape.chunks_per_rank} chunks; pass max_in_flight={shape.chunks_per_rank} or more"
+            f"every chunk of a rank needs room for one micro-batch, so max_in_flight must be at least the number of "
+            f"chunks per rank; max_in_flight is {max_in_flight}, chunks per rank {shape.chunks_per_rank}; pass "
+            f"max_in_flight={shape.chunks_per_rank} or more"
         )
     runs = []
     for window in sorted({min(max(1, window), shape.num_microbatches) for window in windows}):

@@ -90,16 +90,20 @@ def zero_bubble(
 
 def _check(shape: Shape, costs: StageTimes, limit: int, share: float) -> None:
     if not all(hasattr(costs, name) for name in _Equal._fields):
-        raise ScheduleError(f"costs are pipesched.Costs, one number for each stage; got {costs!r}; pass Costs(...)")
+        raise ScheduleError(
+            f"costs must be a pipesched.Costs with one number for each stage; got {costs!r}; pass Costs(...)"
+        )
     if costs.num_stages != shape.num_stages:
         raise ScheduleError(
-            f"costs have one number for each stage; there are {shape.num_stages} stages, but the costs have "
+            f"costs must have one number for each stage; there are {shape.num_stages} stages, but the costs have "
             f"{costs.num_stages}; pass costs for {shape.num_stages} stages"
         )
     if not isinstance(limit, int) or limit < 1:
-        raise ScheduleError(f"max_in_flight is a whole number, at least 1; got {limit!r}; pass 1 or more")
+        raise ScheduleError(f"max_in_flight must be a whole number, at least 1; got {limit!r}; pass 1 or more")
     if not isinstance(share, int | float | Fraction) or not 0 <= share <= 1:
-        raise ScheduleError(f"weight_grad_share is a share of the activations, 0 to 1; got {share!r}; pass 1 or less")
+        raise ScheduleError(
+            f"weight_grad_share must be a share of the activations, 0 to 1; got {share!r}; pass a number from 0 to 1"
+        )
 
 
 class _Rank:
