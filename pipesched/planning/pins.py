@@ -43,7 +43,7 @@ class Pins:
                     f"together must be a list of groups of layers; got {group!r}; pass [(first, second)]"
                 )
             for layer in group:
-                _position(layer, self.layers, "together names layers")
+                _position(layer, self.layers, "together must name layers")
 
     @property
     def complete(self) -> bool:

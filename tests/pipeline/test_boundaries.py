@@ -84,14 +84,17 @@ def test_what_pins_cost_is_told() -> None:
 @pytest.mark.parametrize(
     ("pins", "match"),
     [
-        ({"boundaries": {"x": 1}}, r"a boundary names a layer; got 'x'; the layers are a, b, c, d; use one of these"),
+        (
+            {"boundaries": {"x": 1}},
+            r"a boundary must name a layer; got 'x'; the layers are a, b, c, d; use one of these",
+        ),
         ({"boundaries": {7: 1}}, r"there are 4 layers; got 7; pass a position from 0 on, or a name"),
         ({"boundaries": {"b": "1"}}, r"got stage '1' for layer 'b'; pass its number, such as \{'b': 1\}"),
-        ({"boundaries": {"c": 1, "b": 2}}, r"'b' begins stage 2, but 'c', a later layer, begins stage 1; exchange"),
+        ({"boundaries": {"c": 1, "b": 2}}, r"'b' begins stage 2, but 'c', a later layer, begins stage 1; swap them"),
         ({"boundaries": {"b": 2}}, r"no partition of 4 layers into 3 stages; .*'b' begins stage 2"),
         ({"boundaries": {"b": 3}}, r"the stage that it begins, 0 to 2; 'b' is to begin stage 3"),
         ({"boundaries": {"b": 0}}, r"'b' is to begin stage 0 but needs 1 layers; choose a later stage"),
-        ({"together": [("a", "x")]}, r"together may only name layers; got 'x'; the layers are a, b, c, d"),
+        ({"together": [("a", "x")]}, r"together must name layers; got 'x'; the layers are a, b, c, d"),
         ({"together": ["ab"]}, r"together must be a list of groups of layers; got 'ab'; pass \[\(first, second\)\]"),
         (
             {"together": [("a", "d")]},
@@ -135,7 +138,7 @@ def test_known_links_count_and_unknown_ones_do_not() -> None:
     for unknown in (None, Links()):
         assert cut(graph, 2, links=unknown)[0] == ["abc", "def"]
     with pytest.raises(
-        PartitionError, match=r"links are pipesched\.Links; got 'fast'; pass the result of pipesched\.probe_links"
+        PartitionError, match=r"links must be a pipesched\.Links; got 'fast'; pass the result of pipesched\.probe_links"
     ):
         cut(graph, 2, links="fast")  # type: ignore[arg-type]
 

@@ -400,7 +400,7 @@ def test_wrong_words_and_layers_are_errors() -> None:
         ),
         (
             {"10": "forget"},
-            r"option is one of recompute, recompute-cheap, offload; layer '10' has 'forget'; choose one",
+            r"option must be one of recompute, recompute-cheap, offload; layer '10' has 'forget'; choose one",
         ),
         ("sometimes", r"one of never, always, except_last, or \{layer: option\}; got 'sometimes'"),
     ):

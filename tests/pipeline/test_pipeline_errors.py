@@ -38,7 +38,7 @@ from tests.support.refused_pipelines import ONES, build, linears, mse, refused
         ([0], r"after stage 0, one of 1\.\.3 of 4 layers; got 0; leave it out"),
         ([-1], r"one of 1\.\.3 of 4 layers; got -1"),
         (["0"], r"after stage 0, .* got '0'"),
-        (["head"], r"names a layer; got 'head'; the layers are 0, 1, 2, 3; use one of these names, or a position"),
+        (["head"], r"must name a layer; got 'head'; the layers are 0, 1, 2, 3; use one of these names, or a position"),
         ([1.5], r"a layer's position or name; got 1\.5; pass an int or a str"),
         ([True], r"a layer's position or name; got True"),
         ([None], r"a layer's position or name; got None"),
@@ -61,7 +61,7 @@ def test_too_many_boundaries_for_the_stages_asked_for():
 
 
 def test_too_many_boundaries_for_the_devices():
-    match = r"'1f1b' has one stage per rank; 4 stages need 4 devices, got 2; repeat a device, or .* interleaved-1f1b"
+    match = r"'1f1b' has one stage per rank; 4 stages need 4 devices, but there are 2; repeat a device, .* interleaved-1f1b"
     refused(DeviceCountError, IndexError, match, boundaries=[1, 2, 3])
 
 
@@ -94,7 +94,7 @@ def test_a_bad_number_of_stages(num_stages):
 
 
 def test_fewer_devices_than_ranks():
-    match = r"3 stages need 3 devices, got 2; repeat a device"
+    match = r"3 stages need 3 devices, but there are 2; repeat a device"
     refused(DeviceCountError, IndexError, match, boundaries=[1, 2])
     refused(DeviceCountError, ValueError, match, num_stages=3, schedule="1f1b")
 
@@ -163,8 +163,8 @@ def test_a_program_with_more_ranks_than_devices():
 @pytest.mark.parametrize(
     ("choices", "match"),
     [
-        ({"num_microbatches": 4}, r"it has 3 micro-batches, got 4; pass 3"),
-        ({"num_stages": 4}, r"it has 2 stages, got 4; pass 2"),
+        ({"num_microbatches": 4}, r"number of micro-batches: it has 3, but 4 was requested; pass 3"),
+        ({"num_stages": 4}, r"number of stages: it has 2, but 4 was requested; pass 2"),
     ],
 )
 def test_choices_beside_a_program_of_another_shape(choices, match):
@@ -266,7 +266,7 @@ def test_split_dims_that_are_no_dims(dims):
 def test_a_plan_of_another_model_names_the_first_difference():
     with build(boundaries=[2]) as pipe:
         plan = pipe.plan
-    match = r"it has 4 layers, the model 5; layer '4' is in none; make a new plan"
+    match = r"it has 4 layers, the model has 5; layer '4' is in none; make a new plan"
     refused(PartitionError, ValueError, match, linears(5), plan=plan)
     named = nn.Sequential(OrderedDict((name, nn.Linear(3, 3)) for name in "abcd"))
     refused(PartitionError, ValueError, r"layer 0 is '0' in the plan and 'a' in the model", named, plan=plan)
@@ -275,7 +275,9 @@ def test_a_plan_of_another_model_names_the_first_difference():
 def test_choices_beside_a_plan():
     with build(boundaries=[2]) as pipe:
         plan = pipe.plan
-    refused(PartitionError, ValueError, r"got plan= and others, .*; pass plan= alone", plan=plan, schedule="gpipe")
+    refused(
+        PartitionError, ValueError, r"got plan= and other options, .*; pass plan= alone", plan=plan, schedule="gpipe"
+    )
 
 
 def test_a_plan_on_too_few_devices():
@@ -303,7 +305,7 @@ def test_times_that_are_no_times(bad):
 def test_nothing_is_left_behind_by_a_construction_that_fails():
     model = linears()
     devices, grads = [p.device for p in model.parameters()], [p.grad for p in model.parameters()]
-    refused(PartitionError, ValueError, "boundaries ascend", model, boundaries=[2, 1])
+    refused(PartitionError, ValueError, "boundaries must ascend", model, boundaries=[2, 1])
     assert [p.device for p in model.parameters()] == devices
     assert [p.grad for p in model.parameters()] == grads
 

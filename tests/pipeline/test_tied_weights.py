@@ -262,7 +262,7 @@ def test_a_plan_holds_each_part_once_and_runs_again(name, tmp_path):
         pipe.step(X[:5], target=Y[:5])  # a short batch: the schedule is known by its name
     values = own.to_dict()
     values["stages"] = values["stages"] * 2
-    with pytest.raises(ScheduleError, match="it lists 8 stages, the program has 4"):
+    with pytest.raises(ScheduleError, match="it lists 8 stages, but the program has 4 weight copies"):
         Plan.from_dict(values)
 
 
@@ -287,7 +287,7 @@ def test_a_program_of_a_text_runs_as_its_schedule_does():
 def test_what_does_not_fit_is_refused(name):
     with pytest.raises(ScheduleError, match="got 3; use 2 or 4, with any number of micro-batches"):
         wrap(model(), name, 3)
-    with pytest.raises(DeviceCountError, match="has one stage per rank; 4 stages need 4 devices, got 2"):
+    with pytest.raises(DeviceCountError, match="has one stage per rank; 4 stages need 4 devices, but there are 2"):
         wrap(model(), name, 2, num_stages=4, boundaries=None)
     with pytest.raises(PartitionError, match="2 boundaries make 3 stages"):
         wrap(model(), Program.parse(str(schedules.get(name).program(2, 6))), 2, boundaries=[2, 4])

@@ -124,9 +124,12 @@ def test_what_is_no_profile(profile):
 
 
 def test_stages_that_do_not_divide_name_numbers_that_do():
-    with pytest.raises(PartitionError, match=r"3 such stages on 2 ranks; pass num_stages=2 or num_stages=4, use"):
+    with pytest.raises(
+        PartitionError,
+        match=r"12 layers cannot be split into 3 stages on 2 ranks; pass num_stages=2 or num_stages=4, use",
+    ):
         made(model(), num_stages=3, devices=2)
-    match = r"4 such stages on 2 ranks; pass num_stages of at most 2, or leave it out"
+    match = r"2 layers cannot be split into 4 stages on 2 ranks; pass num_stages of at most 2, or leave it out"
     with pytest.raises(PartitionError, match=match):
         made(model(count=1), num_stages=4, devices=2)
 
@@ -284,7 +287,11 @@ def test_a_profile_of_another_model_is_an_error():
             PartitionError,
             r"32 rows cannot be split into 99 micro-batches; measured sizes",
         ),
-        ({"num_ranks": 2, "memory_limit_bytes": [1]}, PartitionError, r"for all ranks or for each of 2; got"),
+        (
+            {"num_ranks": 2, "memory_limit_bytes": [1]},
+            PartitionError,
+            r"for all ranks, or a list with a number for each of 2 ranks; got",
+        ),
         ({"num_ranks": 2, "memory_limit_bytes": -1}, PartitionError, r"number of bytes above 0"),
         (
             {"num_ranks": 2, "schedule": "pipedream"},
@@ -319,7 +326,7 @@ def test_the_command_finds_the_same_plan_each_time(tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("nope.json", "or for tune a saved profile.*it names no function"), ("math:pi", "math:pi returned float")],
+    [("nope.json", "or, for tune, a saved profile.*it names no function"), ("math:pi", "math:pi returned float")],
 )
 def test_what_is_no_model_on_the_command_line(target, said):
     result = CliRunner().invoke(main, ["tune", target, "--batch", "4"])

@@ -296,13 +296,16 @@ def test_a_file_of_something_else_is_named(tmp_path, kind, text):
     [
         (
             ["graph", "nothing.py:make", "-o", "a.xyz"],
-            "ending is one of .png, .svg, .pdf; got 'a.xyz'; change the ending",
+            "ending must be one of .png, .svg, .pdf; got 'a.xyz'; change the ending",
         ),
         (["graph", "nothing.py:make", "-o", "layers"], "got 'layers'"),
         (["graph", "nothing.py:make", "-o", "no/such/folder/a.png"], "there is no folder no/such/folder; create it"),
-        (["tune", "nothing.json", "--batch", "8", "-o", "plan.png"], "ending is one of .json; got 'plan.png'"),
+        (["tune", "nothing.json", "--batch", "8", "-o", "plan.png"], "ending must be one of .json; got 'plan.png'"),
         (["tune", "nothing.json", "--batch", "8", "--memory-limit", "ten"], "'ten' is not a number of bytes"),
-        (["report", "{plan}", "-o", "a.xyz"], "ending is one of .html, .txt, .json, .png, .svg, .pdf; got 'a.xyz'"),
+        (
+            ["report", "{plan}", "-o", "a.xyz"],
+            "ending must be one of .html, .txt, .json, .png, .svg, .pdf; got 'a.xyz'",
+        ),
     ],
 )
 def test_options_are_looked_at_before_anything_is_measured(tmp_path, plan, arguments, says):
@@ -330,7 +333,10 @@ def test_scripts_without_a_model_are_named(tmp_path, command, model):
     [
         ("", "names no function; pass for example {script}:make, where make() returns (model, sample)"),
         (":", "names no function; pass for example {script}:make"),
-        (":sized", "{script}:sized takes (size) (missing a required argument: 'size'); give each argument a default"),
+        (
+            ":sized",
+            "{script}:sized has the signature (size) (missing a required argument: 'size'); give each argument a de",
+        ),
     ],
 )
 def test_scripts_without_a_function_that_takes_nothing_say_what_to_name(tmp_path, name, says):

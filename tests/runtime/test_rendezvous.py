@@ -22,7 +22,7 @@ def test_a_mistake_of_one_rank_ends_one_attempt_in_all(ranks: Ranks, wrong: int)
     for rank, found in enumerate(ranks.run(3, jobs.mistakes, wrong, timeout_s=100)):
         own = {
             "seed": "InputError: a seed must be a whole number; got 'five'",
-            "model": "ModelTypeError: the model is an nn.Module",
+            "model": "ModelTypeError: the model must be an nn.Module",
             "timeout": "InputError: ",
             "boundaries": "PartitionError: ",
             "devices": "InputError: a pipeline must run either on devices= of this process or over a mesh=; ",
@@ -40,7 +40,9 @@ def test_a_mistake_of_one_rank_ends_one_attempt_in_all(ranks: Ranks, wrong: int)
 def test_a_mistake_of_all_ends_no_later_pipeline(ranks: Ranks) -> None:
     for found in ranks.run(3, jobs.all_alike):
         for text in found:
-            assert text.startswith(("InputError: a seed is", "ExecutionError: a failed rank stops all ranks; rank "))
+            assert text.startswith(
+                ("InputError: a seed must be", "ExecutionError: a failed rank stops all ranks; rank ")
+            )
 
 
 @pytest.mark.parametrize("who", [[1], [0, 2]])

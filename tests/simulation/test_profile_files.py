@@ -164,7 +164,7 @@ SPOILT = {
         v["sizes"]["4"]["edges"].pop(),
     ),
     "the same edges; '0' -> '1'": lambda v: v["sizes"]["4"]["edges"].pop(0),
-    "this one has none": lambda v: v["sizes"].clear(),
+    "this profile has none": lambda v: v["sizes"].clear(),
     "the profile has -4": lambda v: v["sizes"].update({"-4": v["sizes"].pop("4")}),
 }
 
