@@ -61,7 +61,9 @@ def test_too_many_boundaries_for_the_stages_asked_for():
 
 
 def test_too_many_boundaries_for_the_devices():
-    match = r"'1f1b' has one stage per rank; 4 stages need 4 devices, but there are 2; repeat a device, .* interleaved-1f1b"
+    match = (
+        r"'1f1b' has one stage per rank; 4 stages need 4 devices, but there are 2; repeat a device, .* interleaved-1f1b"
+    )
     refused(DeviceCountError, IndexError, match, boundaries=[1, 2, 3])
 
 
