@@ -133,7 +133,7 @@ class RankHost(Protocol):
         """Call ``make`` once, and return its result in all processes."""
 
     def check(self, program: Program, decided: Any) -> None:
-        """Raise ExecutionError if ranks have decided differently."""
+        """Raise ExecutionError if the programs or other decisions of the ranks differ."""
 
     def learn(self, model: LayeredModel, cut: StageLayers) -> None:
         """Register the types of values sent between ranks. Raises GraphError for a type that cannot be sent."""

@@ -73,7 +73,7 @@ class _Listener:
         self._gone = ""  # the rank that has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
-        """Record a fault; the first settled fault counts. ``own`` is this rank's state if it reports its own fault."""
+        """Record a fault; the first settled fault counts. ``own``: this rank's state if this rank reports the fault."""
         with self._lock:
             if self.state is None or own is not None:
                 self.state = own or self._activity.state()

@@ -35,7 +35,7 @@ class Address(NamedTuple):
     rank: int
     host: str
     port: int
-    #: A secret in hexadecimal, read from the store; messages without it are refused.
+    #: A secret in hexadecimal, read from the store; messages without the secret are refused.
     word: str
 
 

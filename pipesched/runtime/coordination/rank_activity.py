@@ -94,7 +94,7 @@ class Activity:
         self._stamps = stamps
 
     def doing(self) -> tuple[Doing, str]:
-        """The current activity of the rank's thread, and the line of the model's or the user's code."""
+        """The current activity of the rank's thread, and the line of the model's or the user's code ("" if none)."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None:
             file = frame.f_code.co_filename

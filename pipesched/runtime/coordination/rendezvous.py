@@ -82,7 +82,7 @@ class Rendezvous:
 
     """
 
-    #: The number of announcements of this process.
+    #: The number of announcements that this process has made.
     announced = 0
 
     def __init__(self, store: Any, rank: int, names: Sequence[str]) -> None:
@@ -212,7 +212,7 @@ class Rendezvous:
         return self._change(rank, number, _WAITING, _WAITING)
 
     def _change(self, rank: int, number: int, expected: str, said: str) -> str:
-        """Compare and set an announcement's state ("" if unset). Returns the state afterwards."""
+        """Set an announcement's state to ``said`` if it is ``expected`` ("": unset). Returns the state afterwards."""
         return str(self._store.compare_set(f"state/{rank}/{number}", expected, said).decode())
 
     def _wait(self, keys: list[str], end_s: float) -> bool:

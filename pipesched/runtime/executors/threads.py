@@ -47,13 +47,13 @@ class RunSpec:
     program: Program
     stages: Mapping[int, StageLike]
     _: KW_ONLY
-    #: Called with the caller's settings before the ranks start and after any earlier run has ended.
+    #: Called with the caller's settings before the ranks start, once any earlier run has ended.
     prepare: Callable[[Caller], None] = lambda caller: None
     #: The part of the program's orders to run. Default: all.
     orders: tuple[tuple[Action, ...], ...] | None = None
     #: Called after the ranks have ended, with whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
-    #: Maps a micro-batch of a stream to the micro-batch of the program that it runs like.
+    #: Maps a micro-batch of a stream to the micro-batch of the program with the same actions.
     pair: Callable[[int], int] = lambda microbatch: microbatch
     #: The number of micro-batches in a step of a stream.
     period: int = 1
@@ -85,7 +85,7 @@ class ThreadRun:
         self.caller = caller
         self.error: BaseException | None = None
         self.stopping = threading.Event()
-        self.deserted = False  # this is a forked child: the threads exist only in the parent
+        self.deserted = False  # True in a forked child: the threads exist only in the parent
         #: The part that was queued last; it references this run.
         self.last: RunSegment | None = None
         self.start_s = time.perf_counter()
@@ -169,7 +169,7 @@ class RunSegment:
         except Stopped:
             pass
         except BaseException as error:  # raised again in the caller's thread
-            ended = isinstance(error.__cause__, StopIteration)  # a layer's, which the generator has wrapped
+            ended = isinstance(error.__cause__, StopIteration)  # a layer's StopIteration, wrapped by the generator
             run.stop(error.__cause__ if ended else error)
         finally:
             with self._lock:

@@ -164,7 +164,7 @@ def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class _Held:
-    """A stage's norms (None if it is in another process), its rank, and the rank of the stage that owns its weights."""
+    """A stage's norms (None in other processes), its rank, and the rank of the stage that owns its weights."""
 
     norms: Norms | None
     rank: int
@@ -219,7 +219,7 @@ class MiniBatchNorms:
     def of_stage(
         self, stage: tuple[int, int], ranks: tuple[int, int], modules: Mapping[str, nn.Module]
     ) -> Norms | None:
-        """Register a stage and return its norms; None in the mode "micro-batch", or if it is in another process.
+        """Register a stage and return its norms; None in the mode "micro-batch", or for a stage of another process.
 
         Args:
             stage: the stage's number, and the number of the stage that owns the weights.

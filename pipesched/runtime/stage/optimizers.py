@@ -1,7 +1,8 @@
 """Optimizers: creates the optimizers of the stages, and moves their state to the stages of the next plan.
 
-Each parameter keeps its optimizer state and the settings of its parameter group, such as the learning rate. A stage
-with the same number keeps the same optimizer object, so learning rate schedulers attached to it still work.
+Each parameter keeps its optimizer state and the settings of its parameter group, such as the learning rate. A new stage
+keeps the optimizer object of the old stage with the same number, so learning rate schedulers attached to that object
+still work.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -64,7 +64,7 @@ class WeightStash:
         return self._held[self._uses.version(microbatch)]
 
     def during(self, weights: Tensors, act: Callable[[], None]) -> None:
-        """Call ``act``, a backward, while the modules hold a version: torch.utils.checkpoint may call them again."""
+        """Call ``act``, a backward, while the modules hold a version: torch.utils.checkpoint may call the modules."""
         tensors = {
             f"held.{index}.{key}": tensor
             for index, named in enumerate(weights.values())

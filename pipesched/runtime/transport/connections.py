@@ -22,7 +22,7 @@ _PATIENCE_S = 2.0  # added to the timeout, for a store that does not answer
 
 
 class Connections:
-    """A rank's sockets, its gloo port and, on an accelerator, its device links. Creating one is collective.
+    """A rank's sockets, its gloo port and, on an accelerator, its device links. The constructor is collective.
 
     ``group`` is the ranks' process group; only its store is used. Raises ConnectionLostError if ranks do not connect.
     """
