@@ -124,7 +124,10 @@ class Stream:
 
     @contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """A context that raises ExecutionError within a rank or another call. An exception ends the stream."""
+        """A context for one call of the caller. An exception within it ends the stream.
+
+        Raises ExecutionError if another call is in progress, or if a rank makes the call.
+        """
         self._host.executor.check_outside(method)
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
@@ -148,7 +151,7 @@ class Stream:
         self._finished(self.timelines[-1])
 
     def _finish_step(self) -> None:
-        """Finish the part of the oldest step in progress. All forwards of the step have then run, so it has a loss."""
+        """Finish the part of the oldest step in progress. All forwards of the step have then run: its loss is known."""
         step = self.num_parts
         weighting = self._weightings.popleft()
         self._finish_part()

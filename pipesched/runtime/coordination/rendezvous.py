@@ -239,7 +239,10 @@ class Rendezvous:
 
 
 def collective(function: _Function) -> _Function:
-    """Decorate a function that every rank of a mesh must call: an error before the rendezvous reaches all ranks."""
+    """Decorate a function with an argument ``mesh`` that all ranks of the mesh must call.
+
+    An error of the function before its rendezvous is reported to all ranks.
+    """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

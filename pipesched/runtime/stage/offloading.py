@@ -201,7 +201,7 @@ class Offloads:
             self._to_device(piece)
 
     def arrived(self, microbatch: int) -> None:
-        """Prepare a micro-batch's backward: later computation on the current stream waits for the copies back."""
+        """Prepare a micro-batch's backward: later computation on the current stream waits for the fetched tensors."""
         self._held.pop(microbatch, None)
         for piece in _alive(self._pieces.pop(microbatch, ())):
             self._wait(piece)

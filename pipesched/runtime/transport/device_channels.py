@@ -50,7 +50,7 @@ _LENGTH = Struct("<q")  # the bytes of the layout after a header; 0: the layout 
 _AS_FORESEEN = _LENGTH.pack(0)
 _MOST_LINKS = 32  # per rank: torch's streams of one priority; two links sharing a stream could deadlock
 _TORCH_WATCHES_S = 600  # torch's default: torch ends a process whose device waits this long
-_WATCHED = 5  # timeout of NCCL in units of ours: posted transfers may wait for earlier steps
+_WATCHED = 5  # NCCL's timeout in units of the ranks' timeout: posted transfers may wait for earlier steps
 _PATIENCE_S = 5  # for the other ranks to drain their links
 
 
