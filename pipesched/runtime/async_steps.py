@@ -1,4 +1,4 @@
-"""Async steps: steps of an asynchronous schedule, which overlap until a flush.
+"""Async steps: the steps of an asynchronous schedule. They overlap until a flush.
 
 Every rank receives the orders of the requested steps and runs them without waiting for the other ranks. In one process,
 the ranks are threads and the caller is one step ahead of them; with one process per rank, the caller itself runs the
@@ -173,7 +173,7 @@ class Stream:
 
 
 def _key(seed: int, first_step: int, step_size: int, number: int) -> Key:
-    """The random key of a micro-batch in a stream, whose micro-batch numbers continue across steps."""
+    """The random key of a micro-batch in a stream. Micro-batch numbers in a stream continue across steps."""
     steps, microbatch = divmod(number, step_size)
     return Key(seed, first_step + steps, microbatch)
 

@@ -326,7 +326,7 @@ class MeshRanks:
                     self.executor.learn(value)
         with self._refusing(self._inputs == "first", "with inputs='first', rank 0 must send the inputs to other ranks"):
             self.executor.learn(model.sample)
-        with self._refusing(False, ""):  # outputs are sent only on request, so a failure is no error here
+        with self._refusing(False, ""):  # outputs are sent only on request, so a failure is not an error here
             self.executor.learn(model.output_form)
 
     @staticmethod

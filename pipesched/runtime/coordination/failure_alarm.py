@@ -1,7 +1,7 @@
 """Failure alarm: informs all ranks of a job within moments that a rank has failed, and finds the rank to blame.
 
 In every rank a thread listens at an address that the other ranks have read from the store. A rank that fails notifies
-the ranks of its pipeline and all other ranks of the job, which may share collectives with them. Each of them replies
+all ranks of the job, because ranks of other pipelines may share collectives with its pipeline. Each of them replies
 with its current activity, and ends its own waits by closing its connections. A rank that only noticed a late or missing
 peer determines the rank to blame from the replies, and notifies the others of the result.
 

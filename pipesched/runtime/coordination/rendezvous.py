@@ -253,7 +253,7 @@ def collective(function: _Function) -> _Function:
         except BaseException as error:
             if rendezvous is not None and Rendezvous.announced == before:
                 text = f"{type(error).__name__}: {error}"
-                with suppress(RuntimeError):  # the store has ended, which the other ranks notice, too
+                with suppress(RuntimeError):  # the store has ended; the other ranks notice this, too
                     asked(lambda: rendezvous.fail(text), _PATIENCE_S)
             raise
 

@@ -67,7 +67,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class CpuStreams:
-    """The clock of a CPU rank, which has no streams."""
+    """The clock of a rank on a CPU. A CPU has no streams."""
 
     has_streams = False
     now = staticmethod(time.perf_counter)

@@ -260,7 +260,7 @@ class ThreadExecutor:
         end_in_children(self)
 
     def end_in_child(self) -> None:
-        """Detach in a forked child process, which has none of the threads, so that nothing waits for them."""
+        """Detach in a forked child process, so that nothing waits for the threads: they exist only in the parent."""
         self._forked.here = True
         self._finalizer.detach()
         if self._last is not None:
@@ -352,7 +352,7 @@ class ThreadExecutor:
             raise ExecutionError(f"a closed pipeline cannot run; it was closed before {call}; make a new one")
 
     def check_outside(self, method: str) -> None:
-        """Raise ExecutionError in a rank's thread, which would wait for itself.
+        """Raise ExecutionError if called in a rank's thread, because the thread would wait for itself.
 
         ``method`` is the name of the called method, for the message.
         """

@@ -157,7 +157,7 @@ class Offloads:
 
     @contextmanager
     def saving(self, microbatch: int) -> Iterator[None]:
-        """A context around a micro-batch's forward, which records its saved tensors."""
+        """A context that records the tensors that a micro-batch's forward saves."""
         held = self._held[microbatch] = []
 
         def pack(tensor: Tensor) -> _Held:

@@ -74,9 +74,10 @@ def _itself(tensor: Tensor) -> Tensor:
 class Deferral:
     """Intercepts one stage's products with weights, detaches the weights and records the products for W.
 
-    The deferrable weights are learned from the first micro-batch of each kind, whose backward is not split. The
-    decision for a step's first micro-batch holds for the whole step. Micro-batches before the one used for learning are
-    not split either, even if they are recomputed after later ones, so that gradient sums keep their order.
+    The deferrable weights are learned from the first micro-batch of each kind, and the backward of that micro-batch is
+    not split. The decision for a step's first micro-batch holds for the whole step. Micro-batches before the one used
+    for learning are not split either, even if they are recomputed after later ones, so that gradient sums keep their
+    order.
     """
 
     def __init__(self) -> None:

@@ -34,5 +34,5 @@ class StepData:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
-    #: The random key of a micro-batch in a stream, whose micro-batch numbers continue across steps.
+    #: The random key of a micro-batch in a stream. Micro-batch numbers in a stream continue across steps.
     key: Callable[[int], Key] | None = None

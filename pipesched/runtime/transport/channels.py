@@ -12,8 +12,8 @@ is reused once it has been written or, with gloo, once a later header from the o
 received. Unacknowledged messages are awaited at the start of the next run.
 
 The messages of a run may be given in parts, which may differ between the ends: one end may send a message in a part,
-and the other receive it in a later part. A layout announced within such a run is then predicted from a fixed number of
-messages later in the channel, which is the same position at both ends.
+and the other receive it in a later part. A layout announced within such a run is used for predictions only after a
+fixed number of further messages, so that both ends begin to use it at the same position in the channel.
 
 A receive allocates new memory, and the received tensors are views of it. The allocator reuses freed memory, so there is
 no second copy.

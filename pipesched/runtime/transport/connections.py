@@ -67,7 +67,7 @@ class Connections:
 
 
 def met(group: Any, device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
-    """Wait for the ranks of the group; return the alarm and the connections, which are not connected yet.
+    """Wait for the ranks of the group; return the alarm, and the connections before ``connect`` is called.
 
     Raises ExecutionError if ranks do not join; ranks of other pipelines receive the names of the missing ranks.
     """

@@ -55,7 +55,7 @@ _PATIENCE_S = 5  # for the other ranks to drain their links
 
 
 class Channel(NamedTuple):
-    """A direction between two ranks, forward or backward, which has a link of its own."""
+    """One direction between two ranks, forward or backward. Every channel has a link of its own."""
 
     giver: int
     taker: int

@@ -20,7 +20,7 @@ def digest(data: bytes) -> bytes:
 
 
 class LayoutBook:
-    """The layouts that one end of a channel predicts, equal to those of the other end."""
+    """The layouts that one end of a channel predicts. The other end predicts the same layouts."""
 
     def __init__(self) -> None:
         self._layouts: dict[Hashable, MessageLayout] = {}

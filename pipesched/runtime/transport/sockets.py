@@ -346,7 +346,7 @@ class SocketPort:
 
 
 def _greeting(connection: socket.socket, rank: int, tag: int, word: bytes) -> bytes:
-    """A greeting, which proves that the sender has read the secret but does not contain the secret.
+    """A greeting. It proves that the sender has read the secret, but does not contain the secret.
 
     The proof is valid only for one rank, tag and kind of connection, so it cannot be reused elsewhere.
     """
