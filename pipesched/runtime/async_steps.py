@@ -1,4 +1,4 @@
-"""Async steps: steps of an asynchronous schedule, which overlap until a flush.
+"""Async steps: the steps of an asynchronous schedule. They overlap until a flush.
 
 Every rank receives the orders of the requested steps and runs them without waiting for the other ranks. In one process,
 the ranks are threads and the caller is one step ahead of them; with one process per rank, the caller itself runs the
@@ -77,10 +77,11 @@ class Stream:
         self.open = True
 
     def step(self, batch: Batch, weighting: Weighting) -> Tensor:
-        """Queue a step, and wait until all ranks of this process have run the step before.
+        """Queue a step, and wait until all ranks of this process have run the previous step.
 
-        Returns the loss of the step before; in the first step, its own loss. With one process per rank, this call runs
-        the rank's part of the step without waiting for the other ranks to finish, and the loss may still be in transit.
+        Returns the loss of the previous step; the first step returns its own loss. With one process per rank, this call
+        runs the rank's part of the step without waiting for the other ranks to finish, and the loss may still be in
+        transit.
         Raises a layer's exception, after which the stream has ended.
         """
         with self._alone("step"):
@@ -116,14 +117,17 @@ class Stream:
 
     @property
     def versions(self) -> tuple[tuple[int, ...], ...]:
-        """The weight versions of the remembered parts, as in a program; empty if the first parts were forgotten."""
+        """The weight versions used so far, in the form of ``Program.versions``; empty if any part was forgotten."""
         whole = self.num_parts == len(self.timelines)
         count = self._steps * self.segments.num_microbatches
         return self.segments.versions(count) if whole else ()
 
     @contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """A context that raises if a call is in progress, or is made by a rank. An exception ends the stream."""
+        """A context for one call of the caller. An exception within it ends the stream.
+
+        Raises ExecutionError if another call is in progress, or if a rank makes the call.
+        """
         self._host.executor.check_outside(method)
         if not self._busy.acquire(blocking=False):
             raise ExecutionError(
@@ -147,7 +151,7 @@ class Stream:
         self._finished(self.timelines[-1])
 
     def _finish_step(self) -> None:
-        """Finish the part of the oldest step in progress: its forwards have run, so its loss is available."""
+        """Finish the part of the oldest step in progress. All forwards of the step have then run: its loss is known."""
         step = self.num_parts
         weighting = self._weightings.popleft()
         self._finish_part()
@@ -169,7 +173,7 @@ class Stream:
 
 
 def _key(seed: int, first_step: int, step_size: int, number: int) -> Key:
-    """The random key of a micro-batch in a stream, whose micro-batch numbers continue across steps."""
+    """The random key of a micro-batch in a stream. Micro-batch numbers in a stream continue across steps."""
     steps, microbatch = divmod(number, step_size)
     return Key(seed, first_step + steps, microbatch)
 

@@ -40,7 +40,7 @@ class Batch:
     looks: list[Hashable] = field(default_factory=list)
 
     def looking(self, look: Callable[[Any], Hashable]) -> list[Hashable]:
-        """The form of each micro-batch. ``look`` runs once per number of rows; equal numbers have equal forms."""
+        """The form of each micro-batch. ``look`` runs once per number of rows: equal numbers give equal forms."""
         looks = {rows: look(value) for rows, value in dict(zip(self.rows, self.inputs, strict=True)).items()}
         return [looks[rows] for rows in self.rows]
 
@@ -74,7 +74,7 @@ def loss_places(output: Any) -> list[int]:
 class Weighting(NamedTuple):
     """The weights of the micro-batches' losses: before the backward, and in the mini-batch's loss.
 
-    None leaves a loss unscaled; 0 replaces it by zero, even if it is NaN.
+    None leaves a loss unscaled; a factor of 0 replaces the loss by zero, even if it is NaN.
     """
 
     #: The factor of each loss before its backward.
@@ -106,7 +106,8 @@ class Splitter:
     #: Whether the program requires exactly this number of micro-batches.
     fixed: bool
     split_dims: SplitDims = 0
-    #: Maps a micro-batch's target (its inputs if there is no target) to its weight. Default: its number of rows.
+    #: Maps a micro-batch's target (its inputs if there is no target) to the weight of its loss. Default: a micro-batch
+    #: is weighted by its number of rows.
     loss_weight: Callable[..., Any] | None = None
     loss_reduction: LossReduction = "mean"
 
@@ -153,7 +154,10 @@ class Splitter:
         return Batch(inputs, targets, sizes, output_dim=self._dim("output") or 0)
 
     def resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, rows: int) -> Batch:
-        """One micro-batch of ``rows`` rows of a sample; drops or repeats rows. Raises the errors of ``batch``."""
+        """One micro-batch of ``rows`` rows, from a sample whose rows are dropped or repeated as needed.
+
+        Raises the errors of ``batch``.
+        """
         whole = replace(self, num_microbatches=1).batch(args, kwargs, target)
         has = whole.rows[0]
 
@@ -194,7 +198,8 @@ class Splitter:
     def _target_dim(self, target: Any, given: "_Given") -> int | None:
         """The dim along which the target is split.
 
-        With one dim for all arguments, it is that dim if the target has the batch's rows there, and otherwise 0.
+        If ``split_dims`` is one dim for all arguments, the target is split along this dim if it has the batch's rows in
+        it, otherwise along dim 0.
         """
         dim = self._dim("target")
         if not isinstance(self.split_dims, int) or not self.split_dims:
@@ -220,14 +225,14 @@ class Splitter:
         return dims[argument] if isinstance(argument, int) and argument < len(dims) else 0
 
     def factors(self, batch: Batch) -> list[float | None]:
-        """The factor of each micro-batch's loss that makes gradients those of the whole mini-batch."""
+        """The factors of the micro-batches' losses that make the summed gradients those of the whole mini-batch."""
         return self.weighting(batch).factors
 
     def weighting(self, batch: Batch, groups: Sequence[Sequence[int]] = ()) -> "Weighting":
         """The weights of the losses.
 
-        ``groups`` lists the micro-batches whose gradients are applied together. The weights in each
-        group add up to 1. Default: one group of all micro-batches.
+        Each of ``groups`` lists micro-batches whose gradients are applied together. The factors in a group add up to 1.
+        Default: one group of all micro-batches.
         """
         if self.loss_reduction == "sum":
             return Weighting([None] * len(batch.rows), [None] * len(batch.rows))

@@ -133,7 +133,7 @@ class RankHost(Protocol):
         """Call ``make`` once, and return its result in all processes."""
 
     def check(self, program: Program, decided: Any) -> None:
-        """Raise ExecutionError if ranks have decided differently."""
+        """Raise ExecutionError if the programs or other decisions of the ranks differ."""
 
     def learn(self, model: LayeredModel, cut: StageLayers) -> None:
         """Register the types of values sent between ranks. Raises GraphError for a type that cannot be sent."""
@@ -326,7 +326,7 @@ class MeshRanks:
                     self.executor.learn(value)
         with self._refusing(self._inputs == "first", "with inputs='first', rank 0 must send the inputs to other ranks"):
             self.executor.learn(model.sample)
-        with self._refusing(False, ""):  # outputs are sent only on request, so a failure is no error here
+        with self._refusing(False, ""):  # outputs are sent only on request, so a failure is not an error here
             self.executor.learn(model.output_form)
 
     @staticmethod

@@ -29,7 +29,7 @@ class StepCall:
 
     method: str
     batch: Batch
-    #: How losses are weighted; None without losses. In a forward it applies to losses in the outputs.
+    #: How losses are weighted; None without losses. In a call of forward, the weights apply to losses in the outputs.
     weighting: Weighting | None = None
     _: KW_ONLY
     return_outputs: bool = False
@@ -103,7 +103,7 @@ def dealt(call: StepCall, program: Program, bodies: Sequence[Body], num_ranks: i
     Args:
         call: rank 0's call with the whole batch.
         program: the program that the call runs.
-        bodies: the bodies of its stages, by weight copy.
+        bodies: the bodies of its stages, indexed by ``program.weights``.
         num_ranks: the size of the mesh; the program may use fewer ranks.
 
     Returns:
@@ -173,7 +173,7 @@ def _without_contents(one: _Unsent) -> Tensor:
 
 
 def _written(numbers: Any) -> Tensor | None:
-    """Return numbers as a tensor, so that they do not change the message's layout; None if a number is None."""
+    """Return numbers as a tensor, so that the message's layout is independent of them; None if a number is None."""
     return None if None in numbers else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 

@@ -1,7 +1,7 @@
 """Failure alarm: informs all ranks of a job within moments that a rank has failed, and finds the rank to blame.
 
 In every rank a thread listens at an address that the other ranks have read from the store. A rank that fails notifies
-the ranks of its pipeline and all other ranks of the job, which may share collectives with them. Each of them replies
+all ranks of the job, because ranks of other pipelines may share collectives with its pipeline. Each of them replies
 with its current activity, and ends its own waits by closing its connections. A rank that only noticed a late or missing
 peer determines the rank to blame from the replies, and notifies the others of the result.
 
@@ -36,7 +36,7 @@ _WORD_BYTES = 32
 _WATCH = b"watch\n"  # the sender watches the receiver
 _LEFT = b"left\n"  # the sender has closed its pipeline regularly
 _LONGEST_TEXT = 8000  # characters; a message has at most LONGEST bytes
-_CALLERS = 256  # connections at the same time
+_CALLERS = 256  # most connections at the same time
 _MAKING = "making a pipeline"  # the activity that other ranks see
 _PEOPLE = "pipesched/alarms"  # in the job's store: the number of addresses
 _SIGNED_OFF = "signed off"  # in the job's store, appended to an address's key: its rank has closed the pipeline
@@ -73,7 +73,7 @@ class _Listener:
         self._gone = ""  # the rank that has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
-        """Record a fault; the first settled one counts. ``own`` is this rank's state if it reports the fault."""
+        """Record a fault; the first settled fault counts. ``own``: this rank's state if this rank reports the fault."""
         with self._lock:
             if self.state is None or own is not None:
                 self.state = own or self._activity.state()
@@ -123,7 +123,7 @@ class _Listener:
             self.watched[0].close()
 
     def _watch(self, selector: selectors.BaseSelector, watched: socket.socket, name: str) -> None:
-        """Handle the end of the watched rank's connection: it has left, or its process has ended without a message."""
+        """Handle the end of the watched rank's connection: the rank has left, or has ended without a message."""
         selector.unregister(watched)
         with suppress(OSError):
             if watched.recv(len(_LEFT)):
@@ -131,7 +131,7 @@ class _Listener:
         self._gone = name
 
     def _check_gone(self, name: str) -> None:
-        """Report an ended process as a fault, once this rank has waited for longer than a message takes."""
+        """Report an ended process as a fault, once this rank has waited long enough for a message still in transit."""
         state = self._activity.state()
         if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
             fault = Fault(name, "its process has ended without a message: it was killed, or it crashed", True)
@@ -143,7 +143,7 @@ class _Listener:
         with suppress(OSError):
             caller, _ = self.server.accept()
             caller.setblocking(False)
-            if len(self._callers) == _CALLERS:  # close the oldest that is no watcher
+            if len(self._callers) == _CALLERS:  # close the oldest that is not a watcher
                 self._dismiss(selector, next(one for one in self._callers if one not in self._watchers))
             self._callers[caller] = bytearray()
             selector.register(caller, selectors.EVENT_READ)
@@ -182,8 +182,8 @@ class _Listener:
 class Alarm:
     """One rank's failure alarm.
 
-    Ranks of other pipelines can reach it from construction on, ranks of its own pipeline after ``meet``. Dropping the
-    alarm ends its thread, as ``end`` does.
+    Ranks of other pipelines can reach it from construction on, and ranks of its own pipeline after ``meet``. Dropping
+    the alarm ends its thread, as ``end`` does.
 
     Args:
         group: the process group of the pipeline's ranks.
@@ -247,7 +247,7 @@ class Alarm:
 
     def _watch(self, address: Address) -> None:
         """Watch a rank, to notice if its process ends without a message. Each rank watches the next one."""
-        with suppress(OSError):  # a rank that waits for it will detect a failure
+        with suppress(OSError):  # a rank that waits for the unreachable rank will detect its failure
             watched = socket.create_connection((address.host, address.port), self._timeout_s)
             watched.sendall(address.word.encode() + _WATCH)
             self._listener.watched = watched, address.name
@@ -284,7 +284,7 @@ class Alarm:
         try:
             self._elsewhere = asked(self._read_elsewhere, _PATIENCE_S)
         except StoreLostError:
-            self._store_is_lost = True  # wait for it only once
+            self._store_is_lost = True  # wait for the store only once
         except RuntimeError:
             return
         self._listener.addresses = [*self._others(), *self._elsewhere.values()]
@@ -306,7 +306,7 @@ class Alarm:
         return list(self._elsewhere.values())
 
     def _without_signed_off(self, answers: Mapping[str, State | str]) -> dict[str, State | str]:
-        """The replies without those of ranks that have closed their pipelines, which are not to blame."""
+        """The replies, except those of ranks that have closed their pipelines and so are not to blame."""
         numbers = {number for number, address in self._elsewhere.items() if answers.get(address.name) == ENDED}
         job = self._job
         if job is None or not numbers:
@@ -327,7 +327,7 @@ class Alarm:
         Args:
             text: the description of the failure.
             doing: "raised" if the cause is an error of this rank; otherwise the alarm searches for the cause.
-            ended: the rank of this pipeline that ended its connection with this one, if known.
+            ended: the rank of this pipeline that ended its connection with this rank, if known.
 
         Returns:
             The fault as all ranks report it.
@@ -372,7 +372,10 @@ class Alarm:
         told(fault, listeners, _PATIENCE_S / 4)
 
     def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
-        """The ranks to blame if all replying ranks wait: the store's host, or ranks that never made their pipeline."""
+        """The ranks to blame if all replying ranks wait, and the reason; None if unknown.
+
+        These are the store's host if the store is lost, otherwise the ranks that have not made their pipeline.
+        """
         if self._job is None:
             return None
         try:
@@ -409,7 +412,7 @@ def _end(outside: socket.socket, thread: threading.Thread) -> None:
 
 
 def _job_of(group: Any) -> tuple[Store | None, list[int]]:
-    """The job's store, or None if the group contains all ranks of the job; and the group's ranks in the job."""
+    """The job's store (None if the group is the whole job, or is in no job), and the group's ranks in the job."""
     size = group.size()
     ranks = ranks_of(group)
     if not distributed.is_initialized() or ranks is None:

@@ -12,11 +12,11 @@ from pipesched.runtime.coordination.rank_activity import ENDED, SILENT, State
 
 __all__ = ["LONGEST", "Address", "Fault", "told"]
 
-LONGEST = 1 << 16  # bytes of a message
+LONGEST = 1 << 16  # most bytes of a message
 
 
 class Fault(NamedTuple):
-    """A failure."""
+    """A failure, and the rank to blame for it."""
 
     #: The name of the rank to blame.
     who: str
@@ -35,7 +35,7 @@ class Address(NamedTuple):
     rank: int
     host: str
     port: int
-    #: A secret in hexadecimal, read from the store; messages without it are refused.
+    #: A secret in hexadecimal, read from the store; messages without the secret are refused.
     word: str
 
 
@@ -107,7 +107,7 @@ class _Call:
             self._answer = ENDED
 
     def end(self) -> State | str:
-        """Close the socket; return the reply."""
+        """Close the socket; return the rank's state, ENDED or SILENT."""
         self._socket.close()
         with suppress(ValueError, TypeError):
             return State(*json.loads(self._read))

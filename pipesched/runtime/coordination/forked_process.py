@@ -39,7 +39,10 @@ class Forked:
 
 
 def forget(end: Any) -> None:
-    """Disable a finalizer in this process, and keep its object alive: destroying gloo waits for missing threads."""
+    """Disable a finalizer in this process, and keep its object alive.
+
+    Destroying a gloo object would wait for threads that this process does not have.
+    """
     if (held := end.detach()) is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 

@@ -14,10 +14,10 @@ _AT_MOST_S = 1.0  # between beats
 
 @contextmanager
 def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
-    """A context in which ``beat`` is called in a thread, at least eight times per ``timeout_s`` and once a second.
+    """A context in which a thread calls ``beat`` at least once a second and eight times per ``timeout_s``.
 
-    It is called only if the entering thread has used processor time since the last call. So a layer that hangs ends the
-    heartbeat, and the other ranks' timeouts end their waits.
+    ``beat`` is called only if the entering thread has used processor time since the last call. So a layer that hangs
+    ends the heartbeat, and the other ranks' timeouts end their waits.
     """
     ended = threading.Event()
     pause_s = min(timeout_s / 8, _AT_MOST_S)
@@ -25,7 +25,7 @@ def beating(beat: Callable[[], None], timeout_s: float) -> Iterator[None]:
 
     def run() -> None:
         ran_ns = -1
-        with suppress(ExecutionError):  # another rank has failed, which the caller notices, too
+        with suppress(ExecutionError):  # another rank has failed; the caller notices this, too
             while not ended.wait(pause_s):
                 before_ns = ran_ns
                 ran_ns = time.monotonic_ns() if clock is None else time.clock_gettime_ns(clock)

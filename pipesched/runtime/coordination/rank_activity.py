@@ -52,11 +52,11 @@ class State(NamedTuple):
     """The activity of a rank."""
 
     doing: Doing
-    #: The action, or the call outside of actions; "" between calls.
+    #: The current action, or the current call if no action runs; "" between calls.
     what: str
     #: The line of code, if the rank runs the model's or the user's code.
     place: str
-    #: The duration so far.
+    #: How long the action or the call has lasted so far.
     seconds: float
     #: The last action received from each other rank.
     last: dict[str, str]
@@ -94,7 +94,7 @@ class Activity:
         self._stamps = stamps
 
     def doing(self) -> tuple[Doing, str]:
-        """The current activity of the rank's thread, and the line of the model's or the user's code."""
+        """The current activity of the rank's thread, and the line of the model's or the user's code ("" if none)."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -127,12 +127,12 @@ class Activity:
         if position is None:
             return State(doing, self.call, place, seconds, last)
         start = stamps.starts[position]
-        if isinstance(start, float):  # a host's stamp; a device's cannot be read before the step ends
+        if isinstance(start, float):  # a host's stamp; a device's stamp cannot be read before the step ends
             seconds = time.perf_counter() - start
         action = stamps.order[position]
         if action.kind in _GIVEN_BY and doing == "works":
             doing = "waits"
-            place = ""  # or its thread is releasing the run after a failed wait
+            place = ""  # if a line was found, the thread is releasing the run after a failed wait
         what = f"{action} (stage {action.stage}, micro-batch {action.microbatch})"
         return State(doing, what, place, seconds, last)
 

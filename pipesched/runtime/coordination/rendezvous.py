@@ -67,7 +67,7 @@ def ranks_of(group: Any) -> list[int] | None:
 
 
 def names_of(group: Any) -> list[str]:
-    """The names of a group's ranks in errors, with the rank in the job if it differs."""
+    """The names of a group's ranks in error messages; a name includes the rank in the job if it differs."""
     ranks = ranks_of(group) or range(group.size())
     return [f"rank {rank}" if rank == own else f"rank {rank} (global rank {own})" for rank, own in enumerate(ranks)]
 
@@ -82,7 +82,7 @@ class Rendezvous:
 
     """
 
-    #: The number of announcements of this process.
+    #: The number of announcements that this process has made.
     announced = 0
 
     def __init__(self, store: Any, rank: int, names: Sequence[str]) -> None:
@@ -175,7 +175,10 @@ class Rendezvous:
         self._store.set("taken/0", str(self._store.add("count/0", 0)))
 
     def _arrival(self, rank: int) -> int | None:
-        """The number of the rank's next announcement to answer; None if it has not arrived."""
+        """The number of the rank's first announcement that is neither answered nor withdrawn.
+
+        None if there is none yet. Skips withdrawn announcements.
+        """
         while self._store.check([f"came/{rank}/{self._next(rank)}"]):
             number = self._next(rank)
             if self._state(rank, number) != _WITHDRAWN:
@@ -188,7 +191,7 @@ class Rendezvous:
         return int(self._store.add(f"taken/{rank}", 0)) + 1
 
     def _give_up(self, said: str, came: dict[int, int | None]) -> None:
-        """Answer these ranks with the reason for giving up, including announcements still to come."""
+        """Answer these ranks with the reason for giving up. A rank yet to arrive gets the answer on its arrival."""
         for rank, number in came.items():
             if number is None:
                 number = self._arrival(rank) or self._next(rank)  # noqa: PLW2901
@@ -209,7 +212,7 @@ class Rendezvous:
         return self._change(rank, number, _WAITING, _WAITING)
 
     def _change(self, rank: int, number: int, expected: str, said: str) -> str:
-        """Compare and set an announcement's state ("" if unset). Returns the state afterwards."""
+        """Set an announcement's state to ``said`` if it is ``expected`` ("": unset). Returns the state afterwards."""
         return str(self._store.compare_set(f"state/{rank}/{number}", expected, said).decode())
 
     def _wait(self, keys: list[str], end_s: float) -> bool:
@@ -236,7 +239,10 @@ class Rendezvous:
 
 
 def collective(function: _Function) -> _Function:
-    """Decorate a function that all ranks of a ``mesh=`` call, to report an error before the rendezvous to all ranks."""
+    """Decorate a function with an argument ``mesh`` that all ranks of the mesh must call.
+
+    An error of the function before its rendezvous is reported to all ranks.
+    """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +253,7 @@ def collective(function: _Function) -> _Function:
         except BaseException as error:
             if rendezvous is not None and Rendezvous.announced == before:
                 text = f"{type(error).__name__}: {error}"
-                with suppress(RuntimeError):  # the store has ended, which the other ranks notice, too
+                with suppress(RuntimeError):  # the store has ended; the other ranks notice this, too
                     asked(lambda: rendezvous.fail(text), _PATIENCE_S)
             raise
 

@@ -47,7 +47,8 @@ class StoreLostError(RuntimeError):
 def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None = None) -> T:
     """Call a function that uses a store, with a time limit.
 
-    It runs in a thread of its own; a thread without a reply is abandoned, because torch cannot end its wait.
+    The function runs in a thread of its own. A thread that gets no reply is abandoned, because torch cannot end its
+    wait.
 
     Args:
         ask: the function to call; its exceptions are raised here.
@@ -96,7 +97,7 @@ def awaited_value(store: Store, key: str, timeout_s: float, given_up: threading.
 
 
 def missing(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
-    """The positions of the keys that do not exist at the timeout. Raises RuntimeError as ``asked``."""
+    """The positions of the keys that do not exist at the timeout. Raises the errors of ``asked``."""
 
     def ask() -> list[int]:
         try:

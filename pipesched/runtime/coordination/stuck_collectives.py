@@ -18,7 +18,7 @@ __all__ = ["Stuck"]
 
 _SETTING = "PIPESCHED_END_STUCK_RANKS"
 _GRACE_S = 2.0  # after the rank has learned of the fault
-_SEEN_S = 1.0  # in the same collective
+_SEEN_S = 1.0  # time in the same collective before it counts as stuck
 EXIT_CODE = 1
 
 

@@ -47,7 +47,7 @@ class OrderMessages:
                 edge.append((*ends, microbatch))
 
     def repeated(self, period: int) -> Messages:
-        """Layout keys for a stream, where the layouts of a step predict those of the next.
+        """Layout keys for a stream, in which the layouts of a step predict the layouts of the next step.
 
         ``period`` is the number of micro-batches in a step.
         """

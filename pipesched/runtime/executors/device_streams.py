@@ -67,7 +67,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class CpuStreams:
-    """The clock of a CPU rank, which has no streams."""
+    """The clock of a rank on a CPU. A CPU has no streams."""
 
     has_streams = False
     now = staticmethod(time.perf_counter)
@@ -103,7 +103,7 @@ class CudaStreams:
     """The clock and the streams of a CUDA rank: one stream for computation, and one for copies in each direction.
 
     The directions have separate streams because outgoing copies wait for computation, and incoming copies must not wait
-    with them.
+    behind them.
     """
 
     has_streams = True
@@ -175,7 +175,8 @@ class CudaStreams:
         if tensor.device == self._device:
             tensor.record_stream(self._compute)
             return tensor
-        # A copy between GPUs is launched on the current stream of the source and synchronises with that of the target.
+        # A copy between GPUs is launched on the current stream of the source device, and synchronises with the current
+        # stream of the target device.
         source = message.stream or self._inward
         with torch.cuda.stream(source), torch.cuda.stream(self._inward):
             if message.ready is not None:

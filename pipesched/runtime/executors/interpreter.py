@@ -127,7 +127,7 @@ class Rank:
         program: the lowered program.
         stages: the stages by number; only the stages of this rank are used.
         transport: sends values to other ranks and receives them.
-        pair: maps a micro-batch of a stream to the micro-batch of the program that it runs like. Default: itself.
+        pair: maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: itself.
 
     """
 
@@ -157,7 +157,7 @@ class Rank:
         return self._bound[1]
 
     def _edge(self, *ends: Any) -> _Edge:
-        """The edge between two actions: created for the first of them, returned for the second."""
+        """The edge between two actions: created when the first of them is bound, returned for the second."""
         known = self._edges.pop(ends, None)
         if known is None:
             known = self._edges[ends] = _Edge(ends[0])

@@ -232,9 +232,7 @@ class ProcessExecutor:
         return RankTimeline(all_stamps, [self._streams.reader(start_s)] * self.num_ranks, start_s + self._clock_s)
 
     def _rank_of(self, run_spec: RunSpec, messages: OrderMessages) -> Rank:
-        """The bound rank for a run. It is cached, unless the run has partial orders, whose stages serve one pass
-        only.
-        """
+        """The bound rank for a run: cached, unless the run has partial orders, because their stages serve one pass."""
         rank = messages.rank
         if rank is None or rank.stages is not run_spec.stages:
             ends = ChannelEnds(run_spec.program, self._open_wire())

@@ -46,7 +46,7 @@ class RankRun:
         return self._run_part(self, orders[rank] if rank < len(orders) else ())
 
     def finish(self, part: RankTimeline) -> RankTimeline:
-        """The timeline of a part, which has already run."""
+        """The timeline of a part. ``hand`` has already run the part."""
         return part
 
     def abandon(self) -> None:

@@ -47,13 +47,13 @@ class RunSpec:
     program: Program
     stages: Mapping[int, StageLike]
     _: KW_ONLY
-    #: Called with the caller's settings before the ranks start and after any earlier run has ended.
+    #: Called with the caller's settings before the ranks start, once any earlier run has ended.
     prepare: Callable[[Caller], None] = lambda caller: None
     #: The part of the program's orders to run. Default: all.
     orders: tuple[tuple[Action, ...], ...] | None = None
     #: Called after the ranks have ended, with whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
-    #: Maps a micro-batch of a stream to the micro-batch of the program that it runs like.
+    #: Maps a micro-batch of a stream to the micro-batch of the program with the same actions.
     pair: Callable[[int], int] = lambda microbatch: microbatch
     #: The number of micro-batches in a step of a stream.
     period: int = 1
@@ -85,7 +85,7 @@ class ThreadRun:
         self.caller = caller
         self.error: BaseException | None = None
         self.stopping = threading.Event()
-        self.deserted = False  # this is a forked child: the threads exist only in the parent
+        self.deserted = False  # True in a forked child: the threads exist only in the parent
         #: The part that was queued last; it references this run.
         self.last: RunSegment | None = None
         self.start_s = time.perf_counter()
@@ -169,7 +169,7 @@ class RunSegment:
         except Stopped:
             pass
         except BaseException as error:  # raised again in the caller's thread
-            ended = isinstance(error.__cause__, StopIteration)  # a layer's, which the generator has wrapped
+            ended = isinstance(error.__cause__, StopIteration)  # a layer's StopIteration, wrapped by the generator
             run.stop(error.__cause__ if ended else error)
         finally:
             with self._lock:
@@ -260,7 +260,7 @@ class ThreadExecutor:
         end_in_children(self)
 
     def end_in_child(self) -> None:
-        """Detach in a forked child process, which has none of the threads, so that nothing waits for them."""
+        """Detach in a forked child process, so that nothing waits for the threads: they exist only in the parent."""
         self._forked.here = True
         self._finalizer.detach()
         if self._last is not None:
@@ -352,7 +352,7 @@ class ThreadExecutor:
             raise ExecutionError(f"a closed pipeline cannot run; it was closed before {call}; make a new one")
 
     def check_outside(self, method: str) -> None:
-        """Raise ExecutionError in a rank's thread, which would wait for itself.
+        """Raise ExecutionError if called in a rank's thread, because the thread would wait for itself.
 
         ``method`` is the name of the called method, for the message.
         """

@@ -2,9 +2,9 @@
 
 This is deferred batch normalisation as in torchgpipe (Kim et al. 2020, arXiv:2004.09910): each micro-batch is
 normalised with its own mean and variance, and the running statistics are updated once per mini-batch, as by one forward
-over all of it. The statistics of every call of ``functional.batch_norm`` are kept by micro-batch and combined after the
-run in micro-batch order (Chan et al. 1983). So the bits do not depend on the schedule, and a mini-batch may have any
-number of micro-batches of any sizes.
+over the whole mini-batch. The statistics of every call of ``functional.batch_norm`` are kept for each micro-batch and
+combined after the run in micro-batch order (Chan et al. 1983). So the bits do not depend on the schedule, and a
+mini-batch may have any number of micro-batches of any sizes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +60,7 @@ class Norms:
         self._before: list[Tensor | None] = []
         self._index: dict[int, int] = {}
         self._seen: _Seen = {}
-        self.microbatch = 0  # the micro-batch in its forward
+        self.microbatch = 0  # the micro-batch whose forward is running
         self.uncounted = _Uncounted(self)  # for backwards, in which layers may be recomputed
 
     def begin(self) -> None:
@@ -89,8 +89,8 @@ class Norms:
         """Call ``functional.batch_norm`` without changing the running statistics.
 
         Returns:
-            The output, and the module's index with the call's statistics; None if the call would not update tracked
-            statistics.
+            The output, and the pair of the module's index and the call's statistics. The pair is None if the call would
+            not update running statistics.
 
         """
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
@@ -128,7 +128,7 @@ class Norms:
             tracked = getattr(module, "num_batches_tracked", None)
             if tracked is not None:
                 tracked.add_(1)
-                if getattr(module, "momentum", momentum) is None:  # the mean over all mini-batches so far
+                if getattr(module, "momentum", momentum) is None:  # None: the mean over all mini-batches so far
                     momentum = 1.0 / float(tracked)
             whole = _combined([parts[microbatch] for microbatch in sorted(parts)], module.running_mean.device)
             for running, new in zip((module.running_mean, module.running_var), whole, strict=True):
@@ -139,7 +139,7 @@ class Norms:
 
 
 class _Uncounted:
-    """The same interception for recomputed layers: statistics are neither updated nor collected."""
+    """Intercepts ``functional.batch_norm`` in recomputed layers: statistics are neither updated nor collected."""
 
     def __init__(self, norms: Norms) -> None:
         self._norms = norms
@@ -152,7 +152,7 @@ class _Uncounted:
 
 
 def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance over all parts."""
+    """The mean and the unbiased variance over all parts."""
     total = sum(part.numbers for part in parts)
     means = torch.stack([part.mean.to(device).double() for part in parts])
     within = torch.stack([part.var.to(device).double() * (part.numbers - 1) for part in parts])
@@ -164,7 +164,7 @@ def _combined(parts: Sequence[_Part], device: torch.device) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class _Held:
-    """A stage's norms, if the stage is in this process; its rank, and the rank of the stage that owns the weights."""
+    """A stage's norms (None in other processes), its rank, and the rank of the stage that owns its weights."""
 
     norms: Norms | None
     rank: int
@@ -172,7 +172,7 @@ class _Held:
 
 
 class MiniBatchNorms:
-    """The norms of all stages. The mode "micro-batch" leaves BatchNorm layers unchanged."""
+    """The `Norms` of all stages. In the mode "micro-batch" there are none, and BatchNorm layers run unchanged."""
 
     def __init__(self, mode: BatchNormMode, trade: Trade) -> None:
         if mode not in get_args(BatchNormMode):
@@ -183,14 +183,14 @@ class MiniBatchNorms:
         self.active = mode == "mini-batch"
         self._trade = trade
         self._all: dict[tuple[int, int], _Held] = {}
-        #: A context around a run of forwards: updates the running statistics once, and not at all if the run fails.
+        #: A context around a run. Updates the running statistics once after the run, and not at all if the run fails.
         #: Collective over processes.
         self.counting = self._counting if self.active else nullcontext
 
     def check(self, model: nn.Module, program: Program, *, streams: bool) -> None:
-        """Warn about layers that normalise differently than over the whole batch.
+        """Warn about layers whose normalisation or running statistics differ from those of an unsplit batch.
 
-        ``streams`` states whether steps overlap. Raises ScheduleError if they overlap with ``batch_norm='mini-batch'``.
+        ``streams`` states whether steps overlap. Raises ScheduleError if steps overlap and the mode is "mini-batch".
         """
         if self.active:
             if streams:
@@ -219,11 +219,11 @@ class MiniBatchNorms:
     def of_stage(
         self, stage: tuple[int, int], ranks: tuple[int, int], modules: Mapping[str, nn.Module]
     ) -> Norms | None:
-        """Register a stage and return its norms; None if inactive or if the stage is in another process.
+        """Register a stage and return its norms; None in the mode "micro-batch", or for a stage of another process.
 
         Args:
             stage: the stage's number, and the number of the stage that owns the weights.
-            ranks: the ranks of both stages.
+            ranks: the ranks of these two stages, in the same order.
             modules: the modules that the stage runs.
 
         """

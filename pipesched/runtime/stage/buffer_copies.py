@@ -1,4 +1,4 @@
-"""Buffer copies: copies of the buffers that forwards write to, so that each backward uses those of its own forward.
+"""Buffer copies: copies of the buffers that forwards write to, so that a backward uses the buffers of its own forward.
 
 Several micro-batches are in flight, and autograd saves buffers that the next forward would overwrite. So each forward
 writes to copies, which autograd saves, and the buffers take over the copies' values.
@@ -24,7 +24,7 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     Autograd never reads a buffer of torch's own layers, such as running statistics, after it has changed.
     """
     for prefix, part in module.named_modules():
-        scripted = isinstance(part, torch.jit.ScriptModule)  # accepts no replacement tensors
+        scripted = isinstance(part, torch.jit.ScriptModule)  # a ScriptModule accepts no replacement tensors
         if not scripted and not type(part).forward.__module__.startswith("torch.nn."):
             for key, buffer in part.named_buffers(recurse=False):
                 if buffer is not None:
@@ -62,7 +62,7 @@ class BufferCopies:
         return {name: {key: live.clone() for key, live in self._live(name)} for name in self._places}
 
     def note(self, name: str, own: Mapping[str, Tensor], copies: Mapping[str, Buffers]) -> None:
-        """Record the tensors after a module's call, which may have replaced a copy by another tensor."""
+        """Record the buffers after a module's call, because the call may have replaced a copy by another tensor."""
         for key in self._places.get(name, ()):
             copies[name][key] = own[key]
 
@@ -79,7 +79,7 @@ class BufferCopies:
 
     @contextmanager
     def as_left(self, copies: Mapping[str, Buffers]) -> Iterator[None]:
-        """A context in which the buffers hold the values of these copies.
+        """A context in which the buffers hold the values of ``copies``.
 
         Raises ExecutionError if a buffer was written to within the context.
         """
@@ -108,5 +108,5 @@ class BufferCopies:
 
 
 def _names(layer: str, key: str) -> set[str]:
-    """The possible names of a layer's buffer in the model; a layer may be the whole model, or code between layers."""
+    """The names that a layer's buffer may have in the model: a layer may be the whole model, or code between layers."""
     return {f"{layer}.{key}", key.replace("/", ".")}

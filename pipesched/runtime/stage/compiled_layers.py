@@ -63,7 +63,7 @@ def _check(options: dict[Any, Any]) -> None:
         if not isinstance(backend := options.get("backend", ""), str) and not callable(backend):
             raise TypeError(f"backend must be a name or a function, not {backend!r}")  # noqa: TRY301
         torch.compile(nn.Identity(), **options)
-    except Exception as error:  # of any type
+    except Exception as error:  # torch.compile may raise any type
         raise InputError(
             f"compile must hold valid arguments of torch.compile; with {shown(options)}, torch.compile raised: "
             f"{str(error).strip()}; correct the arguments, or pass compile=True"
@@ -100,7 +100,7 @@ class Compiled:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a compiled layer with the stage's mode disabled. ``own`` replaces its tensors."""
+        """Call a compiled layer with the stage's mode disabled. ``own`` holds tensors that replace the layer's own."""
         compiled = self._layers.get(layer)
         if compiled is None:
             compiled = self._layers[layer] = _Layer(layer, self._compiled(layer))
@@ -136,7 +136,7 @@ def _call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 class _Layer(nn.Module):
-    """A layer and its caller as one module, so that ``functional_call`` can replace the layer's tensors."""
+    """A layer and the function that calls it, as one module in which ``functional_call`` can replace tensors."""
 
     def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()

@@ -208,7 +208,7 @@ class LayerRunner:
             weight_grad(products)
 
     def deliver(self, saved: MicrobatchState, weights: WeightStash) -> None:
-        """End a micro-batch: deliver all gradients together, so that no update between I and W applies only a part."""
+        """End a micro-batch: deliver all its gradients together, so that an update between I and W applies none."""
         with self._backward_mode:
             weights.deliver([*saved.version_grads, *weights.taken(saved.weights)])
         saved.version_grads = ()
@@ -217,7 +217,7 @@ class LayerRunner:
         weights.ended(saved.microbatch)
 
     def held_by_others(self, saved: MicrobatchState) -> frozenset[int]:
-        """Addresses of saved tensors' memory that is also in use elsewhere, and therefore not offloaded."""
+        """The addresses of memory that is not offloaded, because it is also used outside the backward."""
         own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
         return saved.staying | addresses(tensors_in((saved.weights, list(self._ties.values()), own)))
 
@@ -238,7 +238,7 @@ class LayerRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a layer with replacement tensors; keep, recompute or offload its activations."""
+        """Call a layer with replacement tensors, and keep, recompute or offload its activations."""
         self._random.enter(saved.key, name, number)
         own = self._stand_ins(saved, name, number)
         word = checkpoint_of_call.get((name, number))
@@ -303,7 +303,10 @@ class LayerRunner:
         return shapes, tuple(p.requires_grad for layer in self._body.layers.values() for p in layer.parameters())
 
     def _check_input(self, modified: bool) -> None:
-        """Record from the first forward whether the stage modifies its input, so that R must run from a copy."""
+        """Record at the first forward whether the stage modifies its input; if so, R must run from a copy.
+
+        Raises ExecutionError if a later forward modifies its input although the first did not.
+        """
         if self._modifies_input is None:
             self._modifies_input = modified
         elif modified and not self._modifies_input:
@@ -315,7 +318,10 @@ class LayerRunner:
 
 
 def _roots(saved: MicrobatchState, value: Any) -> list[Tensor]:
-    """The leaves of a stage's output that are differentiated; empty if all parameters before them are frozen."""
+    """The leaves of a stage's output from which the backward starts; empty if all parameters before them are frozen.
+
+    Raises InputError if a loss depends on no trainable parameter.
+    """
     roots = [leaf for part in value for leaf in trainable_leaves(part)] if isinstance(value, PerConsumer) else None
     roots = trainable_leaves(value) if roots is None else roots
     if not roots and saved.loss_inputs is not None and saved.loss_inputs[1] != 0:

@@ -26,13 +26,13 @@ class MicrobatchState:
     num_grads: tuple[int, ...]
     #: Whether the body's inputs begin with the model's inputs.
     takes_inputs: bool
-    #: The weight version to use. Empty: the Parameters themselves.
+    #: The tensors of the weight version to use; empty if the Parameters themselves are used.
     weights: Tensors
-    #: The target and the factor of the loss, if this stage computes it.
+    #: The target and the factor of the loss, if this stage computes the loss.
     loss_inputs: tuple[Any, float | None] | None
     #: Whether F deferred weight gradients to W.
     deferred: bool = field(default=False, init=False)
-    #: Addresses of the batch's and the output's memory, which is not offloaded.
+    #: Addresses of the memory of the batch and of the outputs, which must stay on the device.
     staying: frozenset[int] = field(default=frozenset(), init=False)
     input_grads: list[Tensor | None] = field(default_factory=list, init=False)
     edges: Sequence[GradientEdge] = field(default=(), init=False)

@@ -44,7 +44,7 @@ _MEASURED_BYTES = 1 << 26  # larger than the caches
 
 
 def _one_way_s(device: torch.device) -> float:
-    """Seconds of one synchronous copy."""
+    """The seconds that one synchronous copy takes."""
     given, made = (torch.zeros(_MEASURED_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     begin = time.perf_counter()
     made.copy_(given)
@@ -52,7 +52,7 @@ def _one_way_s(device: torch.device) -> float:
 
 
 def _both_ways_s(device: torch.device) -> float:
-    """Seconds of the slower of two concurrent copies, one in each direction."""
+    """The seconds that the slower of two concurrent copies takes, one in each direction."""
     pairs = []
     for outward in (True, False):
         there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=device)
@@ -104,7 +104,7 @@ class _Held:
         self.piece = piece
 
     def unchanged(self) -> Tensor:
-        """The saved tensor. Raises ExecutionError if it was modified since."""
+        """The saved tensor. Raises ExecutionError if it was modified after it was saved."""
         assert self.tensor is not None
         if self.tensor._version != self.version:
             raise ExecutionError(
@@ -129,7 +129,7 @@ class _Held:
 
 
 class Offloads:
-    """The offloaded tensors of one stage by micro-batch.
+    """The offloaded tensors of one stage, by micro-batch.
 
     Args:
         device: the device of the stage.
@@ -157,7 +157,7 @@ class Offloads:
 
     @contextmanager
     def saving(self, microbatch: int) -> Iterator[None]:
-        """A context around a micro-batch's forward, which records its saved tensors."""
+        """A context that records the tensors that a micro-batch's forward saves."""
         held = self._held[microbatch] = []
 
         def pack(tensor: Tensor) -> _Held:
@@ -201,7 +201,7 @@ class Offloads:
             self._to_device(piece)
 
     def arrived(self, microbatch: int) -> None:
-        """Start a micro-batch's backward: later computation on the current stream waits for the copies."""
+        """Prepare a micro-batch's backward: later computation on the current stream waits for the fetched tensors."""
         self._held.pop(microbatch, None)
         for piece in _alive(self._pieces.pop(microbatch, ())):
             self._wait(piece)
@@ -237,7 +237,7 @@ class Offloads:
         stream = self._streams[not outward]
         stream.wait_stream(
             torch.cuda.current_stream(self._device)
-        )  # which wrote the source, or last used the target's memory
+        )  # the current stream wrote the source, or last used the target's memory
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         piece.ready = torch.cuda.Event()
@@ -250,7 +250,7 @@ class Offloads:
 
 
 def addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """The memory addresses of tensors, without tensors that have no memory of their own."""
+    """The memory addresses of the tensors that have memory of their own."""
     return frozenset(map(_address, tensors)) - {0}
 
 
@@ -259,18 +259,21 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one: sharding libraries change a parameter's memory."""
+    """Whether a tensor is a parameter or a view of one.
+
+    Parameters are not moved, because sharding libraries change their memory.
+    """
     base = tensor if tensor._base is None else tensor._base
     return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
 def _alive(references: Iterable["weakref.ref[Any]"]) -> list[Any]:
-    """The objects that autograd still holds."""
+    """The referenced objects that autograd still holds."""
     return [one for reference in references if (one := reference()) is not None]
 
 
 def _moves(held: _Held, device: torch.device) -> bool:
-    """Whether a tensor is fully described by its bytes on the device."""
+    """Whether a saved tensor is on the device and can be restored from its bytes and its layout."""
     tensor = held.tensor
     if tensor is None or type(tensor) not in _PLAIN or tensor.device != device or tensor.layout is not torch.strided:
         return False

@@ -1,7 +1,8 @@
 """Optimizers: creates the optimizers of the stages, and moves their state to the stages of the next plan.
 
-Each parameter keeps its optimizer state and the settings of its parameter group, such as the learning rate. A stage
-with the same number keeps the same optimizer object, so learning rate schedulers attached to it still work.
+Each parameter keeps its optimizer state and the settings of its parameter group, such as the learning rate. A new stage
+keeps the optimizer object of the old stage with the same number, so learning rate schedulers attached to that object
+still work.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +20,7 @@ from pipesched.tensors.payload import pytree
 __all__ = ["Inheritance", "optimizers_for"]
 
 _Group = dict[str, Any]
-_NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are no settings
+_NO_SETTINGS = ("params", "param_names")  # keys of a parameter group that are not settings
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Inheritance:
             states = {p: held[p][0].state for p in parameters if p in held and p in held[p][0].state}
             near: dict[Tensor, Any] = {p: _near(state[p], p, group_of[p]) for p, state in states.items()}
             self._heirs[index] = _Heir(optimizer, _regrouped(optimizer, parameters, group_of), near)
-        #: Stages with a new optimizer, although a learning rate scheduler drives the old ones.
+        #: Stages whose optimizer is new, so that the learning rate scheduler of the old optimizers does not drive it.
         self.undriven = [i for i in self._heirs if i not in before and any("initial_lr" in g for _, g in held.values())]
 
     def take(self) -> dict[int, Optimizer]:
@@ -105,10 +106,10 @@ def _members(optimizer: Optimizer) -> list[tuple[_Group, nn.Parameter]]:
 def _regrouped(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], group_of: Mapping[nn.Parameter, _Group]
 ) -> list[tuple[_Group, _Group]]:
-    """Assign parameters to groups with their settings.
+    """Assign parameters to groups with their settings; return each group with the entries to change in it.
 
     The optimizer's own groups come first, including empty ones because a scheduler counts them; groups with other
-    settings follow. A parameter that is in no group was left out by the user's function.
+    settings follow. A parameter that was in no group stays out: the user's function left it out.
     """
     groups = list(optimizer.param_groups)
     taken: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -143,7 +144,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _near(state: Any, parameter: nn.Parameter, group: _Group) -> Any:
-    """A parameter's state on its device. A step count on the host stays there, unless counted on the device."""
+    """A parameter's optimizer state, on the parameter's device.
+
+    A step count on the host stays there, unless the optimizer counts steps on the device.
+    """
     counts_there = group.get("capturable") or group.get("fused")
 
     def moved(tensor: Tensor) -> Tensor:
@@ -165,8 +169,8 @@ def optimizers_for(
     Args:
         optimizer: the user's function, params -> Optimizer.
         stages: the new stages of this process.
-        tied: parameters used by several stages. Only the stage that owns one updates it, after its gradients are
-            summed.
+        tied: parameters used by several stages. Only the stage that owns such a parameter updates it, after its
+            gradients are summed.
         home: maps a parameter to the stage that owns it.
         before: the optimizers of the old stages.
 

@@ -1,7 +1,7 @@
 """Recompute: layers that keep only their inputs and run again in their own backward (torch.utils.checkpoint).
 
 This is activation checkpointing of single layers (Chen et al. 2016, arXiv:1604.06174). The second run uses the same
-random numbers, weights and buffers as the first; buffers that it changes are copies.
+random numbers, weights and buffers as the first, but changes only copies of the buffers.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ class _Seen(NamedTuple):
 
 
 class RecomputedLayers:
-    """The recomputed layers of one stage. Each call's first run shows which buffers and inputs it changes."""
+    """The recomputed layers of one stage. The first run of a call shows which buffers and inputs the call changes."""
 
     def __init__(self, random: KeyedRandom, deferral: Deferral) -> None:
         self._random = random
@@ -100,7 +100,10 @@ class RecomputedLayers:
         return _Seen(copies, {name: (buffer, buffer._version) for name, buffer in buffers.items()})
 
     def _after(self, which: _Call, layer: nn.Module, own: Mapping[str, Tensor], seen: _Seen) -> None:
-        """Record from the first run in these modes which buffers a call changes; some operators bump no version."""
+        """Record which buffers a call changes, as learned from its first run with these training modes.
+
+        Values are compared, because some operators change a tensor without incrementing its version counter.
+        """
         if not seen.still:
             return
         key = which, _modes(layer)
@@ -138,7 +141,10 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _checked(seen: _Seen, layer: nn.Module, own: Mapping[str, Tensor], which: _Call) -> dict[str, Tensor]:
-    """The buffers for a recompute. Raises ExecutionError if a buffer has changed that the first run left unchanged."""
+    """Copies of the buffers that the layer's forward changes, for use in the recompute.
+
+    Raises ExecutionError if any other buffer has been modified since the first run.
+    """
     now = _buffers(layer, own) if seen.still else {}
     for name, (buffer, version) in seen.still.items():
         if now[name] is not buffer or buffer._version != version:

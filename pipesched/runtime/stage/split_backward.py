@@ -5,7 +5,7 @@ During F, each product with a weight, such as ``linear(x, w)``, is called with `
 ``x`` only. I is an ordinary backward over that graph: it also computes cheap weight gradients (norms, biases,
 embeddings) and those that cannot be separated (custom functions, recurrent nets), and a hook stores the gradient ``gy``
 of each product's output. W computes ``gy^T x`` with the operations that autograd itself would have used, so the bits
-are equal, and passes it to autograd, which runs all hooks.
+are equal. It then passes this weight gradient to autograd, which runs all hooks.
 """
 
 from collections import Counter
@@ -50,10 +50,10 @@ class _WeightUses:
             self._nodes.setdefault(weight, []).append(output.grad_fn)
 
     def deferrable(self, outputs: Sequence[GradientEdge]) -> frozenset[Tensor]:
-        """The weights that are used only in products that the backward reaches, and are large enough to pay.
+        """The weights that are used only in products that the backward reaches, and whose deferral saves time.
 
         The gradient of a weight that is also used in other ways is a sum over all uses, which W could not rebuild bit
-        by bit. A product that the backward does not reach was made for the layer's own differentiation, or without
+        by bit. A product that the backward does not reach was computed for the layer's own differentiation, or without
         gradients.
         """
         passed, reached = _reached(outputs)
@@ -74,9 +74,10 @@ def _itself(tensor: Tensor) -> Tensor:
 class Deferral:
     """Intercepts one stage's products with weights, detaches the weights and records the products for W.
 
-    The deferrable weights are learned from the first micro-batch of each kind, whose backward is not split. The
-    decision for a step's first micro-batch holds for the whole step. Micro-batches up to the one that was learned from
-    are not split either, even if they are recomputed after later ones, so that sums keep their order.
+    The deferrable weights are learned from the first micro-batch of each kind, and the backward of that micro-batch is
+    not split. The decision for a step's first micro-batch holds for the whole step. Micro-batches before the one used
+    for learning are not split either, even if they are recomputed after later ones, so that gradient sums keep their
+    order.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class Deferral:
         return len(self._products)
 
     def finish(self, outputs: Sequence[GradientEdge]) -> list[Product]:
-        """End a forward and return its products; a forward that was learned from has none."""
+        """End a forward and return its products; a forward used for learning has none."""
         if self._weight_uses is not None:
             self._deferrable = self._learned[self._kind] = self._weight_uses.deferrable(outputs)
             self._weight_uses = None
@@ -134,9 +135,9 @@ class Deferral:
 
     @contextmanager
     def saving(self, *, again: bool = False) -> Iterator[None]:
-        """A context for layers whose saved tensors are recomputed or offloaded: products save inputs through autograd.
+        """A context for recomputed or offloaded layers, in which products save their inputs through autograd.
 
-        ``again`` states whether the layer is being recomputed, which rebuilds the graph of its forward.
+        ``again`` states whether the layer is being recomputed; its products are then not recorded a second time.
         """
         before = self._saving, self._noting
         self._saving = True
@@ -148,7 +149,7 @@ class Deferral:
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
-        """A context that still detaches weights but records nothing: a recompute must rebuild the graph of F."""
+        """A context that detaches weights but records no products, so that a recompute rebuilds the graph of F."""
         self._noting = False
         try:
             yield
@@ -214,7 +215,7 @@ class Deferral:
         return torch.is_grad_enabled() and all(self._live(weight) in self._deferrable for weight in weights)
 
     def _learn(self, output: Tensor, x: Tensor, *weights: Tensor, channels: int = -1) -> Tensor:
-        """Record a product that was called unchanged. It sums over the dim ``channels`` of x."""
+        """Record a product that was called unchanged. The product sums over the dim ``channels`` of x."""
         if self._weight_uses is not None and self._noting:
             self._weight_uses.note(weights, 2 * weights[0].numel() * x.numel() // max(1, x.shape[channels]), output)
         return output
@@ -236,7 +237,8 @@ class Deferral:
         return output
 
 
-#: Deferring a product costs about 20 us of host time; a smaller product takes less than that.
+#: The number of operations from which a weight gradient is deferred. Deferring a product costs about 20 us of host
+#: time; a smaller product takes less than that.
 PAYS_FLOPS = 2_000_000
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -245,7 +247,7 @@ _CONVOLUTIONS = frozenset({torch.conv1d, torch.conv2d, torch.conv3d})
 
 
 def _is_plain(x: Any, *weights: Any) -> bool:
-    """Whether all are floating-point tensors of no subclass, and the weights are trainable leaves."""
+    """Whether x and the weights are floating-point, not of a Tensor subclass, and the weights are trainable leaves."""
     return all(type(tensor) in _PLAIN and tensor.is_floating_point() for tensor in (x, *weights)) and all(
         weight.requires_grad and weight.is_leaf and weight is not x for weight in weights
     )
@@ -254,7 +256,7 @@ def _is_plain(x: Any, *weights: Any) -> bool:
 def _lies_in_rows(x: Tensor) -> bool:
     """Whether torch's own product uses x as a matrix of rows without a copy.
 
-    Otherwise torch copies x if the weight requires a gradient, and uses a slower method with other bits if it does not.
+    Otherwise torch copies x if the weight requires a gradient; if not, it uses a slower method, which gives other bits.
     A detached weight would select the slower method, so the caller makes the copy.
     """
     return x.dim() <= 2 or x.is_contiguous()

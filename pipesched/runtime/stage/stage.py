@@ -100,7 +100,7 @@ class Stage:
         """F: return the stage's output.
 
         Returns:
-            A Payload, or a PerConsumer with one Payload for each consumer stage. On the last stage the loss, if
+            A Payload, or a PerConsumer with one Payload for each consumer stage. On the last stage, the loss if
             ``StepData.factors`` is set.
 
         """
@@ -226,7 +226,7 @@ class Stage:
         return (Payload.joined([given, *arrived]) if arrived else given), True
 
     def _buffers_copied(self, output: Payload) -> Payload:
-        """The output with this stage's buffers cloned: the next forward may change them before the output is read."""
+        """The output, with this stage's buffers cloned: the next forward may change them before they are read."""
         own = {memory_of(buffer) for layer in self.layers.values() for buffer in layer.buffers()}
         return output.map_tensors(lambda one: one.clone() if memory_of(one) in own else one) if own else output
 

@@ -18,13 +18,14 @@ class StepData:
     """Inputs and results of one step, or of a stream of steps, by micro-batch."""
 
     seed: int
-    #: The number of the step; of a stream, of its first step.
+    #: The number of the step; in a stream, the number of its first step.
     step: int
     #: The model's (args, kwargs).
     inputs: list[Any] | dict[int, Any]
     _: KW_ONLY
     targets: list[Any] | dict[int, Any] = field(default_factory=list)
-    #: The factor of each loss; None leaves a loss unscaled. Without factors no loss is computed.
+    #: The factor of each micro-batch's loss; a factor of None leaves the loss unscaled. Without factors, no loss is
+    #: computed.
     factors: list[float | None] | dict[int, float | None] | None = None
     #: Gradients of the outputs, if the loss is computed outside the pipeline.
     output_grads: list[Gradients] = field(default_factory=list)
@@ -33,5 +34,5 @@ class StepData:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     input_grads: dict[int, Gradients] = field(default_factory=dict)
-    #: The random key of a micro-batch in a stream, whose micro-batch numbers continue across steps.
+    #: The random key of a micro-batch in a stream. Micro-batch numbers in a stream continue across steps.
     key: Callable[[int], Key] | None = None

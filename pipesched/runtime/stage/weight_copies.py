@@ -2,7 +2,7 @@
 
 The first stage of a weight copy runs the user's own layers, called the home. Every further stage runs a copy on its own
 device with its own Parameters. Copies are set equal to the home before each run, and their gradients are added to the
-home's after it. Chimera (Li & Hoefler 2021) and DualPipe (DeepSeek-AI 2024) use such stages.
+home's after the run. Chimera (Li & Hoefler 2021) and DualPipe (DeepSeek-AI 2024) use such stages.
 
 With one process per rank, the home and its copy may be in two processes. Both processes have the user's layers, so
 modes and other settings come from the copy's own process. Tensors are sent, in one message for each pair of ranks.
@@ -72,7 +72,10 @@ class _WeightCopy:
         return grads
 
     def _pairs(self, named: str) -> Iterator[tuple[Any, Any]]:
-        """Pairs of the home's and the copy's entries, by name."""
+        """Pairs of entries with the same name, one of the home and one of the copy.
+
+        ``named`` is the method that lists the entries. Raises ExecutionError if the names differ.
+        """
         home, mine = (dict(getattr(modules, named)()) for modules in (self._home, self._copy))
         if home.keys() != mine.keys():
             raise ExecutionError(
@@ -165,7 +168,7 @@ def _deliver(targets: Sequence[Tensor], grads: _Tensors) -> None:
 
 
 def _kept(home: nn.Module) -> dict[int, Any]:
-    """A memo with which deepcopy shares hooks, and the objects that bound hooks belong to, in place of copying them."""
+    """A memo that makes deepcopy share, and not copy, hooks and the objects whose bound methods are hooks."""
     own = set(home.modules())
     hooks = [hook for module in own for hook in hooks_of(module)]
     owners = [getattr(hook, "__self__", hook) for hook in hooks]

@@ -64,7 +64,10 @@ class Product:
 
 
 def saving_input(x: Tensor, product: Product) -> Tensor:
-    """Save a product's input through autograd, for saved-tensor hooks. The backward gives it to the product."""
+    """Save a product's input through autograd, so that saved-tensor hooks apply to it.
+
+    The backward passes the input to the product.
+    """
     saved: Tensor = _SavedInput.apply(x, (x.detach(),), product)  # type: ignore[no-untyped-call]
     return saved
 
@@ -93,7 +96,7 @@ def spread(value: Any, spatial: int) -> list[int]:
 
 
 def _operands(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient and the input as matrices, with the input in the gradient's dtype, as autocast computed it."""
+    """The gradient and the input as matrices. The input is cast to the gradient's dtype, as autocast did in F."""
     if x.dtype is not grad.dtype:
         x = x.to(grad.dtype)
     dims = x.dim()

@@ -50,7 +50,7 @@ class WeightStash:
         self._end: int | None = None
         self._newest = 0
         self._held: dict[int, Tensors] = {}
-        self._waiting: dict[int, set[int]] = {}  # micro-batches that still need a version
+        self._waiting: dict[int, set[int]] = {}  # version -> micro-batches that still need it
         self._live: dict[Tensor, nn.Parameter] = {}
         self._begin_version()
 
@@ -64,7 +64,7 @@ class WeightStash:
         return self._held[self._uses.version(microbatch)]
 
     def during(self, weights: Tensors, act: Callable[[], None]) -> None:
-        """Call ``act`` while the modules hold a version, because a backward may call them (torch.utils.checkpoint)."""
+        """Call ``act``, a backward, while the modules hold a version: torch.utils.checkpoint may call the modules."""
         tensors = {
             f"held.{index}.{key}": tensor
             for index, named in enumerate(weights.values())
@@ -129,7 +129,10 @@ class WeightStash:
         self._held[self._newest] = version
 
     def _drop_unused(self) -> None:
-        """Drop versions that no micro-batch needs, except the newest, which is the Parameters."""
+        """Drop the versions that no micro-batch needs any more.
+
+        The newest is always kept, because the Parameters themselves hold it.
+        """
         for version in [v for v, waiting in self._waiting.items() if not waiting and v != self._newest]:
             del self._waiting[version]
             for named in self._held.pop(version).values():

@@ -12,8 +12,8 @@ is reused once it has been written or, with gloo, once a later header from the o
 received. Unacknowledged messages are awaited at the start of the next run.
 
 The messages of a run may be given in parts, which may differ between the ends: one end may send a message in a part,
-and the other receive it in a later part. A layout announced within such a run is then predicted from a fixed number of
-messages later in the channel, which is the same position at both ends.
+and the other receive it in a later part. A layout announced within such a run is used for predictions only after a
+fixed number of further messages, so that both ends begin to use it at the same position in the channel.
 
 A receive allocates new memory, and the received tensors are views of it. The allocator reuses freed memory, so there is
 no second copy.
@@ -38,7 +38,8 @@ __all__ = ["COLLECT", "SHARE", "Channels", "Ends", "Incoming", "Messages", "Outg
 
 _HEADER = 64  # bytes
 _MOST_BYTES = 1 << 44  # limit for a message; more than any machine's memory
-_FIELDS = Struct("<4q")  # bytes of a layout that follows, bytes of its data, received messages: forward, backward
+# Bytes of a layout that follows, bytes of its data, numbers of received forward and backward messages.
+_FIELDS = Struct("<4q")
 
 
 class Counts(NamedTuple):
@@ -54,7 +55,7 @@ class Counts(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A message that the other end may not have received. ``spare`` is the list to which its memory returns."""
+    """A message that the other end may not have received yet. ``spare`` is the list to which its memory returns."""
 
     position: int
     work: Work
@@ -189,7 +190,7 @@ class _Posted(NamedTuple):
     memory: Tensor
     header: memoryview
     data: memoryview
-    #: None for a short message, which is read only when it is received.
+    #: The pending receive of a long message; None for a short message, whose bytes are read only in ``receive``.
     work: Work | None
     #: The predicted value, built over memory that is not yet filled; None if that is not possible.
     value: Any
@@ -384,7 +385,7 @@ class Channels:
         ports: the ports for short and long messages.
         names: names of the digests in a run's identity, for error messages.
         encoding: encodes plain values.
-        ends: creates the channels for runs. Default: channels over the ports, which single values always use.
+        ends: creates the channels for runs. Default: channels over the ports. Single values always use the ports.
 
     """
 
@@ -399,7 +400,7 @@ class Channels:
     def open(self, keys: Messages, identity: bytes) -> None:
         """Begin a run with these messages.
 
-        `identity` is the concatenated digests of the run, one for each name in `names` (see the class).
+        `identity` holds the digests of the run, one for each name in `names` (see the class), concatenated.
         """
         for peer, channels in keys.items():
             if peer not in self._neighbours:

@@ -32,7 +32,7 @@ def clock_offset(port: Any, rank: int, num_ranks: int) -> float:
 
 
 def _trip(port: Any, answer: Tensor) -> tuple[float, float]:
-    """(seconds of a round trip, the clock offset measured by it)."""
+    """Make one round trip; return its duration in seconds and the clock offset that it measures."""
     start_s = time.perf_counter()
     port.send([answer], 0, _TAG).wait()
     port.recv([answer], 0, _TAG).wait()

@@ -22,7 +22,7 @@ _PATIENCE_S = 2.0  # added to the timeout, for a store that does not answer
 
 
 class Connections:
-    """A rank's sockets, its gloo port and, on an accelerator, its device links. Creating one is collective.
+    """A rank's sockets, its gloo port and, on an accelerator, its device links. The constructor is collective.
 
     ``group`` is the ranks' process group; only its store is used. Raises ConnectionLostError if ranks do not connect.
     """
@@ -67,7 +67,7 @@ class Connections:
 
 
 def met(group: Any, device: torch.device, timeout_s: float) -> tuple[Alarm, Connections]:
-    """Wait for the ranks of the group; return the alarm and the connections, which are not connected yet.
+    """Wait for the ranks of the group; return the alarm, and the connections before ``connect`` is called.
 
     Raises ExecutionError if ranks do not join; ranks of other pipelines receive the names of the missing ranks.
     """

@@ -21,9 +21,10 @@ so has its send. So devices wait only along the edges of the program, which have
 communicator blocks the hosts until both ranks use it. So all communicators are created and used once before a program
 first runs, by all ranks in one order, in which both ranks of the first missing communicator can always proceed.
 
-Memory. A message is a copy in memory of the channel, made on the computing stream; it takes about a thousandth of the
-time of the stage that computed it, and the layers may then change their tensors. Received data is allocated on a stream
-without computation, so it arrives while the rank computes; it is recorded for the stream that uses it.
+Memory. A message is a copy in memory of the channel, made on the computing stream. Copying takes about a thousandth of
+the time of the stage that computed the message, and the layers may then change their tensors. Received data is
+allocated on a stream without computation, so it arrives while the rank computes; its memory is recorded for the stream
+that uses it.
 """
 
 from collections import deque
@@ -48,13 +49,13 @@ __all__ = ["Channel", "Link", "Links", "ends_over", "links_for"]
 _LENGTH = Struct("<q")  # the bytes of the layout after a header; 0: the layout is as predicted
 _AS_FORESEEN = _LENGTH.pack(0)
 _MOST_LINKS = 32  # per rank: torch's streams of one priority; two links sharing a stream could deadlock
-_TORCH_WATCHES_S = 600  # torch's default: it ends a process whose device waits this long
-_WATCHED = 5  # in units of the timeout, since posted transfers may wait for earlier steps
+_TORCH_WATCHES_S = 600  # torch's default: torch ends a process whose device waits this long
+_WATCHED = 5  # NCCL's timeout in units of the ranks' timeout: posted transfers may wait for earlier steps
 _PATIENCE_S = 5  # for the other ranks to drain their links
 
 
 class Channel(NamedTuple):
-    """A direction between two ranks, forward or backward, which has a link of its own."""
+    """One direction between two ranks, forward or backward. Every channel has a link of its own."""
 
     giver: int
     taker: int
@@ -65,7 +66,7 @@ class _Sending(Protocol):
     """A posted send."""
 
     def is_completed(self) -> bool:
-        """Whether its memory may be reused. Does not wait."""
+        """Whether the memory of the send may be reused. Does not wait."""
 
 
 class Link(Protocol):
@@ -223,7 +224,7 @@ class Links:
             link.drain()
 
     def close(self) -> None:
-        """Close all links, if possible after the other ranks have drained theirs, so that no transfer is cut off."""
+        """Close all links, if possible after all ranks have drained their links, so that no transfer is cut off."""
         if self._links:
             peers = {rank for channel in self._links for rank in channel[:2]}
             with suppress(RuntimeError):  # a rank that does not close has failed, or will detect it
@@ -247,7 +248,7 @@ def _turn(channel: Channel) -> tuple[bool, int, int, int]:
 
 
 class _Sent(NamedTuple):
-    """A message that the device may still be sending. ``spare`` is the list to which its memory returns."""
+    """A message that the device may still be sending. ``spare`` is the list to which the message's memory returns."""
 
     sending: _Sending
     message: Packed

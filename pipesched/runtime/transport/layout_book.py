@@ -9,7 +9,7 @@ from pipesched.simulation.memory import AHEAD
 
 __all__ = ["DIGEST_BYTES", "LayoutBook", "digest"]
 
-_SETTLED = 2 * AHEAD  # messages; a posted receive is fewer messages ahead of the last received one
+_SETTLED = 2 * AHEAD  # messages; a posted receive is fewer than this ahead of the last received message
 _REMEMBERED = 4096  # layouts in the book of one channel
 DIGEST_BYTES = 16
 
@@ -20,11 +20,11 @@ def digest(data: bytes) -> bytes:
 
 
 class LayoutBook:
-    """The layouts that one end of a channel predicts, equal to those of the other end."""
+    """The layouts that one end of a channel predicts. The other end predicts the same layouts."""
 
     def __init__(self) -> None:
         self._layouts: dict[Hashable, MessageLayout] = {}
-        #: (number of the message in the run, its key, its layout)
+        #: Messages with unpredicted layouts: (number of the message in the run, its key, its layout).
         self._news: deque[tuple[int, Hashable, MessageLayout]] = deque()
         self._keys: Sequence[Hashable] = ()
         self._first = 0  # number of the first message in ``foreseen``
@@ -33,7 +33,7 @@ class LayoutBook:
 
     @property
     def end(self) -> int:
-        """The number of messages of the run that are known."""
+        """The number of messages that have been added to the run so far."""
         return self._first + len(self._keys)
 
     def open(self, keys: Sequence[Hashable]) -> None:

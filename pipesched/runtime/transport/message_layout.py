@@ -165,12 +165,12 @@ class MessageLayout:
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of the tensors in a message."""
+        """The number of bytes that the tensors take in a message."""
         return self._layout[2]
 
     @property
     def pieces(self) -> list[_Piece]:
-        """The pieces of a message."""
+        """The ranges of bytes that make up a message, in order."""
         return self._layout[0]
 
     def plain_bytes(self, value: Any) -> Any:
@@ -271,12 +271,12 @@ def _tensor(one: _Restored, piece: _Piece, memory: Any, device: torch.device) ->
 
 
 class Packed:
-    """The memory of a message: a header (on a CPU only), then the bytes of a layout's tensors. ``data`` views it."""
+    """The memory of a message: a header (on a CPU only), then the bytes of the tensors. ``data`` is a view of it."""
 
     def __init__(self, layout: MessageLayout | None, header: int, device: torch.device | None = None) -> None:
         pieces = layout.pieces if layout else []
         nbytes = header + (layout.nbytes if layout else 0)
-        with torch.inference_mode(False):  # used by steps with and without inference mode
+        with torch.inference_mode(False):  # the memory is used by steps with and without inference mode
             self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
             storage = self.tensor.untyped_storage()
             self._views = [
@@ -336,7 +336,7 @@ def _laid_out(description: Description) -> tuple[list[_Piece], list[_Restored | 
 
 
 def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, offset: int) -> tuple[_Piece, bool]:
-    """The piece of a tensor that shares no memory, and whether it is restored with gaps."""
+    """The piece of a tensor that shares no memory, and whether the tensor is restored with gaps between elements."""
     if 0 in shape:
         return _Piece(offset, 0, leaf, dtype, shape, stride), False
     # An expanded dim is sent once.
@@ -360,7 +360,7 @@ def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, off
 
 
 def _shared_piece(leaf: int, number: int, looks: Any, shared: Any, offset: int) -> _Piece:
-    """The piece for memory that several leaves share: all bytes from the first to the last one that a leaf uses."""
+    """The piece for memory that several leaves share: all bytes from the first to the last that any leaf uses."""
     ends = [
         (first, first + _reach(shape, stride) * dtype.itemsize)
         for (dtype, shape, stride), (memory, first) in (

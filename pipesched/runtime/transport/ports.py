@@ -24,7 +24,8 @@ class ShortPort(Protocol):
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], Work | None]:
         """A function that sends buffers of ``nbytes`` bytes in total, without waiting.
 
-        The buffers may change afterwards. It returns None if all bytes are written, otherwise the pending send.
+        The buffers may change afterwards. The function returns None if all bytes are written, otherwise the pending
+        send.
         """
 
     def reader(self, from_: int, tag: int, /) -> Callable[[memoryview], None]:
@@ -46,7 +47,7 @@ class Ports(NamedTuple):
 
     short: ShortPort
     long: _Port
-    limit: int = 1 << 20  # bytes; about the size of a connection's buffers
+    limit: int = 1 << 20  # bytes of the smallest long message; about the size of a connection's buffers
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work | None:
         """Send a tensor of bytes through the port for its size.
@@ -61,7 +62,7 @@ class Ports(NamedTuple):
             raise lost(to, error) from None
 
     def receive(self, tensor: Tensor, from_: int, tag: int) -> None:
-        """Wait for a tensor that ``send`` has sent, of the same size, and fill this one. Raises ConnectionLostError."""
+        """Wait for a sent tensor of the same size, and copy it into this tensor. Raises ConnectionLostError."""
         try:
             if len(tensor) < self.limit:
                 self.short.reader(from_, tag)(tensor.numpy().data)

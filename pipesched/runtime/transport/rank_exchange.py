@@ -60,7 +60,7 @@ class Exchange:
         return arrived.map_tensors(moved).value
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send values to some ranks, and return the values that the ranks in ``sources`` send. Sends come first."""
+        """Send values to some ranks, then receive and return the values that the ranks in ``sources`` send."""
         tag = _FIRST_TRADE + 2 * _TRADES.index(what)
         takes = {source: self.wire.ask(source, tag) for source in sorted(sources)}
         for rank, value in given.items():

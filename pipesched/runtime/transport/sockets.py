@@ -39,8 +39,8 @@ __all__ = ["SocketPort", "own_host"]
 
 _GREETING = Struct("<qq16s")  # the sender's rank, the tag, a proof that it has read the receiver's secret
 _BACKLOG = 1024
-_MOST_GREETING = 64  # connections without a greeting; ranks greet immediately, and the oldest is closed
-_TRY_S = 0.25  # to connect, before a thread continues; takes no time unless the rank is flooded with connections
+_MOST_GREETING = 64  # connections without a greeting; ranks greet immediately, and the oldest connection is closed
+_TRY_S = 0.25  # to connect, before a thread takes over; only a rank flooded with connections takes longer
 _GLANCE_S = 0.1  # wait for greetings before checking whether another thread has accepted the awaited one
 _CREDENTIALS = Struct("@iII")  # struct ucred: process, user, group
 _PATIENCE_S = 5  # for the other end to receive pending bytes when a connection is closed
@@ -94,7 +94,7 @@ class _Pending(NamedTuple):
 
 
 class _Sender:
-    """The sending end of a connection, which the first send makes."""
+    """The sending end of a connection. The first send makes the connection."""
 
     def __init__(self, connect: Callable[[float], socket.socket], timeout_s: float) -> None:
         self.connection: socket.socket | None = None
@@ -181,7 +181,7 @@ class _Sender:
 
 
 class _Reader:
-    """The receiving end of a connection, for which the first read waits."""
+    """The receiving end of a connection. The first read waits for the connection."""
 
     def __init__(self, accept: Callable[[], socket.socket]) -> None:
         self._accept = accept
@@ -238,7 +238,8 @@ class SocketPort:
     def sender(self, to: int, tag: int, /) -> Callable[[Sequence[Any], int], _Pending | None]:
         """A function that sends buffers of ``nbytes`` bytes in total, without waiting.
 
-        The buffers may change afterwards. It returns None if all bytes are written, otherwise the pending send.
+        The buffers may change afterwards. The function returns None if all bytes are written, otherwise the pending
+        send.
         """
         if (to, tag) not in self._senders:
             self._senders[to, tag] = _Sender(partial(self._connect, to, tag), self._timeout_s)
@@ -345,7 +346,7 @@ class SocketPort:
 
 
 def _greeting(connection: socket.socket, rank: int, tag: int, word: bytes) -> bytes:
-    """A greeting, which proves that the sender has read the secret but does not contain the secret.
+    """A greeting. It proves that the sender has read the secret, but does not contain the secret.
 
     The proof is valid only for one rank, tag and kind of connection, so it cannot be reused elsewhere.
     """
