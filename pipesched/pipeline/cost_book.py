@@ -67,7 +67,7 @@ class CostBook:
         self.overheads: Overheads | None = None
         #: The rows of a micro-batch for which the plan was found; 0 without a search.
         self.planned_rows = 0
-        #: The time of a device relative to the others, where steps have shown a difference.
+        #: The time of a device relative to the other devices, for devices with a difference measured in steps.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
         self._model = model
@@ -103,12 +103,12 @@ class CostBook:
         self._kinds = None
 
     def for_rows(self, rows: int) -> dict[str, LayerCosts]:
-        """Return the layers' costs for micro-batches of other sizes than planned, in proportion to their rows."""
+        """Return the layers' costs for micro-batches of this many rows, scaled from those of the planned size."""
         graph = Profile({self.planned_rows: self.layered.graph(self.measured())}).graph(rows)
         return {name: costs_of(graph, name) for name in graph}
 
     def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
-        """Return the layers' costs with the checkpointing of these programs."""
+        """Return the layers' costs under the checkpointing of these programs."""
         return treated(self.measured(), programs.checkpoint)
 
     def stage_costs(
@@ -138,7 +138,7 @@ class CostBook:
         return host_bytes_per_s(self._devices[0])
 
     def slowness(self, rank: int) -> float:
-        """Return the time of a rank's device relative to the other devices, as steps have shown it. Default: 1."""
+        """Return the time of a rank's device relative to the other devices, as measured in steps; 1 if not measured."""
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
     def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:
