@@ -1,4 +1,4 @@
-"""Every error that pipesched raises, each also a subclass of the built-in error that users expect.
+"""All errors that pipesched raises. Each is also a subclass of the built-in error that users expect.
 
 Every message states the broken rule, where and with which numbers it was broken, and the remedy, in this order.
 """

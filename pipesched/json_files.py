@@ -79,7 +79,7 @@ def _too_deep() -> ScheduleError:
 
 
 def _parts(level: Iterable[Any]) -> list[Any]:
-    """The direct children of these values. Raises ScheduleError for a too large integer and for invalid Unicode."""
+    """The direct children of these values. Raises ScheduleError for an oversized integer or invalid Unicode."""
     parts: list[Any] = []
     for value in level:
         if isinstance(value, list):

@@ -61,7 +61,7 @@ class Call:
 
     @property
     def place(self) -> Place:
-        """The key that identifies this call among those that use parameters, in training and evaluation mode."""
+        """The key that identifies a call that uses parameters, both in training and in evaluation mode."""
         return self.layer, self.number
 
     def __str__(self) -> str:

@@ -131,7 +131,8 @@ class Replay:
             random: the micro-batch's random number generator.
 
         Returns:
-            The values to send to later stages, all looks, and the output (None unless this is the last stage).
+            The values to send to later stages; the looks of the values that were not sent, including those in
+            ``looks``; and the output (None unless this is the last stage).
 
         """
         run = _Run(self, received, looks, present, call, random)

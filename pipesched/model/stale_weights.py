@@ -1,4 +1,4 @@
-"""Stale weights: errors for reading or saving a model over a mesh while other ranks hold newer weights.
+"""Stale weights: raise an error if a model over a mesh is read or saved while other ranks hold newer weights.
 
 Each rank trains the weights of its own stages, in the user's own model. The rest of that model is not updated. From the
 first step until the weights are gathered, hooks on the modules with stale weights raise if the model is called, copied

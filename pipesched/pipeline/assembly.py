@@ -105,7 +105,7 @@ class Assembly:
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)
         layers = checkpoint_by_layer(programs.checkpoint).items()
-        #: The checkpoint option of each call with activations that are recomputed or offloaded.
+        #: The checkpoint option of each call whose activations are recomputed or offloaded.
         self.checkpoint_of_call = {
             call: word for layer, word in layers for call in spec.layered.calls_of(layer, again=word != "offload")
         }
@@ -146,7 +146,7 @@ class Assembly:
 
     @property
     def undriven(self) -> list[int]:
-        """The stages whose new optimizers no scheduler drives, if schedulers drive the optimizers of other stages."""
+        """The stages with a new optimizer that no learning rate scheduler drives; empty if there are no schedulers."""
         return [] if self._inheritance is None else self._inheritance.undriven
 
     @property

@@ -123,7 +123,10 @@ class TimingRun(nn.Module):
         return run
 
     def weight_round(self, *, apart: bool) -> None:
-        """Run forwards, input gradients and weight gradients: all weight gradients in one call, or each layer's apart."""
+        """Run forwards, input gradients and weight gradients.
+
+        The weight gradients are computed by one call for each layer if ``apart``, else by one call for all layers.
+        """
         clock = Clock(self._device)
         run = self.round(split=True, clock=clock)
         if apart:
