@@ -246,7 +246,7 @@ def _unit(call: Call) -> str:
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Repeat the row of a sample with a single row, because code may treat a single row differently."""
+    """If a sample has a single row, repeat this row, because code may treat a single row differently."""
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
     if not tensors or any(len(tensor) != 1 for tensor in tensors):
         return sample

@@ -28,15 +28,15 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """The call in a layer's gap before which a stage boundary sends the fewest bytes; the last such call."""
+    """The call in a layer's gap before which a stage boundary sends the fewest bytes; of several, the last."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 
 def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "nx.DiGraph[str]":
     """The layers of a captured forward as a graph; see `pipesched.graph_of`.
 
-    A function between layers belongs to the layer with the range of calls that contains it. Values that any stage may
-    compute (see `Capture.free`) make no edge.
+    A function between layers belongs to the layer whose range of calls contains it. Values that any stage may compute
+    (see `Capture.free`) make no edge.
 
     Args:
         model: the captured model.

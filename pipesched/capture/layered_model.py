@@ -97,7 +97,7 @@ class LayeredModel(Protocol):
         """The layers as a graph, with their costs if ``costs`` is not empty; see ``graph_of``."""
 
     def edges(self, cut: StageLayers) -> list[tuple[int, int]]:
-        """The pairs (sending stage, receiving stage)."""
+        """A pair (sending stage, receiving stage) for each two stages that exchange values."""
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
         """The bodies of the stages."""
@@ -211,7 +211,7 @@ class LayersInARow:
             self._check_class_state()
 
     def _check_class_state(self) -> None:
-        """Raise GraphError if layers share state through their class."""
+        """Raise GraphError if several layers share state through their class."""
 
         def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             for _ in self._each(args, kwargs):
@@ -249,7 +249,7 @@ class LayersInARow:
         return [self.written] * len(cut)
 
     def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
-        """Empty: nothing is recorded for layers in a row."""
+        """Empty, because the use of parameters is not recorded for layers in a row."""
         return []
 
     def passed(self) -> Generator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Recording: the capture of a model in one mode, made without leaving a change on the model.
+"""Recording: the capture of a model in one mode. Making it leaves the model unchanged.
 
 The first forward of some models creates attributes that later forwards use, such as masks. Stages run like later
 forwards, so these attributes are stored here and set when a step begins.

@@ -131,8 +131,8 @@ class Replay:
             random: the micro-batch's random number generator.
 
         Returns:
-            The values to send to later stages; the looks of the values that were not sent, including those in
-            ``looks``; and the output (None unless this is the last stage).
+            The values to send to later stages, ``looks`` with the looks that this part adds, and the output (None
+            unless this is the last stage).
 
         """
         run = _Run(self, received, looks, present, call, random)
@@ -240,7 +240,7 @@ class _Run(TorchFunctionMode):
         return self._ran(call, func(*args, **kwargs), args, kwargs)
 
     def _next(self) -> Call | None:
-        """The next call. After the stage's last call, leave the code here, because then code around it has ended."""
+        """The next call. After the stage's last call this leaves the code, once the code around that call has ended."""
         if self._position > self._replay.end:
             raise _Done
         return self._calls[self._position] if self._position < len(self._calls) else None

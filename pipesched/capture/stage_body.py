@@ -55,7 +55,7 @@ class Body(Protocol):
 
 
 class Chain:
-    """A chain of layers; the first layer gets the received values, one argument each, or the model's inputs.
+    """A chain of layers. The first layer gets each received value as an argument, or the model's inputs.
 
     With ``watched``, the first training run warns of layers that draw random numbers outside torch.
     """

@@ -133,7 +133,7 @@ def wrapped_bodies(
     holds: Callable[[int], bool],
     tied: Collection[nn.Parameter],
 ) -> list[Body]:
-    """The bodies of a program's stages; those in this process run through the modules that ``wrap`` returns.
+    """The bodies of a program's stages. Those in this process run through the modules that ``wrap`` returns.
 
     Args:
         wrap: the user's function, or None to leave the bodies unchanged.

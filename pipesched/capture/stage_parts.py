@@ -58,7 +58,7 @@ def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
 
 
 def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[frozenset[int], frozenset[Any], set[Value]]:
-    """Return the calls to run, the inputs needed, and the values needed from other stages."""
+    """Return the calls that a part runs, the inputs that it needs, and the values that it needs from other stages."""
     free = capture.free
     runs: set[int] = set()
     inputs: set[Any] = set()

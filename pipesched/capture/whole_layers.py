@@ -74,7 +74,7 @@ def _is_in_a_block(model: nn.Module, name: str) -> bool:
 
 
 def _callable(model: nn.Module, name: str) -> str:
-    """The module's name, or for a list the name of the nearest module above it that is called."""
+    """The module's name, or for a list the name of the nearest enclosing module that is called."""
     while name and isinstance(model.get_submodule(name), _LISTS):
         name = name.rpartition(".")[0]
     return name

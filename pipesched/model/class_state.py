@@ -1,4 +1,4 @@
-"""Class state: detect attributes that forwards change on the classes of modules, which several stages would share."""
+"""Class state: detect attributes that forwards change on the classes of modules. Several stages would share them."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -143,7 +143,7 @@ def _other(tensor: Tensor) -> Tensor:
 def check_class_state(
     model: nn.Module, changed: Iterable[ClassAttribute], layers: Mapping[str, nn.Module], calls: Collection[str]
 ) -> None:
-    """Raise GraphError if forwards change an attribute of a class whose modules lie in more than one layer.
+    """Raise GraphError if forwards change an attribute of a class whose modules are in more than one layer.
 
     Args:
         model: the user's module.

@@ -329,7 +329,7 @@ class _Place:
     name: str
 
     def put_back(self, tensor: Tensor) -> Tensor | None:
-        """Register the tensor here again; return the tensor that the module's code registered instead, or None."""
+        """Register the tensor here again. If the module's code had registered another one, return that, else None."""
         own: dict[str, Any] = self.module._parameters if isinstance(tensor, nn.Parameter) else self.module._buffers
         put: Tensor | None = own[self.key]
         own[self.key] = tensor

@@ -52,7 +52,7 @@ def check_initialised(model: nn.Module) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise GraphError if the model itself has backward hooks, which no stage would run."""
+    """Raise GraphError if the model itself has backward hooks, because no stage would run them."""
     hooks = [*model._backward_hooks.values(), *model._backward_pre_hooks.values()]
     if hooks:
         raise GraphError(

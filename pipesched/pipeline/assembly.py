@@ -42,7 +42,7 @@ __all__ = ["Assembly", "AssemblySpec", "StageCut"]
 
 @dataclass(frozen=True, kw_only=True)
 class AssemblySpec:
-    """A model, and those of the user's options for its stages that hold for every plan."""
+    """A model and the user's options for its stages. They hold for every plan."""
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None

@@ -188,8 +188,8 @@ def cores_of(devices: Sequence[torch.device], intra_op_threads: int = 1) -> int 
 def on_devices(profile: Profile, devices: Sequence[torch.device], offload: Offload) -> Profile:
     """Return the profile for a machine with these devices.
 
-    The profile gets a note of whether the devices are CPUs. If offloading needs the speed of copies to the host and the
-    profile was not measured on such devices, that speed is measured here.
+    The profile then states whether devices are CPUs. If offloading needs the speed of copies to the host and the given
+    profile has none for such devices, this speed is measured.
     """
     on_host = any(device.type == "cpu" for device in devices)
     machine = replace(profile.machine, on_host=on_host)

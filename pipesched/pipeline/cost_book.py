@@ -80,7 +80,7 @@ class CostBook:
         """Return the layers' costs. The first call measures them; no step may be running then.
 
         Args:
-            crowds: also measure layers while another rank's layers run in this process.
+            crowds: whether to measure as well how much longer layers take while another rank of this process computes.
 
         """
         if self.layers is None:
@@ -114,7 +114,7 @@ class CostBook:
     def stage_costs(
         self, programs: ProgramFactory, cut: StageLayers, layers: Mapping[str, LayerCosts] | None = None
     ) -> Costs:
-        """Return the stages' costs, with links and slow devices, without overheads.
+        """Return the stages' costs. They include links and slow devices, but not overheads.
 
         Args:
             programs: the programs that run the stages.
@@ -130,7 +130,7 @@ class CostBook:
         return replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
 
     def expected_costs(self, programs: ProgramFactory, cut: StageLayers) -> Costs:
-        """Return the stages' costs, with overheads."""
+        """Return the stages' costs, including overheads."""
         return replace(self.stage_costs(programs, cut), overheads=self.overheads)
 
     @cached_property
