@@ -43,8 +43,8 @@ def resolve_loss(
         loss_fn: the user's loss, or None.
         loss_weight: the user's function for the weight, or None to read it from the loss.
         loss_reduction: "mean", "sum", or None to read it from the loss.
-        split_dims: the dimension in which the batch is split, or a mapping from argument to dimension.
-        agreed: runs a function once for all ranks. Default: on every rank.
+        split_dims: the dimension along which the batch is split, or a mapping from argument to dimension.
+        agreed: runs a function on one rank and returns the result on all ranks. Default: every rank runs it.
 
     Returns:
         The function for the weight (None: the number of rows), and the reduction.

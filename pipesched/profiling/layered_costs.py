@@ -106,7 +106,7 @@ def _measure_captured(
 
 
 def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
-    """The layer with the attributes that code between layers had set before this call."""
+    """The layer, with the attributes that code between layers had set on it before this call."""
     if call.index not in capture.told:
         return layer
     copy = Twin(layer).layer
