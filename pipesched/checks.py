@@ -24,7 +24,7 @@ __all__ = [
     "shown",
 ]
 
-#: Upper bound for costs and for integers in files; smaller values add up without overflowing a float.
+#: Upper bound for costs and for integers in files. Sums of values up to this bound do not overflow a float.
 LARGEST = 2**63
 #: Upper bound for sizes: 256 TiB, so that sums of sizes fit into 64 bits.
 LARGEST_SIZE = 2**48
@@ -80,7 +80,7 @@ def as_path(path: Any) -> Path:
 
 
 def check_number(value: Any, what: str) -> None:
-    """Raise ScheduleError unless ``value`` is a finite number from 0 to `LARGEST`. what: its name in the error."""
+    """Raise ScheduleError unless ``value`` is a finite number from 0 to `LARGEST`. The error names it ``what``."""
     number: Any = -1 if isinstance(value, bool) or not isinstance(value, Real) else value
     if not 0 <= number < math.inf:
         raise ScheduleError(f"costs must be finite and not negative; {what} is {shown(value)}; measure it again")
@@ -89,7 +89,7 @@ def check_number(value: Any, what: str) -> None:
 
 
 def check_size(value: Any, what: str) -> None:
-    """Raise ScheduleError unless ``value`` is a whole number of bytes below `LARGEST_SIZE`. what: its name."""
+    """Raise ScheduleError unless ``value`` is a whole number of bytes below `LARGEST_SIZE`; ``what`` names it."""
     if not is_whole(value) or not 0 <= value < LARGEST_SIZE:
         raise ScheduleError(
             f"sizes must be whole numbers of bytes below 2**48; {what} is {shown(value)}; measure it again"
@@ -100,7 +100,7 @@ def check_known(has: str, values: Any, known: Sequence[str]) -> None:
     """Check that a mapping has no unknown keys.
 
     Args:
-        has: the start of the error, such as "a plan must have".
+        has: the first words of the error, such as "a plan must have".
         values: the mapping.
         known: the keys that it may have.
 

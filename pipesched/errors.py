@@ -1,6 +1,6 @@
-"""Every error that pipesched raises, each also a subclass of the built-in error that users expect.
+"""All errors that pipesched raises. Each is also a subclass of the built-in error that users expect.
 
-Messages have one form: rule; place; numbers; remedy.
+Every message states the broken rule, where and with which numbers it was broken, and the remedy, in this order.
 """
 
 __all__ = [

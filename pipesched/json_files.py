@@ -1,4 +1,4 @@
-"""JSON files: the reader of every JSON file that pipesched writes, and of dataclasses stored in such files."""
+"""JSON files: read the JSON files that pipesched writes, and the dataclasses stored in them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -59,7 +59,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's keys and values as a dict. Raises ScheduleError for a repeated key."""
+    """Convert the (key, value) pairs of a JSON object to a dict. Raises ScheduleError for a repeated key."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -79,7 +79,7 @@ def _too_deep() -> ScheduleError:
 
 
 def _parts(level: Iterable[Any]) -> list[Any]:
-    """The direct children of these values. Raises ScheduleError for a too large integer and for invalid Unicode."""
+    """The direct children of these values. Raises ScheduleError for an oversized integer or invalid Unicode."""
     parts: list[Any] = []
     for value in level:
         if isinstance(value, list):
@@ -111,9 +111,9 @@ def read_fields(
     Args:
         kind: the dataclass.
         values: the mapping.
-        has: the start of an error, such as "a link must have".
+        has: the first words of an error, such as "a link must have".
         partly: whether fields with defaults may be missing.
-        makes: by field name, a function that converts the plain value, for fields of other than plain types.
+        makes: field name -> function that converts the plain value, for each field that does not hold a plain type.
 
     Raises:
         ScheduleError: ``values`` is not a mapping, a name is unknown or missing, or a value has the wrong type.

@@ -29,9 +29,10 @@ _MOST_THREADS = 4096  # above any real machine; with far more, the libraries und
 
 
 def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A sample as (args, kwargs): a dict is keywords, a tuple positional arguments, anything else one argument.
+    """Convert a sample to (args, kwargs).
 
-    Raises InputError if the sample has no tensor with elements, or a dict with keys that are not strings.
+    A dict holds keyword arguments, a tuple holds positional arguments, and any other value is a single argument. Raises
+    InputError if the sample has no tensor with elements, or is a dict with keys that are not strings.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(opened(sample)) if isinstance(leaf, Tensor)]
     if not any(tensor.numel() for tensor in tensors):
@@ -51,9 +52,9 @@ def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def as_function(function: Any, name: str, takes: Sequence[str] = ()) -> Any:
-    """Return a function or None after checking it. takes: the names of its arguments, to check its signature against.
+    """Check a function and return it; None is returned unchanged. ``takes`` names the arguments of its calls.
 
-    Raises ModelTypeError if it is not callable, is a Module class, or does not take these arguments.
+    Raises ModelTypeError if the function is not callable, is a Module class, or does not accept these arguments.
     """
     if function is None:
         return None
@@ -85,7 +86,7 @@ def _check_takes(function: Any, name: str, takes: Sequence[str]) -> None:
 
 
 def as_optimizer(make: Any) -> Any:
-    """Return a function params -> Optimizer, or None, after checking it. Raises ModelTypeError."""
+    """Check a function params -> Optimizer and return it; None is returned unchanged. Raises ModelTypeError."""
     if make is not None and (isinstance(make, Optimizer) or not callable(make)):
         raise ModelTypeError(
             f"optimizer must be a function params -> Optimizer, called once for each stage; got {type(make).__name__}; "
@@ -95,7 +96,7 @@ def as_optimizer(make: Any) -> Any:
 
 
 def as_devices(devices: Any) -> list[torch.device]:
-    """The device of each rank. Raises DeviceCountError and InputError."""
+    """Convert the device of each rank by `as_device`. Raises DeviceCountError also if ``devices`` is not a list."""
     if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
         raise DeviceCountError(
             f"devices must be a list with one device for each rank; got {devices!r}; pass a list, such as ['cpu', "
@@ -105,7 +106,10 @@ def as_devices(devices: Any) -> list[torch.device]:
 
 
 def as_device(device: Any) -> torch.device:
-    """A rank's device, ``cuda`` with its index. Raises InputError if it is no device, DeviceCountError if absent."""
+    """Convert to a ``torch.device``; plain ``cuda`` gets the current index.
+
+    Raises InputError if the value is not a device, and DeviceCountError if the machine does not have that device.
+    """
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -122,7 +126,7 @@ def as_device(device: Any) -> torch.device:
 
 
 def as_threads(count: Any) -> int:
-    """A number of intra-op threads. Raises InputError."""
+    """Check a number of intra-op threads and return it. Raises InputError."""
     number: int = count
     if not is_count(count) or number > _MOST_THREADS:
         raise InputError(
@@ -133,7 +137,7 @@ def as_threads(count: Any) -> int:
 
 
 def as_seed(seed: Any) -> int:
-    """A seed as an int. Raises InputError."""
+    """Check a seed and return it as an int. Raises InputError."""
     try:
         return operator.index(seed)
     except TypeError:
@@ -143,7 +147,7 @@ def as_seed(seed: Any) -> int:
 
 
 def as_timeout(timeout: Any) -> float:
-    """The seconds that a rank waits for another rank. Raises InputError."""
+    """Check the seconds that a rank waits for another rank, and return them as a float. Raises InputError."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise InputError(
             f"timeout= must be the number of seconds that a rank waits for another rank; got {shown(timeout)}; pass a "

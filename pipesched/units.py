@@ -6,7 +6,7 @@ __all__ = ["Unit", "byte_unit", "counted", "quote_bytes", "quote_count", "quote_
 
 
 class Unit(NamedTuple):
-    """A unit: its name, and how many of it make one second or one byte."""
+    """A unit of time or size: its name, and how many of these units make one second or one byte."""
 
     name: str
     per_one: float

@@ -1,8 +1,8 @@
 """Capture: a record of one forward, with each layer call, each function call between layers, and their data flow.
 
 The model's own code runs on a sample. Each call lists the earlier values that it takes; a value is one tensor
-returned by a call. Replay runs the same code again for a part of the calls. No code is translated, so containers may
-use any Python.
+returned by a call. Replay runs the same code again, but only a part of the calls. No code is translated, so the code of
+containers may use all of Python.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -32,7 +32,7 @@ class Call:
     index: int
     #: The layer's name; empty for a function.
     layer: str
-    #: The number of earlier calls of this layer. For a function: of earlier functions that use parameters or buffers.
+    #: The number of earlier calls of this layer. For a function: of earlier function calls with parameters or buffers.
     number: int
     function: str
     #: The values among the call's arguments.
@@ -42,14 +42,14 @@ class Call:
     #: The number of values that the call returns or changes in place.
     gives: int
     pattern: Pattern
-    #: Position of each tensor argument that the call changes in place -> index of the changed tensor among its values.
+    #: Position of each tensor argument that the call changes in place -> index of the changed tensor in its results.
     changes: Mapping[int, int] = field(default_factory=dict)
-    #: The values of its tensor arguments, None for a tensor that is no value. Empty if no argument is changed.
+    #: The value of each tensor argument; None for a tensor that is not a value. Empty if no argument is changed.
     arguments: tuple[Value | None, ...] = ()
     #: Whether the call returns plain Python values instead of tensors.
     reads: bool = False
     random: bool = False
-    #: Whether the call is of a function that runs without gradients, possibly inside an autograd.Function.
+    #: Whether this is a call of a function that runs without gradients, possibly inside an autograd.Function.
     sealed: bool = False
     #: The first call of a range that ends with this call and must stay in one stage.
     joined: int | None = None
@@ -61,7 +61,7 @@ class Call:
 
     @property
     def place(self) -> Place:
-        """The key that identifies this call among those that use parameters, in training and evaluation mode."""
+        """The key that identifies a call that uses parameters, both in training and in evaluation mode."""
         return self.layer, self.number
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Call:
 
 
 class FunctionCall(NamedTuple):
-    """A call of a function between layers; ``values`` has the value of each tensor argument, or None."""
+    """A call of a function between layers. ``values`` has the value of each tensor argument; None if it has none."""
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,9 +83,9 @@ class Capture:
     calls: list[Call] = field(default_factory=list)
     #: The values of the model's output.
     output: tuple[Value, ...] = ()
-    #: Functions that are not recorded as calls because they only query shapes and the like.
+    #: Functions that are not recorded as calls because they only query shapes and similar properties.
     quiet: set[str] = field(default_factory=set)
-    #: The values of which the code between layers queried the shape, the type or the like.
+    #: The values whose shape, type or similar property the code between layers queried.
     looked_at: set[Value] = field(default_factory=set)
     #: The size of each value, for the sample.
     nbytes: dict[Value, int] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Capture:
     deciding: set[str] = field(default_factory=set)
     #: Class attributes that each forward changes; see ``class_state``.
     changed_classes: tuple[ClassAttribute, ...] = ()
-    #: For each layer call, the value of each tensor in its example, or None.
+    #: For each layer call, the value of each tensor in its example; None for a tensor that is not a value.
     taken: dict[int, tuple[Value | None, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -123,7 +123,7 @@ class Capture:
     def free(self) -> frozenset[int]:
         """The calls that any stage may repeat instead of receiving their values, such as positions and masks.
 
-        They use no weights, draw no random numbers, and take only the model's inputs and values of other free calls.
+        Free calls use no weights, draw no random numbers, and take only the model's inputs and values of free calls.
         """
         free: set[int] = set()
         for call in self.calls:

@@ -36,7 +36,7 @@ class CapturedModel:
 
     Args:
         model: the user's module.
-        sample: (args, kwargs) of its forward. A sample of one row is repeated to two.
+        sample: (args, kwargs) of its forward. A single row is repeated, so that the sample has two.
         whole_layers: names of modules that are kept whole. Default: none.
 
     ``layers`` maps names to the layers at which a stage may begin, in call order; the second call of a layer is named
@@ -179,7 +179,7 @@ class CapturedModel:
         return with_costs(flow_of(self.model, capture, self.begins(capture)), costs)
 
     def _parts(self, cut: StageLayers) -> dict[bool, list[Part]]:
-        """The part of each stage, by mode."""
+        """The part of each stage: in training mode under True, in evaluation mode under False."""
         order = list(self.calls)
         begins = [order.index(names[0]) for names in cut[1:]]
         return {
@@ -190,7 +190,7 @@ class CapturedModel:
     def written_by(self, cut: StageLayers) -> Sequence[Collection[str]]:
         """The written buffers that each stage's own calls may write to.
 
-        A function between layers that only reads a buffer may lie in another stage than the calls that write to it.
+        A function between layers that only reads a buffer may be in another stage than the calls that write to it.
         """
         found: list[set[str]] = [set() for _ in cut]
         for mode, parts in self.parts(cut).items():
@@ -200,7 +200,10 @@ class CapturedModel:
         return [names & self.written for names in found]
 
     def reached(self, cut: StageLayers) -> list[tuple[str, str, int]]:
-        """Layers that use another layer's trained parameter, recorded in the model's current mode."""
+        """The layers that use another layer's trained parameter, according to the capture in the model's current mode.
+
+        Each is given as (layer, parameter, stage of the layer).
+        """
         parts = self.parts(cut)[self.model.training]
         calls = self.captures[self.model.training].calls
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -219,7 +222,7 @@ class CapturedModel:
         return sorted(along)
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
-        """The stages' bodies. An unused parameter lies in the stage of the parameter registered before it."""
+        """The bodies of the stages. An unused parameter belongs to the stage of the parameter registered before it."""
         parts = self.parts(cut)
         edges = self.edges(cut)
         bodies = [ReplayedBody(self, parts, edges, stage, device, ties) for stage, device in enumerate(devices)]
@@ -243,7 +246,7 @@ def _unit(call: Call) -> str:
 
 
 def _two_rows(sample: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Repeat a sample of one row, because code may treat a single row differently."""
+    """If a sample has a single row, repeat this row, because code may treat a single row differently."""
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim()]
     if not tensors or any(len(tensor) != 1 for tensor in tensors):
         return sample

@@ -1,9 +1,9 @@
 """Label counts: find out how a model averages its own loss over ``labels``, to weight the losses of micro-batches.
 
 Micro-batches hold different numbers of labels that are not padding, so their mean losses need unequal weights. The
-model's own code decides which labels it averages over: a language model that shifts its labels drops the first of each
-row. A probe finds the rule: the loss of four rows, compared with the losses of two rows and the other two, fits only
-one way of counting.
+model's own code decides over which labels it averages. For example, a language model that shifts its labels drops the
+first label of each row. A probe computes the loss of four rows, and the losses of the first two and of the last two
+rows. These three losses are consistent with only one way of counting.
 """
 
 import inspect
@@ -31,9 +31,9 @@ _ROUNDING = 32  # tolerated difference of two losses, in units of the last place
 
 
 def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
-    """The weight of a micro-batch as a function of the model's inputs, for a way that ``counted_labels`` returned.
+    """Return the function (the model's inputs) -> weight of a micro-batch, for a way that ``counted_labels`` returned.
 
-    None stands for the default, the number of rows.
+    Returns None if ``way`` is None: then the weight is the number of rows.
     """
     if way is None:
         return None
@@ -46,7 +46,7 @@ def counts(model: nn.Module, way: str | None) -> Callable[..., Any] | None:
 
 
 def counted_labels(model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
-    """Find the labels over which a model's own loss is a mean; None if it is a mean over rows, or there are no labels.
+    """Find over which labels a model's own loss is a mean; None if it is a mean over rows, or there are no labels.
 
     The model runs three times in evaluation mode and is left unchanged. A model on the meta device runs with stand-ins
     for its layers' outputs. If no way of counting fits, or more than one, a warning says so and the result is None.
@@ -103,7 +103,7 @@ def _labels_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _marked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels of two rows with many labels that count, and of two rows with few."""
+    """Return labels for two rows in which many labels count, and for two rows in which few do."""
     rows = labels[torch.arange(4) % len(labels)]
     valid = rows[rows != IGNORED]
     rows = torch.where(rows == IGNORED, valid[0] if len(valid) else 0, rows)
@@ -148,7 +148,7 @@ def _losses(model: nn.Module, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -
 
 
 def _may_try(model: nn.Module, labels: Tensor) -> bool:
-    """Whether it is safe to run a model with ignored labels: a label out of bounds corrupts a GPU's context."""
+    """Whether it is safe to run a model with ignored labels. On a GPU an out-of-range label corrupts the context."""
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     return devices <= {"cpu", "meta"} or bool((labels == IGNORED).any())
 
@@ -173,7 +173,10 @@ def _unknown(why: str) -> str | None:
 
 
 class _Outline(TorchFunctionMode):
-    """The model with stand-ins for layer outputs; all their rows are alike, so a batch's loss is the mean over rows."""
+    """The model with stand-ins for the layers' outputs.
+
+    All rows of a stand-in are equal, so the loss of a batch is the mean of the losses of its rows.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

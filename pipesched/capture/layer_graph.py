@@ -18,7 +18,7 @@ __all__ = ["flow_of", "gap", "narrowest", "row_of", "unused", "with_costs"]
 def gap(capture: Capture, position: int) -> list[int]:
     """The calls that may come first in a stage if its first layer call is the one at this position.
 
-    These calls lie after the previous layer call; the last of them is the layer call itself.
+    They are the calls after the previous layer call, up to and including this layer call.
     """
     legal = capture.legal_cuts
     before, own = capture.layer_calls[position - 1 : position + 1]
@@ -28,15 +28,15 @@ def gap(capture: Capture, position: int) -> list[int]:
 
 
 def narrowest(capture: Capture, position: int) -> int:
-    """The call in a layer's gap before which a boundary sends the fewest bytes; the latest of several equal ones."""
+    """The call in a layer's gap before which a stage boundary sends the fewest bytes; of several, the last."""
     return min(reversed(gap(capture, position)), key=capture.crossing_bytes.__getitem__)
 
 
 def flow_of(model: nn.Module, capture: Capture, begins: Mapping[str, int]) -> "nx.DiGraph[str]":
     """The layers of a captured forward as a graph; see `pipesched.graph_of`.
 
-    A function between layers belongs to the layer with the range of calls that contains it. Values that any stage may
-    compute (see `Capture.free`) make no edge.
+    A function between layers belongs to the layer whose range of calls contains it. Values that any stage may compute
+    (see `Capture.free`) make no edge.
 
     Args:
         model: the captured model.
@@ -114,7 +114,7 @@ def _nodes(model: nn.Module, names: Sequence[str], uses: Mapping[str, Iterable[s
 
 
 def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Sequence[str]) -> dict[str, list[str]]:
-    """The parameters and buffers of each layer. An unused one belongs to the layer of the one registered before it."""
+    """The parameters and buffers of each layer; an unused one belongs to the layer of the one registered before it."""
     uses: dict[str, dict[str, None]] = {name: {} for name in names}
     for call in capture.calls:
         uses[layer_of[call.index]].update(dict.fromkeys(call.uses))
@@ -126,7 +126,10 @@ def _uses(model: nn.Module, capture: Capture, names: Sequence[str], layer_of: Se
 
 
 def unused(model: nn.Module, holders: Sequence[Iterable[Tensor]]) -> dict[int, list[str]]:
-    """The tensors without a holder, by name, assigned to the holder of the tensor registered before each of them."""
+    """Assign each parameter or buffer without a holder to the holder of the tensor registered before it.
+
+    Returns the names of the assigned tensors, by the index of the holder.
+    """
     holder_of: dict[Any, int] = {tensor: holder for holder, tensors in enumerate(holders) for tensor in tensors}
     found: dict[int, list[str]] = {}
     holder = 0

@@ -51,7 +51,7 @@ class LayeredModel(Protocol):
         """For each stage, the names of weights and buffers that its own calls write to."""
 
     def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
-        """Layers that use another layer's parameter without getting it as an argument.
+        """The layers that use another layer's parameter without getting it as an argument.
 
         Returns:
             (layer, parameter, stage of the layer) for each.
@@ -65,7 +65,7 @@ class LayeredModel(Protocol):
         """The uses of parameters; empty if layers share no parameters. ``ranks`` has the rank of each stage."""
 
     def calls_of(self, layer: str, *, again: bool) -> list[tuple[str, int]]:
-        """The calls that run as one layer, as (module name, number of earlier calls of the module).
+        """The calls that run as one layer, each as (module name, number of earlier calls of the module).
 
         Args:
             layer: name of the layer.
@@ -97,7 +97,7 @@ class LayeredModel(Protocol):
         """The layers as a graph, with their costs if ``costs`` is not empty; see ``graph_of``."""
 
     def edges(self, cut: StageLayers) -> list[tuple[int, int]]:
-        """The pairs (sending stage, receiving stage)."""
+        """A pair (sending stage, receiving stage) for each two stages that exchange values."""
 
     def bodies(self, cut: StageLayers, devices: Sequence[torch.device], ties: Ties) -> Sequence[Body]:
         """The bodies of the stages."""
@@ -122,7 +122,7 @@ def as_model(model: Any) -> Any:
 
 
 def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] | None:
-    """The first layer of each module of a list except the first module; None unless there is one module per stage."""
+    """For a list with one module per stage, the first layer of each module except the first; else None."""
     if not isinstance(model, list | tuple | nn.ModuleList) or len(model) != num_stages:
         return None
     firsts = [next((name for name in layers if f"{name}.".startswith(f"{part}.")), "") for part in range(len(model))]
@@ -132,7 +132,7 @@ def stages_of(model: Any, layers: Sequence[str], num_stages: int) -> list[str] |
 def layered(
     model: nn.Module, sample: tuple[tuple[Any, ...], dict[str, Any]], whole_layers: Collection[str] = ()
 ) -> LayeredModel:
-    """Find the layers of a model: those of a plain nn.Sequential directly, of any other module by recording a forward.
+    """Find the layers of a model: of a plain nn.Sequential directly, of any other module by recording a forward.
 
     Args:
         model: the user's module.
@@ -166,7 +166,7 @@ def layered(
 def _check_takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
     """Raise InputError if the sample does not fit the forward's signature.
 
-    Checked only after the forward failed, because code around a forward may accept more than its signature says.
+    Called only after the forward has failed, because code around a forward may accept more than its signature says.
     """
     taken = signature(model.forward)
     try:
@@ -211,7 +211,7 @@ class LayersInARow:
             self._check_class_state()
 
     def _check_class_state(self) -> None:
-        """Raise GraphError if layers share state through their class."""
+        """Raise GraphError if several layers share state through their class."""
 
         def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             for _ in self._each(args, kwargs):
@@ -249,7 +249,7 @@ class LayersInARow:
         return [self.written] * len(cut)
 
     def reached(self, cut: StageLayers) -> Sequence[tuple[str, str, int]]:
-        """Empty: nothing is recorded for layers in a row."""
+        """Empty, because the use of parameters is not recorded for layers in a row."""
         return []
 
     def passed(self) -> Generator[tuple[str, Any]]:
@@ -268,13 +268,13 @@ class LayersInARow:
         return output
 
     def _run(self, mode: bool, written: list[Tensor]) -> Generator[tuple[str, Any]]:
-        """Run the layers in a mode and yield each output; ``written`` gets the tensors that they write to."""
+        """Run the layers in a mode and yield each output; the tensors that layers write to are added to ``written``."""
         with untouched(self._model, mode) as changed, torch.no_grad():
             yield from self._each(*self.sample)
         written += changed
 
     def _each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[tuple[str, Any]]:
-        """Run the layers, each on its own device, on copies of the inputs, because a layer may write to them."""
+        """Run each layer on its own device, on copies of the inputs, because a layer may write to its inputs."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda one: one.detach().clone(), (args, kwargs))
         for name, layer in self.layers.items():
             device = next((own.device for own in (*layer.parameters(), *layer.buffers())), None)

@@ -1,8 +1,8 @@
 """Loss reduction: whether a loss is a mean or a sum, and the weight of each micro-batch in the loss of the batch.
 
 Losses of ``torch.nn`` and ``torch.nn.functional`` carry this information. Most means are over elements, so a
-micro-batch counts its rows. Cross entropy and ``nll_loss`` divide by the targets that are not ignored, each with the
-weight of its class.
+micro-batch is weighted by its number of rows. Cross entropy and ``nll_loss`` divide by the number of targets that are
+not ignored, each weighted by its class.
 """
 
 import inspect
@@ -43,8 +43,8 @@ def resolve_loss(
         loss_fn: the user's loss, or None.
         loss_weight: the user's function for the weight, or None to read it from the loss.
         loss_reduction: "mean", "sum", or None to read it from the loss.
-        split_dims: the dimension in which the batch is split, or a mapping from argument to dimension.
-        agreed: runs a function once for all ranks. Default: on every rank.
+        split_dims: the dimension along which the batch is split, or a mapping from argument to dimension.
+        agreed: runs a function on one rank and returns the result on all ranks. Default: every rank runs it.
 
     Returns:
         The function for the weight (None: the number of rows), and the reduction.
@@ -87,12 +87,15 @@ def resolve_loss(
 
 
 def reduces(loss_fn: Any) -> bool:
-    """Whether this is a loss of torch, whose options give its reduction and weights."""
+    """Whether this is a loss of torch; then its options tell its reduction and weights."""
     return _options(loss_fn) is not None
 
 
 def _options(loss_fn: Any) -> _Option | None:
-    """A reader of the options of a torch loss: a module (its current values), a function or a partial; else None."""
+    """Return a function that reads the options of a torch loss: a module, a function or a partial. Else return None.
+
+    For a module it reads the current values.
+    """
     if isinstance(loss_fn, nn.Module):
         inherited = type(loss_fn).forward.__module__ == "torch.nn.modules.loss"
         return partial(getattr, loss_fn) if inherited else None
@@ -121,7 +124,7 @@ def _name(loss_fn: Any) -> str:
 
 
 def _counts(option: _Option) -> bool:
-    """Whether a mean loss may divide by another number than its rows."""
+    """Whether a mean loss may divide by a number other than its number of rows."""
     weights = (option(name, None) for name in ("weight", "pos_weight"))
     return option("ignore_index", _ABSENT) is not _ABSENT or any(weight is not None for weight in weights)
 

@@ -57,7 +57,7 @@ class _Recorder(TorchFunctionMode):
         self._counts: dict[str, int] = {}
         self._inside = False
         self._drawn = outside_state()
-        #: id -> a tensor made by a function inside a layer, and the number of calls recorded until then
+        #: id -> a tensor made by a function inside a layer, and the number of calls recorded before that
         self._within: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._by_the_way: set[Value] = set()  # values used inside the running layer
         self._reached: set[str] = set()  # parameters and buffers used inside the running layer
@@ -117,8 +117,8 @@ class _Recorder(TorchFunctionMode):
     def _join(self) -> None:
         """Set ``joined`` on calls that must share a stage with earlier ones.
 
-        Code with one backward stays in one stage. So does memory that is changed in place and then used through
-        another tensor.
+        Code whose backward is a single unit (such as a ``torch.autograd.Function``) must stay in one stage. So must all
+        calls that use a tensor's memory, if it is modified in place and then read through another tensor.
         """
         for region, (first, call) in self._regions.items():
             call.joined = first.index if call.joined is None else min(call.joined, first.index)
@@ -160,7 +160,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _differentiate(self, func: Any) -> None:
-        """Keep a container that calls an autograd function whole, because a stage differentiates only its own calls."""
+        """Keep a container whole if its code differentiates, because a stage can only differentiate its own calls."""
         container = self._shells.running()
         if not container:
             layers = list(dict.fromkeys(call.layer for call in self._capture.calls if call.layer))
@@ -197,7 +197,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _look_for(self, tensor: Tensor) -> None:
-        """Note the earlier layer call that made this tensor but did not return it; the next call must join it."""
+        """If an earlier layer call made this tensor without returning it, note that the next call must join it."""
         made, call = self._within.get(id(tensor), (None, 0))
         if made is not None and made() is tensor and call < len(self._capture.calls):
             self._hidden_from = call if self._hidden_from is None else min(self._hidden_from, call)
@@ -252,7 +252,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _new(self, layer: str, function: str, taken: list[Tensor], changed: list[int], result: Any) -> tuple[Any, Call]:
-        """Record a call and return its result. Tensors that it only passes on become views, so that ids differ."""
+        """Record a call; return its result and the record. Tensors that it only passes on become views with new ids."""
         takes = tuple(dict.fromkeys(self._value[id(tensor)] for tensor in taken if id(tensor) in self._value))
         uses = tuple(dict.fromkeys(self._names[id(tensor)] for tensor in taken if id(tensor) in self._names))
         number = 0

@@ -1,4 +1,4 @@
-"""Recording: the capture of a model in one mode, made without leaving a change on the model.
+"""Recording: the capture of a model in one mode. Making it leaves the model unchanged.
 
 The first forward of some models creates attributes that later forwards use, such as masks. Stages run like later
 forwards, so these attributes are stored here and set when a step begins.
@@ -34,7 +34,7 @@ class Recording:
     capture: Capture
     #: Attributes that only the first forward sets, with the values that it sets.
     made: _Attributes = field(default_factory=dict)
-    #: The values of these attributes before the first forward; a sentinel where there was none.
+    #: The values of these attributes before the first forward; a sentinel for an attribute that did not exist.
     before: _Attributes = field(default_factory=dict)
     #: Names of weights and buffers that a forward writes to.
     written: tuple[str, ...] = ()
@@ -49,10 +49,10 @@ class Recording:
 def recorded(
     model: nn.Module, layers: Mapping[str, nn.Module], mode: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Recording:
-    """Record a model in one mode: one forward, and more of them if it sets attributes of containers.
+    """Record a model in one mode. One forward is run, and further ones if it sets attributes of containers.
 
-    Stages start every micro-batch with the attributes as they are now, so a forward that finds the attributes set must
-    make the same calls and return the same result. If only the first forward differs, a later one is recorded.
+    Stages start every micro-batch with the attributes already set, so a forward that finds them set must make the same
+    calls and return the same result as the recorded one. If only the first forward differs, a later one is recorded.
 
     Args:
         model: the user's module.
@@ -103,9 +103,9 @@ def recorded(
 
 
 def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_Attributes, _Attributes]:
-    """Run a forward and return the attributes that it sets: their values after it, and their values before it.
+    """Run a forward and return the attributes that it sets: first their values after it, then their values before it.
 
-    They are the attributes that the capture saw change, and those that were missing or None before the forward.
+    These are the attributes that changed during the capture, and those that were missing or None before the forward.
     """
     before = {module: dict(module.__dict__) for module in model.modules()}
     known = {(module, name): getattr(module, name, _NOTHING) for module, name in first.changed}
@@ -117,7 +117,7 @@ def _made(model: nn.Module, first: Capture, args: Any, kwargs: Any) -> tuple[_At
                     (module, name), getattr(type(module), name, _NOTHING) if name not in attributes else None
                 )
     made = {key: getattr(*key) for key in known if getattr(*key, _NOTHING) is not _NOTHING}
-    # The contents of filled containers are restored afterwards, so they are copied.
+    # The contents of lists and dicts that the forward filled are restored afterwards, so they are copied.
     filled = {key: copy.copy(value) for key, value in made.items() if value is known[key]}
     return made | filled, known
 
@@ -127,7 +127,7 @@ def _same_way(one: Capture, other: Capture) -> bool:
 
 
 def _check_kept(first: Capture, second: Capture) -> None:
-    """Raise GraphError if the second forward, which finds the attributes set by the first, returns other values."""
+    """Raise GraphError if the second forward returns other values than the first, whose attributes it finds set."""
     buffers = [(value, module._buffers.get(name, value)) for (module, name), value in first.changed.items()]
     for one, other in (*buffers, *zip(first.results, second.results, strict=True)):
         if one is not other and not (isinstance(one, Tensor) and isinstance(other, Tensor) and _alike(one, other)):

@@ -1,8 +1,8 @@
 """Replay: run one stage's part of a forward by running the model's own code and skipping the calls of other stages.
 
 Every stage runs the containers' code from its beginning. A call of another stage is skipped: its result is the received
-value if this stage uses it, else a meta tensor. The code is left after the stage's last call. Code that takes another
-path than the captured one raises an error.
+value if this stage uses it, else a meta tensor. The code is left after the stage's last call. If the code takes another
+path than the captured one, an error is raised.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,10 @@ _DEVICE = "torch.Tensor.device.__get__"
 
 
 class Looks:
-    """Types and shapes of values that are not sent, as one leaf of the message. Immutable; compares types, too.
+    """Types and shapes of values that are not sent. A message holds them as one leaf.
 
-    ``values`` has pairs of a value and its look.
+    Immutable. Two objects are equal only if their plain numbers also have equal types. ``values`` has pairs of a value
+    and its look.
     """
 
     __slots__ = ("_key", "values")
@@ -77,7 +78,7 @@ class Replay:
         device: the stage's device.
         tied: for each call, the stage's leaves of weights that several calls share.
         called: layer name -> the module that this stage calls.
-        last: run the code to its end and return the model's output.
+        last: whether this is the last stage, which runs the code to its end and returns the model's output.
 
     """
 
@@ -130,7 +131,8 @@ class Replay:
             random: the micro-batch's random number generator.
 
         Returns:
-            The values to send to later stages, all looks, and the output (None unless this is the last stage).
+            The values to send to later stages, ``looks`` with the looks that this part adds, and the output (None
+            unless this is the last stage).
 
         """
         run = _Run(self, received, looks, present, call, random)
@@ -161,7 +163,7 @@ class Replay:
         return made
 
     def _layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called by the containers' code in place of a layer."""
+        """The containers' code calls this in place of a layer."""
         return layer(*args, **kwargs) if self.running is None else self.running.layer(name, layer, args, kwargs)
 
 
@@ -238,7 +240,7 @@ class _Run(TorchFunctionMode):
         return self._ran(call, func(*args, **kwargs), args, kwargs)
 
     def _next(self) -> Call | None:
-        """The next call. Leaves the code only now, when the code around the previous call has ended."""
+        """The next call. After the stage's last call this leaves the code, once the code around that call has ended."""
         if self._position > self._replay.end:
             raise _Done
         return self._calls[self._position] if self._position < len(self._calls) else None

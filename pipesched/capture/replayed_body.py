@@ -79,7 +79,7 @@ class ReplayedBody:
         }
 
     def over(self, layers: Mapping[str, nn.Module], device: torch.device) -> "ReplayedBody":
-        """The same body over copied layers. Shared weights are not shared between copies; each use has its gradient."""
+        """The same body over copied layers. Copies do not share weights; each use of a weight has its own gradient."""
         other = copy.copy(self)
         other.layers = dict(layers)
         other._twins = {}

@@ -49,13 +49,13 @@ class Body(Protocol):
             random: the micro-batch's random number generator.
 
         Returns:
-            The output; a PerConsumer if stages receive different ones. On the last stage the model's output.
+            The output, as a PerConsumer if later stages receive different values. On the last stage the model's output.
 
         """
 
 
 class Chain:
-    """A chain of layers; the first layer gets the received values, one argument each, or the model's inputs.
+    """A chain of layers. The first layer gets each received value as an argument, or the model's inputs.
 
     With ``watched``, the first training run warns of layers that draw random numbers outside torch.
     """
@@ -105,9 +105,9 @@ def _watching(call: CallLayer) -> CallLayer:
 def call_with(
     own: Mapping[str, Tensor], module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a module, with other buffers or weights if ``own`` is not empty; the module's own tensors stay unchanged.
+    """Call a module with the buffers and weights in ``own`` in place of its own tensors, which stay unchanged.
 
-    If ``own`` is a dict, a buffer that the module assigns is stored in it.
+    If ``own`` is a dict, a buffer that the module assigns is stored there.
     """
     if own and isinstance(module, nn.Module):
         return torch.func.functional_call(module, own if isinstance(own, dict) else dict(own), args, kwargs)
@@ -121,7 +121,10 @@ class Head:
     loss_fn: Callable[[Any, Any], Any] | None
 
     def loss(self, output: Any, target: Any, own: Mapping[str, Tensor]) -> Tensor:
-        """The scalar loss of one micro-batch, or an InputError; ``own`` replaces the tensors of a loss module."""
+        """Compute the scalar loss of one micro-batch. ``own`` replaces the tensors of a loss module.
+
+        Raises InputError if the loss is not a scalar.
+        """
         if self.loss_fn is not None:
             loss = call_with(own, self.loss_fn, (output, target), {}) if own else self.loss_fn(output, target)
         else:
@@ -140,7 +143,7 @@ class Head:
 
 
 def loss_entry(output: Any) -> Any:
-    """A model's own loss: its output if that is a tensor, else the output's ``loss``."""
+    """A model's own loss: the output if it is a tensor, else the output's ``loss``."""
     if isinstance(output, Tensor):
         return output
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -1,7 +1,7 @@
 """Stage module: a stage as one nn.Module, for wrappers that act on a whole module, such as ``fully_shard``.
 
-It holds the layers under their qualified names, and calling it runs them as the model's code does. The stage runs
-through the module that ``wrap`` returned, so the hooks of that module see the stage's tensors.
+The stage module holds the layers under their qualified names. Calling it runs the layers as the model's code does. The
+stage runs through the module that ``wrap`` returned, so the hooks of that module see the stage's tensors.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,7 +50,7 @@ class StageModule(nn.Module):
         return self._turn(*args, **kwargs)
 
     def run(self, module: nn.Module, turn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``module``, which must call this stage module once; that call runs ``turn``."""
+        """Call ``module``, which must call this stage module exactly once; the inner call runs ``turn``."""
         turns = []
 
         def once(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ def wrapped_bodies(
     holds: Callable[[int], bool],
     tied: Collection[nn.Parameter],
 ) -> list[Body]:
-    """The bodies of a program's stages; those in this process run through the modules that ``wrap`` returns.
+    """The bodies of a program's stages. Those in this process run through the modules that ``wrap`` returns.
 
     Args:
         wrap: the user's function, or None to leave the bodies unchanged.

@@ -14,8 +14,8 @@ __all__ = ["Part", "cut_at"]
 class Part:
     """One stage's part of a captured forward.
 
-    A value with several users travels from user to user. Its gradient returns on the same path as one running sum,
-    the last user's contribution first, in the order in which autograd adds.
+    A value that several stages use is passed from each of these stages to the next. Its gradient returns on the same
+    path as a running sum that starts with the last stage's contribution, in the order in which autograd adds.
     """
 
     #: The calls that belong to this stage.
@@ -36,7 +36,7 @@ class Part:
 
 
 def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
-    """Cut a capture into parts that begin with these calls; the first start is the first call."""
+    """Cut a capture into parts that begin with these calls. The first part must begin with the first call."""
     free = capture.free
     ends = [*starts[1:], len(capture.calls)]
     parts = [
@@ -58,7 +58,7 @@ def cut_at(capture: Capture, starts: Sequence[int]) -> list[Part]:
 
 
 def _needed(capture: Capture, own: frozenset[int], *, last: bool) -> tuple[frozenset[int], frozenset[Any], set[Value]]:
-    """Return the calls to run, the inputs needed, and the values needed from other stages."""
+    """Return the calls that a part runs, the inputs that it needs, and the values that it needs from other stages."""
     free = capture.free
     runs: set[int] = set()
     inputs: set[Any] = set()

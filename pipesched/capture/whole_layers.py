@@ -16,7 +16,7 @@ _LISTS = nn.ModuleList | nn.ModuleDict  # containers that are never called thems
 
 
 def as_whole_layers(model: nn.Module, names: Any) -> tuple[str, ...]:
-    """Check names of modules to keep whole. Raises InputError for unknown names and for lists, which are not called."""
+    """Check names of modules to keep whole. Raises InputError for an unknown name or a list, which is never called."""
     remedy = "pass a list such as ['block.moe']"
     given = as_list(names, "whole_layers must be a list of names of modules", remedy)
     known = dict(model.named_modules())
@@ -74,7 +74,7 @@ def _is_in_a_block(model: nn.Module, name: str) -> bool:
 
 
 def _callable(model: nn.Module, name: str) -> str:
-    """The module's name, or for a list the name of the nearest module above it that is called."""
+    """The module's name, or for a list the name of the nearest enclosing module that is called."""
     while name and isinstance(model.get_submodule(name), _LISTS):
         name = name.rpartition(".")[0]
     return name

@@ -1,4 +1,4 @@
-"""Class names: the class names of layers that have only numbers as names."""
+"""Class names: the class names of layers whose own names are only numbers."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Class state: detect attributes that forwards change on the classes of modules, which several stages would share."""
+"""Class state: detect attributes that forwards change on the classes of modules. Several stages would share them."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -30,7 +30,7 @@ class _Held(NamedTuple):
 
     #: The attribute's value, or a copy of it if it is a container.
     value: Any
-    #: Compares equal if a forward would find no difference.
+    #: A form of the value that compares equal if a forward would find no difference.
     form: Any
     #: Keeps the value's attributes alive, so that their ids are not reused.
     parts: tuple[Any, ...] = ()
@@ -40,7 +40,7 @@ ClassState = Mapping[ClassAttribute, _Held]
 
 
 class _Contents:
-    """A tensor's contents, compared by version and bits; the bits also show writes through ``.data``."""
+    """A tensor's contents, compared by version and bits. Only the bits show writes through ``.data``."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -79,7 +79,10 @@ def _held(value: Any) -> _Held:
 
 
 def _form(value: Any, *, inside: bool = True) -> Any:
-    """A value that compares equal if a forward would find no difference. ``inside``: compare containers by contents."""
+    """A form of the value that compares equal if a forward would find no difference.
+
+    With ``inside``, containers are compared by their contents, else by identity.
+    """
     if isinstance(value, Tensor):
         return _Contents(value)
     if inside and isinstance(value, dict):
@@ -132,7 +135,7 @@ def changed_classes(
 
 
 def _other(tensor: Tensor) -> Tensor:
-    """Other contents of the same type and shape; floating-point numbers between 0 and 1 stay in that range."""
+    """A tensor of the same type and shape with other contents; numbers between 0 and 1 stay in that range."""
     rows = tensor.detach().flip(0) if tensor.dim() else tensor.detach().clone()
     return rows * 0.5 + 0.25 if rows.is_floating_point() else rows
 
@@ -140,7 +143,7 @@ def _other(tensor: Tensor) -> Tensor:
 def check_class_state(
     model: nn.Module, changed: Iterable[ClassAttribute], layers: Mapping[str, nn.Module], calls: Collection[str]
 ) -> None:
-    """Raise GraphError if forwards change an attribute of a class whose modules lie in more than one layer.
+    """Raise GraphError if forwards change an attribute of a class whose modules are in more than one layer.
 
     Args:
         model: the user's module.

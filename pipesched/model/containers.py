@@ -1,8 +1,9 @@
 """Containers: split a model into layers and the containers around them, and copy the containers to intercept calls.
 
-A container is a module whose child modules become layers: the model itself, and modules with lists of blocks.
-Any other module is a layer, called as a whole. The containers' code runs in shells: shallow copies in which each layer
-is replaced by a stand-in that passes its call on. The model itself stays unchanged, and several threads may run it.
+A container is a module whose child modules become layers: the model itself, or a module with lists of blocks. Any other
+module is a layer, called as a whole. The containers' code runs in shells. These are shallow copies of the containers in
+which each layer is replaced by a stand-in that passes its calls on. The model itself stays unchanged, and several
+threads may run it.
 """
 
 import functools
@@ -34,7 +35,7 @@ def as_whole(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_layers(model: nn.Module, closed: Collection[str] = ()) -> dict[str, nn.Module]:
-    """The layers by qualified name, in the order of registration; a module used twice has its first name.
+    """The layers by qualified name, in the order of registration. A module registered twice has its first name.
 
     The result depends only on the model, not on devices, stages or batches. Modules in ``closed`` are kept whole.
     """
@@ -109,7 +110,7 @@ class _Copies:
         raise NotImplementedError
 
     def _in_copies(self, value: Any) -> Any:
-        """A list, function or the like, rebuilt with the copies of the modules that it refers to."""
+        """Rebuild a list, function or similar value with the copies of the modules that it refers to."""
         if id(value) in self._own:
             return self._copy(value)
         if not isinstance(value, _REFERRING):
@@ -131,14 +132,14 @@ class _Copies:
 
 
 class Shells(_Copies):
-    """Copies of a model's containers around its own layers; calls of layers go to ``call``.
+    """Copies of a model's containers, around the model's own layers. ``call`` is called in place of each layer.
 
     Args:
         model: the user's module.
         layers: layer name -> layer.
-        call: called in place of each layer.
-        called: layer name -> the module that runs here. An attribute set on it, or on the layer's stand-in in the
-            containers, is set on both.
+        call: the function to call in place of each layer.
+        called: layer name -> the module that runs here. An attribute set on this module or on the layer's stand-in
+            in the containers is set on both.
 
     """
 
@@ -161,7 +162,7 @@ class Shells(_Copies):
     def refresh(self) -> None:
         """Take over changes of the original containers: modes, flags and other plain attributes.
 
-        Lists and the like are copied, so that each stage's code changes its own copy.
+        Lists and other mutable values are copied, so that each stage's code changes its own copy.
         """
         for own, copy in self._pairs:
             _follow(own, copy, ("_modules", "_buffers"))
@@ -187,7 +188,7 @@ class Shells(_Copies):
         return changed
 
     def running(self) -> str:
-        """The name of the innermost container with running code; empty for the model itself."""
+        """The name of the innermost container whose code is running; empty for the model itself."""
         names: dict[int, str] = {id(copy): self._own[id(own)] for own, copy in self._pairs}
         frame = currentframe()
         while frame is not None:
@@ -223,7 +224,7 @@ def set_attributes(values: Mapping[tuple[nn.Module, str], Any]) -> None:
 
 
 class Twin(_Copies):
-    """A copy of a layer around the same tensors, so that two threads can call the layer with replaced tensors."""
+    """A copy of a layer with the same tensors, so that two threads can call the layer with different replacements."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)
@@ -260,7 +261,7 @@ def _follow(own: nn.Module, copy: nn.Module, kept: tuple[str, ...]) -> None:
 
 
 def _handing_over(name: str, layer: nn.Module, call: LayerCall, all_called: Mapping[str, nn.Module]) -> type[nn.Module]:
-    """A subclass of the layer's class with an intercepted call; its attributes and type look like the layer's."""
+    """Make a subclass of the layer's class for a stand-in, which looks like the layer and hands calls to ``call``."""
     seen = dict(layer.__dict__)
 
     def hand_over(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +289,7 @@ _REFERRING = list, tuple, dict, types.FunctionType, types.MethodType, functools.
 
 
 def _parts_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the objects that a value refers to, and a function that rebuilds the value; none for an unknown type."""
+    """Return the objects that a value refers to (none for an unknown type), and a function that rebuilds the value."""
     if type(value) in (list, tuple):
         return list(value), type(value)
     if type(value) is dict:

@@ -20,7 +20,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 def form_of(value: Any) -> list[Any]:
-    """Everything about a module or a sample that decides what runs, except the numbers in tensors.
+    """Everything in a module or a sample that decides which code runs and at what cost, except the numbers in tensors.
 
     For a module its classes, code and settings; for tensors their shapes and types.
     """
@@ -31,7 +31,7 @@ def form_of(value: Any) -> list[Any]:
 
 
 def code_of(function: Any) -> Any:
-    """A function's code and constants, or its name if it has no Python code."""
+    """A function's code and constants. If it has no Python code, its name."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

@@ -1,8 +1,8 @@
 """Initialization: fill a model on the meta device, each rank with the weights of its own stages.
 
 A model of any size is built without contents, captured and cut; then each rank makes the weights of its own stages.
-The random numbers for a module's weights are keyed by (seed, the module's name), so the bits depend neither on the cut
-nor on the rank that makes them.
+The random numbers for a module's weights are keyed by (seed, the module's name). So the weights do not depend, to the
+bit, on the cut or on the rank that makes them.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ def check_model(model: Any) -> None:
 
 
 def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a model with its parameters on the meta device and its buffers filled; a module is returned unchanged.
+    """Build a model with parameters on the meta device and filled buffers. A module is returned unchanged.
 
     Parameters move to the meta device when a module registers them, so at most one at a time uses memory. Random
     numbers for buffers are keyed by the seed. Raises ModelTypeError if the function does not return a module.
@@ -77,7 +77,7 @@ def built(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 class _Emptying:
-    """Registration hook that moves parameters of this thread's modules to the meta device; shared ones stay shared."""
+    """Registration hook that moves parameters of this thread's modules to the meta device. Shared ones stay shared."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -155,7 +155,7 @@ class Initial:
         return given
 
     def _state(self) -> dict[str, Tensor]:
-        """The tensors of the model's state dict, not detached; tied ones under all their names."""
+        """The tensors of the model's state dict themselves, not detached copies; tied ones under all their names."""
         state = self._model.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
@@ -163,7 +163,7 @@ class Initial:
         """Fill the tensors of this process's ranks, and the buffers that belong to no layer.
 
         Raises:
-            GraphError: some tensors are filled by nothing; other ranks of a mesh raise it, too.
+            GraphError: nothing fills some of the tensors. All ranks of a mesh raise it.
 
         """
         if not self._empty:
@@ -213,9 +213,9 @@ class Initial:
             raise
 
     def _drawn(self, unit: "_Unit") -> list[tuple[str, Tensor, Tensor]]:
-        """Run a unit's own code while all tensors of the unit, and no others of the model, have contents.
+        """Run a unit's own code while the tensors of this unit have contents and those of all others have none.
 
-        Therefore the random numbers do not depend on the other units that this rank fills.
+        So the random numbers do not depend on which other units this rank fills.
 
         Returns:
             (name, tensor, contents) for each tensor of the unit.
@@ -329,7 +329,7 @@ class _Place:
     name: str
 
     def put_back(self, tensor: Tensor) -> Tensor | None:
-        """Register the tensor here again; return the tensor that the module's code registered instead, or None."""
+        """Register the tensor here again. If the module's code had registered another one, return that, else None."""
         own: dict[str, Any] = self.module._parameters if isinstance(tensor, nn.Parameter) else self.module._buffers
         put: Tensor | None = own[self.key]
         own[self.key] = tensor
@@ -367,7 +367,7 @@ def _units(model: nn.Module) -> list[_Unit]:
 
 
 def _unwritten(tensor: Tensor) -> Tensor:
-    """A CPU tensor like this one, filled with a marker that shows whether it is written: NaN or the largest integer."""
+    """A CPU tensor like this one, filled with NaN or the largest integer to show later whether it was written to."""
     full = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if full.is_floating_point() or full.is_complex():
         return full.fill_(torch.nan)
@@ -375,7 +375,7 @@ def _unwritten(tensor: Tensor) -> Tensor:
 
 
 def _is_unwritten(tensor: Tensor) -> bool:
-    """Whether the tensor still holds only the marker. Reading stops at the first piece with another number."""
+    """Whether the tensor still holds only the numbers that `_unwritten` put there. Reads no further than needed."""
     if tensor.is_meta:
         return True
     if tensor.dtype == torch.bool:

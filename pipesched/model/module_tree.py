@@ -32,7 +32,7 @@ def layers_of(model: nn.Module, whole: Collection[str] = ()) -> dict[str, nn.Mod
 
 
 def is_in_a_row(model: nn.Module) -> bool:
-    """Whether a model is a chain of layers, each with parameters and buffers that no other layer uses."""
+    """Whether a model is a chain of layers that share no parameters or buffers."""
     if not _is_plain(model) or hooks_of(model):
         return False
     layers = list(layers_of(model).values())
@@ -52,7 +52,7 @@ def check_initialised(model: nn.Module) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise GraphError if the model itself has backward hooks, which no stage would run."""
+    """Raise GraphError if the model itself has backward hooks, because no stage would run them."""
     hooks = [*model._backward_hooks.values(), *model._backward_pre_hooks.values()]
     if hooks:
         raise GraphError(
@@ -100,7 +100,7 @@ _RECORDING = "transformers.utils.output_capturing"
 
 
 def recorders_of(module: nn.Module) -> list[Any]:
-    """The hooks with which transformers records outputs of layers for the code of the module above."""
+    """The hooks with which transformers records outputs of layers for the code of the enclosing module."""
     return [hook for hook in module._forward_hooks.values() if _is_recorder(hook)]
 
 
@@ -131,7 +131,7 @@ def _flatten(module: nn.Module, prefix: str, whole: Collection[str]) -> Iterator
 class Members:
     """The modules that the containers around a model's layers hold, to detect later changes.
 
-    A pipeline runs the layers that the model had when the pipeline was built. A module that replaced a layer since then
+    A pipeline runs the layers that the model had when the pipeline was built. A module that replaces a layer later
     would silently not be trained.
     """
 

@@ -1,7 +1,7 @@
 """Safetensors files: read tensors by name, one at a time, from safetensors files.
 
-The safetensors library reads them and checks that a file's header fits the file. It maps a file into memory. A file is
-opened again for each tensor, so at most one tensor is in memory twice.
+The safetensors library maps a file into memory, and checks that the header fits the file. A file is opened again for
+each tensor, so at most one tensor is in memory twice.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,12 +79,12 @@ class WeightFiles(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Copy the tensor of this name into a tensor of the same shape, converted to its type."""
+        """Copy the stored tensor of this name into ``tensor``, which has the same shape, and convert it to its type."""
         _read(name, tensor, self._entries[name].path)
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files of a file, a folder or an index."""
+    """The safetensors files that a path stands for: the file itself, or the files of a folder or an index."""
     if path.is_dir():
         found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
         indices = [file for file in found if file.suffix == ".json"]

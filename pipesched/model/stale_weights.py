@@ -1,4 +1,4 @@
-"""Stale weights: errors for reading or saving a model over a mesh while other ranks hold newer weights.
+"""Stale weights: raise an error if a model over a mesh is read or saved while other ranks hold newer weights.
 
 Each rank trains the weights of its own stages, in the user's own model. The rest of that model is not updated. From the
 first step until the weights are gathered, hooks on the modules with stale weights raise if the model is called, copied
@@ -27,7 +27,7 @@ _REMEDY = (
 
 
 class Runs(Protocol):
-    """Runs a pipeline's ranks in this process."""
+    """The runs of a pipeline's ranks in this process."""
 
     @property
     def busy(self) -> bool:
@@ -74,7 +74,7 @@ class StaleHook:
     def put_on(self, roots: Mapping[str, nn.Module], run_here: Iterable[nn.Module]) -> None:
         """Register the hook on the roots (the model first) and on all modules that hold tensors of other ranks.
 
-        Modules of this rank's stages get no forward hook, because steps would call it.
+        Modules of this rank's stages get no forward hook, because a step would call the hook.
         """
         own = set(run_here)
         others = set(self.placement.away)
@@ -101,7 +101,7 @@ class StaleHook:
             self.refuse(f"{type(module).__name__} was called")
 
     def saved(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Hook before state_dict(): refuse, or only warn if the stale weights are on the meta device."""
+        """Hook before state_dict(): refuse to save, or only warn if the stale weights are on the meta device."""
         if self._passes():
             return
         if not self._empty:
@@ -113,7 +113,7 @@ class StaleHook:
     def loaded(self, module: nn.Module, incompatible: Any) -> None:
         """Hook after load_state_dict(): remove the hooks if a whole state dict was loaded.
 
-        The table of hooks is copied first, because torch iterates over it now.
+        Torch is iterating over the table of hooks at this time, so the table is copied first.
         """
         if not incompatible.missing_keys and not self._empty and not self._passes():
             module._load_state_dict_post_hooks = OrderedDict(module._load_state_dict_post_hooks)
@@ -139,7 +139,7 @@ class StaleHook:
         return self.passing > 0
 
     def refuse(self, event: str) -> NoReturn:
-        """Raise ExecutionError that says which weights are stale."""
+        """Raise an ExecutionError that says which weights are stale."""
         raise ExecutionError(self._said(event))
 
     def _said(self, event: str) -> str:
@@ -174,7 +174,7 @@ def check_not_stale(model: nn.Module) -> None:
 
 
 class StaleGuard:
-    """One pipeline's access to the hooks of its model, which pipelines with the same placement share.
+    """One pipeline's access to the hooks of its model. Pipelines with the same placement share these hooks.
 
     ``roots`` maps name prefixes to modules, the model first.
     """

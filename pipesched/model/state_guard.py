@@ -39,7 +39,7 @@ GROWING = (list, dict, set, deque)  # these types and subclasses, such as a modu
 
 
 def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
-    """All modules, containers, tensors, generators and classes reachable from the roots, each once, in no order.
+    """All modules, containers, tensors, generators and classes reachable from the roots, each once, in any order.
 
     The search follows attributes of modules and classes, items of containers, and the closures, defaults and named
     globals of functions, methods and partials. It does not look into other objects.
@@ -61,7 +61,7 @@ def is_of_user(kind: type) -> bool:
 
 
 def attributes_of(kind: type) -> dict[str, Any]:
-    """A class's own attributes, without the dunder names that Python sets."""
+    """A class's own attributes, without those with double underscores that Python sets."""
     return {key: value for key, value in vars(kind).items() if not key.startswith("__")}
 
 
@@ -106,8 +106,8 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore the attributes of modules afterwards, with everything that they hold.
 
-    Attributes of modules and classes are the same objects as before. Lists, dicts and sets have the same items, objects
-    such as configurations the same attributes, and random generators the same state.
+    Afterwards attributes of modules and classes are the same objects as before. Lists, dicts and sets have the same
+    items, objects such as configurations the same attributes, and random generators the same state.
     """
     held = _held_by(modules)
     tables: list[Any] = [one.__dict__ for one in held if isinstance(one, nn.Module)]
@@ -160,7 +160,7 @@ def _restore_class(kind: type, content: dict[str, Any]) -> None:
 
 
 def _memory(tensor: Tensor) -> int:
-    """``memory_of``, but 0 also for wrappers and uninitialised tensors, which have no memory of their own."""
+    """Like ``memory_of``, but also 0 for wrappers and uninitialised tensors, because they have no own memory."""
     try:
         return memory_of(tensor)
     except (RuntimeError, ValueError):
@@ -168,7 +168,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _Copies:
-    """Copies tensors before an operation of this thread writes to them."""
+    """Copies each tensor before an operation of this thread writes to it."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
 
 @contextmanager
 def _bits_kept(tensors: Iterable[Tensor], copied: Iterable[Tensor] = ()) -> Iterator[list[Tensor]]:
-    """Restore the bits of tensors afterwards; yields a list that is then filled with the tensors that were written to.
+    """Restore the bits of tensors afterwards. Yields a list; at the end it holds the tensors that were written to.
 
     Tensors in ``copied`` are copied beforehand, so writes by any thread are found. Other tensors are copied just before
     an operation of this thread writes to them.
@@ -280,8 +280,8 @@ def _modes_kept(held: Iterable[Any]) -> Iterator[None]:
 def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
     """Run the model in a mode, in this thread, and restore it: attributes, modes, weights, buffers and random state.
 
-    Yields a list that is filled at the end with the weights and buffers that were written to or replaced. Buffers are
-    copied beforehand, weights only when they are written to.
+    Yields a list; at the end it holds the weights and buffers that were written to or replaced. Buffers are copied
+    beforehand, weights only when they are written to.
     """
     held = _held_by([model])
     tensors = [one for one in held if isinstance(one, Tensor)]
@@ -305,7 +305,7 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
 
 
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
-    """The names of those of a model's parameters and buffers that are in ``tensors``."""
+    """The names of the model's parameters and buffers that are in ``tensors``."""
     known = set(map(id, tensors))
     return [name for name, own in (*model.named_parameters(), *model.named_buffers()) if id(own) in known]
 
@@ -314,8 +314,8 @@ def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
 def set_aside(*roots: Any) -> Iterator[None]:
     """Suspend gradients and hooks while measuring on any threads, then restore everything reachable from ``roots``.
 
-    Weights must not be written to: measure layers on copies of their weights. All weights count, because a layer may
-    reach any weight of its model through an argument or a reference.
+    The enclosed code must not write to weights, so layers are measured on copies of their weights. Gradients and hooks
+    of all weights are suspended, because a layer may reach any weight of its model through an argument or a reference.
     """
     held = _held_by(roots)
     tensors = [one for one in held if isinstance(one, Tensor)]
@@ -349,7 +349,7 @@ class _SharedTensors(TorchFunctionMode):
 
 
 def unchanged(value: Any) -> Any:
-    """Copy the objects in a value that a layer may change, such as key caches; tensors are shared."""
+    """Copy the objects in a value that a layer may change, such as key caches. Tensors are not copied but shared."""
     leaves, spec = pytree.tree_flatten(value)
     plain = Tensor, int, float, str, bytes, type(None), nn.Module
     with _SharedTensors():

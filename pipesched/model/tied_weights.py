@@ -1,8 +1,8 @@
 """Tied weights: one leaf tensor per use of a shared weight, to add gradients in an order independent of the plan.
 
-A leaf shares the Parameter's memory, or is a copy on its stage's device. It accumulates over micro-batches. After a run
-the leaves' sums are added in call order and passed to the Parameter, whose hooks fire once. So the result does not
-depend on the stages of the calls.
+A leaf shares the Parameter's memory, or is a copy on its stage's device. It accumulates the gradients of all
+micro-batches. After a run the leaves' gradients are added in call order and passed to the Parameter, whose hooks fire
+once. So the result does not depend on the stages of the calls.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,10 @@ def with_stand_ins(value: Any, stand_ins: Mapping[nn.Parameter, Tensor] | Mappin
 
 
 def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None:
-    """Point a leaf at its weight's current memory, or a copy on the stage's device; meta while the weight is meta."""
+    """Point a leaf at its weight's current memory, or at a copy on the stage's device.
+
+    While the weight is on the meta device, so is the leaf.
+    """
     if leaf.is_meta and not parameter.is_meta:
         give_contents(leaf, parameter.data.to(device))
     elif leaf.data_ptr() != parameter.data_ptr():
@@ -38,7 +41,7 @@ def _follow(leaf: Tensor, parameter: nn.Parameter, device: torch.device) -> None
 
 
 def deliver(parameter: nn.Parameter, grads: Iterable[Tensor | None]) -> None:
-    """Add gradients in their order and pass the sum to the parameter's autograd hooks and ``.grad``."""
+    """Add gradients in the given order, and pass the sum to the parameter's autograd hooks and ``.grad``."""
     total: Tensor | None = None
     for grad in grads:
         if grad is not None:
@@ -50,7 +53,7 @@ def deliver(parameter: nn.Parameter, grads: Iterable[Tensor | None]) -> None:
 
 @dataclass(frozen=True)
 class Use:
-    """A call that uses parameters, with their names in the model and the rank that runs the call."""
+    """A call that uses parameters: the names of these parameters in the model, and the rank that runs the call."""
 
     place: Place
     rank: int
@@ -62,7 +65,7 @@ class _Tie:
     """A shared weight with a leaf for each use."""
 
     parameter: nn.Parameter
-    #: The rank of the first use, which gets the gradient.
+    #: The rank of the first use. It gets the gradient.
     home: int
     ranks: Mapping[Place, int]
     leaves: Mapping[Place, Tensor]
@@ -71,7 +74,7 @@ class _Tie:
         return sorted({*self.ranks.values()} - {self.home})
 
     def taken(self, rank: int) -> list[Tensor | None]:
-        """The gradients of the uses on a rank, removed from their leaves."""
+        """Take the gradients of the uses on a rank from their leaves."""
         leaves = [leaf for place, leaf in self.leaves.items() if self.ranks[place] == rank]
         grads = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -79,13 +82,13 @@ class _Tie:
         return grads
 
     def deliver(self, grads: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Add the gradients of all uses, given by rank, in call order."""
+        """Add the gradients of all uses in call order. ``grads`` has them by rank."""
         left = {rank: iter(values) for rank, values in grads.items()}
         deliver(self.parameter, [next(left[rank]) for rank in self.ranks.values()])
 
 
 class Ties:
-    """The tied weights of a model. ``uses`` are in call order."""
+    """The tied weights of a model. ``uses`` are the calls that use parameters, in call order."""
 
     def __init__(self, model: nn.Module, uses: Sequence[Use], trade: Trade) -> None:
         self._trade = trade
@@ -128,7 +131,7 @@ class Ties:
         return own
 
     def stand_ins(self, place: Place, device: torch.device) -> dict[nn.Parameter, Tensor]:
-        """The leaves that replace tied weights in a call, including weights passed as arguments."""
+        """The leaves that replace tied weights in a call, including those passed as arguments."""
         given = {tie.parameter: tie.leaves[place] for tie in self._all.values() if place in tie.leaves}
         self._devices[place] = device
         for parameter, leaf in given.items():
@@ -140,13 +143,16 @@ class Ties:
         return [leaf for tie in self._all.values() for place, leaf in tie.leaves.items() if tie.ranks[place] == rank]
 
     def own(self, parameter: nn.Parameter, rank: int) -> Tensor:
-        """The tensor that accumulates a parameter's gradient on a rank: a leaf if it is tied and used there."""
+        """The tensor that accumulates a parameter's gradient on a rank: a leaf if it is tied and used on that rank."""
         tie = self._all.get(parameter)
         places = [] if tie is None else [place for place, at in tie.ranks.items() if at == rank]
         return tie.leaves[places[0]] if tie and places else parameter
 
     def refresh(self) -> None:
-        """Before a run: send tied weights from their home ranks to the others, and update the leaves. Collective."""
+        """Called before a run: send tied weights from their home ranks to the other ranks, and update the leaves.
+
+        Collective.
+        """
         moves: list[Move] = [
             (tie.home, rank, tie.parameter.detach) for tie in self._all.values() for rank in tie.others()
         ]
@@ -162,7 +168,10 @@ class Ties:
 
     @contextmanager
     def delivering(self) -> Iterator[None]:
-        """After a successful run: send gradients to the home ranks and add them to the parameters. Collective."""
+        """Context around a run: if it succeeds, send gradients to the home ranks and add them to the parameters.
+
+        Collective.
+        """
         yield
         pairs = [(tie, rank) for tie in self._all.values() for rank in tie.others()]
         moves: list[Move] = [(rank, tie.home, partial(tie.taken, rank)) for tie, rank in pairs]

@@ -16,7 +16,7 @@ class Owners:
 
     Args:
         model: the user's module.
-        stages: rank and layers of each stage that holds weights, in order.
+        stages: the rank and the layers of each stage that holds weights, in order.
         loss: the rank that computes the loss.
         tied: parameters that several stages may hold.
 

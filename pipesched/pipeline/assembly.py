@@ -42,7 +42,7 @@ __all__ = ["Assembly", "AssemblySpec", "StageCut"]
 
 @dataclass(frozen=True, kw_only=True)
 class AssemblySpec:
-    """A model and the user's options for its stages, which hold for every plan."""
+    """A model and the user's options for its stages. They hold for every plan."""
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
@@ -105,13 +105,13 @@ class Assembly:
         self.norms = MiniBatchNorms(spec.batch_norm, host)
         self.norms.check(spec.model, program, streams=programs.streams)
         layers = checkpoint_by_layer(programs.checkpoint).items()
-        #: The checkpoint option of each call with activations that are recomputed or offloaded.
+        #: The checkpoint option of each call whose activations are recomputed or offloaded.
         self.checkpoint_of_call = {
             call: word for layer, word in layers for call in spec.layered.calls_of(layer, again=word != "offload")
         }
         #: The stages' memory needs, once they have been measured.
         self.sizes: Sequence[StageSizes] | None = None
-        #: The code of each stage that holds its own weights.
+        #: The body of each stage that holds its own weights.
         self.bodies = self._bodies()
         self.owners = self._owners(self.bodies)
         self._check_reached()
@@ -119,13 +119,13 @@ class Assembly:
         self.stages = self._stages()
         #: The holders of weight copies. A step refreshes the copies before it starts.
         self.copies = [holder for holder in (self.ties, self._weight_copies) if holder]
-        #: A context around a run that computes gradients; it adds those of copies to the parameters. Collective.
+        #: A context around a run that computes gradients; adds the gradients of copies to the parameters. Collective.
         self.delivering = self._delivering if self.copies else nullcontext
         #: The modules that the model holds.
         self.members = Members(spec.model, spec.layered.layers)
         #: Seconds that the construction took, without the time to fill the model and make optimizers.
         self.made_s = time.perf_counter() - begin - self._filling_s
-        #: The most rows of a micro-batch for which the memory limits were checked and hold.
+        #: The largest number of rows of a micro-batch for which the memory limits were found to hold.
         self.most_rows = 0
         #: The optimizers by stage; empty until ``take_over``.
         self.optimizers: dict[int, Optimizer] = {}
@@ -138,7 +138,7 @@ class Assembly:
         self.updates_late = any(stage.optimizer.late for stage in self.stages.values())
 
     def take_over(self) -> None:
-        """Let the optimizers of this assembly update the parameters; those of the previous assembly stop."""
+        """Let this assembly's optimizers update the parameters, in place of those of the previous assembly."""
         if self._inheritance is not None:
             self.optimizers = self._inheritance.take()
             for index, optimizer in self.optimizers.items():
@@ -146,7 +146,7 @@ class Assembly:
 
     @property
     def undriven(self) -> list[int]:
-        """The stages with new optimizers, if a scheduler drives the optimizers of the other stages."""
+        """The stages with a new optimizer that no learning rate scheduler drives; empty if there are no schedulers."""
         return [] if self._inheritance is None else self._inheritance.undriven
 
     @property
@@ -178,8 +178,8 @@ class Assembly:
     def _check_reached(self) -> None:
         """Check that no layer reaches a parameter of another rank through a module or a reference.
 
-        Raises GraphError if one does: the parameter would be stale or on another device, and its gradient would not be
-        returned. Between ranks on one device in one process it is only a warning.
+        Raises GraphError if a layer does, because the parameter would be stale or on another device, and its gradient
+        would not be returned. Between ranks on one device in one process there is only a warning.
         """
         host = self._host
         placement = self.program.placement
@@ -198,7 +198,7 @@ class Assembly:
             warn(f"{message}; the gradient of {name!r} agrees with that of an unpipelined loop only within rounding")
 
     def _written(self) -> list[set[str]]:
-        """Return the names of the buffers that each part's forward writes. All buffers of a loss module count."""
+        """Return the names of the buffers that each part's forward writes to, and of all buffers of a loss module."""
         spec = self._spec
         written = spec.layered.written_by(self.cut) if any(own_buffers(spec.model)) else [()] * len(self.cut)
         of_loss = list(own_buffers(spec.loss_fn)) if isinstance(spec.loss_fn, nn.Module) else []

@@ -53,7 +53,7 @@ class AutoPlan:
     def is_wanted(self, request: PlanRequest, plan: Plan | None) -> bool:
         """Return whether a search is needed.
 
-        No search is needed for a given plan, nor for a given schedule or complete cut without limits. Raises
+        No search is needed if a plan is given, or if a schedule or a complete cut is given without limits. Raises
         PartitionError if options of the search were given together with a plan.
         """
         if plan is not None and self.search.is_asked_for:
@@ -73,7 +73,7 @@ class AutoPlan:
     def find(
         self, request: PlanRequest, measured: Callable[[], Mapping[str, LayerCosts]]
     ) -> tuple[Plan, dict[str, LayerCosts], Overheads | None, int]:
-        """Search for the plan. Raises as `pipesched.tune`.
+        """Search for the plan. Raises the same errors as `pipesched.tune`.
 
         Args:
             request: the user's choices; the search makes the other choices.
@@ -124,8 +124,9 @@ class AutoPlan:
         return splitter.batch(*as_call(self.sample)).rows[0]
 
     def _profile(self, rows: int, measured: Callable[[], Mapping[str, LayerCosts]], *, several: bool) -> Profile:
-        """Return the given profile, or measure the layers: with micro-batches of several sizes, or of the sample's
-        size.
+        """Return the given profile, or measure the layers.
+
+        With ``several``, they are measured with micro-batches of several sizes, else with the sample only.
         """
         if self.search.profile is not None:
             known = as_profile(self.search.profile)
@@ -154,9 +155,9 @@ class AutoPlan:
 
 
 def adds_up(module: nn.Module, loss_fn: Any, loss_weight: Any) -> bool:
-    """Return whether the number of micro-batches leaves the result unchanged.
+    """Return whether the result of a step does not depend on the number of micro-batches.
 
-    This holds if no layer looks across rows and the loss is known to be a sum or a mean over counted items.
+    This is so if no layer looks across rows and the loss is known to be a sum or a mean over counted items.
     """
     if normalised_over_rows(module):
         return False
@@ -187,8 +188,8 @@ def cores_of(devices: Sequence[torch.device], intra_op_threads: int = 1) -> int 
 def on_devices(profile: Profile, devices: Sequence[torch.device], offload: Offload) -> Profile:
     """Return the profile for a machine with these devices.
 
-    It records whether the devices are CPUs and, where offloading needs it and it was not measured on such devices, the
-    speed of copies to the host.
+    The profile then states whether devices are CPUs. If offloading needs the speed of copies to the host and the given
+    profile has none for such devices, this speed is measured.
     """
     on_host = any(device.type == "cpu" for device in devices)
     machine = replace(profile.machine, on_host=on_host)

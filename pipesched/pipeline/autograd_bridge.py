@@ -1,4 +1,4 @@
-"""Autograd bridge: connects pipeline runs to the caller's autograd graph, at the model's outputs and inputs."""
+"""Autograd bridge: connects a pipeline's runs to the caller's autograd graph at the model's inputs and outputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ __all__ = ["OpenPass", "attach", "deliver_input_grads"]
 
 @dataclass
 class OpenPass:
-    """A forward pass before its backwards have run."""
+    """A forward pass whose backwards have not run yet."""
 
     batch: Batch
     step_data: StepData
@@ -25,7 +25,7 @@ class OpenPass:
     weighting: Weighting | None = None  #: the weighting of the loss, if the loss is among the outputs
 
     def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Run the backwards for the gradients of the whole outputs.
+        """Run the backwards, given the gradients of the outputs of the whole batch.
 
         Returns the gradients of the inputs that require one, micro-batch by micro-batch.
         """
@@ -47,7 +47,7 @@ class OpenPass:
 
     @property
     def _loss(self) -> int | None:
-        """The index of the weighted loss among the outputs that require a gradient; None without one."""
+        """The index of the weighted loss among the outputs that require a gradient; None if it is not among them."""
         first = self.step_data.outputs[0]
         places = [] if self.weighting is None else loss_places(first.value)
         return sum(first.needs_grad[: first.places[places[0]]]) if places else None
@@ -67,7 +67,7 @@ class OpenPass:
 
 
 def _beside(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
-    """Return a gradient on the device of its tensor. Bidirectional schedules have outputs on several devices."""
+    """Move a gradient to the device of its tensor, because bidirectional schedules have outputs on several devices."""
     return None if grad is None else grad.to(tensor.device)
 
 
@@ -87,12 +87,12 @@ def attach(opened: OpenPass) -> Any:
 
 
 def _firsts(whole: Payload, pattern: Payload) -> tuple[Any, ...]:
-    """For each leaf of the pattern, return the leaf of ``whole`` at the place where that leaf first occurs."""
+    """For each leaf of the pattern, return the leaf of ``whole`` at the first place of that leaf in the pattern."""
     return tuple(whole.leaves[whole.places[pattern.places.index(leaf)]] for leaf in range(len(pattern.leaves)))
 
 
 def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
-    """Run the caller's backward from inputs that require gradients, micro-batch by micro-batch."""
+    """Run the backward of the caller's graph from the inputs that require gradients, micro-batch by micro-batch."""
     grads_of = map(step_data.input_grads.get, range(len(batch.rows)))
     parts = [
         [(tensor, grad.to(tensor.device)) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
@@ -106,8 +106,9 @@ def deliver_input_grads(batch: Batch, step_data: StepData) -> None:
 
 
 class _Through(torch.autograd.Function):
-    """The autograd node that connects the caller's graph upstream of the inputs with the caller's graph downstream of
-    the outputs; its backward runs the pipeline's backward.
+    """The autograd node between the caller's graph before the inputs and the caller's graph after the outputs.
+
+    Its backward runs the backwards of the pipeline.
     """
 
     @staticmethod

@@ -54,12 +54,12 @@ def choose_plan(
     Args:
         auto_plan: the search.
         request: the user's choices.
-        plan: the user's plan; None without one.
+        plan: the user's plan; None if none was given.
         host: the host of the ranks; rank 0 searches for all.
         book: the cost book.
 
     Returns:
-        The plan, or None if the request leaves no choice open; and the request that reproduces the plan.
+        The plan (None if the request leaves no choice open), and the request that reproduces the plan.
 
     """
     if auto_plan.is_wanted(request, plan):
@@ -99,7 +99,7 @@ def start(
         spec: the model and the options that hold for every plan.
         host: the host of the ranks.
         book: the cost book.
-        splitter: how batches are split; the number of micro-batches is filled in.
+        splitter: how batches are split; the number of micro-batches is filled in here.
         plan: the plan to run; None to follow the request.
         request: the schedule, boundaries and similar choices.
         agreed: further values that must be equal in all processes.

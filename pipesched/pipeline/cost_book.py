@@ -67,7 +67,7 @@ class CostBook:
         self.overheads: Overheads | None = None
         #: The rows of a micro-batch for which the plan was found; 0 without a search.
         self.planned_rows = 0
-        #: The time of a device relative to the others, where steps have shown a difference.
+        #: The time of a device relative to the other devices, for devices with a difference measured in steps.
         self.slow: dict[Hashable, float] = {}
         self._kinds: dict[str, Hashable] | None = None
         self._model = model
@@ -80,7 +80,7 @@ class CostBook:
         """Return the layers' costs. The first call measures them; no step may be running then.
 
         Args:
-            crowds: also measure layers while another rank's layers run in this process.
+            crowds: whether to measure as well how much longer layers take while another rank of this process computes.
 
         """
         if self.layers is None:
@@ -103,18 +103,18 @@ class CostBook:
         self._kinds = None
 
     def for_rows(self, rows: int) -> dict[str, LayerCosts]:
-        """Return the layers' costs for micro-batches of other sizes than planned, in proportion to their rows."""
+        """Return the layers' costs for micro-batches of this many rows, scaled from those of the planned size."""
         graph = Profile({self.planned_rows: self.layered.graph(self.measured())}).graph(rows)
         return {name: costs_of(graph, name) for name in graph}
 
     def treated(self, programs: ProgramFactory) -> dict[str, LayerCosts]:
-        """Return the layers' costs with the checkpointing of these programs."""
+        """Return the layers' costs under the checkpointing of these programs."""
         return treated(self.measured(), programs.checkpoint)
 
     def stage_costs(
         self, programs: ProgramFactory, cut: StageLayers, layers: Mapping[str, LayerCosts] | None = None
     ) -> Costs:
-        """Return the stages' costs, with links and slow devices, without overheads.
+        """Return the stages' costs. They include links and slow devices, but not overheads.
 
         Args:
             programs: the programs that run the stages.
@@ -130,7 +130,7 @@ class CostBook:
         return replace(slowed(costs, [self.slowness(rank) for rank in program.placement]), links=self.links)
 
     def expected_costs(self, programs: ProgramFactory, cut: StageLayers) -> Costs:
-        """Return the stages' costs, with overheads."""
+        """Return the stages' costs, including overheads."""
         return replace(self.stage_costs(programs, cut), overheads=self.overheads)
 
     @cached_property
@@ -138,7 +138,7 @@ class CostBook:
         return host_bytes_per_s(self._devices[0])
 
     def slowness(self, rank: int) -> float:
-        """Return the time of a rank's device relative to the other devices, as steps have shown it. Default: 1."""
+        """Return the time of a rank's device relative to the other devices, as measured in steps; 1 if not measured."""
         return self.slow.get(self._devices[rank], 1.0) if self.slow else 1.0
 
     def learn(self, stages: Sequence[StageTimes], tolerance: float) -> None:

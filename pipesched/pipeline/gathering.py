@@ -42,7 +42,7 @@ def place_weights(roots: Mapping[str, nn.Module], guard: StaleGuard, host: RankH
 
 
 def merged_state(state: Mapping[str, Any], names: Iterable[str], host: MeshRanks) -> dict[str, Any]:
-    """Merge the states of all ranks, on every rank, and gather sharded tensors. Collective.
+    """Merge the states of all ranks on every rank, and gather sharded tensors. Collective.
 
     Args:
         state: the state of this rank.
@@ -115,7 +115,7 @@ def named_tensors(roots: Mapping[str, nn.Module], *, duplicates: bool = False) -
 
 
 def _check_target(rank: Any, asked: Sequence[Any], num_ranks: int) -> range:
-    """Return the ranks that gather. Raises InputError on all ranks alike."""
+    """Return the ranks that gather. If ``rank`` is invalid, all ranks raise InputError."""
     for number, target in enumerate(asked):
         if target is not None and not (is_count(target, 0) and target < num_ranks):
             raise InputError(
@@ -143,7 +143,7 @@ def _misfit(tensors: Mapping[str, Tensor], shares: Sequence[_Share]) -> str | No
 
 
 def _check_fits(misfits: Sequence[str | None]) -> None:
-    """Raise InputError, on all ranks alike, if a model cannot take the tensors of all ranks."""
+    """Raise InputError on every rank if the model of any rank cannot take the tensors of all ranks."""
     for rank, misfit in enumerate(misfits):
         if misfit is not None:
             raise InputError(
@@ -184,14 +184,14 @@ def _batches(share: _Share) -> Iterator[list[str]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor. A sharded one is gathered over its own mesh, so all its ranks must call this."""
+    """Return the whole tensor. A sharded one is gathered over its mesh, so all ranks of that mesh must call this."""
     from torch.distributed.tensor import DTensor  # takes a second to import
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _take(tensor: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor into one of this rank's model."""
+    """Copy a whole tensor into ``tensor``, which belongs to this rank's model and may be sharded."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if tensor.is_meta:

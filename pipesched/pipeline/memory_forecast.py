@@ -74,7 +74,7 @@ class MemoryForecast:
     def check_rows(self, rows: Sequence[int]) -> None:
         """Check the memory limits for micro-batches of these numbers of rows.
 
-        Raises MemoryLimitError if a rank would exceed its limit; measured sizes are scaled in proportion to rows.
+        Raises MemoryLimitError if a rank would exceed its limit. Measured sizes are scaled in proportion to the rows.
         Warns if the first step has micro-batches of another size than planned.
         """
         running = self._running
@@ -112,8 +112,9 @@ class MemoryForecast:
         return 0 if isinstance(self._running.host, ThreadRanks) else AHEAD
 
     def _stage_sizes(self) -> Sequence[StageSizes]:
-        """Return the memory needs of a captured model's stages, each measured as a whole; empty where that is not
-        possible.
+        """Return the memory needs of a captured model's stages, each measured as a whole.
+
+        Empty if they cannot be measured.
         """
         layered = self._book.layered
         spec = self._spec
@@ -131,7 +132,7 @@ class MemoryForecast:
         return now.sizes
 
     def _with_optimizers(self, costs: Costs) -> Costs:
-        """Return the costs with the memory of the stages' optimizers. All are assumed to be of this rank's kind."""
+        """Return the costs with the memory of the stages' optimizers. All ranks are assumed to use the same kind."""
         assembly = self._running.assembly
         known = next(iter(assembly.optimizers.values()), None)
         if known is None:
@@ -147,7 +148,7 @@ class MemoryForecast:
 
 
 def _with_losses(costs: Costs, program: Program, *, known: bool) -> Costs:
-    """Return the costs with the micro-batches' losses, which live until the step ends.
+    """Return the costs with the memory of the micro-batches' losses, which are kept until the step ends.
 
     Args:
         costs: the stages' costs.

@@ -19,7 +19,7 @@ class ModuleInterface:
     """The methods of an nn.Module that a pipeline offers, over its model and a loss module.
 
     Names are the model's own; those of a loss module start with ``loss_fn.``. Every method first finishes the steps of
-    an asynchronous schedule that are under way. Under a mesh the methods cover this rank's stages.
+    an asynchronous schedule that are under way. Under a mesh the methods only cover this rank's stages.
 
     - ``parameters``, ``buffers``, ``modules``, each also with names (``named_...``), ``train``, ``eval``, ``zero_grad``
       and ``apply``: as nn.Module.
@@ -57,7 +57,7 @@ class ModuleInterface:
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Iterate over the modules of the model and the loss module with their names, as nn.Module does.
 
-        Under a mesh it skips modules that hold parameters or buffers of other ranks only.
+        Under a mesh it skips modules whose parameters and buffers all belong to other ranks.
         """
         seen: set[nn.Module] = set()
         for prefix, root in self._modules().items():
@@ -83,7 +83,7 @@ class ModuleInterface:
         return self
 
     def _is_here(self, name: str, module: nn.Module) -> bool:
-        """Whether a module holds a parameter or buffer of this process, or no parameters and buffers at all."""
+        """Whether a module holds a parameter or buffer of this process, or holds no parameters and buffers at all."""
         dot = f"{name}." if name else ""
         named = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         names = [dot + key for tensors in named for key, _ in tensors]
@@ -103,7 +103,7 @@ class ModuleInterface:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters: ``torch.optim.AdamW(pipe.parameters())``.
 
-        A rank of a mesh without parameters yields an empty tensor, because torch makes no optimizer of an empty list.
+        A rank of a mesh without parameters yields an empty tensor, because torch's optimizers refuse an empty list.
         """
         parameters = [parameter for _, parameter in self.named_parameters()]
         return iter(parameters or [nn.Parameter(torch.empty(0)) for _ in islice(self.model.parameters(), 1)])
@@ -121,7 +121,7 @@ class ModuleInterface:
             yield buffer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state under the model's own keys; under a mesh that of this rank's stages."""
+        """Return the state under the model's own keys; under a mesh only the state of this rank's stages."""
         return {name: value for name, value in self._all_state().items() if self._is_own(name)}
 
     def _all_state(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class ModuleInterface:
             strict: whether missing and unexpected keys are errors. Default: True.
 
         Raises:
-            RuntimeError: keys or shapes do not match the model, as torch raises it.
+            RuntimeError: keys or shapes do not match the model; the error is torch's.
 
         """
         known = self._all_state()

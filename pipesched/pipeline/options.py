@@ -23,21 +23,21 @@ _Options = TypeVar("_Options")
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Options of the search for a plan: limits it must respect, and costs it need not measure.
+    """Options of the search for a plan: limits that it must respect, and costs that it need not measure.
 
     ::
 
         Pipeline(model, sample, devices=devices, search=Search(memory_limit_bytes=16 << 30))
 
     Args:
-        memory_limit_bytes: the most a rank may hold, including the states of ``optimizer=``: one number of bytes for
+        memory_limit_bytes: the most bytes that a rank may hold, including the states of ``optimizer=``. One number for
             all ranks, or one per rank. Default: None (no limit).
         batch_size: rows of a step. It allows the search to choose the number of micro-batches, provided that neither
             BatchNorm nor the loss looks across rows. Default: the sample's rows times the number of micro-batches.
         profile: the layers' costs: a Profile or the path of one. Default: None (the layers are measured).
-        links: the speed of the connections between ranks, from `probe_links`. Default: None, transfers count as free.
-        offload: whether a memory limit may move activations to the host: "auto", True or False. Default: "auto", which
-            is False on CPUs, where it frees no memory.
+        links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers count as free).
+        offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
+            Default: "auto", which is False on CPUs because it would free no memory there.
         effort: the most actions that the search simulates. Default: 200,000.
 
     Raises:
@@ -77,9 +77,9 @@ class Numerics:
 
     Args:
         split_dims: the dimension along which arguments are split into micro-batches: one for all, a sequence, or a dict
-            by position or keyword ("target" and "output" included). None passes an argument whole. Default: 0.
+            by position or keyword (including "target" and "output"). With None an argument is not split. Default: 0.
         loss_weight: maps a micro-batch's target (its inputs if there is no target) to its weight in the loss. Default:
-            its number of rows, or of the labels that a loss of torch.nn or the model's own loss averages over.
+            its number of rows, or the number of labels over which a loss of torch.nn or the model's own loss averages.
         loss_reduction: how loss_fn reduces over rows: "mean" or "sum". Default: as a loss of torch.nn states, else
             "mean".
         batch_norm: when BatchNorm updates its running statistics: after each "micro-batch", or once a "mini-batch" as a
@@ -112,8 +112,8 @@ class Distributed:
         Pipeline(model, sample, mesh=mesh["pp"], distributed=Distributed(inputs="first"))
 
     Args:
-        inputs: the ranks that pass a batch: "all" pass the same one, or the "first" rank alone passes it and the others
-            call ``step()``, ``evaluate()`` and ``forward()`` without arguments. Default: "all".
+        inputs: the ranks that pass a batch. With "all", every rank passes the same one. With "first", only the first
+            rank passes it; the others call ``step()``, ``evaluate()`` and ``forward()`` without it. Default: "all".
         timeout: seconds that a rank waits for another one. Default: 60.
 
     """

@@ -62,12 +62,12 @@ class Pipeline(ModuleInterface):
 
     With ``mesh=`` every process builds the Pipeline from the same model and arguments and trains its own stages. All
     processes call the same methods, by default with the same batch. ``gather_model()`` collects the trained weights.
-    From the first step until then, calling, copying or saving the model itself raises ExecutionError.
+    From the first step until that call, calling, copying or saving the model itself raises ExecutionError.
 
     Args:
-        model: any nn.Module. Or a list of modules, each taking the output of the one before: one stage each if there
-            are as many modules as stages. Or a function that builds the model, or a model on the meta device: it is
-            split first, and each rank then creates the weights of its own stages only.
+        model: any nn.Module. Or a list of modules, each taking the output of the one before; with as many modules as
+            stages, each module becomes one stage. Or a function that builds the model, or a model on the meta device:
+            then the model is split first, and each rank creates only the weights of its own stages.
         sample: one micro-batch as an example: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
         devices: the device of each rank, all in this process; a device may repeat.
         mesh: in place of devices: a one-dimensional DeviceMesh with one process per rank, such as ``mesh["pp"]``.
@@ -75,20 +75,21 @@ class Pipeline(ModuleInterface):
             which is its output if that is a scalar, else the output's ``loss``.
         schedule: a name from ``pipesched.schedules.names()``, a Schedule or a Program. Default: "auto", the plan with
             the shortest predicted step, searched as by `tune` without trial runs; it may leave devices unused.
-        num_microbatches: micro-batches a batch is split into. Default: 4 times the number of devices.
-        num_stages: stages the model is cut into. Default: the number of devices times the schedule's chunks per rank.
+        num_microbatches: the number of micro-batches per batch. Default: 4 times the number of devices.
+        num_stages: the number of stages. Default: the number of devices times the schedule's chunks per rank.
         boundaries: the first layer of every stage but stage 0, by position or name; or ``{name: stage}`` for some of
             them. Default: all open boundaries are chosen to balance measured layer times.
         together: groups of layer names; the layers of a group share a stage. Default: none.
         whole_layers: names of modules to treat as one layer each, such as ``["block.moe"]``. Needed for modules whose
             code branches on the batch. Default: none.
-        checkpoint: "never", "always" or "except_last" (the last micro-batch) for whole stages, or by layer ``{name:
-            "recompute", "recompute-cheap" or "offload"}``. Default: "never", or what a memory limit requires.
+        checkpoint: "never", "always" or "except_last" (for all but the last micro-batch) for whole stages, or by layer
+            ``{name: "recompute", "recompute-cheap" or "offload"}``. Default: "never", or what a memory limit requires.
         optimizer: ``optimizer(params)`` -> torch.optim.Optimizer, called once per stage. ``step`` then updates the
             weights and clears their gradients. Asynchronous schedules require it. Default: the caller updates.
         seed: an int, the seed of all random numbers in layers. Default: the seed of torch's default generator.
-        init: the weights of a model built without contents: "reset" (each module's ``reset_parameters``), a function of
-            a module that runs after that, a state_dict, or safetensors files or their folder. Default: "reset".
+        init: the source of weights for a model built without contents: "reset" (each module's ``reset_parameters``), a
+            function of a module that runs after ``reset_parameters``, a state_dict, or safetensors files or their
+            folder. Default: "reset".
         wrap: ``wrap(stage_module, stage)`` -> the module that the stage runs: the same one, changed in place (as by
             ``fully_shard``), or one around it. Default: no wrapping.
         compile: True compiles layers with torch.compile; a dict holds arguments for it. Default: False.
@@ -273,9 +274,9 @@ class Pipeline(ModuleInterface):
         as well. Under a mesh ``step()`` does not wait for the loss; reading its value does.
 
         An asynchronous schedule starts this step and returns the loss of the step before it (the first step returns its
-        own). That loss is a mean over the rows of its step, each computed with the weights of that moment. An exception
-        may then surface in the next step or in ``flush``; it discards the steps under way, but keeps updates already
-        made.
+        own). That loss is a mean over the rows of its step; the loss of each row is computed with the weights at the
+        time of its forward. An exception may surface in the next step or in ``flush``. It discards the steps under way,
+        but keeps updates already made.
 
         Args:
             *args: the model's positional inputs, for the whole batch.
@@ -286,7 +287,7 @@ class Pipeline(ModuleInterface):
 
         Returns:
             The loss, a detached 0-d tensor. With return_outputs ``(loss, outputs)``: the outputs are in the order of
-            the batch's rows, and None on a mesh's other ranks.
+            the batch's rows. On a mesh they are None on ranks other than that of the last stage, unless gathered.
 
         Raises:
             InputError: the batch cannot be split, or the target is missing. ArgumentError, a kind of InputError: the
@@ -362,7 +363,7 @@ class Pipeline(ModuleInterface):
             **kwargs: the model's keyword inputs, for the whole batch.
 
         Returns:
-            The output, on the last stage's device; None on a mesh's other ranks.
+            The output, on the last stage's device. On a mesh it is None on other ranks, unless gathered.
 
         Raises:
             InputError: the batch cannot be split, or an output that can be differentiated is requested under a mesh.
@@ -382,7 +383,7 @@ class Pipeline(ModuleInterface):
 
         Call it before you change the model, an optimizer or a learning rate scheduler directly. Methods of the pipeline
         that read or change weights, state or mode flush on their own, and so do ``evaluate``, ``forward`` and
-        ``close``. The next step starts from the weights as they are then.
+        ``close``. The next step starts from the weights at its beginning.
 
         Returns:
             The loss of the last step; None if no step is under way, which is always so with a synchronous schedule.
@@ -397,8 +398,8 @@ class Pipeline(ModuleInterface):
     def optimizers(self) -> dict[int, Optimizer]:
         """The optimizers made by ``optimizer=``, by stage: to save their states or attach learning rate schedulers.
 
-        Reading it flushes. If you keep an optimizer or a scheduler, call ``flush()`` before each change to it:
-        otherwise an update that is under way in an asynchronous schedule may use either learning rate.
+        Reading this property flushes. If you keep an optimizer or a scheduler, call ``flush()`` before each change to
+        it: otherwise an update under way in an asynchronous schedule may use the old or the new learning rate.
         """
         self.flush()
         return self._running.assembly.optimizers
@@ -407,31 +408,31 @@ class Pipeline(ModuleInterface):
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs, with the costs known so far."""
+        """The running plan, with the costs known so far."""
         return self._running.plan(self._book, self.model, self._history.costs)
 
     def replan(self, plan: Plan | None = None, *, steps_left: int | None = None, measure: bool = False) -> Replanned:
-        """Switch to another plan between two steps: the given one, or a better one if there is one.
+        """Switch to another plan between two steps: the given one, or else a faster one if there is one.
 
         ::
 
             print(pipe.replan(steps_left=1000))
 
-        The result is bit-identical to having used the new plan from the first step, for the same number of
-        micro-batches. Weights, buffers, gradients and optimizer states move with their layers. Parameters and the
+        With the same number of micro-batches, the results are bit-identical to having used the new plan from the first
+        step. Weights, buffers, gradients and optimizer states move with their layers. Parameters and the
         optimizers of stages that still exist stay the same objects. A new stage gets a new optimizer, which needs a
         scheduler of its own. An optimizer that you made yourself keeps its state on the old device: move it if the
         devices differ in kind.
 
         Without ``plan`` the layers are cut anew for the same schedule, by the median times of the last steps; a rank
-        that is slower on equal layers gets fewer. Boundaries, groups and memory limits given to Pipeline still hold.
-        The new cut is used if its predicted step is shorter by more than 3 % and more than twice the noise.
+        that is slower on equal layers gets fewer layers. Boundaries, groups and memory limits given to Pipeline still
+        hold. The new cut is used if its predicted step is shorter by more than 3 % and more than twice the noise.
 
         Args:
-            plan: the plan to switch to. Default: None, search for a better cut.
-            steps_left: steps still to run; the new cut must save more time in them than the move takes. Default: None,
-                the cost of the move does not count.
-            measure: measure the layers again first, which shows the layers within a stage with changed times.
+            plan: the plan to switch to. Default: None (search for a better cut).
+            steps_left: steps still to run; the new cut must save more time in them than the move takes. Default: None
+                (the time of the move does not count).
+            measure: measure the layers again first, to find the layers within a stage whose times have changed.
                 Default: False.
 
         Returns:
@@ -439,7 +440,7 @@ class Pipeline(ModuleInterface):
 
         Raises:
             InputError: the pipeline runs over a mesh, or ``wrap=`` has changed its stages.
-            PipeschedError: the plan cannot be applied; the old one keeps running. The kinds are those of Pipeline.
+            PipeschedError: the plan cannot be applied, for the reasons listed at Pipeline; the old plan keeps running.
 
         """
         check_steps_left(steps_left)
@@ -465,7 +466,7 @@ class Pipeline(ModuleInterface):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpointing: a mode for all stages, or a word for each treated layer."""
+        """The checkpointing: one mode for all stages, or an option for each layer that has one."""
         return self._running.assembly.programs.checkpoint
 
     @property
@@ -482,7 +483,7 @@ class Pipeline(ModuleInterface):
 
     @property
     def trace(self) -> Trace:
-        """The measured trace of the last step. On a GPU reading it waits for the step to end.
+        """The measured trace of the last step. On a GPU, reading it waits for the step to end.
 
         Under a mesh it holds this rank's part; ``gather_trace()`` returns all ranks. For an asynchronous schedule it
         holds the steps since the last flush, at most the last six; work begun before them is not counted as in flight.
@@ -504,7 +505,7 @@ class Pipeline(ModuleInterface):
 
     @property
     def predicted(self) -> Trace:
-        """The simulated trace of a step, from action times of earlier steps, or from layer times if there are none.
+        """The simulated trace of a step, from the action times of earlier steps, or else from the layers' costs.
 
         For an asynchronous schedule it holds enough steps to show the steady state, and the flush at the end.
         """
@@ -512,7 +513,7 @@ class Pipeline(ModuleInterface):
 
     @property
     def predicted_memory(self) -> tuple[RankMemory, ...]:
-        """The predicted peak memory of each rank in a step, by purpose.
+        """The predicted peak memory of each rank in a step, divided by purpose.
 
         For an asynchronous schedule it covers enough steps to reach the steady state.
         """
@@ -587,7 +588,7 @@ class Pipeline(ModuleInterface):
     def close(self) -> None:
         """Flush, and stop the ranks. Deleting the pipeline stops them without a flush.
 
-        The model keeps its weights. Under a mesh it still lacks those trained by other ranks: see ``gather_model``.
+        The model keeps its weights. Under a mesh it lacks those trained by other ranks; see ``gather_model``.
         """
         try:
             self.flush()

@@ -48,11 +48,12 @@ class Trial:
     def run(self, plans: Sequence[Plan], told: Callable[[float], None]) -> list[list[Trace]]:
         """Run the plans in turn and return the measured steps of each.
 
-        A plan that runs out of device memory has no steps, as long as another plan fits. Collective over a mesh.
+        In one process a plan that runs out of device memory has no steps; the error is raised only if no plan fits.
+        Collective over a mesh.
 
         Args:
             plans: the plans to run.
-            told: called after each turn with the finished share of the largest number of turns.
+            told: called after each turn of a plan with the progress from 0 to 1, for the largest number of turns.
 
         """
         with torch.inference_mode(False), torch.enable_grad():
@@ -87,7 +88,7 @@ class Trial:
                 yield trace
 
     def _batch(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Return a whole batch made of the sample's rows: copies, which layers may write to."""
+        """Return a whole batch made of copies of the sample's rows, so that layers may write to it."""
         args, kwargs = as_call(self.sample)
         splitter = Splitter(1, fixed=False, split_dims=self.split_dims)
         target = self.target
@@ -99,7 +100,7 @@ class Trial:
 
     @contextmanager
     def _turns(self, plans: Sequence[Plan]) -> Iterator[Callable[[int], Pipeline]]:
-        """Provide a function from a plan's number to the pipeline that runs it.
+        """Provide a function that maps a plan's number to the pipeline that runs this plan.
 
         In one process a single pipeline is replanned from plan to plan; over a mesh every plan has its own pipeline.
         """
@@ -132,8 +133,8 @@ class Trial:
 def _on_stand_ins(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
     """Replace parameters and buffers by stand-ins inside the block, so that training leaves no trace in the model.
 
-    A parameter's stand-in shares its values, but has its own gradient and no hooks. Buffers, and the parameters that
-    forwards write to, are copied.
+    The stand-in of a parameter shares the parameter's memory, but has its own gradient and no hooks. Buffers, and the
+    parameters that forwards write to, are copied.
 
     Args:
         model: the module.

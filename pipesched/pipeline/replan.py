@@ -1,5 +1,6 @@
-"""Replanning: switch a live pipeline to another plan between two steps, with the results of having used it from the
-start, to the bit.
+"""Replanning: switch a live pipeline to another plan between two steps.
+
+The results are bit-identical to having used the new plan from the start.
 """
 
 import time
@@ -45,7 +46,7 @@ _COPIED = 1 << 22  # bytes of the copy that measures the speed between devices
 
 
 class _Place(NamedTuple):
-    """The device of a parameter or buffer, and its bytes with those of its gradient and optimizer state."""
+    """The device of a parameter or buffer, and its bytes, including those of its gradient and optimizer state."""
 
     device: torch.device
     nbytes: int
@@ -85,7 +86,7 @@ class Replanner:
         self._limits = limits
 
     def begin(self) -> None:
-        """Finish the steps under way. Raises InputError or ExecutionError if the plan cannot be changed now."""
+        """Finish the steps under way. Raises InputError or ExecutionError if the plan cannot be changed."""
         host = self._host()
         host.executor.check_open("replan")
         host.executor.check_outside("replan")
@@ -100,7 +101,7 @@ class Replanner:
         return self._move(programs, self._book.cut_stages(self._host(), pins, programs, plan))
 
     def improve(self, steps_left: int | None, *, measure: bool) -> Replanned:
-        """Switch to a better cut, if the last steps show one that is worth the move.
+        """Switch to a better cut if, by the times of the last steps, there is one that is worth the move.
 
         Args:
             steps_left: the steps still to run; None if that is not known.
@@ -150,7 +151,7 @@ class Replanner:
         return self._running.plan(self._book, self._spec.model, self._history.costs)
 
     def _learn(self, measured: Costs, tolerance: float) -> None:
-        """Correct the layers' costs by the measured times of the stages."""
+        """Correct the known costs of layers and devices by the measured times of the stages."""
         program = self._running.program
         devices = self._running.host.devices
         stages = [
@@ -166,7 +167,7 @@ class Replanner:
     def _refine(self, programs: ProgramFactory, stage_cut: StageCut, update_s: float) -> None:
         """Move the boundaries of the stage cut wherever that shortens the predicted step.
 
-        Starts from the better of the given cut and the running one.
+        Starts from the given cut or the running one, whichever has the shorter predicted step.
         """
         pins = self._asked
         left = _EFFORT
@@ -207,7 +208,7 @@ class Replanner:
         return simulate(timed, costs).makespan_s * programs.num_microbatches / timed.num_microbatches
 
     def _moving(self, layers: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
-        """Return the bytes to copy between devices if layers change ranks, and the seconds of the whole move."""
+        """Return the bytes to copy between devices if these layers change ranks, and the seconds of the whole move."""
         graph = self._book.layered.graph(self._book.measured())
         places = self._places()
         devices = self._running.host.all_devices
@@ -288,12 +289,12 @@ class Replanner:
 
 
 def _ranks(program: Program, cut: StageLayers) -> dict[str, int]:
-    """Return the rank of each layer; for a bidirectional schedule the rank in the first direction."""
+    """Return the rank of each layer; for a bidirectional schedule its rank in the first direction."""
     return {name: program.placement[stage] for stage, names in enumerate(cut) for name in names}
 
 
 def _copy_s(size: int, source: torch.device, target: torch.device) -> float:
-    """Return the seconds that a copy between two devices takes, from a measured copy of a smaller size."""
+    """Return the seconds that a copy between two devices takes, estimated from a measured copy of fixed size."""
     block = torch.empty(_COPIED, dtype=torch.uint8, device=source)
     for _ in range(2):  # the first warms up
         begin = time.perf_counter()

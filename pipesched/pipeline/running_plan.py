@@ -30,7 +30,7 @@ _REMEMBERED = 6  # measured steps that are kept for the next prediction
 
 @dataclass(kw_only=True)
 class RunningPlan:
-    """The parts of a pipeline that a replan replaces. The other parts share this object."""
+    """The parts of a pipeline that a replan replaces. The pipeline's other parts share this object."""
 
     host: RankHost
     assembly: Assembly
@@ -111,13 +111,13 @@ class RunningPlan:
         )
 
     def _memory_of(self, stage: int) -> Any:
-        """Return a key for the memory of a stage's weights: in one process, ranks on one device share memory."""
+        """Return a key that is equal for stages whose weights share memory: in one process, those on one device."""
         rank = self.program.placement[stage]
         return self.host.devices[rank] if isinstance(self.host, ThreadRanks) else rank
 
     @property
     def unused_devices(self) -> list[str]:
-        """A line that names the devices that the plan leaves unused; empty if it uses all of them."""
+        """One line of text with the devices that the plan leaves unused; empty if it uses all devices."""
         devices = self.host.all_devices
         used = len(self.host.devices)
         if used == len(devices):

@@ -44,7 +44,7 @@ def check_form(
 ) -> None:
     """Raise ArgumentError if a model failed on a batch that has another form than the sample.
 
-    Called only after an error, because a model may accept several forms.
+    Called only after the model has failed, because a model may accept several forms.
 
     Args:
         form: the form of the sample; None in a process that passes no batch.
@@ -83,7 +83,7 @@ def _typed(tensor: Tensor) -> str:
 
 
 def _shape(value: Any, write: Callable[[Tensor], str]) -> str:
-    """Return the text of a value's form: a container with its contents, a tensor, or else a type name."""
+    """Return a value's form as text: a container with its contents, a tensor, or the name of any other type."""
     if isinstance(value, Tensor):
         return write(value)
     if isinstance(value, Mapping):

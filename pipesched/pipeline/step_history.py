@@ -26,7 +26,7 @@ class StepHistory:
 
     @property
     def trace(self) -> Trace | None:
-        """The last step in this process; None before the first. For an asynchronous schedule all steps under way."""
+        """The last step in this process, or with an asynchronous schedule all steps under way. None before any step."""
         running = self._running
         if running.stream is not None:
             return self.trace_of(running.stream.timelines, running.stream.versions)
@@ -74,7 +74,7 @@ class StepHistory:
 
     @property
     def predicted(self) -> Trace:
-        """The step, simulated with ``costs``. Measures the layers if no costs are known."""
+        """A step simulated with ``costs``. Measures the layers if no costs are known."""
         if self._book.layers is None:
             self._running.flush()  # the layers are measured next, while no step may run
         programs = self._running.assembly.programs
@@ -82,7 +82,7 @@ class StepHistory:
 
     @property
     def costs(self) -> Costs | None:
-        """The stages' costs: the medians of earlier steps, else from layer times; None if neither are known."""
+        """The stages' costs: medians of earlier steps, else sums of layer costs; None if neither are known."""
         running = self._running
         by_layers = None
         if self._book.layers is not None:
@@ -95,16 +95,16 @@ class StepHistory:
 
     @property
     def _earlier(self) -> list[Timeline]:
-        """The steps before the last one that serve a prediction.
+        """The steps before the last step, for the prediction.
 
-        The first step is left out if there are others, because it warms up. Empty under a mesh, because this process
-        has measured only its own rank.
+        The first step is left out if there are others, because it includes warm-up. Empty under a mesh, because this
+        process has measured only its own rank.
         """
         earlier = list(self._running.runs)[:-1] if isinstance(self._running.host, ThreadRanks) else []
         return earlier[1:] if len(earlier) > 1 else earlier
 
     def notes(self) -> Iterator[str]:
-        """Iterate over notes on the origin of the prediction and of the measured step."""
+        """Iterate over notes that say from what the prediction was made and which step was measured."""
         runs = self._running.runs
         if runs and not self._running.assembly.programs.streams:
             first = "the first step, which also allocates memory and warms up"

@@ -57,7 +57,7 @@ class StepFigures:
 
 
 class StepLog:
-    """Logs training steps: a printed line, and scalars for TensorBoard.
+    """Logs training steps: prints a line for each, and writes scalars for TensorBoard.
 
     ::
 
@@ -65,13 +65,13 @@ class StepLog:
         for x, y in loader:
             log(pipe.step(x, target=y))
 
-    Logging a step reads its trace, which on a GPU waits for the step to end, and simulates it. Other steps cost
+    To log a step, its trace is read and a step is simulated; on a GPU this waits for the step to end. Other steps cost
     nothing. Under a mesh every rank calls the log, and rank 0 logs the times of all ranks.
 
     Args:
         pipe: the pipeline to log.
-        writer: a torch.utils.tensorboard.SummaryWriter, or an object with its ``add_scalar``. Default: None, no
-            scalars.
+        writer: a torch.utils.tensorboard.SummaryWriter, or an object with its ``add_scalar``. Default: None (no
+            scalars).
         every: log one step in this many. Default: 1.
         show: a function that receives each line; None for no lines. Default: print.
 
@@ -108,11 +108,11 @@ class StepLog:
         """Log a step, right after it has run.
 
         Args:
-            loss: the loss of the step, a number or a tensor. Default: None, not logged.
-            step: the number of the step. Default: counted from 0.
+            loss: the loss of the step, a number or a tensor. Default: None (no loss is logged).
+            step: the number of the step. Default: the number of earlier calls.
 
         Returns:
-            The logged figures; None if this step is not logged, or not on this rank.
+            The logged figures; None if this step is not logged, or this rank does not log.
 
         """
         self._calls += 1

@@ -11,7 +11,7 @@ __all__ = ["explain_backward", "without_attributes"]
 
 
 def explain_backward(loss: "ref[Tensor]", *args: Any, **kwargs: Any) -> None:
-    """Raise ExecutionError, as the ``backward`` of a loss that a step returned."""
+    """Serves as the ``backward`` of a loss that a step returned; raises ExecutionError."""
     tensor = loss()
     if tensor is not None and tensor.requires_grad:  # the caller has added a term to it in place
         Tensor.backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -24,4 +24,4 @@ def explain_backward(loss: "ref[Tensor]", *args: Any, **kwargs: Any) -> None:
 
 
 def without_attributes() -> None:
-    """Return no state, as the ``__getstate__`` of the loss: torch then pickles a plain tensor."""
+    """Serves as the ``__getstate__`` of the loss; returns no state, so that torch pickles a plain tensor."""

@@ -69,7 +69,7 @@ class StepRunner:
         self._intra_op_threads = intra_op_threads
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
-        """Run all micro-batches forward and backward. ``wanted`` has return_outputs and gather for the StepCall."""
+        """Run all micro-batches forward and backward. ``wanted`` has the StepCall's return_outputs and gather."""
         running = self._running
 
         def make() -> StepCall:
@@ -103,7 +103,7 @@ class StepRunner:
         return self._result(call, step_data)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, **wanted: bool) -> Any:
-        """Run all micro-batches forward, and compute their loss."""
+        """Run all micro-batches forward, and compute the loss of the batch."""
 
         def make() -> StepCall:
             batch = self._batch("evaluate", args, kwargs, target)
@@ -138,7 +138,7 @@ class StepRunner:
         return self._differentiable(call, host)
 
     def _differentiable(self, call: StepCall, host: ThreadRanks) -> Any:
-        """Run the forwards now; the backwards run when the output is differentiated."""
+        """Run the forwards now. The backwards run when the caller differentiates the output."""
         assembly = self._running.assembly
         program = assembly.programs.of(len(call.batch.rows)).open_pass
         forwards, backwards = halves(program)
@@ -164,7 +164,7 @@ class StepRunner:
     def _called(
         self, method: str, batch: tuple[tuple[Any, ...], Mapping[str, Any], Any], make: Callable[[], StepCall]
     ) -> StepCall:
-        """Return the call in the form in which this process must run it."""
+        """Check that the method may run, and return this process's call, with inputs from rank 0 if it passed none."""
         args, kwargs, target = batch
         assembly = self._running.assembly
         host = self._running.host
@@ -224,8 +224,9 @@ class StepRunner:
     def _run_spec(
         self, program: Program, step_data: StepData, stages: dict[int, Stage], uses: Mapping[int, Uses] = _NO_UPDATES
     ) -> RunSpec:
-        """Return the run of a lowered program over these stages; ``uses`` holds the weight versions that each stage
-        uses.
+        """Return the run of a lowered program over these stages.
+
+        ``uses`` holds the weight versions that each stage uses.
         """
         copies = self._running.assembly.copies
 

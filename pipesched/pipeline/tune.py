@@ -76,11 +76,12 @@ def tune(
         print(plan.explain())
         pipe = pipesched.Pipeline(model, sample, loss_fn=loss_fn, devices=["cuda:0", "cuda:1"], plan=plan)
 
-    Costs come from measuring the model's layers with the sample, or from a Profile. Given a model and devices, the best
-    plans of the search then run there, in turn, for up to ten rounds of three steps, with no new round after five
-    seconds. Their measured times correct the layer costs, the search runs once more with these, and the fastest plan is
-    returned; among plans equal within noise, the plan with the shortest predicted step. ``Plan.alternatives`` lists
-    the others with their predicted and measured times. Without trial runs equal profiles give equal plans.
+    The model's layers are measured with the sample, or a Profile gives their costs. Given a model and devices, the
+    plans with the shortest predicted steps then run in turn on these devices, for up to ten rounds of three steps, with
+    no new round after five seconds. The measured times correct the layer costs, and the search runs once more with
+    these. Then the plan with the shortest measured step is returned; among plans equal within noise, the one with the
+    shortest predicted step. ``Plan.alternatives`` lists the other plans with their predicted and measured times.
+    Without trial runs equal profiles give equal plans.
 
     Trial runs leave weights, buffers, gradients and random state unchanged. Hooks on modules run in them, hooks on
     parameters do not. Only schedules that leave the result unchanged are considered. The number of micro-batches
@@ -94,8 +95,8 @@ def tune(
         mesh: in place of num_ranks: a mesh as for Pipeline. Every process calls tune with the same arguments, and all
             return the plan that rank 0 found.
         batch_size: the number of rows in a step.
-        memory_limit_bytes: the most a rank may hold: one number of bytes for all ranks, or one per rank. Default: None,
-            no limit.
+        memory_limit_bytes: the most bytes that a rank may hold: one number for all ranks, or one per rank. Default:
+            None (no limit).
         schedule: the schedule to use. Default: "auto", chosen by the search.
         num_stages: the number of stages. Default: chosen by the search.
         num_microbatches: the number of micro-batches. Default: chosen by the search, of sizes between the measured
@@ -103,24 +104,24 @@ def tune(
         boundaries: fixed stage boundaries, as for Pipeline. Default: chosen by the search.
         together: groups of layers that share a stage, as for Pipeline. Default: none.
         checkpoint: the checkpointing, as for Pipeline. Default: chosen by the search.
-        links: the speed of the connections between ranks, from `probe_links`. Default: None, transfers count as free.
-        all_ranks: whether the plan must use every rank. Default: False, it may use fewer.
-        ranks_are: whether ranks are "threads" of one process or "processes". Default: "threads", "processes" with a
-            mesh.
+        links: the speed of the connections between ranks, from `probe_links`. Default: None (transfers count as free).
+        all_ranks: whether the plan must use every rank. Default: False (it may use fewer).
+        ranks_are: whether ranks are "threads" of one process or "processes". Default: "processes" with a mesh, else
+            "threads".
         profile: the layers' costs, in place of measuring the model: a Profile or the path of one.
-        loss_fn: the loss, as for Pipeline, to be measured and run with the target. Default: the model's own loss, or
-            the sum of its outputs.
+        loss_fn: the loss, as for Pipeline, which is measured and run with the target. Default: the model's own loss,
+            or the sum of its outputs.
         target: the sample's target for loss_fn.
         split_dims: how arguments are split into micro-batches, as for Numerics. Default: 0.
         whole_layers: modules to treat as one layer each, as for Pipeline. Default: none.
-        offload: whether a memory limit may move activations to the host: "auto", True or False. Default: "auto", True
-            if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs, where it frees no memory.
-        confirm: number of the best plans to run. Default: 3 for a model with devices or a mesh, else 0. With num_ranks
-            they run on that many GPUs if the machine has them, else on the CPU.
+        offload: whether activations may be moved to the host to keep within a memory limit: "auto", True or False.
+            Default: "auto", which is True if the profile holds a ``host_bytes_per_s`` and the devices are not CPUs.
+        confirm: how many of the plans with the shortest predicted steps to run. Default: 3 for a model with devices or
+            a mesh, else 0. With num_ranks they run on that many GPUs if the machine has them, else on the CPU.
         progress: show a progress bar of the search, if tqdm is installed. Default: False.
 
     Returns:
-        The plan, with the costs by which it was chosen, corrected by trial runs if there were any.
+        The plan, with the costs by which it was chosen. If there were trial runs, these costs are corrected by them.
 
     Raises:
         PartitionError: the model cannot be cut as requested.
@@ -232,7 +233,7 @@ def _to_confirm(confirm: Any, model: Any, known: bool, *, here: bool) -> int:
 
 
 def _devices_for(count: int) -> list[str]:
-    """Return as many GPUs as there are ranks if the machine has them, else the CPU once for each rank."""
+    """Return ``count`` GPUs if the machine has so many, else the CPU ``count`` times."""
     return [f"cuda:{at}" for at in range(count)] if torch.cuda.device_count() >= count else ["cpu"] * count
 
 

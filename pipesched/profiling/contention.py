@@ -1,7 +1,7 @@
 """Contention: measure how much longer layers take while another rank of the same machine computes.
 
-Ranks share memory and caches. Products of small matrices slow each other down little; layers that stream data through
-memory slow each other down much.
+Ranks share memory and caches. Products of small matrices hardly slow each other down; layers that stream data through
+memory do.
 """
 
 import copy
@@ -29,7 +29,7 @@ def crowd(
         caller: the thread-local settings to use.
         threads: intra-op threads of each of the two threads.
         rounds: the maximum number of measurements.
-        enough_s: no measurement begins after this time, in seconds.
+        enough_s: the seconds after which no further measurement begins.
 
     Returns:
         The slowdown factor of each round; empty if the layers cannot be copied.
@@ -67,9 +67,9 @@ def crowd(
 
 
 def _round(lap: TimingRun) -> float:
-    """The time of the layers in one whole and one split backward with their forwards.
+    """The time of the layers in two forwards, one whole backward and one split backward.
 
-    The work between layers that only serves the measurement is not included: it slows other threads down more.
+    Work between layers that only serves the measurement is not included. It slows other threads down more than layers.
     """
     lap.round()
     lap.weight_round(apart=True)

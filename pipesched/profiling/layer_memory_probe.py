@@ -23,10 +23,10 @@ __all__ = ["Layer", "Sizes", "sizes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer (run as a separate stage), or a whole stage, that has run once with a split backward."""
+    """A layer (run as a stage of its own), or a whole stage, that has already run once with a split backward."""
 
     stage: Stage
-    #: (input, whether to leave weight gradients to W) -> output; a PerConsumer if consumers get different ones.
+    #: (input, whether to leave weight gradients to W) -> output, as a PerConsumer if consumers get different values.
     run: Callable[[Payload, bool], Payload | PerConsumer]
     #: Frees the inputs and the input gradients that a pass has stored.
     release: Callable[[], None]
@@ -40,14 +40,14 @@ class Sizes:
     """The memory needs of a stage."""
 
     memory: LayerMemory
-    #: The message to each consumer; `Message.back` is set by the consumer.
+    #: The message to each consumer. The consumer's measurement sets `Message.back`.
     gives: tuple[Message, ...]
-    #: The bytes of the gradients for each producer.
+    #: The bytes of the gradients that each producer gets.
     backs: tuple[int, ...]
 
 
 def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
-    """Measure the layer's memory in whole and split passes over copies of its input. Its gradients are dropped."""
+    """Measure a layer's memory with whole and with split backwards, over copies of its input; drop its gradients."""
     books = books_of(layer.stage.device)
     for weight in layer.weights:
         weight.grad = None
@@ -82,7 +82,7 @@ def sizes_of(layer: Layer, arrived: Payload) -> Sizes:
 
 
 class _Notes:
-    """A separate class, for the reason given in `pipesched.tensors.memory_tracker`."""
+    """Holds the dispatch method in a separate class, for the reason given in `pipesched.tensors.memory_tracker`."""
 
     results: list[tuple[int, int]]
 
@@ -104,12 +104,12 @@ class _Dear(_Notes, TorchDispatchMode):
 class _Pass:
     """Measures one forward and one backward, whole or split.
 
-    Only the parts of the input and output that the stage keeps count. Bytes by attribute:
+    Of the input and the output, only the parts that the stage keeps count. Bytes by attribute:
 
-    - ``forward``: peak of the forward, including its input.
-    - ``backward``: peak of B or I beyond the kept activations, including the output's gradients.
-    - ``left``, ``left_input``, ``left_grad``: kept by I for W; the parts of it in inputs, and in gradients.
-    - ``delivery``: peak of W beyond ``left``. ``deferred``: the weight gradients that W makes.
+    - ``forward``: the peak of the forward, including its input.
+    - ``backward``: the peak of B or I beyond the kept activations, including the output's gradients.
+    - ``left``: what I keeps for W. ``left_input`` and ``left_grad``: the parts of ``left`` in inputs and in gradients.
+    - ``delivery``: the peak of W beyond ``left``. ``deferred``: the weight gradients that W makes.
     """
 
     def __init__(self, layer: Layer, arrived: Payload, books: Books, *, split: bool) -> None:
@@ -164,7 +164,7 @@ class _Pass:
             self.delivery = books.peak - left
 
     def _given(self, outputs: list[Payload]) -> Message:
-        """Drop the next output; return the message to its consumer, measured by the memory that this frees."""
+        """Drop the first of the outputs and measure the memory that this frees. Return the message to its consumer."""
         before = self._books.bytes
         one = outputs.pop(0)
         arriving = sum(tensor.nbytes for tensor in one.tensors)
@@ -177,5 +177,5 @@ class _Pass:
 
 
 def _memories(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The memory of the tensors: address -> size in bytes."""
+    """The memory that the tensors use: address -> size in bytes."""
     return {memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

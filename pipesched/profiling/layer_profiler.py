@@ -38,15 +38,15 @@ class Effort:
 
     #: Maximum number of rounds.
     rounds: int = 3
-    #: No further round begins after layers measured together have taken this time, in seconds.
+    #: The seconds of measuring a group of layers after which no further round begins.
     enough_s: float = 0.5
     #: Whether to repeat implausible measurements, and warn of those that remain implausible.
     checks: bool = False
-    #: Whether to measure also how much longer layers take while another rank computes.
+    #: Whether to measure as well how much longer layers take while another rank computes.
     crowds: bool = False
 
 
-#: Enough to choose stage boundaries.
+#: Thorough enough to choose stage boundaries.
 QUICK = Effort()
 
 #: Layers are measured in groups of about this size, so that weights leave the caches between rounds, as in a step.
@@ -60,9 +60,9 @@ def measure_layers(
     intra_op_threads: int,
     effort: Effort = QUICK,
 ) -> dict[str, LayerCosts]:
-    """Measure a chain of layers on one micro-batch; the medians of several runs count.
+    """Measure a chain of layers on one micro-batch, as medians of several runs.
 
-    Layers of the same kind with inputs of the same shapes are measured once for all. Layers run in training mode; if
+    Of the layers of one kind whose inputs have the same shapes, only some are measured. Layers run in training mode; if
     only some of the model's modules are in training mode, each module keeps its mode.
 
     Args:
@@ -89,8 +89,8 @@ def measure_calls(
 
     Args:
         calls: name -> a layer and its (args, kwargs).
-        wanted: the calls whose floating-point arguments all need gradients; in other calls only tensors that require
-            them do.
+        wanted: the calls whose floating-point arguments all need gradients. In other calls only the tensors that
+            require gradients need them.
         device: the device to run on.
         intra_op_threads: the number of intra-op threads.
         effort: how thoroughly to measure. Default: enough to choose stage boundaries.
@@ -104,7 +104,7 @@ def measure_calls(
 
 
 def _measured(calls: Calls, device: torch.device, threads: int, effort: Effort) -> dict[str, LayerCosts]:
-    """Measure in a separate thread, as ranks run: memory allocators differ between threads."""
+    """Measure in a separate thread, like that of a rank, because memory allocators differ between threads."""
     caller = replace(Caller.here([device.type], grad=True), inference=False)
     layers = [layer for layer, _ in calls.values()]
 
@@ -178,7 +178,7 @@ class _Kind:
 
 
 def _spread(seconds: Sequence[float]) -> float:
-    """The interquartile range of the times over their median."""
+    """The interquartile range of the times, divided by their median."""
     if len(seconds) < 2 or not median(seconds):
         return 0.0
     low, _, high = quantiles(seconds, n=4, method="inclusive")
@@ -189,7 +189,7 @@ _WAITS = 0.1  # fraction of waiting from which a layer counts as waiting; smalle
 
 
 class Between(nn.Module):
-    """A function called between layers, as a layer. A function that cannot run by itself costs nothing."""
+    """A function that is called between layers, as a layer. If it cannot run by itself, its costs are zero."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Between(nn.Module):
 
 
 class _Survey:
-    """Measures the calls of a model; calls of equal cost are measured once."""
+    """Measures the calls of a model. Of several calls of equal cost, only some are measured."""
 
     def __init__(self, device: torch.device, caller: Caller, threads: int, effort: Effort) -> None:
         self._device = device
@@ -263,7 +263,7 @@ class _Survey:
             )
 
     def _doubts(self, kinds: Mapping[str, Any]) -> dict[str, str]:
-        """The implausible figures, by the first layer of each kind."""
+        """Descriptions of the implausible measurements, by the first layer of each kind."""
         costs = {kind: known.costs() for kind, known in self._kinds.items()}
         all_s = sum(costs[kind].forward_s + costs[kind].backward_s for kind in kinds.values())
         first: dict[Any, str] = {}
@@ -326,7 +326,7 @@ class _Survey:
 
 
 class _Held(nn.Module):
-    """Calls a layer without registering its parameters, because a stage would take their copies for shards."""
+    """Calls a layer without registering its parameters, because a stage would take copies of them for shards."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class _Held(nn.Module):
 
 
 class _Alone:
-    """A layer as a stage that has run once with a split backward; ``caller`` has the autocast settings."""
+    """A layer as a stage that has already run once with a split backward; ``caller`` has the autocast settings."""
 
     def __init__(self, lap: TimingRun, subject: Subject, device: torch.device, caller: Caller) -> None:
         self._lap = lap
@@ -367,7 +367,7 @@ class _Alone:
 def _kind(layer: nn.Module, given: Payload) -> Any:
     """A key that is equal for calls of equal cost: types, shapes, settings, and which parameters are trained.
 
-    Integer attributes are not compared, because blocks often store their own index.
+    Integer attributes are left out, because blocks often store their own index.
     """
     modules = tuple((name, type(module), repr(module), _settings(module)) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())

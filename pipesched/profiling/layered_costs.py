@@ -38,16 +38,17 @@ def graph_of(
     Args:
         model: nn.Module, or a list of modules that form a chain.
         sample: one micro-batch: a tensor, a tuple of arguments, or a dict of keywords.
-        measured: bool; whether to run each layer several times, with one thread, to measure it. Default: True.
+        measured: whether to measure each layer by running it several times with one thread. Default: True.
         device: the torch device to measure on. Default: "cpu".
         whole_layers: names of modules that are kept as one layer. Default: none.
 
     Returns:
         networkx.DiGraph. Nodes have ``parameters`` and ``buffers`` (names; a tied one is in several nodes),
-        ``num_parameters``, ``parameter_bytes`` and ``output_bytes`` (values used by later layers or by the output). If
-        measured, also ``forward_s``, ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and ``activation_bytes``.
-        An edge from a layer to a user of its output has ``bytes`` and ``tensors`` (name -> bytes; a tensor has the same
-        name on all its edges). Values that every stage computes itself, such as masks, make no edge.
+        ``num_parameters``, ``parameter_bytes`` and ``output_bytes`` (of values that later layers or the model's output
+        use). If measured, they also have ``forward_s``, ``backward_s``, ``input_grad_s``, ``weight_grad_s`` and
+        ``activation_bytes``. An edge from a layer to a user of its output has ``bytes`` and ``tensors`` (name -> bytes;
+        a tensor has the same name on all its edges). Values that every stage computes itself, such as masks, make no
+        edge.
 
     Raises:
         ModelTypeError: the model is not an nn.Module, or its layers cannot be seen because it is compiled or wrapped.
@@ -77,7 +78,7 @@ def measure(
 def _measure_captured(
     known: CapturedModel, device: torch.device, intra_op_threads: int, effort: Effort
 ) -> dict[str, LayerCosts]:
-    """The costs of each layer, with those of the calls after it that cannot begin a stage."""
+    """The costs of each layer, including those of the calls after it that cannot begin a stage."""
     capture = known.captures[known.model.training]
     trained = capture.trained({name for name, parameter in known.model.named_parameters() if parameter.requires_grad})
     calls = {}
@@ -105,7 +106,7 @@ def _measure_captured(
 
 
 def _as_told(layer: nn.Module, capture: Capture, call: Call) -> nn.Module:
-    """The layer with the attributes that code between layers had set before this call."""
+    """The layer, with the attributes that code between layers had set on it before this call."""
     if call.index not in capture.told:
         return layer
     copy = Twin(layer).layer

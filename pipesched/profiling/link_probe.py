@@ -1,8 +1,8 @@
 """Link probe: measure latency and bandwidth between ranks by programs that send messages back and forth.
 
-The programs run like any program, so the figures include packing, sending and unpacking. A chain of three stages lies
-on rank a, rank b and rank a again. The time from the end of the first stage to the start of the third is a round trip,
-measured by a's clock alone.
+The programs run like any program, so the figures include packing, sending and unpacking. A chain of three stages is
+placed on rank a, rank b and rank a again. The time from the end of the first stage to the start of the third is a round
+trip, measured by the clock of rank a alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,17 +48,18 @@ def probe_links(mesh: DeviceMesh, *, timeout: float = 60.0) -> Links:
         links = pipesched.probe_links(mesh["pp"])
         links.to_dict()  # for JSON
 
-    Takes about one second per rank, more on slow links. Every rank talks to one other rank at a time and all such pairs
-    run at the same time, so pairs that share a cable show their share of its bandwidth.
+    Takes about one second per rank, more on slow links. Every rank talks to one other rank at a time, and all these
+    pairs run at the same time. So pairs that share a cable show only their share of its bandwidth.
 
     Args:
         mesh: a one-dimensional torch DeviceMesh.
         timeout: how long a rank waits for another one, in seconds. Default: 60.
 
     Returns:
-        Links, the same on every rank, with three figures for each pair and direction: ``latency_s``, half of the median
-        round trip of an empty message; ``bytes_per_s``, from messages that take 20 ms, but have at most 4 MiB;
-        ``spread``, the range of these round trips over their median, which is large if the measurement was disturbed.
+        Links, the same on every rank, with three figures for each pair and direction: ``latency_s`` is half of the
+        median round trip of an empty message. ``bytes_per_s`` comes from messages that take 20 ms, but have at most 4
+        MiB. ``spread`` is the range of these round trips divided by their median; it is large if the measurement was
+        disturbed.
 
     Raises:
         DeviceCountError: the mesh has several dimensions.
@@ -98,7 +99,7 @@ def find_links(num_ranks: int, run: Run) -> Links:
 
 
 def _rounds(num_ranks: int) -> Iterator[list[Pair]]:
-    """All pairs of ranks, in rounds with each rank in at most one pair (the circle method of tournaments)."""
+    """All pairs of ranks, in rounds in which each rank is in at most one pair (the circle method of tournaments)."""
     seats = list(range(num_ranks + num_ranks % 2))
     half = len(seats) // 2
     for _ in range(1, len(seats) if num_ranks > 1 else 0):
@@ -128,7 +129,7 @@ def _measured(pairs: list[Pair], num_ranks: int, run: Run) -> dict[Pair, Link]:
 
 
 def _trips(sizes: dict[Pair, int], num_ranks: int, count: int, run: Run) -> dict[Pair, list[float]]:
-    """The times of ``count`` round trips for each pair: a message of the given size there, an empty one back."""
+    """The times of ``count`` round trips for each pair: a message of the pair's size there, an empty one back."""
     program = lower(_there_and_back(list(sizes), num_ranks, 1 + count))
     spans = run(program, [nbytes for size in sizes.values() for nbytes in (size, 0, 0)])
     times = {span.action: (span.start_s, span.end_s) for span in spans}

@@ -1,4 +1,4 @@
-"""Loss costs: measure a loss of a model's outputs, with its target or with a guessed one."""
+"""Loss costs: measure the costs of a loss of a model's output, with its target or with a guessed target."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ def loss_costs(
 
 
 def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
-    """The last layer's costs, with the memory that the loss needs."""
+    """The last layer's costs plus the memory that the loss needs."""
     measured = LossMemory(
         kept_bytes=loss.memory.activation_bytes,
         kept_input_bytes=loss.memory.kept_input_bytes,
@@ -43,9 +43,10 @@ def with_loss_bytes(costs: LayerCosts, loss: LayerCosts) -> LayerCosts:
 def with_supposed_loss(
     costs: LayerCosts, loss_fn: Callable[[Any, Any], Any], output: Any, device: torch.device, threads: int
 ) -> LayerCosts:
-    """``with_loss_bytes`` for an unknown target: try one class per row, and a tensor like the output.
+    """``with_loss_bytes`` for an unknown target. Two are tried: one class per row, and a tensor like the output.
 
-    If the loss accepts both, the one that needs less memory counts; if it accepts neither, the costs stay unchanged.
+    If the loss accepts both, the target with which it needs less memory counts. If it accepts neither, the costs stay
+    unchanged.
     """
     found = []
     for target in _supposed(output):
@@ -67,7 +68,7 @@ def _supposed(output: Any) -> Iterator[Tensor]:
 
 
 class _OfTarget(nn.Module):
-    """A loss with a fixed target. The target belongs to the batch, so its memory is not the layer's."""
+    """A loss with a fixed target. The target belongs to the batch, so its memory does not count for the layer."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], target: Any, device: torch.device) -> None:
         super().__init__()

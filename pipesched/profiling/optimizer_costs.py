@@ -1,6 +1,6 @@
 """Optimizer costs: measure the time of an optimizer's step and the memory of its state, for each parameter.
 
-Times are those of real steps. Bytes come from `pipesched.profiling.optimizer_memory`, which allocates no memory.
+Times are measured in real steps. Bytes come from `pipesched.profiling.optimizer_memory`, which allocates no memory.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Optimizer memory: find the bytes of an optimizer's state, and the peak of its step, for any parameters.
 
-The optimizer's own class makes steps on meta tensors, which need no memory, so any stage can be examined. Times need
-real steps; see `pipesched.profiling.optimizer_costs`.
+An optimizer of the same class makes steps on meta tensors. These need no memory, so any stage can be examined. Times
+need real steps; see `pipesched.profiling.optimizer_costs`.
 """
 
 import inspect
@@ -42,7 +42,7 @@ def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tenso
 
     Args:
         make: parameters -> Optimizer.
-        parameters: the parameters, of which only the trained ones count.
+        parameters: the parameters. Only the trained ones count.
 
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -58,7 +58,7 @@ def upkeep_of(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tenso
 def _stepped(
     make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor], stand_ins: Sequence[Tensor]
 ) -> Upkeep:
-    """The memory needs of two steps on stand-ins, scaled up to the parameters."""
+    """The memory needs of two steps on the stand-ins, scaled up to the size of the parameters."""
     ledger = Ledger(stand_ins[0].device.type)
     weights = [nn.Parameter(tensor) for tensor in stand_ins]
     for weight in weights:

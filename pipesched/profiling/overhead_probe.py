@@ -1,11 +1,12 @@
 """Overhead probe: measure the time that ranks need in addition to the work of their stages.
 
 The programs run like any program, on the usual executors and stages. A stage's layer times its own work, so the rest of
-an action is overhead. Two neighbours with work in the ratio 1 to 2 or 2 to 1 show which of them waits, and so the
-overhead between actions of one rank, with and without messages, and between actions of two ranks.
+an action is overhead. If one of two neighbours has twice as much work as the other, it is known which of them waits. So
+the overhead can be found between actions of one rank, with and without messages, and between actions of two ranks.
 
-The cost of waking up is measured on a pipeline of ranks that wait, as for a GPU: delays that alternate between
-neighbours add up to more than the delays of any single rank. It is the difference from the simulated time.
+The cost of waking up is measured on a pipeline of ranks that wait, as for a GPU, because delays that alternate between
+neighbours add up to more than the delays of any single rank. It is the difference between the measured and the
+simulated time.
 """
 
 import os
@@ -75,7 +76,7 @@ class _Worked(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A layer that computes or waits for a number of parts of work; ``seconds`` has the time of each call."""
+    """A layer that computes or waits, for a given number of equal parts of work. ``seconds`` has each call's time."""
 
     def __init__(self, parts: int, waits: bool, device: torch.device) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Ran:
-    """A program's run: its spans, and the time of each action's work."""
+    """A run of a program: its trace, and the time of each action's work."""
 
     trace: Trace
     work_s: dict[Action, float]
@@ -117,7 +118,7 @@ class Run(Protocol):
 
         Args:
             program: the program.
-            parts: for each stage, the number of parts of work in each of its actions.
+            parts: for each stage, the number of equal parts of work in each of its actions.
             rows: the size of each message, in rows of 1 KiB.
             waits: whether layers wait instead of computing. Default: False.
 
@@ -148,14 +149,14 @@ def probe_overheads(
 
         threads = pipesched.probe_overheads(devices=["cpu"] * 4)
 
-    Put the result into a profile's ``Machine(threads=...)``, or ``processes=`` for a mesh, and predictions include it.
-    The measurement takes some seconds. Ranks beyond the number of cores do not compute.
+    If you put the result into a profile's ``Machine(threads=...)``, or ``processes=`` for a mesh, predictions include
+    it. The measurement takes some seconds. Ranks beyond the number of cores do not compute.
 
     Args:
         devices: one CPU device for each rank, for ranks in this process. Pass this or ``mesh``.
         mesh: a one-dimensional torch DeviceMesh, for one process per rank.
         timeout: how long a rank of a mesh waits for another one, in seconds.
-        rounds: int; the number of measurements, of which the medians count. Default: 5.
+        rounds: the number of measurements. The overheads are medians over them. Default: 5.
 
     Returns:
         Overheads, the same on every rank.
@@ -235,7 +236,7 @@ def _runner(host: RankHost) -> Run:
 
 
 def waited_s() -> float:
-    """How long this process's threads have waited for a busy core, in seconds, by Linux's statistics; 0 elsewhere."""
+    """How many seconds this process's threads have waited for a busy core, by Linux's statistics; elsewhere 0."""
     waited_ns = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError):  # the thread has ended meanwhile
@@ -271,9 +272,9 @@ def _waking_s(alone: Ran, program: Program, ran: Ran, awake: Overheads) -> float
     """The extra time per action of waiting ranks, along the longest path through the program.
 
     Args:
-        alone: a run of one waiting rank; its work takes the time that a profile would contain.
+        alone: a run of one waiting rank. A profile would contain the times of its work.
         program: the program of all ranks.
-        ran: the run of the program with all ranks waiting.
+        ran: a run of this program in which all ranks wait instead of computing.
         awake: the other overheads, which are subtracted.
 
     """
@@ -298,8 +299,8 @@ def _pairs(num_ranks: int) -> list[tuple[int, int]]:
 class _Seen:
     """Collects overheads in seconds, by kind of action and rows of the message.
 
-    There are four cases: an action without messages, with a message sent, with one received, and two actions of which
-    the second waits for the first.
+    There are four cases: an action without messages, an action that sends a message, an action that receives one, and a
+    pair of actions of which the second waits for the first.
     """
 
     def __init__(self) -> None:
@@ -313,7 +314,7 @@ class _Seen:
             self._note("action", kind, 0, _per_action(ran, range(count), kind))
 
     def first_waits(self, ran: Ran, pairs: Sequence[tuple[int, int]], rows: int) -> None:
-        """Add a run in which the second rank of each pair has more work, so the first waits and the second does not."""
+        """Add a run in which the second rank of each pair has more work, so that only the first rank waits."""
         firsts, seconds = zip(*pairs, strict=True)
         self._note("send", Kind.F, rows, _per_action(ran, firsts, Kind.F))
         self._note("receive", Kind.F, rows, _per_action(ran, seconds, Kind.F))
@@ -321,7 +322,7 @@ class _Seen:
         self._note("chained", Kind.B, rows, _chained(ran, Kind.B))
 
     def second_waits(self, ran: Ran, pairs: Sequence[tuple[int, int]], rows: int) -> None:
-        """Add a run in which the first rank of each pair has more work."""
+        """Add a run in which the first rank of each pair has more work, so that only the second rank waits."""
         self._note("receive", Kind.B, rows, _per_action(ran, [first for first, _ in pairs], Kind.B))
         self._note("chained", Kind.F, rows, _chained(ran, Kind.F))
 
@@ -329,7 +330,7 @@ class _Seen:
         self._lost.setdefault((case, kind, rows), []).extend(seconds)
 
     def overheads(self) -> Overheads:
-        """The medians, and the overheads that follow from them."""
+        """The overheads that follow from the medians of all runs."""
         action_s = self._seconds("action", 0)
         crowding = [1.0]
         for count in sorted(self._work)[1:]:

@@ -32,7 +32,7 @@ class Measured:
 
 
 def doubt(layer: Measured, all_s: float) -> str:
-    """Describe an implausible time of a layer, or return ""; ``all_s`` is the time of all layers in seconds."""
+    """Describe an implausible time of a layer, or return "". ``all_s`` is the total time of all layers, in seconds."""
     costs = layer.costs
     if costs.forward_s + costs.backward_s < max(_LEAST_S, _HEAVY * all_s):
         return ""
@@ -52,7 +52,7 @@ def doubt(layer: Measured, all_s: float) -> str:
 
 
 def doubt_of_sum(layers: Mapping[str, LayerCosts], whole: LayerCosts) -> str:
-    """Describe how far the layers' times are from the time of the whole model, or return "" if they are close."""
+    """Describe the difference of the sum of the layers' times from the whole model's time; return "" if it is small."""
     for column, name in (("forward_s", "forward"), ("backward_s", "backward")):
         took = getattr(whole, column)
         together = sum(getattr(costs, column) for costs in layers.values())

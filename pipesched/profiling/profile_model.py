@@ -67,24 +67,24 @@ def profile(
         profile.save("profile.json")
 
     Each layer runs forward and backward several times, in the order of a step. Implausible times are measured again; a
-    warning names layers that stay implausible. The model is left unchanged, including gradients and random state.
+    warning names layers whose times stay implausible. The model, its gradients and the random state are left unchanged.
 
     Args:
         model: nn.Module, or a list of modules that form a chain. It may be on the meta device.
         sample: one micro-batch: a tensor, a tuple of arguments, or a dict of keywords.
-        loss_fn: (output, target) -> scalar tensor; its costs are added to the last layer. Default: None, no loss.
+        loss_fn: (output, target) -> scalar tensor; its costs are added to the last layer. Default: None (no loss).
         target: the sample's target, required with ``loss_fn``. Default: None.
         optimizer: parameters -> torch.optim.Optimizer. Layers then also have ``update_s`` and ``optimizer_bytes``.
             Default: None.
-        rows: the micro-batch sizes to measure, in rows, made from the sample's rows. A size of 1 is measured as 2.
-            Default: a quarter, half, one and two times the sample's rows.
+        rows: the micro-batch sizes to measure, in rows. The micro-batches are made from the sample's rows. A size of 1
+            is measured as 2. Default: a quarter, half, one and two times the sample's number of rows.
         device: the torch device to measure on. Default: "cpu".
-        intra_op_threads: int; threads of each operation on a CPU. Default: 1.
-        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name; None
-            passes an argument whole. Default: 0.
+        intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
+        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. With
+            None an argument is not split. Default: 0.
         whole_layers: names of modules that are kept as one layer. Default: none.
-        cache: a folder of profiles. A profile of an equal model, sample, device and torch version is loaded from it
-            instead of measured; the numbers in weights and inputs may differ. Default: None, no cache.
+        cache: a folder of profiles. If it has a profile of an equal model, sample, device and torch version, that one
+            is returned and nothing is measured. The numbers in weights and inputs may differ. Default: None (no cache).
 
     Returns:
         Profile, for `pipesched.tune` and ``Search(profile=...)``.
@@ -168,7 +168,7 @@ def _with_loss(
 
 
 def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts]:
-    """The medians over several passes."""
+    """The medians of each layer's costs over several passes."""
     found = {}
     for name, first in passes[0].items():
         times = {column: median(getattr(costs[name], column) for costs in passes) for column in _MEDIANS}
@@ -182,7 +182,7 @@ def _between(passes: Sequence[Mapping[str, LayerCosts]]) -> dict[str, LayerCosts
 def _check_sum(
     costs: Mapping[str, LayerCosts], model: nn.Module, batch: Batch, device: torch.device, threads: int
 ) -> None:
-    """Warn if the layers' times do not add up to the model's time; very large models are not checked."""
+    """Warn if the layers' times do not add up to the model's time. Very large models are not checked."""
     if lacks_contents(model) or sum(parameter.nbytes for parameter in model.parameters()) > _LARGEST_BYTES:
         return
     calls = {"model": (model, unchanged(batch.inputs[0]))}

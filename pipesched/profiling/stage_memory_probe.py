@@ -1,7 +1,8 @@
 """Stage memory probe: measure the memory of each stage of a captured model by running the stage in one piece.
 
-A stage needs more than the sum of its layers: a view keeps its whole storage, values that skip layers are held
-meanwhile, their gradients wait for each other, and variables of code between layers keep tensors alive.
+A stage needs more memory than the sum of its layers: a view keeps its whole storage, values that skip layers are held
+until they are used, gradients of such values wait for each other, and variables of code between layers keep tensors
+alive.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ class StageSizes:
     """The memory needs of a stage."""
 
     memory: LayerMemory
-    #: Peak of a forward beyond its input if nothing is kept for a backward.
+    #: The peak of a forward beyond its input, if nothing is kept for a backward.
     dropping_bytes: int
     #: Parameter name -> bytes.
     parameters: Mapping[str, int]
@@ -66,7 +67,7 @@ def stage_sizes(
         devices: the device of each stage.
         trade: exchange of values between ranks, for tied weights.
         checkpoint_of_call: the checkpointing of layers.
-        own_loss: whether the last stage computes the loss itself.
+        own_loss: whether the loss is the model's own, which the last stage computes.
 
     """
     caller = replace(Caller.here({device.type for device in devices}, grad=True), inference=False)
@@ -113,7 +114,7 @@ def stage_sizes(
 
 
 def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[int, int], Message]:
-    """The messages between the stages of a program; ``stages`` are the stages with their own weights."""
+    """The messages between the stages of a program. ``stages`` has the sizes of the stages with their own weights."""
     own = program.weights
     return {
         (giver, taker): stages[own[giver]].messages[own[taker]]
@@ -123,7 +124,7 @@ def messages_of(program: Program, stages: Sequence[StageSizes]) -> dict[tuple[in
 
 
 def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], loss: LayerMemory | None) -> Costs:
-    """The costs of a program's stages with measured memory; ``loss`` is the memory of a separate loss, if any."""
+    """The costs of a program's stages with the measured memory. ``loss`` is the memory of a separate loss, if any."""
     rows = []
     for index, part in enumerate(program.weights):
         memories = [stages[part].memory]
@@ -143,7 +144,7 @@ def costs_with(costs: Costs, program: Program, stages: Sequence[StageSizes], los
 
 
 class _Holder(nn.Module):
-    """Runs code while the model uses other parameters."""
+    """Runs code while the model uses other parameters in place of its own."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -154,7 +155,7 @@ class _Holder(nn.Module):
 
 
 class _Alone:
-    """A stage that runs without the other stages; ``arrived`` has the payload from each producer."""
+    """A stage that runs without the other stages. ``arrived`` has the payload from each producer."""
 
     def __init__(self, stage: Stage, sample: Any, caller: Caller, arrived: Sequence[Payload]) -> None:
         self._stage = stage

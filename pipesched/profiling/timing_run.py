@@ -1,8 +1,8 @@
 """Timing run: measure layers together, forwards in order and then backwards in reverse order.
 
 So each layer finds the caches in the same state as in a step: its input has just been written, and its weights were
-last used in the previous round. Work between layers is not counted: one backward runs through all layers and notes the
-time at which it reaches each of them. Layers run on copies of their weights.
+last used in the previous round. One backward runs through all layers and notes when it reaches each of them, so work
+between layers is not counted. Layers run on copies of their weights.
 """
 
 import copy
@@ -45,7 +45,7 @@ class Subject:
     given: Payload
     #: Kind of time, such as "forward_s" -> the time of each round.
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    #: Kind of time -> the part of each round's time in which the thread did not run on a processor.
+    #: Kind of time -> for each round, the part of its time in which the thread did not run on a processor.
     waited: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -74,7 +74,7 @@ class TimingRun(nn.Module):
             Subject(name="", layer=nn.Identity(), given=Payload.of(((torch.empty(0, requires_grad=True),), {})))
             for _ in range(3)
         ]
-        # Layers without work show the cost of noting times; not the last one, where the backward starts.
+        # Layers without work show the cost of noting times. The last one does not, because the backward starts there.
         self._blank = blanks[1]
         self._all = [blanks[0], *subjects, *blanks[1:]]
         self._device = device
@@ -123,7 +123,10 @@ class TimingRun(nn.Module):
         return run
 
     def weight_round(self, *, apart: bool) -> None:
-        """Run forwards, input gradients and weight gradients, these in one call or ``apart`` for each layer."""
+        """Run forwards, input gradients and weight gradients.
+
+        The weight gradients are computed by one call for each layer if ``apart``, else by one call for all layers.
+        """
         clock = Clock(self._device)
         run = self.round(split=True, clock=clock)
         if apart:
@@ -139,7 +142,7 @@ class TimingRun(nn.Module):
         clock.settle()
 
     def clear(self) -> None:
-        """Discard the times so far, which were warm-up."""
+        """Discard the times so far."""
         for subject in self._all:
             subject.seconds.clear()
             subject.waited.clear()
@@ -147,10 +150,11 @@ class TimingRun(nn.Module):
     def correct(self) -> None:
         """Correct the times for effects of the measurement.
 
-        - Noting the start of a backward takes time: the time of a blank layer is subtracted.
-        - Weight gradients of single layers take longer than one call for all: each layer gets its share of the call.
-        - A short disturbance is in no layer's median but in every step: the layers' times are scaled so that their sum
-          is the median round.
+        - Noting the start of a backward takes time, so the time of a layer without work is subtracted.
+        - The weight gradients of single layers take longer than one call for all layers. So the time of that call is
+          divided among the layers.
+        - A short disturbance occurs in every step, but is in no layer's median. So the layers' times are scaled until
+          their sum is the median time of a round.
         """
         for column in ("backward_s", "input_grad_s"):
             blank_s = median(self._blank.seconds[column])
@@ -192,7 +196,7 @@ class TimingRun(nn.Module):
     def forget_graphs(self, layer: nn.Module) -> None:
         """Reset attributes that hold a graph of an earlier round, such as a recurrent state.
 
-        A model would reset such a state before each forward.
+        A model would reset such attributes before each forward.
         """
         for module in layer.modules():
             before = self._attributes.get(module, {})
@@ -222,7 +226,7 @@ class TimingRun(nn.Module):
 
 
 class Clock:
-    """Times on a device: those of this thread, or of events on its CUDA stream."""
+    """Measures times on a device, with the clocks of this thread, or with events on its CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -237,11 +241,11 @@ class Clock:
         return event
 
     def note(self, subject: Subject, column: str, begin: Any, end: Any = None) -> None:
-        """Note a time for a subject. Default end: now."""
+        """Note the time from ``begin`` to ``end`` for a subject. Default for ``end``: now."""
         self._noted.append((subject, column, begin, self.now() if end is None else end))
 
     def settle(self) -> None:
-        """Store the noted times in the subjects."""
+        """Compute the noted times, and store them in the subjects."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for subject, column, begin, end in self._noted:
@@ -255,7 +259,7 @@ class Clock:
 
 
 class _Turn:
-    """The start of one layer's backward, with the form of the gradients that it gets."""
+    """The start of one layer's backward, with the form of the gradients that this backward gets."""
 
     def __init__(self, subject: Subject, clock: Clock, leaves: Sequence[Tensor]) -> None:
         self.subject = subject
@@ -266,14 +270,14 @@ class _Turn:
         self._begin: Any = None
 
     def come(self) -> list[Tensor]:
-        """Make the gradients of the layer's output, freshly written as those from a later layer would be."""
+        """Make the gradients of the layer's output. They are freshly written, as if they came from a later layer."""
         self.came = self._clock.now()
         ones = [torch.ones_like(form, device=self._device) for form in self._forms]
         self._begin = self._clock.now()
         return ones
 
     def note(self, column: str, end: Any) -> Any:
-        """Note the backward of the layer, which ended at ``end``; return the end of the backward before it."""
+        """Note the layer's backward, which ended at ``end``. Return the time at which the preceding backward ended."""
         if self.came is None:
             self._clock.note(self.subject, column, end, end)
             return end
@@ -282,7 +286,10 @@ class _Turn:
 
 
 class _Begin(torch.autograd.Function):
-    """Marks the start of a layer's backward. The turn must not hold the graph: the garbage collector cannot find it."""
+    """Marks the start of a layer's backward.
+
+    The turn must not hold the graph, because the garbage collector cannot find a reference cycle through the graph.
+    """
 
     @staticmethod
     def forward(ctx: Any, turn: _Turn, *leaves: Tensor) -> Tensor:
@@ -305,7 +312,7 @@ def _naming(subject: Subject, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _naming_turn(turns: Sequence[_Turn], device: torch.device) -> Iterator[None]:
-    """Like ``_naming``, for the layer that the backward has reached."""
+    """Like ``_naming``, but names the layer that the backward has reached."""
     try:
         yield
     except Exception as error:

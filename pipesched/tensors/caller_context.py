@@ -15,7 +15,7 @@ __all__ = ["Caller", "intra_op"]
 
 @dataclass(frozen=True)
 class Caller:
-    """Grad mode, inference mode and the autocast settings for forwards."""
+    """A thread's grad mode and inference mode, and its autocast settings for forwards."""
 
     grad: bool
     inference: bool
@@ -23,7 +23,7 @@ class Caller:
 
     @classmethod
     def here(cls, device_types: Iterable[str], *, grad: bool) -> "Caller":
-        """The settings of the current thread, with this grad mode."""
+        """The settings of the current thread, but with the given grad mode."""
         autocasts = tuple(
             {
                 "device_type": kind,

@@ -1,4 +1,4 @@
-"""Exchange: values that ranks send each other outside the schedule, such as gradients of tied weights."""
+"""Exchange: send values between ranks outside the schedule, such as gradients of tied weights."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
@@ -21,7 +21,7 @@ class Trade(Protocol):
         """Whether the rank runs in this process."""
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send each value in ``given`` to its rank, and return the values that ``sources`` send to this rank."""
+        """Send each value in ``given`` to the rank of its key; return the values that ``sources`` send to this rank."""
 
 
 class RankDevices(Protocol):
@@ -39,7 +39,7 @@ class RankDevices(Protocol):
 
 
 def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
-    """For each move, the value if its target is in this process, else None. Collective over processes.
+    """For each move, the value if the target rank is in this process, else None. Collective over processes.
 
     All values from one rank to another travel in one message.
     """
@@ -59,7 +59,7 @@ def moved(trade: Trade, what: str, moves: Sequence[Move]) -> Iterator[Any]:
 
 @torch.no_grad()
 def copy_into(mine: Tensor, theirs: Tensor) -> None:
-    """Overwrite a tensor without counting it as an in-place modification, which running backwards would refuse."""
+    """Overwrite a tensor without counting it as an in-place modification, so that running backwards do not fail."""
     if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) and not is_expanded(mine):
         mine.data.copy_(theirs)
     else:

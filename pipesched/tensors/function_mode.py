@@ -1,6 +1,6 @@
 """Function mode: one TorchFunctionMode that intercepts all torch functions of a stage, with a table of handlers.
 
-Keyed random numbers and deferred weight gradients both intercept calls. One table serves both, so that a call is looked
+Keyed random numbers and deferred weight gradients both intercept calls. Both use one table, so that each call is looked
 up only once.
 """
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["COMPOSITES", "Handler", "Intercept"]
 
-#: Python functions with weight products in their body; the calls in the body are intercepted one by one.
+#: Python functions that multiply by weights in their body. The calls in the body are intercepted one by one.
 COMPOSITES = frozenset({functional.multi_head_attention_forward})
 
 #: (function, args, kwargs) -> result, in place of the call
@@ -64,7 +64,7 @@ class Intercept(TorchFunctionMode):
         return self._opened(func)(*args, **kwargs)
 
     def _opened(self, func: types.FunctionType) -> Callable[..., Any]:
-        """A copy of a function of torch.nn.functional in which the functions with handlers are replaced by these.
+        """A copy of a function of torch.nn.functional that calls the handlers of the functions that have one.
 
         All other calls in the body go straight to torch: of fifty calls only about three need a handler.
         """

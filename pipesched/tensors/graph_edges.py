@@ -12,9 +12,9 @@ __all__ = ["edge_of", "enter"]
 
 
 class _Entry(torch.autograd.Function):
-    """The start of a graph, where the gradients of its inputs are stored.
+    """The start of a graph. Its backward stores the gradients of the graph's inputs.
 
-    Unlike a leaf, the resulting tensors may be modified in place, for example by the first layer of a stage.
+    Unlike leaves, the tensors that it returns may be modified in place, for example by the first layer of a stage.
     """
 
     @staticmethod
@@ -32,15 +32,15 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-#: An argument that requires a gradient, so that the results do. Its own gradient is always None.
+#: An argument that requires a gradient, so that the results require one, too. Its own gradient is always None.
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
 def enter(tensors: Sequence[Tensor], into: list[Tensor | None] | None = None) -> tuple[Tensor, ...]:
-    """The same tensors as the inputs of a new graph; a backward writes their gradients into ``into`` (None: dropped).
+    """Return these tensors as the inputs of a new graph. A backward writes their gradients into ``into``.
 
-    ``into`` is a list instead of a callback, because a callback could create a reference cycle through the graph, which
-    the garbage collector cannot find.
+    With None the gradients are dropped. ``into`` is a list instead of a callback, because a callback could create a
+    reference cycle through the graph. The garbage collector cannot find such a cycle.
     """
     detached = tuple([tensor.detach() for tensor in tensors])
     entered: tuple[Tensor, ...] = _Entry.apply(_ANCHOR, detached, into)  # type: ignore[no-untyped-call]

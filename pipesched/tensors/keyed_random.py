@@ -51,7 +51,7 @@ class Key(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a draw: a call of a layer, and the number of draws before it in that call."""
+    """The place of a draw: the call of a layer in which it occurs, and the number of earlier draws in that call."""
 
     key: Key
     layer: str
@@ -90,7 +90,7 @@ def outside_state() -> Hashable:
 def outside_kept(seed: int | None = None, *, alone: bool = True) -> Iterator[None]:
     """Seed Python's and numpy's global generators if a seed is given, and restore their states afterwards.
 
-    With ``alone``, other threads with keyed draws from these generators wait meanwhile.
+    With ``alone``, other threads that make keyed draws from these generators wait until the end.
     """
     with _OUTSIDE if alone else nullcontext():
         states = random.getstate(), np.random.get_state()
@@ -118,7 +118,7 @@ class KeyedRandom:
         self.again = False  # a layer is being recomputed in a backward
 
     def enter(self, key: Key, layer: str, call: int = 0, op: int = 0) -> None:
-        """Set the place of the next draws; ``op`` is the number of earlier draws in this call of the layer."""
+        """Set the place of the next draw; ``op`` is the number of earlier draws in this call of the layer."""
         self.key = key
         self._layer = layer
         self._call = call
@@ -131,7 +131,7 @@ class KeyedRandom:
 
     @contextmanager
     def repeated(self, place: Place) -> Iterator[None]:
-        """In this context, draws repeat the numbers that were drawn from ``place`` on."""
+        """In this context, draws repeat the numbers that were drawn at ``place`` and after it."""
         before = self.place
         again = self.again
         self.enter(*place[:-1])
@@ -145,7 +145,7 @@ class KeyedRandom:
 
     @property
     def op(self) -> int:
-        """The number of draws since ``enter``, plus the ``op`` that it got."""
+        """The number of draws in the current call of the layer: those since ``enter``, plus the ``op`` passed to it."""
         return self._op
 
     def handler_for(self, function: Callable[..., Any]) -> Handler | None:
@@ -156,7 +156,7 @@ class KeyedRandom:
 
     @contextmanager
     def outside(self, layer: str, call: int) -> Iterator[None]:
-        """In this context, key draws outside torch by this call of a layer, or this part of the code between layers."""
+        """In this context, key draws outside torch by this call of a layer or this part of the code between layers."""
         before = self._outside
         self._outside = f"{layer}/{call}/outside"
         try:
@@ -217,7 +217,7 @@ class KeyedRandom:
                     generator.set_state(state)
 
     def keyed(self, act: Callable[[], Any]) -> tuple[Any, bool]:
-        """Call ``act`` with keyed default generators; return its result and whether it drew from them."""
+        """Call ``act`` with keyed default generators; return its result, and whether it drew from these generators."""
         with self._default_generators() as generators:
             before = [generator.get_state() for generator in generators]
             output = act()
@@ -232,7 +232,7 @@ def _not_compiling() -> AbstractContextManager[Any]:
 
 
 def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of a random function draws nothing: dropout probability 0, or not in training mode."""
+    """Whether this call of a random function draws nothing: dropout with probability 0 or in evaluation mode."""
     if name == "scaled_dot_product_attention":
         return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
@@ -248,7 +248,7 @@ def _is_quiet(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class InBackward:
-    """Provides handlers for backwards: recomputation repeats its draws; any other draw has no key and is an error."""
+    """Provides handlers for backwards. Recomputation repeats its draws; any other draw has no key and is an error."""
 
     def __init__(self, random: KeyedRandom) -> None:
         self._random = random

@@ -1,4 +1,4 @@
-"""Memory tracker: exact bytes of live tensors, for the threads watched on a CPU, or for a GPU by its allocator.
+"""Memory tracker: count the exact bytes of live tensors, of watched threads on a CPU, or on a GPU by its allocator.
 
 On a CPU a dispatch mode sees every operation of the thread, including those of backwards. Each storage that an
 operation creates is counted until it is freed, by any thread. Memory that a kernel allocates and frees internally is
@@ -47,7 +47,7 @@ def books_of(device: torch.device) -> Books:
 
 
 class Ledger:
-    """Counts storages made by operations of watched threads, or added, on devices of one type.
+    """Counts the storages on devices of one type that operations of watched threads make or that are added.
 
     Storages on the meta device count with the size that they would have elsewhere.
     """
@@ -81,7 +81,7 @@ class Ledger:
     def leave_out(self, given: Iterable[Any]) -> None:
         """Never count these tensors and storages, even if operations return them again.
 
-        Views of a part of a storage, which are separate storages, can also be left out.
+        A storage that is a view of a part of another storage can also be left out.
         """
         parts = [one for one in given if isinstance(one, torch.UntypedStorage)]
         for storage in (*parts, *self._storages([one for one in given if isinstance(one, Tensor)])):
@@ -90,7 +90,7 @@ class Ledger:
                 self._others[key] = weakref.ref(storage, lambda _, key=key: self._others.pop(key, None))  # type: ignore[misc]
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """The storages of the tensors on this device. A storage keeps its Python object while it lives."""
+        """The storages of the tensors on devices of this type. A storage keeps its Python object while it lives."""
         mine = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.device.type == self._device]
         return [tensor.untyped_storage() for tensor in mine]
 
@@ -110,7 +110,7 @@ class Ledger:
 
 
 class _Writes:
-    """Holds the dispatch method. Torch would wrap a mode's own method in torch.compile, a slow import."""
+    """Holds the dispatch method, because torch would wrap a mode's own method in torch.compile, a slow import."""
 
     _ledger: Ledger
 

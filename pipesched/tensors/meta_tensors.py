@@ -56,7 +56,7 @@ def apart(value: Any) -> Any:
 
 
 def put_on(module: nn.Module, device: torch.device) -> None:
-    """Move a module to a device; meta tensors become zeros, for example weights that another rank will send."""
+    """Move a module to a device. Meta tensors, such as weights that another rank will send, become zeros."""
     elsewhere = [tensor for tensor in _tensors_of(module) if tensor.device != device]
     for tensor in elsewhere:
         if tensor.is_meta:
@@ -66,9 +66,9 @@ def put_on(module: nn.Module, device: torch.device) -> None:
 
 
 def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool = False) -> Tensor:
-    """Harmless contents for a meta tensor, to run a layer with them; any other tensor is returned unchanged.
+    """Replace a meta tensor by a tensor with harmless contents; any other tensor is returned unchanged.
 
-    Weights get small positive numbers, integer tensors zeros (valid indices), and all rows are alike.
+    Weights get small positive numbers, integer tensors zeros (valid indices), and all rows are equal.
     """
     if not tensor.is_meta:
         return tensor
@@ -82,7 +82,7 @@ def stand_in(tensor: Tensor, device: torch.device | str = "cpu", *, weight: bool
 
 
 class Beside(TorchFunctionMode):
-    """While entered, functions accept meta tensors together with others, which become meta for the call.
+    """While entered, functions accept meta tensors together with other tensors, which become meta for the call.
 
     ``claimed`` is the device that a meta tensor reports. Raises GraphError if code reads contents that do not exist.
     """
@@ -125,7 +125,7 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any, full: list[Tensor])
 
 
 def _with_changes(result: Any, changed: Iterable[tuple[Tensor, Tensor]]) -> Any:
-    """Make tensors that the call changed in place meta tensors, because their new contents are unknown."""
+    """Turn tensors that the call changed in place into meta tensors, because their new contents are unknown."""
     back = {}
     for tensor, copy in changed:
         if tensor._base is not None:
@@ -153,7 +153,7 @@ def _transferred(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def call_beside(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: Callable[[], tuple[Any, Any]]
 ) -> Any:
-    """Call a layer whose weights or arguments may be meta tensors; if it reads contents, call it with stand-ins.
+    """Call a layer whose weights or arguments may be meta tensors. If it reads contents, call it with stand-ins.
 
     ``again`` returns the arguments as they were before the call.
     """

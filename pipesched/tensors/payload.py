@@ -1,4 +1,4 @@
-"""Payload: the values that stages exchange, and the batches they come from: any pytree of tensors and plain values."""
+"""Payload: the pytrees of tensors and plain values that stages exchange, and the split of batches into them."""
 
 import dataclasses
 from collections import Counter
@@ -39,7 +39,7 @@ __all__ = [
     "used_here",
 ]
 
-#: The gradient of each payload leaf that needs a gradient; None for a leaf without one.
+#: The gradient of each payload leaf that needs a gradient; None if the leaf got none.
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -75,7 +75,7 @@ class Payload:
 
     @classmethod
     def of(cls, value: Any, detached: Callable[[Tensor], Tensor] = Tensor.detach) -> "Payload":
-        """Flatten a value; ``detached`` is applied to its tensors. Default: detach, sharing memory and version."""
+        """Flatten a value and apply ``detached`` to its tensors. By default they share memory and version."""
         if isinstance(value, Tensor):  # the usual case
             return cls((detached(value),), (0,), _LEAF, (value.requires_grad,))
         leaves, places, spec = _distinct(value)
@@ -85,7 +85,7 @@ class Payload:
 
     @classmethod
     def joined(cls, payloads: "Sequence[Payload]") -> "Payload":
-        """Join payloads into one, for the tuple of their values. A tensor in two of them becomes two leaves."""
+        """Join payloads into the payload of the tuple of their values. A tensor in two of them becomes two leaves."""
         leaves: list[Any] = []
         places: list[int] = []
         for payload in payloads:
@@ -131,7 +131,7 @@ class Payload:
         )
 
     def same_form(self) -> "Callable[[Sequence[Any]], Any]":
-        """A function that rebuilds a value of this form from other leaves; it does not hold this payload's leaves."""
+        """A function that rebuilds a value of this form from other leaves. It does not keep this payload's leaves."""
         return Payload((), self.places, self.spec, ())._together
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Payload":
@@ -189,7 +189,7 @@ def _distinct(value: Any) -> tuple[list[Any], tuple[int, ...], pytree.TreeSpec]:
 
 
 class Opened:
-    """A pytree node for a dataclass that is not registered as one; unflattening returns the dataclass."""
+    """A pytree node for an object of a dataclass that is not registered as one; unflattening returns the object."""
 
     def __init__(self, values: Iterable[Any], kind: type) -> None:
         self.values = list(values)
@@ -197,7 +197,7 @@ class Opened:
 
     @staticmethod
     def closed(values: Iterable[Any], kind: Any) -> Any:
-        """An object of the dataclass with these field values, made without running its code."""
+        """Make an object of the dataclass with these field values, without running the code of the class."""
         made: Any = object.__new__(kind)
         for item, value in zip(dataclasses.fields(kind), values, strict=True):
             object.__setattr__(made, item.name, value)
@@ -237,7 +237,7 @@ def opened(value: Any) -> Any:
 
 
 def form_of(value: Any) -> tuple[pytree.TreeSpec, list[type]]:
-    """A value without its leaves: its tree of containers, and the types of its enums."""
+    """The form of a value, without its leaves: its tree of containers, and the types of its enums."""
     leaves, spec = pytree.tree_flatten(opened(value))
     return spec, [type(leaf) for leaf in leaves if isinstance(leaf, Enum)]
 
@@ -250,7 +250,7 @@ def trainable_leaves(value: Any) -> list[Tensor]:
 
 
 def has_a_row_each(value: Any) -> bool:
-    """Whether a value is a list of dicts, one for each row, in the form in which detection models take targets."""
+    """Whether a value is a list with one dict for each row, as detection models take targets."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
@@ -306,7 +306,7 @@ def rows_of(value: Any, dim: int | None, name: str) -> int | None:
 
 
 def split(value: Any, dim: int | None, parts: int) -> list[Any]:
-    """Split every tensor along ``dim`` as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1), into views.
+    """Split every tensor along ``dim`` into views as ``torch.tensor_split`` does (7 rows in 4 parts: 2, 2, 2, 1).
 
     A list of dicts is split between its dicts. Other leaves and scalar tensors go to every part. With dim None
     every part gets the whole value.

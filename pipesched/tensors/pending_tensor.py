@@ -16,8 +16,8 @@ __all__ = ["pending"]
 def pending(take: Callable[[], Tensor]) -> Tensor:
     """A tensor that receives its value from ``take`` on first use and then is a plain torch.Tensor.
 
-    Any operation, attribute, conversion or collective counts as a use, and raises any error of ``take``. Only
-    ``torch.tensor``, which calls no subclass method, copies nan before the first use.
+    Any operation, attribute, conversion or collective counts as a use. If ``take`` raises, so does the use. The one
+    exception is ``torch.tensor``: it calls no subclass method, so before the first use it copies nan.
     """
     with torch.inference_mode(False):
         tensor = torch.tensor(nan).as_subclass(_Pending)

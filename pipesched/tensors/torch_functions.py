@@ -27,7 +27,7 @@ __all__ = [
 READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"}
 READS |= {"__complex__", "__contains__", "__array__", "__format__", "__repr__"}  # contents as plain Python values
 _SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
-#: Queries of a tensor that cannot be answered for a tensor in another stage.
+#: Queries that cannot be answered for a tensor that is in another stage.
 ASKS = {"is_contiguous", "stride", "storage_offset", "torch.Tensor.requires_grad.__get__"}
 #: Functions that differentiate when a forward calls them.
 DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
@@ -57,7 +57,7 @@ def changed_in_place(tensors: list[Tensor], versions: list[int]) -> list[int]:
 
 
 def memory_at(tensor: Tensor) -> int:
-    """A key that is equal for tensors in the same memory."""
+    """A key that is equal for tensors that share memory."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr() or id(storage)
@@ -66,7 +66,10 @@ def memory_at(tensor: Tensor) -> int:
 
 
 def backward_region() -> FrameType | None:
-    """The frame of the outermost running torch.utils.checkpoint or autograd.Function; its backward cannot be split."""
+    """The frame of the outermost running torch.utils.checkpoint or autograd.Function, else None.
+
+    The backward of such code cannot be split.
+    """
     found = None
     frame = currentframe()
     while frame is not None:

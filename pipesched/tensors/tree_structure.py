@@ -1,4 +1,4 @@
-"""Tree structure: the form of a value, including users' dataclasses: the places of its tensors, and everything else."""
+"""Tree structure: the form of a value, with the places of its tensors. Dataclasses of users are opened."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from pipesched.tensors.payload import has_a_row_each, is_record, pytree
 
 __all__ = ["Pattern", "named_leaves", "positional", "tensors_in"]
 
-#: Types besides tensors that may depend on the batch, such as sizes.
+#: Types of values other than tensors that may depend on the batch, such as sizes.
 _NUMBERS = bool, int, float, complex, torch.Size, str, bytes, range, slice, set, frozenset
 
 
@@ -108,8 +108,8 @@ def named_leaves(
 ) -> Iterator[tuple[tuple[str, int], Any]]:
     """The leaves of a call, in the order of the pytree (args, kwargs), each with (argument name, index within it).
 
-    A leaf has the same name whether its argument is passed by position or by keyword. The dicts in a list of one per
-    row share names, because another batch may have more or fewer rows.
+    A leaf has the same name whether its argument is passed by position or by keyword. In a list with one dict for each
+    row, all dicts have the same names, because another batch may have more or fewer rows.
 
     Args:
         names: the names of positional arguments.

@@ -1,4 +1,4 @@
-"""Tools for tests of schedules and pipelines: ``reference_step`` is the plain loop that every pipeline must equal."""
+"""Tools for tests of schedules and pipelines. Every pipeline must give the same results as ``reference_step``."""
 
 from pipesched.testing.fake_executor import FakeStage
 from pipesched.testing.memory_meter import MemoryMeter

@@ -1,7 +1,7 @@
 """Fake executor: run a program on stages that only check and count, on a virtual clock or with sleeps.
 
-The real interpreter runs the program in one thread, within milliseconds. For a program that was not validated it
-reports the fault: a deadlock, missing work, work done twice, or a message to the wrong action.
+The interpreter that also runs real stages runs the program in one thread, within milliseconds. If the program was not
+validated, the run reports its fault: a deadlock, missing work, work done twice, or a message to the wrong action.
 """
 
 import time
@@ -38,12 +38,12 @@ class _VirtualClock:
         self.time_s += seconds
 
     def copy(self, kind: Kind, seconds: float) -> float:
-        """Start a copy after earlier copies of the same kind, and return the time at which it ends."""
+        """Start a copy once earlier copies of the same kind have ended, and return the time at which it ends."""
         self._copied[kind] = max(self.now(), self._copied.get(kind, 0)) + seconds
         return self._copied[kind]
 
     def reach(self, moment_s: float) -> None:
-        """Wait until this time; no effect if it is in the past."""
+        """Wait until this time. Has no effect if the time is in the past."""
         self.time_s = max(self.time_s, moment_s)
 
 
@@ -66,10 +66,10 @@ class FakeStage:
     Its methods are those of a real stage, one for each kind of action.
 
     Args:
-        index: int; the stage's number.
-        costs: Costs; the times of its actions, in seconds.
-        clock: the virtual clock of its rank. Default: None; the stage sleeps, so that the processor stays free.
-        versions: int for each micro-batch; the weight version that it uses. Default: (), the newest for all.
+        index: the stage's number.
+        costs: the times of its actions, in seconds.
+        clock: the virtual clock of its rank. Default: None (the stage sleeps, so that the processor stays free).
+        versions: for each micro-batch the weight version that it uses. Default: () (the newest for all).
 
     """
 
@@ -87,7 +87,7 @@ class FakeStage:
         self.updates: list[list[int]] = []  # the micro-batches of each update
 
     def forward(self, microbatch: int, *arrived: Any, split: bool, checkpointed: bool) -> Action:
-        """Run F. The output is the action itself, by which the receiver checks the message."""
+        """Run F. The output is the action itself, so that the receiver can check the message."""
         if self._versions and microbatch >= len(self._versions):
             raise ExecutionError(
                 f"every micro-batch must have a weight version; stage {self.index} has versions for "
@@ -199,7 +199,7 @@ def _names(kinds: Any) -> str:
 
 
 class _Mail:
-    """Message transport in virtual time: a message carries its arrival time."""
+    """Message transport in virtual time. Each message carries its arrival time."""
 
     def __init__(self, program: Program, clocks: list[_VirtualClock], costs: Costs) -> None:
         self._placement = program.placement
@@ -225,7 +225,7 @@ class _Mail:
         return lambda value: channel.append((self._arrival(action) + self._costs.transfer_s, value))
 
     def _arrival(self, action: Action) -> float:
-        """The time at which the link has delivered a message sent now."""
+        """The time at which a message that is sent now arrives."""
         ends = self._placement[action.stage], self._placement[action.peer or 0]
         start = self._clocks[ends[0]].now()
         links = self._costs.links
@@ -252,13 +252,13 @@ class _Mail:
 
 
 def run_virtual(program: Program, costs: Costs | None = None) -> Trace:
-    """Run a program with fake stages on a virtual clock; it is lowered first if necessary.
+    """Run a program with fake stages on a virtual clock. The program is lowered first if necessary.
 
     Only placement and routes are validated beforehand.
 
     Args:
-        program: Program.
-        costs: Costs. Default: unit costs.
+        program: the program.
+        costs: the times of its actions. Default: unit costs.
 
     Raises:
         ScheduleError: a stage has no rank, or a route is wrong.

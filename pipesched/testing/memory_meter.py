@@ -19,7 +19,7 @@ __all__ = ["MemoryMeter"]
 
 
 class MemoryMeter:
-    """Measure the memory of the ranks of a pipeline that run in this process.
+    """Measures the memory of the ranks of a pipeline that run in this process.
 
     ::
 
@@ -28,12 +28,12 @@ class MemoryMeter:
             print(meter.peak_bytes, pipe.predicted_memory)
 
     On a CPU it counts live storages made by a rank's operations, and the stages' parameters, buffers, gradients and
-    optimizer state; not the batch, nor memory used inside kernels. Messages between ranks on one device are copied, as
-    they are between devices, so that each rank has its own. On a GPU it reads the allocator, which counts all ranks on
-    that device together.
+    optimizer state. It counts neither the batch nor memory used inside kernels. Messages between ranks on one device
+    are copied, as they are between devices, so that each rank has its own copy. On a GPU it reads the allocator, which
+    counts all ranks on that device together.
 
     Args:
-        pipe: Pipeline; the meter counts from now on, and stops when the ``with`` block ends.
+        pipe: the Pipeline. The meter counts from now on, and stops when the ``with`` block ends.
 
     """
 
@@ -93,7 +93,7 @@ class MemoryMeter:
 
     @property
     def peak_bytes(self) -> dict[int, int]:
-        """The peak of memory since the last ``mark``, in bytes by rank.
+        """The peak of each rank's memory since the last ``mark``, in bytes.
 
         Raises:
             ExecutionError: ``replan`` has replaced the ranks; call ``mark`` after it.

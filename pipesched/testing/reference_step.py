@@ -1,4 +1,4 @@
-"""Reference step: a training step without a pipeline, which every pipeline with an exact program equals to the bit."""
+"""Reference step: a training step without a pipeline. Exact programs give the same results, to the bit."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -59,19 +59,20 @@ def reference_step(
     Args:
         model: nn.Module, or a list of modules that form a chain.
         *args: the model's positional inputs, for the whole mini-batch.
-        loss_fn: (output, target) -> scalar tensor. Default: None; the model's output, or its "loss" entry, is the loss.
+        loss_fn: (output, target) -> scalar tensor. Default: None (the model's output, or its "loss" entry, is the
+            loss).
         target: the target of the mini-batch. Default: None.
-        num_microbatches: int, at least 1; how many parts the mini-batch is split into. Default: 1.
-        step: int; the number of steps that ran before, part of the key of random numbers. Default: 0.
-        seed: int; the seed of keyed random numbers. Default: that of torch's default generator.
+        num_microbatches: the number of parts into which the mini-batch is split, at least 1. Default: 1.
+        step: the number of steps that ran before, which is part of the key of random numbers. Default: 0.
+        seed: the seed of keyed random numbers. Default: that of torch's default generator.
         loss_weight: maps a micro-batch's target (its inputs if there is no target) to its weight in the loss.
-            Default: its number of rows, or of targets that the loss averages over.
-        loss_reduction: "mean" or "sum"; how the loss reduces over rows. Default: read from ``loss_fn``, else "mean".
-        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name; None
-            passes an argument whole. Default: 0.
-        batch_norm: "micro-batch" or "mini-batch"; the rows over which BatchNorm updates its running statistics.
+            Default: its number of rows, or the number of targets over which the loss averages.
+        loss_reduction: how the loss reduces over rows: "mean" or "sum". Default: read from ``loss_fn``, else "mean".
+        split_dims: the dimension of the rows: an int, a sequence by position, or a mapping by position or name. With
+            None an argument is not split. Default: 0.
+        batch_norm: the rows over which BatchNorm updates its running statistics: "micro-batch" or "mini-batch".
             Default: "micro-batch".
-        intra_op_threads: int; threads of each operation on a CPU. Default: 1.
+        intra_op_threads: the number of threads of each operation on a CPU. Default: 1.
         whole_layers: names of modules that are kept as one layer, as in ``Pipeline``. Default: none.
         **kwargs: the model's keyword inputs, for the whole mini-batch.
 
@@ -126,7 +127,7 @@ def reference_step(
 
 
 class _Unpipelined:
-    """The model's forward and loss; shared weights have a leaf for each use."""
+    """The model's forward and loss. Shared weights have a leaf for each use."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class _Unpipelined:
         return own
 
     def deliver(self) -> None:
-        """Add the gradients of the uses of each shared weight, in call order."""
+        """For each shared weight, add the gradients of its uses in call order."""
         for parameter in {id(parameter): parameter for parameter, _ in self._leaves.values()}.values():
             deliver(parameter, [leaf.grad for own, leaf in self._leaves.values() if own is parameter])
 

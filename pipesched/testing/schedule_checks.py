@@ -30,17 +30,17 @@ def run_fake(program: Program, costs: Costs | None = None, *, sleeping: bool = F
         trace = run_fake(pipesched.schedules.get("1f1b").program(4, 8))
         print(trace.makespan_s, trace.bubble_ratio)
 
-    The virtual clock needs no threads and no validation, so it also shows the faults of an invalid program. In one
-    channel messages arrive in order, so over links a large message may delay later ones, unlike in ``simulate``.
+    The virtual clock needs no threads and no validation, so it also shows the faults of an invalid program. Messages
+    arrive in order within a channel. So over links a large message may delay later messages, unlike in ``simulate``.
 
     Args:
-        program: Program; it is lowered first if necessary.
-        costs: Costs; times in seconds. Default: unit costs.
-        sleeping: bool; validate the program and run it in one thread per rank, with stages that sleep for their time.
-            Default: False, the virtual clock.
+        program: the program. It is lowered first if necessary.
+        costs: the times of its actions, in seconds. Default: unit costs.
+        sleeping: whether to validate the program and run it in one thread per rank, with stages that sleep for their
+            time. Default: False (the virtual clock).
 
     Returns:
-        Trace.
+        The trace.
 
     Raises:
         DeadlockError: ranks wait forever (virtual clock).
@@ -79,14 +79,15 @@ def check_schedule(
         check_schedule(pipesched.schedules.get("zb-h1"), max_ranks=4)
 
     Args:
-        schedule: Schedule, or a function (rank, shape) -> Order, which is checked under its own name with one stage per
-            rank.
-        max_ranks: int; the largest number of ranks. Default: 8.
-        max_microbatches: int; the largest number of micro-batches. Default: 16.
-        exact: bool; also require ascending micro-batch order, see ``Program.exact``. Schedules of several chains are
-            never exact and are not required to be. Default: True.
-        report: bool; print makespan, bubble, the distance from ``lower_bound`` (backwards whole or split, any memory)
-            and peak in flight, for some shapes, at unit costs of a rank (a chunk costs 1/v). Default: True.
+        schedule: a Schedule, or a function (rank, shape) -> Order. The function is checked under its own name, with one
+            stage per rank.
+        max_ranks: the largest number of ranks. Default: 8.
+        max_microbatches: the largest number of micro-batches. Default: 16.
+        exact: whether to require ascending micro-batch order, too; see ``Program.exact``. Schedules of several chains
+            are never exact, and it is not required of them. Default: True.
+        report: whether to print makespan, bubble, the distance from ``lower_bound`` (backwards whole or split, any
+            memory) and peak in flight, for some shapes. Each rank has unit costs, so one of its v chunks costs 1/v.
+            Default: True.
 
     Raises:
         ScheduleError: a program is not valid (a note names its shape), or ``schedule`` is no schedule. Errors of the

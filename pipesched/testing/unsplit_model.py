@@ -20,7 +20,7 @@ from pipesched.tensors.tree_structure import tensors_in
 __all__ = ["Unsplit"]
 
 
-#: (layer, number of its call, its parameters) -> replacements for parameters; the layer is "" for a function
+#: (layer, number of its call, its parameters) -> replacements for parameters. For a function the layer is "".
 StandIns = Callable[[str, int, Collection[nn.Parameter]], Mapping[nn.Parameter, Tensor]]
 
 
@@ -36,7 +36,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Unsplit:
-    """A model that is called with a key for its random numbers.
+    """A model in one piece. Each call takes the key for its random numbers.
 
     Args:
         model: the user's module.
