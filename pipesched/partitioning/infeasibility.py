@@ -82,7 +82,7 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
 
 
 def _alone(request: Request) -> tuple[str, int]:
-    """The name and the bytes of the block that needs the most memory, with the fewest micro-batches in flight."""
+    """Returns the name and bytes of the block that needs the most memory, with the fewest micro-batches in flight."""
     problem = request.problem()
     layers = problem.blocks.layers
     blocks = problem.blocks
@@ -100,7 +100,7 @@ def _alone(request: Request) -> tuple[str, int]:
 
 
 def _enough(request: Request) -> int:
-    """A memory limit for every rank that makes a partition possible; the smallest one if the graph is small."""
+    """A memory limit, the same for every rank, that makes a partition possible; the smallest if the graph is small."""
     problem = request.problem()
     layers = problem.blocks.layers
     most = max(slot.in_flight for slot in problem.line_up.slots)
