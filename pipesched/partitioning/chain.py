@@ -94,7 +94,7 @@ class Chain:
         return Fails(following) if state is None else self._filled(state, reach, closed_by)
 
     def _allowed(self, bound: int) -> tuple[list[int] | None, int]:
-        """Returns the last allowed cut up to each cut (None: all are allowed), and the least bound allowing one more."""
+        """The last allowed cut up to each cut (None: all are allowed), and the smallest bound that allows one more."""
         ticks = self._toll.ticks
         beyond = ticks[ticks > bound]
         if not len(beyond):

@@ -1,8 +1,8 @@
 """Checkpointed chain: probes one order of the blocks, with a choice of activation options for each layer.
 
 The time of a stage is the shortest with which its layers fit into its rank's memory (`knapsack`). More layers never
-make it shorter. Over a contiguous run of begins, the cuts at which a stage may end therefore form a contiguous run, too,
-up to the furthest end from the last begin. A layer that does not fit even alone splits a run of begins. So only one end
+make it shorter. If the begins of a stage form a contiguous run, the cuts at which it may end therefore do, too, up to
+the furthest end from the last begin. A layer that does not fit even alone splits a run of begins. So only one end
 per run has to be searched.
 """
 

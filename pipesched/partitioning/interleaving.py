@@ -184,7 +184,7 @@ class _Descent:
         return max(0, held - limit) if limit else 0
 
     def _move(self, index: int) -> bool:
-        """Move a cut to the position with the smallest key, the first of equal ones. Returns whether the key is smaller."""
+        """Move a cut to the position with the smallest key, the first of equal ones. Return whether the key fell."""
         low, high = self._spans[index]
         here = self.cuts[index]
         first = max(low, self.cuts[index - 1] + 1)

@@ -108,7 +108,7 @@ class Lattice:
         return None if self._memory is None else self._memory[rows, first:last]
 
     def _least_memory(self, rows: slice, first: int, last: int) -> Ints | None:
-        """For a stage that ends at each ideal: the least memory before its begin with which it keeps the slot's limit."""
+        """For a stage that ends at each ideal: the least memory before its begin that keeps the slot's limit."""
         if self._memory is None:
             return None
         return np.asarray(self._memory[rows, first:last] - self._caps[rows, None])

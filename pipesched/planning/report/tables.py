@@ -1,4 +1,4 @@
-"""Report tables: the figures of a report."""
+"""Report tables: the figures of a report in rows and columns."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
