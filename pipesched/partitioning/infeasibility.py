@@ -137,7 +137,7 @@ def _more_ranks(request: Request) -> str:
 
 
 def _pins(request: Request) -> tuple[str, str, str]:
-    """The error for pins (starts, together, exactly) that no partition satisfies."""
+    """The parts of the error for pins (starts, together, exactly) that no partition satisfies."""
     pins = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
     pins += [f"{', '.join(map(repr, group))} share a stage" for group in request.together]
     pins += ["no stage is empty"] * request.exactly

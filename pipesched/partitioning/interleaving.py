@@ -165,7 +165,7 @@ class _Descent:
         return memory[end] - memory[begin]
 
     def _pay(self, index: int, times: int) -> None:
-        """Add the toll of a cut to its two ranks or its link. times: 1, or -1 to subtract it."""
+        """Add the toll of a cut to its two ranks or its link. times: 1, or -1 to subtract the toll."""
         before = self._slots[index - 1].rank
         after = self._slots[index].rank
         toll = times * self._toll[self.cuts[index]] if before != after else 0
@@ -213,7 +213,7 @@ class _Descent:
         return range(first, last + 1)
 
     def _count_beside(self, index: int, times: int) -> None:
-        """Add the two stages beside a cut to their ranks. times: 1, or -1 to subtract them."""
+        """Add the two stages beside a cut, and the cut's toll, to their ranks. times: 1, or -1 to subtract."""
         for stage in (index - 1, index):
             rank = self._slots[stage].rank
             begin = self.cuts[stage]

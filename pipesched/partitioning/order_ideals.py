@@ -23,7 +23,7 @@ Bools = NDArray[np.bool_]
 class Ideals:
     """The order ideals of a graph, sorted by level, and the steps between them.
 
-    A step makes an ideal from one with one block less. Steps are sorted by the ideal that they make.
+    A step makes an ideal from one that has one block fewer. Steps are sorted by the ideal that they make.
     """
 
     #: The sums before the cut of each ideal.

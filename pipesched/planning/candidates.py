@@ -78,7 +78,7 @@ class Candidate:
 
     @property
     def outline(self) -> Program:
-        """A program with the same stages and placement that is quick to make."""
+        """A program that is quick to make, with the same stages and placement."""
         quick = schedules.get("looped-bfs").with_options(chunks_per_rank=self.schedule.chunks_per_rank)
         return replace(quick, placement=self.schedule.placement).program(self.num_ranks, self.num_microbatches)
 

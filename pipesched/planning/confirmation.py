@@ -59,7 +59,7 @@ class _Tried:
 
     @property
     def noise(self) -> float:
-        """The standard error of ``step_s``, relative to it."""
+        """The relative standard error of ``step_s``."""
         strays = median(abs(step.makespan_s - self.step_s) for step in self.steps)
         return _ERROR_OF_MEDIAN * strays / sqrt(len(self.steps)) / self.step_s
 

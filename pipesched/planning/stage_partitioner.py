@@ -88,7 +88,7 @@ class StagePartitioner:
         return self.pins.stages(starts), found
 
     def evaluate(self, stages: Sequence[Sequence[str]], why: str = "the boundaries were given") -> Partition:
-        """The partition into these stages: its costs, the reason for it, and its distance from the optimum."""
+        """The partition into these stages, with its costs, the reason for it, and its distance from the optimum."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
@@ -137,8 +137,9 @@ class StagePartitioner:
 
     @cached_property
     def in_flight(self) -> list[int]:
-        """The peak number of micro-batches in flight on each stage. If two chains share weights, both stages of a pair
-        count.
+        """The peak number of micro-batches in flight on each stage.
+
+        If several chains share weights, it is summed over the stages with the same weights.
         """
         held = [0] * self.program.num_weights
         for part, peak in zip(self.program.weights, peaks_of_stages(self.program.columns).tolist(), strict=True):
@@ -153,7 +154,7 @@ class StagePartitioner:
 
     @property
     def _chunks(self) -> bool:
-        """Whether ranks have several stages, of one chain."""
+        """Whether ranks have several stages of the same chain."""
         return len({*self._ranks}) < len(self._ranks) and self.program.num_weights == self.program.num_stages
 
     def _partition(

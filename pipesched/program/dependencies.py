@@ -226,7 +226,7 @@ _CODE_IS_OUTWARD = np.array([kind in (Kind.SEND_F, Kind.RECV_B) for kind in Kind
 
 
 class Requirements(NamedTuple):
-    """Pairs of rows: ``needed[i]`` must have ended before ``row[i]`` starts; -1 if the program does not have it."""
+    """Pairs of rows: ``needed[i]`` must have ended before ``row[i]`` starts. -1 if a needed action is missing."""
 
     row: Ints
     needed: Ints

@@ -147,7 +147,7 @@ class Segments:
         self._check_losses(segment)
 
     def _check_losses(self, segment: Ints) -> None:
-        """Check that the last stage's forwards of a step are in its segment, so that its loss is known after it."""
+        """Check that a step's segment has all its forwards of the last stage, so that the loss is then known."""
         columns = self.program.columns
         last = self.program.num_stages - 1
         late = columns.are(Kind.F) & (columns.stage == last) & (segment > columns.microbatch // self.num_microbatches)

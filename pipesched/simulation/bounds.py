@@ -258,7 +258,7 @@ def _one_machine(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float, float]]:
-    """The parts of one micro-batch that cannot start before a moment: (time that must follow, duration)."""
+    """The parts of one micro-batch that cannot start before a moment, as (time that must follow, duration)."""
     for stage in chunks:
         if stage.start >= moment:
             yield stage.after_forward, stage.forward
@@ -269,7 +269,10 @@ def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float
 
 
 def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> list[tuple[float, float]]:
-    """The forwards of these stages that must wait until a pair is released, because the limit is reached."""
+    """The forwards that must wait for the release of a pair because of the limit.
+
+    They are one part, as (time that must follow, duration), or none.
+    """
     left: float = 0
     room = limit
     for stage in sorted(
@@ -290,7 +293,7 @@ def _in_turns(stage: _Stage, num_microbatches: int, limit: int) -> float:
 
 
 def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
-    """The bound from packing all lifetimes, at most ``limit`` at a time; F start, and pairs end, one by one.
+    """The bound from packing all lifetimes, at most ``limit`` at a time. F start, and pairs are released, one by one.
 
     The larger of two results is used: with lifetimes up to the release of the pair, and with lifetimes up to its
     gradient, after which the work of earlier stages follows.

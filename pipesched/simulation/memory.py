@@ -56,7 +56,7 @@ class RankMemory:
 
 
 class Message(NamedTuple):
-    """The value that one stage sends to another for a micro-batch, in bytes."""
+    """The sizes of the value that one stage sends to another for a micro-batch, in bytes."""
 
     #: Size at the receiver.
     arriving: int

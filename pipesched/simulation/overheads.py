@@ -56,7 +56,7 @@ class Overheads:
             )
 
     def slower(self, load: Floats) -> Floats:
-        """The slowdown of an action while this many ranks of its host compute. Fractions of ranks count."""
+        """The slowdown of an action while ``load`` ranks of its host compute. Fractions of ranks are allowed."""
         if not self.crowding:
             return np.ones_like(load)
         most = len(self.crowding)

@@ -89,7 +89,7 @@ def _searched(plan: Plan, predicted: Trace | None) -> Iterator[str]:
 
 
 def _confirmed(plan: Plan) -> Iterator[str]:
-    """The result of the plan's trial run before it was chosen."""
+    """The result of the plan's trial run, if it ran before it was chosen."""
     own = taken(plan.alternatives)
     if own is not None and own.measured_s is not None and own.first_s:
         others = sum(other.measured_s is not None for other in plan.alternatives) - 1

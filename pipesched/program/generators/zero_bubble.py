@@ -268,7 +268,7 @@ class _Pipeline:
         return needed
 
     def _run_optional_forward(self, rank: _Rank, input_grad_ready_s: float, switches: Switches) -> None:
-        """Run a forward before it is needed, unless it would delay an input gradient and the choices forbid that."""
+        """Run a forward before it is needed, unless that delays an input gradient and ``input_grad_first`` is set."""
         if rank.forwards < self._m and self._has_input(rank):
             end_s = max(rank.end_s, self._forward_ready_s(rank)) + rank.forward_s
             if end_s <= input_grad_ready_s or not switches.input_grad_first:
