@@ -44,7 +44,7 @@ class Columns:
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> "Columns":
-        """Convert actions to columns. Raises ScheduleError if a value is no action or has a number of 2**31 or more."""
+        """Convert actions to columns. Raises ScheduleError for values other than actions with integers below 2**31."""
         try:
             rows: list[tuple[Any, ...]] = [
                 (stage, CODES[kind], mb, -1 if peer is None else peer) for stage, kind, mb, peer in actions
