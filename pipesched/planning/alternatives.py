@@ -44,7 +44,7 @@ class Alternative:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank that needs the most memory stays within its limit. True if either is unknown."""
+        """Whether the rank that needs the most memory stays within its limit. True if memory or limit is unknown."""
         return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     def to_dict(self) -> dict[str, Any]:
