@@ -21,7 +21,7 @@ _HEAD = 1.05  # inches, for the names of stages
 _EDGE = 0.15  # inches, around the picture
 _LONGEST = 15  # letters of a line in a box
 _LIGHT = 0.62  # how far the boxes' colour is mixed towards white
-_LIGHTEST = 0.86  # the same for the bands
+_LIGHTEST = 0.86  # the same share for the bands
 
 
 def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "Axes | None" = None) -> "Axes":
@@ -192,7 +192,7 @@ class _Picture:
         return line.index(behind) > line.index(before) + 1
 
     def _arc(self, way: list[Point], colour: str) -> None:
-        """Draw an arrow between two boxes of one line, over the boxes between them."""
+        """Draw an arrow between two boxes in the same line, over the boxes between them."""
         from matplotlib.patches import FancyArrowPatch
 
         (x, y), (to_x, _) = way

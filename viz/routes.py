@@ -163,7 +163,7 @@ class Layout:
         return [(out, y + HEIGHT), (out, track), (lane, track), (lane, last_track), (into, last_track), (into, to_y)]
 
     def entry(self, before: str, behind: str) -> tuple[float, int]:
-        """The point where a connection enters a box, from the box's left edge, and its number among all entries."""
+        """Returns how far from a box's left edge a connection enters it, and its number among the box's entries."""
         sources = self._entries[behind]
         number = sources.index(before)
         return WIDTH * (0.3 + 0.5 * number / max(1, len(sources) - 1)) if len(sources) > 1 else 0.38 * WIDTH, number
@@ -173,7 +173,7 @@ class Layout:
         return len(self._entries[name])
 
     def tie(self, layers: Sequence[str], tie: Any) -> tuple[list[Point], list[list[Point]]]:
-        """The corners of a tie's lane, and of the paths from the lane to the tied layers."""
+        """Returns the corners of a tie's lane, and those of the paths from the lane to the tied layers."""
         lane = self._lane_at("left", tie)
         ways = []
         for name in layers:

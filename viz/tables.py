@@ -39,7 +39,7 @@ class Table:
     title: str
     #: The head of each column.
     columns: tuple[str, ...]
-    #: Each row has one cell for each column.
+    #: The rows, each with one cell for each column.
     rows: tuple[tuple[Cell, ...], ...]
     #: The columns that are aligned to the left; the others are aligned to the right.
     words: frozenset[str] = frozenset()

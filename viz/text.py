@@ -20,13 +20,13 @@ class _Scale(NamedTuple):
     """The mapping from time to columns of text."""
 
     columns: int
-    #: Columns for each second.
+    #: The number of columns for each second.
     per_s: float
     #: Columns for each unit of time; 0 if the times are not multiples of a unit that fits.
     cell: int = 0
-    #: The last column of every bar is blank.
+    #: Whether the last column of every bar is blank.
     separated: bool = False
-    #: Labels contain the stage.
+    #: Whether labels contain the stage.
     with_stage: bool = False
 
 
@@ -77,7 +77,7 @@ def _label(bar: Bar, with_stage: bool = False) -> str:
 
 
 def _scale(trace: Trace, drawn: list[Bar], several: bool, columns: int) -> _Scale:
-    """Choose the first that fits: cells with stages, cells with blanks between them, narrower cells, scaled time."""
+    """Choose the first scale that fits: cells with stages, with blanks between, narrower cells, or scaled time."""
     if not drawn:
         return _Scale(0, 0)
     unit = _unit(drawn, trace.makespan_s, columns)
@@ -111,7 +111,7 @@ def _unit(drawn: list[Bar], makespan_s: float, most: int) -> float | None:
 
 
 def _reach(bar: Bar, scale: _Scale) -> tuple[int, int]:
-    """The columns that a bar covers: every column with its middle inside the bar."""
+    """Returns the first column that a bar covers and the one after the last; a column counts by its middle."""
     # The small offset moves times that differ only by rounding to the same side.
     return math.ceil(bar.start_s * scale.per_s - 0.5 - 1e-6), math.ceil(bar.end_s * scale.per_s - 0.5 - 1e-6)
 

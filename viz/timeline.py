@@ -99,7 +99,7 @@ def _draw_bubble(ax: "Axes", trace: Trace, unit: Unit) -> None:
 
 
 def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int) -> None:
-    """Draw one collection for each rank, stage and kind, so that thousands of bars are a few hundred objects."""
+    """Draw the bars, one collection for each rank, stage and kind, because thousands of single objects are slow."""
     groups: dict[tuple[int, int, int, str, int], list[Bar]] = defaultdict(list)
     for bar in drawn:
         groups[bar.rank, bar.chunk, bar.stage, bar.kind, bar.half].append(bar)
@@ -113,7 +113,7 @@ def _draw_bars(ax: "Axes", drawn: list[Bar], unit: Unit, chunks: int) -> None:
 
 
 def _draw_numbers(ax: "Axes", drawn: list[Bar], unit: Unit) -> None:
-    """Write the micro-batch numbers in the largest size that fits every bar, else the smallest where it fits."""
+    """Write the micro-batch numbers in the largest size that fits every bar, or in the smallest where that fits."""
     bottom, top = ax.get_ylim()
     row_pt = ax.bbox.height * 72 / ax.figure.dpi / (bottom - top) / (2 if any(bar.half for bar in drawn) else 1)
     sizes = [size for size in _FONT_PT if size <= 0.8 * row_pt]

@@ -35,7 +35,7 @@ class ActivationOption:
     most_in_flight: int | None = None
     #: Bytes needed only while the layer runs. A rank runs one of its layers at a time.
     working_bytes: int = 0
-    #: The time of a copy to the host, and of the copy back. Copies overlap with compute, see ``with_copies``.
+    #: The time of one copy: to the host, or back. Copies overlap with compute, see ``with_copies``.
     copy_ticks: int = 0
     #: The time of the first forward, the same for all options of a layer.
     forward_ticks: int = 0
@@ -64,7 +64,7 @@ def with_copies(forward: Any, ticks: Any, copies: Any) -> Any:
 def activation_options(
     graph: "nx.DiGraph[Any]", layers: Layers, allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | None
 ) -> list[tuple[ActivationOption, ...]]:
-    """The options of each layer, the option to hold everything first. Raises PartitionError for missing costs."""
+    """The options of each layer, beginning with that of holding everything. Raises PartitionError for missing costs."""
     _check(allowed, offload_bytes_per_s)
     made = []
     for place, name in enumerate(layers.names):
@@ -99,7 +99,7 @@ def activation_options(
 
 
 def _check(allowed: Collection[LayerCheckpoint], offload_bytes_per_s: float | None) -> None:
-    known = "recompute", "offload"  # for other options, time and memory are not measured
+    known = "recompute", "offload"  # the time and memory of other options are not measured
     if isinstance(allowed, str) or not isinstance(allowed, Collection) or not all(keep in known for keep in allowed):
         raise PartitionError(
             f"checkpoint must be a collection of the allowed options, {', '.join(map(repr, known))}; got {allowed!r}; "

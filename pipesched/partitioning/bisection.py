@@ -13,7 +13,7 @@ INFINITE = 2**61  # above every number of ticks
 
 @dataclass(frozen=True)
 class Fails:
-    """A probe's answer that no partition is within the bound."""
+    """The answer of a probe that finds no partition within the bound."""
 
     #: No partition is within any bound below this one.
     following: int
@@ -21,7 +21,7 @@ class Fails:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A probe's answer: a partition within the bound."""
+    """The answer of a probe that finds a partition within the bound."""
 
     #: The bottleneck in ticks.
     bottleneck: int
@@ -31,7 +31,7 @@ class Found:
     ends: list[int]
     #: The slot of each stage.
     slots: list[Slot]
-    #: The option of each layer; empty if there was no choice.
+    #: The activation option of each layer; empty if there was no choice.
     chosen: tuple[ActivationOption, ...] = ()
 
 

@@ -16,11 +16,11 @@ __all__ = ["Blocks", "Cuts", "Tensor", "contract", "cuts_of", "reduce_blocks"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that a block produces for later blocks. It crosses a cut once, however many blocks behind need it."""
+    """A tensor that a block produces for later blocks. It crosses a cut once, however many blocks after it need it."""
 
     producer: int
     consumers: tuple[int, ...]
-    #: In bytes.
+    #: The size in bytes.
     size: int
 
 
@@ -101,9 +101,9 @@ class Cuts:
     work: Ints
     #: The bytes of the tensors that cross each cut.
     sent_bytes: Ints
-    #: The state of the layers before each cut.
+    #: The state bytes of the layers before each cut.
     state_bytes: Ints
-    #: The activations of the layers before each cut, for one micro-batch.
+    #: The activation bytes of the layers before each cut, for one micro-batch.
     activation_bytes: Ints
 
     def __len__(self) -> int:
@@ -173,7 +173,7 @@ def reduce_blocks(blocks: Blocks, *, by_size: bool, by_memory: bool) -> Blocks:
 
 
 class _Sizes:
-    """The tensors that go in and out of blocks: the bytes that each produces, and the tensors that each uses."""
+    """The tensors that go in and out of blocks: the bytes that each block produces, and the tensors that it uses."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.out = [0] * len(blocks)

@@ -3,7 +3,7 @@
 If the cost of a stage can only grow with its layers, filling each stage as far as the bound allows is exact, because
 the next stage never does better by starting earlier. This fails in two cases: if stages wait while a tensor crosses a
 cut, a shorter stage may cost more; and if a slow or small rank must not stay empty, the next layer may be too large for
-it. In these cases the probe tracks every reachable cut, slot by slot.
+it. In both cases the probe tracks every reachable cut, slot by slot.
 """
 
 from bisect import bisect_right
@@ -103,7 +103,7 @@ class Chain:
         return np.maximum.accumulate(places).tolist(), int(beyond.min())
 
     def _highs(self, snap: list[int] | None) -> list[int]:
-        """For each number of stages, the last cut that leaves a layer for every later stage that must have one."""
+        """For each number of stages, the last cut at which they may end if every later stage is to have a layer."""
         highs = [high for _, high in self._spans]
         for stage in reversed(range(len(highs) - 1)):
             behind = highs[stage + 1] - (stage < self._line_up.skippable)

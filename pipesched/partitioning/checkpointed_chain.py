@@ -1,8 +1,8 @@
 """Checkpointed chain: probes one order of the blocks, with a choice of activation options for each layer.
 
-The time of a stage is the shortest with which its layers fit into its rank's memory (`knapsack`). It can only grow with
-the layers. The cuts at which a stage may end, over a contiguous run of begins, therefore form a contiguous run, too, up
-to the furthest end from the last begin. A layer that does not fit even alone splits a run of begins. So only one end
+The time of a stage is the shortest with which its layers fit into its rank's memory (`knapsack`). More layers never
+make it shorter. If the begins of a stage form a contiguous run, the cuts at which it may end therefore do, too, up to
+the furthest end from the last begin. A layer that does not fit even alone splits a run of begins. So only one end
 per run has to be searched.
 """
 
@@ -124,7 +124,7 @@ class CheckpointedChain:
         return slot.stage >= self._line_up.skippable
 
     def _single(self, slot: Slot) -> list[int]:
-        """The ticks of each block alone, then their maximum."""
+        """The ticks of each block alone in a slot; the last entry is their maximum."""
         if not self._alone[slot.stage]:
             kinds = [tuple(self._held(slot, block, block + 1)) for block in range(self._end)]
             ticks = {kind: self.knapsack.least(kind, slot.limit, slot.speed) for kind in {*kinds}}
@@ -146,7 +146,7 @@ class CheckpointedChain:
             yield first, last
 
     def _next_alone(self, slot: Slot, begins: Sequence[Run], bound: int) -> int:
-        """The smallest bound at which one more block alone is within it."""
+        """The smallest bound within which one more block alone fits."""
         single = self._single(slot)
         if single[-1] <= bound:
             return INFINITE
@@ -154,7 +154,7 @@ class CheckpointedChain:
         return min((ticks for ticks in times if ticks > bound), default=INFINITE)
 
     def _furthest(self, slot: Slot, begin: int, bound: int) -> int:
-        """The last end within the bound of a stage with this begin, where at least one block fits."""
+        """The last cut at which a stage with this begin can end within the bound. At least one block must fit."""
         fastest = self._row.fastest
         speed = slot.speed
         within = fastest[begin] + bound * speed.numerator // speed.denominator
@@ -197,9 +197,9 @@ class CheckpointedChain:
         return Found(bottleneck=max(times), order=self._order, ends=ends, slots=slots)
 
     def settled(self, found: Found) -> Found:
-        """Among partitions with the same bottleneck, the one with the least total time, then the most even stages.
+        """Of the partitions with the same bottleneck, the one with the least total time, then the most even stages.
 
-        It has the option chosen for each layer. If stages were left out, the given partition is returned.
+        The result includes the chosen option of each layer. If stages were left out, the given partition is returned.
         """
         slots = self._line_up.slots
         fastest = self._row.fastest
@@ -212,7 +212,7 @@ class CheckpointedChain:
         for slot, room in zip(slots, rooms, strict=True):
             left -= room
             first, high = self._spans[slot.stage + 1]
-            first = max(first, bisect_left(fastest, fastest[-1] - left))  # later stages must have room for the rest
+            first = max(first, bisect_left(fastest, fastest[-1] - left))  # later stages must have time for the rest
             ends: dict[int, tuple[int, int, int]] = {}
             for begin, (ticks, squares, _) in best[-1].items():
                 last = bisect_right(fastest, fastest[begin] + room, begin, high + 1) - 1

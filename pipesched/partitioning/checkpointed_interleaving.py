@@ -39,10 +39,10 @@ class CheckpointedRanks:
         self._known: dict[tuple[int, Stages], tuple[int, int]] = {}
 
     def descended(self, cuts: list[int]) -> Found | None:
-        """Move cuts one by one as long as that helps.
+        """Move cuts one by one as long as that gives a smaller `_key`.
 
         Args:
-            cuts: the cuts to start from, the first and the last included.
+            cuts: the cuts to start from, including both ends.
 
         Returns:
             The partition with its options, or None if it does not fit into memory.
@@ -75,7 +75,7 @@ class CheckpointedRanks:
         return sum(excess for excess, _ in both), busiest, sum(times), sum(ticks * ticks for ticks in times)
 
     def _of_rank(self, rank: int, stages: Stages) -> tuple[int, int]:
-        """The bytes above a rank's limit, and its least ticks; without the limit if its stages do not fit."""
+        """Returns the bytes above a rank's limit, and its least ticks. If nothing fits, the ticks ignore the limit."""
         if (rank, stages) not in self._known:
             kind = self._line_up.ranks[rank]
             items = self._items(rank, stages)[1]
@@ -88,7 +88,7 @@ class CheckpointedRanks:
         return self._known[rank, stages]
 
     def _items(self, rank: int, stages: Stages) -> tuple[list[int], list[int]]:
-        """The layers of a rank's stages, and their items for the knapsack."""
+        """Returns the layers of a rank's stages, and their items for the knapsack."""
         layers = []
         items = []
         for stage, (begin, end) in zip(self._own[rank], stages, strict=True):

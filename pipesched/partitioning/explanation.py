@@ -44,7 +44,7 @@ class _StageCosts:
 
     @cached_property
     def stages(self) -> list[tuple[Slot, int, int]]:
-        """Slot, begin and end of each stage."""
+        """The slot, the begin and the end of each stage."""
         return [(slot, a, b) for slot, (a, b) in zip(self.found.slots, pairwise([0, *self.found.ends]), strict=True)]
 
     def time(self, slot: Slot, begin: int, end: int) -> int:
@@ -62,7 +62,7 @@ class _StageCosts:
         return [self.found.chosen[layer] for layer in self.layers(begin, end)] if self.found.chosen else []
 
     def held(self, slot: Slot, begin: int, end: int) -> tuple[int, int]:
-        """The bytes of activations for all micro-batches in flight, and the bytes of all memory."""
+        """Returns the bytes of activations for all micro-batches in flight, and the bytes of all memory."""
         chosen = self.chosen(begin, end)
         if chosen:
             held = sum(c.held_bytes(slot.in_flight) for c in chosen)
@@ -123,7 +123,7 @@ def _summaries(costs: _StageCosts, stages: list[list[Any]]) -> Iterator[StageSum
 
 
 def _bottleneck(costs: _StageCosts, stages: list[list[Any]], solution: Solution) -> tuple[str, str]:
-    """The bottleneck, a stage or cut, and the reason why no partition is faster, or how much faster one may be."""
+    """Returns the bottleneck (a stage, rank or cut), and why no partition is faster or how much faster one may be."""
     problem = costs.problem
     ticks = costs.found.bottleneck
     if problem.line_up.shares_ranks:
@@ -176,7 +176,7 @@ def _lower(problem: Problem) -> str:
 
 
 def _moves(costs: _StageCosts, stage: int) -> Iterator[str]:
-    """The times of moving the stage's first or last layers to a neighbour."""
+    """Describe the times that result if the stage's first or last layers move to a neighbour."""
     slot, begin, end = costs.stages[stage]
     seconds = costs.problem.blocks.layers.seconds
     names = costs.problem.blocks.layers.names

@@ -82,7 +82,7 @@ def _memory(request: Request, limits: list[int]) -> tuple[str, str, str]:
 
 
 def _alone(request: Request) -> tuple[str, int]:
-    """The name and the bytes of the block that needs the most memory, with the fewest micro-batches in flight."""
+    """Returns the name and bytes of the block that needs the most memory, with the fewest micro-batches in flight."""
     problem = request.problem()
     layers = problem.blocks.layers
     blocks = problem.blocks
@@ -100,7 +100,7 @@ def _alone(request: Request) -> tuple[str, int]:
 
 
 def _enough(request: Request) -> int:
-    """A memory limit for every rank that makes a partition possible; the smallest one if the graph is small."""
+    """A memory limit, the same for every rank, that makes a partition possible; the smallest if the graph is small."""
     problem = request.problem()
     layers = problem.blocks.layers
     most = max(slot.in_flight for slot in problem.line_up.slots)
@@ -137,7 +137,7 @@ def _more_ranks(request: Request) -> str:
 
 
 def _pins(request: Request) -> tuple[str, str, str]:
-    """The error for pins (starts, together, exactly) that no partition satisfies."""
+    """The parts of the error for pins (starts, together, exactly) that no partition satisfies."""
     pins = [f"{layer!r} begins stage {stage}" for layer, stage in request.starts.items()]
     pins += [f"{', '.join(map(repr, group))} share a stage" for group in request.together]
     pins += ["no stage is empty"] * request.exactly

@@ -1,8 +1,8 @@
 """Interleaving: cuts for ranks with several stages, which minimise the time of the busiest rank by descent.
 
 The descent starts from the cuts with the fastest slowest stage, and from even cuts. It moves one cut at a time to the
-position with the fastest busiest rank, then the most even ranks, until no cut moves. Then it moves some cuts at random,
-with a fixed seed, descends again, and keeps the result if it is better.
+position at which the busiest rank is fastest (of several, that with the most even ranks), until no cut moves. Then it
+moves some cuts at random, with a fixed seed, descends again, and keeps the result if it is better.
 """
 
 import random
@@ -54,7 +54,7 @@ def _descended(problem: Problem, begin: Solution) -> "_Descent":
 
 
 def _with_choices(problem: Problem, begin: Solution) -> Found | None:
-    """Descend from the best cuts without memory limits, and from the best with limits and all activations held.
+    """Descend from the best cuts without memory limits, and from the best cuts with limits and all activations held.
 
     The blocks stay in their own order.
     """
@@ -68,7 +68,7 @@ def _with_choices(problem: Problem, begin: Solution) -> Found | None:
 
 
 def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The orders and cuts to start from: those with the fastest slowest stage, and if no layer is pinned, even cuts."""
+    """The orders and cuts to start from: those with the fastest slowest stage and, if no layer is pinned, even cuts."""
     in_order = list(range(len(problem.blocks)))
     if begin.found and problem.pins:
         yield begin.found.order, [0, *begin.found.ends]
@@ -83,7 +83,7 @@ def _begins(problem: Problem, begin: Solution, count: int) -> Iterator[tuple[lis
 
 
 class _Descent:
-    """One order of the blocks with its cuts, which the descent moves. The first and the last cut are included."""
+    """One order of the blocks, and the cuts that the descent moves. The cuts include both ends."""
 
     def __init__(self, problem: Problem, order: list[int], cuts: list[int]) -> None:
         self.order = order
@@ -104,7 +104,10 @@ class _Descent:
         self._memory: list[list[int]] = [held[slot.in_flight] for slot in slots]
 
     def run(self) -> Key:
-        """Move cuts until none moves. Return bytes above limits, ticks of the busiest rank, and the sum of squares."""
+        """Move cuts until none moves.
+
+        Returns the bytes above the limits, the ticks of the busiest rank, and the sum of the ranks' squared ticks.
+        """
         self._count()
         for _ in range(_ROUNDS):
             self._seen.add(tuple(self.cuts))
@@ -162,7 +165,7 @@ class _Descent:
         return memory[end] - memory[begin]
 
     def _pay(self, index: int, times: int) -> None:
-        """Add the toll of a cut to its two ranks or its link. times: 1, or -1 to subtract it."""
+        """Add the toll of a cut to its two ranks or its link. times: 1, or -1 to subtract the toll."""
         before = self._slots[index - 1].rank
         after = self._slots[index].rank
         toll = times * self._toll[self.cuts[index]] if before != after else 0
@@ -181,7 +184,7 @@ class _Descent:
         return max(0, held - limit) if limit else 0
 
     def _move(self, index: int) -> bool:
-        """Move a cut to its best position, the first of equal ones. Return whether that is an improvement."""
+        """Move a cut to the position with the smallest key, the first of equal ones. Return whether the key fell."""
         low, high = self._spans[index]
         here = self.cuts[index]
         first = max(low, self.cuts[index - 1] + 1)
@@ -199,7 +202,7 @@ class _Descent:
         return best[0] < now
 
     def _as_good(self, index: int, now: Key, first: int, last: int) -> range:
-        """The positions of a cut at which neither stage beside it makes its rank slower than the slowest now."""
+        """The positions of a cut at which neither rank beside it takes longer than the slowest rank does now."""
         excess, slowest, _ = now
         if not excess:
             (here, per_tick), (behind, per_tick_behind) = self._work[index - 1 : index + 1]
@@ -210,7 +213,7 @@ class _Descent:
         return range(first, last + 1)
 
     def _count_beside(self, index: int, times: int) -> None:
-        """Add the two stages beside a cut to their ranks. times: 1, or -1 to subtract them."""
+        """Add the two stages beside a cut, and the cut's toll, to their ranks. times: 1, or -1 to subtract."""
         for stage in (index - 1, index):
             rank = self._slots[stage].rank
             begin = self.cuts[stage]
@@ -220,7 +223,7 @@ class _Descent:
         self._pay(index, times)
 
     def _key_at(self, index: int, place: int, others: int) -> Key:
-        """The key of the two ranks beside a cut if the cut is at ``place``. others: the largest other load."""
+        """The key to minimise if the cut is at ``place``. others: the largest load of other ranks and links."""
         rank = self._slots[index - 1].rank
         next_rank = self._slots[index].rank
         begin = self.cuts[index - 1]

@@ -2,8 +2,8 @@
 
 It is a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11), solved by keeping only states that
 no other state beats in both bytes and time (Nemhauser and Ullmann 1969). Equal layers are the same item, so results are
-reused wherever the same items occur. Only the largest working memory of all layers counts: for each possible size of
-it, the options that need no more are combined.
+reused wherever the same items occur. Only the largest working memory of all layers counts, so for each of its possible
+sizes the options that need no more are combined.
 """
 
 from bisect import bisect_left, bisect_right
@@ -41,7 +41,7 @@ class _Front:
     option: Ints
 
     def best(self, room: int, speed: Fraction, forward: int) -> tuple[int, int] | None:
-        """The least time within ``room`` bytes, and its state, or None. forward: the ticks of all first forwards."""
+        """The least time within ``room`` bytes and its state, or None. forward: the ticks of all first forwards."""
         count = int(np.searchsorted(self.held, room, "right"))
         if not count:
             return None
@@ -60,7 +60,7 @@ _EMPTY = _Front(held=_NOTHING, ticks=_NOTHING, copies=None, parent=_NOTHING, opt
 class Knapsack:
     """Finds the fastest options of layers within a memory limit, and caches partial results.
 
-    ``exact`` is whether all answers so far are proved to be the best.
+    ``exact`` tells whether all answers so far are proved to be optimal.
     """
 
     def __init__(self, options: Sequence[Sequence[ActivationOption]]) -> None:
@@ -210,7 +210,7 @@ def _undominated(held: Ints, ticks: Ints) -> Ints:
 
 
 def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
-    """As `_undominated`, in bytes, ticks and copies: keeps a staircase of the ticks and copies of smaller states."""
+    """As `_undominated`, for bytes, ticks and copies. A staircase holds the best ticks and copies of smaller states."""
     kept: list[int] = []
     stair_ticks: list[int] = []
     stair_copies: list[int] = []
@@ -230,7 +230,7 @@ def _undominated_with_copies(held: Ints, ticks: Ints, copies: Ints) -> Ints:
 
 
 def _thinned(kept: Ints, held: Ints, ticks: Ints, copies: Ints | None) -> Ints:
-    """Merge nearly equal states: of those about as fast, keep the one with the fewest bytes."""
+    """Merge nearly equal states: of the states that are about as fast, keep the one with the fewest bytes."""
     sizes = [ticks[kept]] if copies is None else [ticks[kept], copies[kept]]
     steps = _MOST_STATES if copies is None else 40
     buckets = np.zeros(len(kept), np.int64)

@@ -30,7 +30,8 @@ class Lattice:
         ideals: all order ideals of the blocks.
         toll: the cost of crossing each ideal's cut.
         line_up: the slots for the stages.
-        allowed: for a number of stages, the ideals at which that many stages may end; without an entry, all ideals.
+        allowed: for each number of stages, the ideals at which that many stages may end. A number without an entry
+            allows all ideals.
         ceiling: the bottleneck of a known partition. Larger bounds are not probed.
 
     """
@@ -107,7 +108,7 @@ class Lattice:
         return None if self._memory is None else self._memory[rows, first:last]
 
     def _least_memory(self, rows: slice, first: int, last: int) -> Ints | None:
-        """The least memory before the begin of a stage that ends at each ideal, by the limit of its slot."""
+        """For a stage that ends at each ideal: the least memory before its begin that keeps the slot's limit."""
         if self._memory is None:
             return None
         return np.asarray(self._memory[rows, first:last] - self._caps[rows, None])
@@ -165,7 +166,7 @@ class Lattice:
         return Found(bottleneck=bottleneck, order=order, ends=ends, slots=[slot for slot, _ in stages])
 
     def _begin(self, state: int, ideal: int, closed: Bools, limits: Ints) -> tuple[int, int, Bools]:
-        """The slot of the stage that ends at the ideal, the ideal of its begin, and a mask of the ideals contained."""
+        """Returns the slot of the stage that ends at the ideal, the ideal of its begin, and a mask as from `_below`."""
         sent = self._ideals.cuts.sent_bytes
         for index, slot in enumerate(self._line_up.slots):
             if slot.target == state and closed[index, ideal]:

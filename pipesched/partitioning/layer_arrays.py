@@ -81,7 +81,7 @@ def numbers(values: Sequence[Any], what: str) -> NDArray[np.float64]:
         array = np.empty(0, object)
     try:
         if array.dtype.kind not in "fiu" or not (np.isfinite(array) & (array >= 0)).all():
-            check_times(values, what)  # names the wrong value, or accepts another type, such as Fraction
+            check_times(values, what)  # the error names the wrong value; other types, such as Fraction, are accepted
     except ScheduleError as error:
         raise PartitionError(str(error)) from None
     return array.astype(np.float64)
@@ -168,7 +168,7 @@ def _named_tensors(
 
 
 def _ordered(graph: "nx.DiGraph[Any]") -> tuple[list[Any], Ints, Ints]:
-    """The layers in topological order, in the graph's own where possible, and the tails and heads of the edges."""
+    """Returns the layers in topological order (where possible the graph's own), and the edges' tails and heads."""
     names = list(graph)
     number = {name: position for position, name in enumerate(names)}
     if any(number[a] >= number[b] for a, b in graph.edges):

@@ -21,7 +21,7 @@ def linear_orders(blocks: Blocks, restarts: int) -> Iterator[list[int]]:
 
 
 def _depth_first(blocks: Blocks, rank: list[int]) -> list[int]:
-    """A depth-first order: blocks that became ready last come first, the smallest ``rank`` before others."""
+    """A depth-first order: the blocks that became ready last come first, smallest ``rank`` first."""
     waiting = [len(producers) for producers in blocks.producers]
     ready = sorted((block for block, count in enumerate(waiting) if not count), key=lambda block: -rank[block])
     order = []

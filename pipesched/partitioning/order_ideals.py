@@ -23,7 +23,7 @@ Bools = NDArray[np.bool_]
 class Ideals:
     """The order ideals of a graph, sorted by level, and the steps between them.
 
-    A step makes an ideal from one with one block less. Steps are sorted by the ideal that they make.
+    A step makes an ideal from one that has one block fewer. Steps are sorted by the ideal that they make.
     """
 
     #: The sums before the cut of each ideal.
@@ -60,7 +60,7 @@ class _Level:
 
 
 def enumerate_ideals(blocks: Blocks, asked: Collection[Collection[int]], at_most: int) -> Ideals | None:
-    """All ideals, or None if there are more than ``at_most``. asked: sets of blocks to count in each ideal."""
+    """All order ideals; None if there are more than ``at_most``. asked: sets of blocks to count in each ideal."""
     growth = _Growth(blocks, asked)
     level = growth.first()
     levels = [0, 1]
@@ -97,7 +97,7 @@ def _joined(parts: list[Ints]) -> Ints:
 class _Growth:
     """Makes each level from the one before.
 
-    The rows of sums are: work, state bytes, activation bytes, bytes sent, then the counts of the requested sets.
+    The rows of ``sums`` are work, state bytes, activation bytes and bytes sent, then the counts of the requested sets.
     """
 
     def __init__(self, blocks: Blocks, asked: Collection[Collection[int]]) -> None:
@@ -131,7 +131,7 @@ class _Growth:
         )
 
     def next(self, level: _Level) -> tuple[Ints, Ints, Ints, _Level]:
-        """The next level: the row and the block of each step, the number of steps to each ideal, and the level."""
+        """Returns the row and the block of each step, the number of steps to each ideal, and the next level."""
         rows, new = self._ready(level)
         keys = level.keys[rows] + self._keys[new]
         _, first, child = np.unique(keys, return_index=True, return_inverse=True)

@@ -15,7 +15,10 @@ __all__ = ["Front"]
 
 
 class Front:
-    """The best begins for the ideals of one level: arrays of worth, and of memory if limited, (slots, kept, ideals)."""
+    """The best begins for the ideals of one level.
+
+    Their worth, and with limits their memory, are arrays of shape (slots, begins, ideals).
+    """
 
     def __init__(self, num_slots: int, *, capped: bool) -> None:
         self._worth = np.full((num_slots, 1, 1), -INFINITE)
@@ -51,12 +54,12 @@ class Front:
         return every
 
     def costs(self, rows: slice, ends: Ints, least_memory: Ints | None) -> Ints:
-        """The least cost of a stage that ends at each ideal, (slots, ideals); INFINITE if it has no begin.
+        """The least cost of a stage that ends at each ideal, as an array (slots, ideals); INFINITE if it has no begin.
 
         Args:
             rows: the slots.
-            ends: the first term of the cost, for the end of the stage.
-            least_memory: the least memory before the begin, from the slot's limit.
+            ends: the first term of the cost, from the end of the stage.
+            least_memory: the least memory that must lie before the begin to keep the slot's limit.
 
         """
         worth = self._worth[rows]
@@ -66,7 +69,7 @@ class Front:
         return np.where(best > -INFINITE, ends - best, INFINITE)
 
     def begin(self, rows: slice, begun: NDArray[np.bool_], begins: Ints, memory: Ints | None) -> None:
-        """Add the ideals of this level themselves as begins, if ``begun``."""
+        """Add this level's own ideals as begins, where the mask ``begun`` is set."""
         worth = np.where(begun, begins, -INFINITE)
         if self._memory is None or memory is None:
             self._worth[rows, 0] = np.maximum(self._worth[rows, 0], worth)
@@ -77,7 +80,7 @@ class Front:
 
 
 def _undominated(worth: Ints, memory: Ints) -> tuple[Ints, Ints]:
-    """Along axis 1, keep the entries that no other beats in worth and memory, padded to the longest list."""
+    """Along axis 1, keep the entries that no other beats in both worth and memory, padded to the longest list."""
     order = np.lexsort((-memory, -worth), axis=1)
     worth = np.take_along_axis(worth, order, 1)
     memory = np.take_along_axis(memory, order, 1)

@@ -55,7 +55,7 @@ class Problem:
 
     @cached_property
     def lower(self) -> int:
-        """A lower bound in ticks: equal shares of all work, or the heaviest block on the fastest rank."""
+        """A lower bound in ticks: the larger of equal shares of all work and the heaviest block on the fastest rank."""
         work = self.blocks.total(self.blocks.layers.ticks)
         speeds = [rank.speed for rank in self.line_up.ranks]
         return max(-(-int(work.sum()) // sum(speeds)), -(-int(work.max()) // max(speeds)))
@@ -104,7 +104,7 @@ class Problem:
         return [{int(self.blocks.block_of[layer]) for layer in group} for group in groups]
 
     def lattice(self, ideals: Ideals, ceiling: int) -> Lattice:
-        """The search over all orders. ideals: with the sets of `counted`. ceiling: a known bottleneck."""
+        """The search over all orders. ideals: enumerated with the sets of `counted`. ceiling: a known bottleneck."""
         allowed: dict[int, NDArray[np.bool_]] = {}
         counts = ideals.contains
         for pin, itself, needed, blocks in zip(self.pins, counts[::2], counts[1::2], self.counted[1::2], strict=True):

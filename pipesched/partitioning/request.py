@@ -120,7 +120,7 @@ class Request:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks: one for each stage, or those of the placement."""
+        """The number of ranks: one for each stage, or that of the placement."""
         return self.num_stages if self.placement is None else 1 + max(self.placement)
 
     @cached_property
@@ -133,7 +133,7 @@ class Request:
 
     @cached_property
     def limits(self) -> list[int | None]:
-        """The memory of each rank in bytes, None for no limit."""
+        """The memory limit of each rank in bytes; None for no limit."""
         limits = _one_each(self.memory_limit_bytes, self.num_ranks, "memory_limit_bytes")
         return [None if limit is None else int(_number(limit, "memory_limit_bytes")) for limit in limits]
 
@@ -161,7 +161,7 @@ class Request:
 
     @cached_property
     def ranks(self) -> list[Rank]:
-        """The ranks; at most one for each layer, if all ranks are alike and some may stay empty."""
+        """The ranks. If all are alike and some may stay empty, at most one for each layer."""
         ranks = [Rank(speed, limit) for speed, limit in zip(self.speeds_of_ranks, self.limits, strict=True)]
         spare = self.placement is None and self.in_flight is None and set(ranks) == {Rank()}
         return ranks[: len(self.layers)] if spare else ranks

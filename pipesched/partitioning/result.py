@@ -56,7 +56,7 @@ class Partition:
     stages: list[list[Any]]
     #: The time of the slowest stage, rank or cut.
     bottleneck_s: float
-    #: No partition has a smaller bottleneck than this. If equal to ``bottleneck_s``, the partition is optimal.
+    #: A lower bound of the bottleneck of any partition. If equal to ``bottleneck_s``, the partition is optimal.
     lower_bound_s: float
     #: The rank of each stage.
     ranks: tuple[int, ...] = ()

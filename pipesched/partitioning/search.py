@@ -83,7 +83,7 @@ def _along(problem: Problem, order: Sequence[int]) -> tuple[Found | None, int]:
 
 
 def _along_many(problem: Problem, lower: int, best: Found | None, ideals: int, probes: int) -> Solution:
-    """Search several orders. best: the best partition so far."""
+    """Search several orders of the blocks. best: the best partition so far."""
     for order in linear_orders(problem.blocks, _RESTARTS):
         if best and best.bottleneck == lower:
             break
@@ -146,14 +146,17 @@ def _of(problem: Problem, small: Problem, found: Found) -> Found:
 
 
 def fill_up(found: Found, problem: Problem) -> Found:
-    """Split stages until there are as many as slots: each time the slowest stage of several blocks is split in two."""
+    """Split the slowest stage of several blocks in two, until there are as many stages as slots."""
     slots = problem.line_up.slots[: len(problem.blocks)]
     work = cuts_of(problem.blocks, found.order).work.tolist()
     return replace(found, ends=filled_up([0, *found.ends], work, len(slots))[1:], slots=list(slots))
 
 
 def filled_up(cuts: list[int], prefix: list[int], num_stages: int) -> list[int]:
-    """Add cuts until there are ``num_stages`` stages, each at the best place. The first and last cut are included."""
+    """Split the most expensive stage, as evenly as possible, until there are ``num_stages`` stages.
+
+    ``cuts`` and the result include both ends; ``prefix`` holds the cumulative costs.
+    """
     waiting = [(prefix[a] - prefix[b], a, b) for a, b in pairwise(cuts) if b - a > 1]
     heapify(waiting)
     ends = set(cuts)
@@ -168,7 +171,7 @@ def filled_up(cuts: list[int], prefix: list[int], num_stages: int) -> list[int]:
 
 
 def _middle(prefix: list[int], first: int, last: int) -> int:
-    """The most even cut of a stage into two; the first of equal ones."""
+    """The cut that divides a stage most evenly in two; the first of equal ones."""
     half = prefix[first] + prefix[last]
     above = bisect_left(range(first + 1, last), half, key=lambda cut: 2 * prefix[cut]) + first + 1
     below = max(first + 1, above - 1)

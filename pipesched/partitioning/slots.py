@@ -51,7 +51,10 @@ class Slot:
     in_flight: int
 
     def weighed(self, cuts: Cuts, toll: Toll) -> tuple[Ints, Ints]:
-        """The cost terms of a stage at each cut, for its end and its begin: end - begin is time x speed.numerator."""
+        """The cost terms of each cut as the end and as the begin of a stage.
+
+        Their difference, end - begin, is the stage's time x speed.numerator.
+        """
         work = cuts.work * self.speed.denominator
         paid = toll.ticks * self.speed.numerator if toll.blocking else np.zeros(1, np.int64)
         return work + paid, work - paid
@@ -61,7 +64,7 @@ class Slot:
         return np.asarray(cuts.state_bytes + self.in_flight * cuts.activation_bytes)
 
     def time(self, difference: int) -> int:
-        """The ticks of a stage, from the difference of its cost terms."""
+        """The ticks of a stage. difference: its cost term at the end minus that at the begin."""
         return -(-difference // self.speed.numerator)
 
 
@@ -82,7 +85,7 @@ class LineUp:
     exactly: bool
 
     def on_ranks(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Assign ranks to the slots of a partition whose ranks have any order: equal ranks in ascending order."""
+        """If ranks may have any order, assign them to the slots of a partition, equal ranks in ascending order."""
         if self.in_line:
             return list(slots)
         kinds = [Rank(slot.speed, slot.limit) for slot in slots]
@@ -112,7 +115,7 @@ class LineUp:
 
 
 def fixed_order(ranks: Sequence[Rank], in_flight: Sequence[int], *, exactly: bool, pinned: int) -> LineUp:
-    """The slots for stage k on rank k. exactly: no stage is empty. pinned: so many first stages are not empty."""
+    """The slots for stage k on rank k. exactly: no stage is empty. pinned: how many first stages are not empty."""
     slots = tuple(
         Slot(source=k, target=k + 1, stage=k, rank=k, speed=rank.speed, limit=rank.limit, in_flight=in_flight[k])
         for k, rank in enumerate(ranks)

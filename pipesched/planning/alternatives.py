@@ -14,7 +14,7 @@ __all__ = ["Alternative", "fastest", "taken"]
 class Alternative:
     """A plan that the search considered."""
 
-    #: Its name; "one device" and "equal split" for the baselines.
+    #: The name; "one device" and "equal split" for the baselines.
     label: str
     schedule: str
     num_ranks: int
@@ -33,7 +33,7 @@ class Alternative:
     measured_s: float | None = None
     #: Predicted seconds of a step before measured steps corrected the costs.
     first_s: float | None = None
-    #: Why it was not chosen; "" for the chosen plan.
+    #: Why the plan was not chosen; "" for the chosen plan.
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Alternative:
 
     @property
     def fits(self) -> bool:
-        """Whether the largest rank stays within its memory limit. True if either number is unknown."""
+        """Whether the rank that needs the most memory stays within its limit. True if memory or limit is unknown."""
         return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def taken(alternatives: Iterable[Alternative]) -> Alternative | None:
 
 
 def fastest(alternatives: Iterable[Alternative], label: str) -> Alternative | None:
-    """The fastest alternative with this label. A baseline has one alternative per schedule."""
+    """The fastest alternative with this label. A baseline may have several alternatives, one per schedule."""
     labelled = (alternative for alternative in alternatives if alternative.label == label)
     return min(labelled, key=lambda alternative: alternative.step_s, default=None)
 

@@ -35,7 +35,7 @@ def refined(
         pins: constraints that every partition must meet.
         seconds: the time of each layer.
         step_s: computes the step time of a partition.
-        goes_on: returns False when the search has to stop.
+        goes_on: returns False once the search has to stop.
 
     """
     boundaries: _Boundaries = (*(pins.places[names[0]] for names in stages), len(pins.layers))

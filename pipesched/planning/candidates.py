@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, bool, bool, str, int, int]:
-        """A sort key that puts simpler candidates first: few chunks, whole backwards, orders given by a formula."""
+        """Sort key that puts simpler candidates first: few chunks, whole backwards, orders given by a formula."""
         return (
             self.schedule.chunks_per_rank,
             self.splits,
@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def num_actions(self) -> int:
-        """The number of actions in its program, without recomputes."""
+        """The number of actions in the candidate's program, without recomputes."""
         return (3 if self.splits else 2) * self.num_stages * self.num_microbatches
 
     @property
@@ -78,7 +78,7 @@ class Candidate:
 
     @property
     def outline(self) -> Program:
-        """A program with the same stages and placement that is quick to make."""
+        """A program that is quick to make, with the same stages and placement."""
         quick = schedules.get("looped-bfs").with_options(chunks_per_rank=self.schedule.chunks_per_rank)
         return replace(quick, placement=self.schedule.placement).program(self.num_ranks, self.num_microbatches)
 
@@ -138,7 +138,7 @@ def candidates(
 
 
 def _variants(schedule: Schedule, *, chosen: bool) -> Iterator[tuple[Schedule, bool]]:
-    """The schedule with each number of chunks that it accepts, and whether it splits backwards."""
+    """Yields the schedule with each number of chunks that it accepts, and whether that splits backwards."""
     if "chunks_per_rank" not in schedule.options:
         variants = [schedule]
     else:

@@ -59,7 +59,7 @@ class _Tried:
 
     @property
     def noise(self) -> float:
-        """The standard error of ``step_s``, relative to it."""
+        """The relative standard error of ``step_s``."""
         strays = median(abs(step.makespan_s - self.step_s) for step in self.steps)
         return _ERROR_OF_MEDIAN * strays / sqrt(len(self.steps)) / self.step_s
 
@@ -74,7 +74,7 @@ class _Tried:
         return self.step_s > other.step_s * (1 + _needed(hypot(self.noise, other.noise)))
 
     def alternative(self, chosen: "_Tried") -> Alternative:
-        """The plan as plain numbers, with the reason why another plan was chosen."""
+        """The plan as plain numbers, with the reason why ``chosen`` was chosen instead."""
         note = ""
         if self is not chosen:
             speed = quote_speed(chosen.step_s / self.step_s)
@@ -91,8 +91,7 @@ def confirmed_plan(search: SearchRequest, run: Run, count: int, progress: Progre
     """Search for plans, run the best ones, and return the fastest with corrected costs.
 
     Of plans that differ by no more than noise, the one with the shortest expected step is chosen. The alternatives of
-    the returned plan include the measured times. Raises the
-    same errors as ``find_plan``.
+    the returned plan include the measured times. Raises the same errors as ``find_plan``.
 
     Args:
         search: the request.
@@ -129,8 +128,9 @@ def _corrected(search: SearchRequest, tried: Sequence[_Tried]) -> SearchRequest:
 def _search_again(
     search: SearchRequest, tried: Sequence[_Tried], progress: Progress
 ) -> tuple[Tuner, EvaluatedCandidate, list[_Tried]]:
-    """Search with corrected costs, starting from the plans that ran. Returns the tuner, the best plan, and the plans
-    that ran with new predictions.
+    """Search with corrected costs, starting from the plans that ran.
+
+    Returns the tuner, the best plan, and the plans that ran, with new predictions.
     """
     tuner = Tuner(search, progress)
     known = [tuner.simulated(one.found.candidate, one.found.stages) for one in tried]
@@ -260,7 +260,7 @@ def corrected(
 def _stage_times(
     found: EvaluatedCandidate, steps: Sequence[Trace], layers: Mapping[str, LayerCosts]
 ) -> list[StageTimes]:
-    """The time of a micro-batch on each stage: the sum over its layers, times measured / predicted."""
+    """The time of a micro-batch on each stage: the sum over its layers' times, multiplied by measured / predicted."""
     stages: dict[int, list[StageComparison]] = {}
     for step in steps:
         for own in compared(found.trace, step).stages:
@@ -281,7 +281,8 @@ def _slower(steps: Sequence[StageComparison]) -> dict[str, float]:
 def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: Sequence[Kind]) -> float:
     """Measured / predicted time of the actions of some kinds, the median over steps.
 
-    A step without ``kinds`` counts by ``others``. The ratio is 1 if there are neither, or if zero time was predicted.
+    For a step without actions of ``kinds``, those of ``others`` count. The ratio is 1 if there are none of these, or if
+    the predicted time is 0.
     """
     ratios = []
     for seconds in steps:
@@ -293,7 +294,7 @@ def _ratio(steps: Sequence[Mapping[Kind, Pair]], kinds: Sequence[Kind], others: 
     return median(ratios) if ratios else 1.0
 
 
-#: Kind of layer time -> (action kinds that measure it, action kinds to use in steps without the former).
+#: Kind of layer time -> (action kinds that measure it, action kinds to use in steps without these).
 _KINDS: dict[str, tuple[Sequence[Kind], Sequence[Kind]]] = {
     "forward_s": ((Kind.F,), ()),
     "backward_s": ((Kind.B,), (Kind.I, Kind.W)),

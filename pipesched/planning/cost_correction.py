@@ -1,9 +1,9 @@
 """Cost correction: updates layer costs from measured stage times, and detects slow devices.
 
-A stage time alone shows neither the shares of its layers nor that of its device. So all layers of a stage are scaled
-together, with one exception: if equal layers run faster in another stage, that stage's ratio applies to them. The
-remaining excess is assigned to the layers that exist only in the slow stage. If there are none, and equal layers run
-faster on other devices, the excess is assigned to the device.
+A stage time alone does not show how much of it is due to each layer or to the device. So all layers of a stage are
+scaled together, with one exception: if equal layers run faster in another stage, that stage's ratio applies to them.
+The remaining excess is assigned to the layers that exist only in the slow stage. If there are none, and equal layers
+run faster on other devices, the excess is assigned to the device.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +18,7 @@ __all__ = ["Known", "StageTimes", "slowed"]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The measured seconds of a micro-batch on a stage, and its layers."""
+    """The layers of a stage, and the measured seconds of a micro-batch on it."""
 
     layers: Sequence[str]
     device: Hashable
@@ -29,7 +29,7 @@ class StageTimes:
 
     @property
     def total_s(self) -> float:
-        """Forward plus backward."""
+        """The time of the forward plus the backward."""
         return self.forward_s + self.backward_s
 
 
@@ -53,7 +53,7 @@ class Known:
 
         Args:
             stages: the measured times of all stages; together they contain every layer.
-            tolerance: the relative excess over equal layers elsewhere up to which it counts as noise.
+            tolerance: the largest relative excess over equal layers in other stages that still counts as noise.
 
         """
         factors = self._least_ratios(stages)
@@ -95,7 +95,7 @@ class Known:
     def _by_kind(
         self, stages: Sequence[StageTimes], value: Callable[[StageTimes], Hashable]
     ) -> dict[Hashable, set[Hashable]]:
-        """For each kind of layer, a property of all stages that contain such layers."""
+        """For each kind of layer, the different values of a property of the stages that contain such layers."""
         found: dict[Hashable, set[Hashable]] = {}
         for stage in stages:
             for name in stage.layers:
@@ -103,7 +103,7 @@ class Known:
         return found
 
     def _ratio(self, stage: StageTimes, factors: Mapping[str, float] | None = None) -> float:
-        """Measured / known time of a stage. ``factors`` are changes of layers that are already known."""
+        """Measured / known time of a stage. ``factors``: by how much some layers are known to have changed."""
         known = sum(
             (self.layers[name].forward_s + self.layers[name].backward_s) * (factors or {}).get(name, 1.0)
             for name in stage.layers
@@ -140,7 +140,7 @@ class Known:
         new = dict(self.layers)
         for name, costs in layers.items():
             times: dict[str, Any] = {time: getattr(costs, time) * fastest for time in TIMES}
-            new[name] = replace(costs, **times, crowded_s=0.0)  # measured times already include it
+            new[name] = replace(costs, **times, crowded_s=0.0)  # measured times already include crowding
         slow = {device: self.slowness(device) / fastest for device in {*self.slow, *devices}}
         return replace(self, layers=new, slow={device: own for device, own in slow.items() if own != 1})
 

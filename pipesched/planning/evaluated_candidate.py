@@ -65,7 +65,7 @@ class EvaluatedCandidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """A sort key: simpler plans first, then those that need less memory."""
+        """Sort key: simpler plans first; of equally simple plans, those that need less memory."""
         chunks, *others = self.candidate.order
         return (chunks, _weight(self.candidate.checkpoint), max(self.peak_bytes), *others)
 
@@ -119,7 +119,7 @@ def label_of(candidate: Candidate) -> str:
 
 
 def _weight(checkpoint: Checkpoint) -> int:
-    """A rank for sorting: the more is recomputed the higher, offloading last."""
+    """A number to sort by: higher the more is recomputed, and highest for offloading."""
     if isinstance(checkpoint, str):
         return LADDER.index(checkpoint)
     return len(LADDER) if "offload" in checkpoint.values() else 1

@@ -22,7 +22,7 @@ __all__ = ["FittingPlans", "infeasible", "leanest", "no_partition"]
 
 _FINE = 1.01  # relative precision of the smallest limit
 _MOST_TIMES = 16  # try up to this many times the requested ranks
-_A_PASS = 3  # times the emergency effort
+_A_PASS = 3  # times `LeanCandidates.effort_in_need`: the effort allowed for trying further candidates
 _LOOKED_AT = 3  # schedules to try when checking whether any plan fits
 
 
@@ -140,7 +140,7 @@ def _leaner(
 
 
 def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
-    """The smallest number of ranks with a plan, each with the smallest of the limits. None if none was found."""
+    """The smallest number of ranks for which a plan was found, if each has the smallest of the limits; None if none."""
     limit = min(search.memory_limit_bytes or (1,))
     most = min(len(search.pins.layers), search.num_ranks * _MOST_TIMES)
 
@@ -162,7 +162,7 @@ def _ranks(search: SearchRequest, fitting: "FittingPlans") -> int | None:
 
 
 def _largest_layer(search: SearchRequest) -> tuple[str, int]:
-    """The layer that needs the most memory alone on a rank with one micro-batch, and its bytes."""
+    """Returns the layer that needs the most memory if alone on a rank with one micro-batch, and its bytes."""
     layers = list(search.pins.layers)
     rows = -(-search.batch_size // max(search.num_microbatches))
     costs = search.profile.costs([[name] for name in layers], rows)
@@ -174,7 +174,7 @@ class FittingPlans:
     """Finds plans within the memory limits of a search.
 
     Args:
-        thrifty: cache: for each checkpoint setting, the schedules sorted by `LeanCandidates.thrifty`.
+        thrifty: a cache of the schedules as `LeanCandidates.thrifty` sorts them, by checkpoint setting.
         effort: counts the work.
 
     """
@@ -185,7 +185,7 @@ class FittingPlans:
         self._until = -inf
 
     def any(self, search: SearchRequest) -> EvaluatedCandidate | None:
-        """A plan within the limits, by the schedules that need the least memory. None if none of them fits."""
+        """A plan within the limits, from one of the schedules that need the least memory. None if none of them fits."""
         lean = self.lean(search)
         checkpoint = repr(search.checkpoint)
         if checkpoint not in self._thrifty:
@@ -197,8 +197,9 @@ class FittingPlans:
         return self.lean(search).that_fits(candidate)
 
     def others(self, search: SearchRequest) -> list[Candidate]:
-        """All candidates, those that may need the least memory first. Also sets the effort that ``has_time`` allows
-        from now on.
+        """All candidates, those that may need the least memory first.
+
+        Also sets the effort that ``has_time`` allows from now on.
         """
         lean = self.lean(search)
         self._until = self._effort.left - _A_PASS * lean.effort_in_need

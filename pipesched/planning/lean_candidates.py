@@ -12,7 +12,7 @@ from pipesched.program.order import Schedule
 
 __all__ = ["LeanCandidates"]
 
-_IN_NEED = 1_000_000  # actions to spend before an error is raised, whatever the effort
+_IN_NEED = 1_000_000  # actions to spend before an error is raised, even if no effort is left
 _FEW_LAYERS = 8  # with more layers, choosing the layers to recompute takes longer than the effort counts
 
 
@@ -99,20 +99,22 @@ class LeanCandidates:
         return limits is None or self.least_bytes(candidate.num_microbatches) <= sum(limits[: candidate.num_ranks])
 
     def least_bytes(self, num_microbatches: int) -> int:
-        """A lower bound of the memory of all ranks together: weights, buffers and optimizer states of all layers, and
-        from two micro-batches on all gradients.
+        """A lower bound of the memory of all ranks together.
+
+        It counts weights, buffers and optimizer states of all layers, and with two or more micro-batches all
+        gradients.
         """
         kept, gradients = self._kept_bytes
         return kept + (gradients if num_microbatches > 1 else 0)
 
     @cached_property
     def _kept_bytes(self) -> tuple[int, int]:
-        """The bytes that all layers hold throughout a step, and the bytes of their gradients."""
+        """Returns the bytes that all layers hold throughout a step, and the bytes of their gradients."""
         profile = self._search.profile
         whole = profile.costs([list(self._search.pins.layers)], min(profile.graphs))
         return whole.weight_bytes[0] + whole.buffer_bytes[0] + whole.optimizer_bytes[0], whole.gradient_bytes[0]
 
     @property
     def effort_in_need(self) -> float:
-        """The actions to spend before an error is raised, whatever the effort."""
+        """The number of actions to spend before an error is raised, even if no effort is left."""
         return _IN_NEED * _FEW_LAYERS / max(_FEW_LAYERS, len(self._search.pins.layers))

@@ -57,7 +57,7 @@ class Pins:
 
     @property
     def starts(self) -> dict[str, int]:
-        """The layers that must begin a stage, with its number, if ``boundaries`` is a mapping."""
+        """If ``boundaries`` is a mapping: the layers that must begin a stage, each with the number of that stage."""
         if not isinstance(self.boundaries, Mapping):
             return {}
         places = {_position(name, self.layers): (name, stage) for name, stage in self.boundaries.items()}
@@ -114,7 +114,7 @@ class Pins:
         return tuple(tuple(self.layers[begin:end]) for begin, end in pairwise([*starts, len(self.layers)]))
 
     def allows(self, starts: Sequence[int]) -> bool:
-        """Whether stages that begin at these positions meet the constraints of an incomplete partition."""
+        """Whether stages that begin at these positions meet constraints that leave some boundaries free."""
         return all(starts[stage] == place for place, stage in self._begins) and all(
             bisect(starts, first) == bisect(starts, last) for first, last in self._groups
         )

@@ -154,7 +154,7 @@ class Plan:
         return f"{counted(self.program.num_ranks, 'rank')}, {counted(self.program.num_microbatches, 'micro-batch')}"
 
     def _repr_html_(self) -> str | None:
-        """The predicted timeline, for notebooks; None if no costs are known."""
+        """The predicted timeline, for notebooks; None without costs."""
         predicted = self.predicted()
         return None if predicted is None else timeline_html(predicted)
 

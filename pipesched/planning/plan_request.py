@@ -31,7 +31,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         count: Any = self.num_microbatches
-        if isinstance(count, float) and count.is_integer():  # as 8.0 from a configuration file
+        if isinstance(count, float) and count.is_integer():  # such as 8.0 from a configuration file
             object.__setattr__(self, "num_microbatches", int(count))
         if self.num_microbatches is not None and not is_count(self.num_microbatches):
             raise ScheduleError(
@@ -43,8 +43,9 @@ class PlanRequest:
             )
 
     def pinned(self, plan: Plan, names: list[str]) -> "PlanRequest":
-        """The request that reproduces ``plan``. Raises PartitionError if the plan is for another model, or if other
-        choices were made beside it.
+        """The request that reproduces ``plan``.
+
+        Raises PartitionError if the plan is for another model, or if this request makes choices besides the plan.
 
         Args:
             plan: the plan to reproduce.

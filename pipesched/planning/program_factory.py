@@ -20,8 +20,8 @@ from pipesched.program.weight_versions import Uses, update_groups, used_versions
 __all__ = ["MICROBATCHES_PER_RANK", "ProgramFactory", "StepPrograms"]
 
 _AUTO = "1f1b"
-_MORE_STEPS = 4  # try up to this many times the steps that PipeDream needs; a stream not periodic by then never is
-MICROBATCHES_PER_RANK = 4  # from here on the bubble is small (GPipe, Huang et al. 2019)
+_MORE_STEPS = 4  # times the steps that PipeDream needs: a stream that is not periodic by then never is
+MICROBATCHES_PER_RANK = 4  # with so many, the bubble is small (GPipe, Huang et al. 2019)
 
 
 class ProgramFactory:
@@ -174,8 +174,9 @@ class StepPrograms:
         return add_offloading(program, factory.offloading)
 
     def _beginning(self, schedule: Schedule) -> Program:
-        """The first steps of a stream, up to where it is periodic. Some schedules use old weight versions late, and
-        need more steps.
+        """The first steps of a stream, until it is periodic.
+
+        Schedules that use old weight versions for long need more steps than others.
         """
         num_ranks = self._factory.num_ranks
         steps = enough_steps(num_ranks, self.num_microbatches)
@@ -204,7 +205,7 @@ class StepPrograms:
 
     @cached_property
     def uses(self) -> dict[int, Uses]:
-        """The weight versions that each stage uses in a step; empty without updates inside the program."""
+        """The weight versions that each stage uses in a step; empty if the program contains no updates."""
         program = self.plain
         return {stage: Uses(used) for stage, used in enumerate(used_versions(program))} if program.has_updates else {}
 

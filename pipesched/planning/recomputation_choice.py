@@ -84,7 +84,8 @@ class RecomputationChooser:
         """The candidate with the smallest bottleneck within the limits; None if none was found.
 
         The partitioner underestimates memory. If a rank exceeds its limit, the layers are partitioned again with the
-        limit lowered by the excess; if that has no solution, with the limit lowered by half as much.
+        limit lowered by the excess. If no partition keeps the new limit, the next limit is halfway between it and the
+        last one that had a partition.
 
         Args:
             candidate: the candidate.
@@ -139,7 +140,7 @@ class RecomputationChooser:
         )
 
     def graph(self, num_microbatches: int) -> "nx.DiGraph[str]":
-        """The measured layers, with the micro-batch size that results from this number of micro-batches."""
+        """The measured layers, for the micro-batch size that results from this number of micro-batches."""
         return self._search.profile.graph(self._rows(num_microbatches))
 
     def partitioner(self, candidate: Candidate, program: Program) -> StagePartitioner:

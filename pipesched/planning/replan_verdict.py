@@ -49,7 +49,7 @@ class Replanned:
 
     @property
     def saving_s(self) -> float:
-        """Predicted saving per step, in seconds."""
+        """The predicted saving per step, in seconds."""
         return 0.0 if self.before_s is None or self.after_s is None else self.before_s - self.after_s
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ def layers_moved(before: Mapping[str, int], after: Mapping[str, int]) -> dict[st
 def strayed(steps: Sequence[Trace]) -> float:
     """The median relative deviation of a rank's work from its usual value, for the rank where it is largest.
 
-    Actions are compared with others of their stage and kind, so steps may differ in their number of micro-batches.
+    Actions are compared with others of the same stage and kind, so steps may differ in their number of micro-batches.
     """
     seconds: dict[tuple[int, Kind], list[float]] = {}
     work: list[dict[int, list[tuple[tuple[int, Kind], float]]]] = []
@@ -112,7 +112,7 @@ def strayed(steps: Sequence[Trace]) -> float:
 
 
 def certain(noise: float) -> float:
-    """Relative difference above which two stage times differ by more than noise."""
+    """The relative difference between two stage times above which it is more than noise."""
     return max(_CERTAIN, _TIMES_NOISE * noise)
 
 

@@ -24,7 +24,7 @@ __all__ = ["Offload", "SearchRequest", "check_offload", "limits_of"]
 #: Whether activations may be offloaded to the host. "auto": if the host has separate memory.
 Offload = Literal["auto"] | bool
 
-_EFFORT = 3_000_000  # default of the actions to simulate, about three seconds
+_EFFORT = 3_000_000  # default number of actions to simulate, about three seconds
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SearchRequest:
     all_ranks: bool = False
     #: Whether ranks are threads or processes; overheads differ.
     ranks_are: RanksAre = "threads"
-    #: Whether activations may be offloaded. "auto": if the profile has the host's bandwidth, and the device is no CPU.
+    #: Whether activations may be offloaded. "auto": if the host's bandwidth is known and the device is not a CPU.
     offload: Offload = "auto"
     #: The number of actions that the search may simulate.
     effort: int = _EFFORT

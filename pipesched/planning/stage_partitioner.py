@@ -24,7 +24,7 @@ from pipesched.units import quote_speed, quote_time
 
 __all__ = ["StagePartitioner"]
 
-_COPIES = 2  # of parameters: the weights and their gradients; optimizer states are not counted here
+_COPIES = 2  # of the parameters: weights and gradients; optimizer states are not counted here
 _MOST_TIES = 8  # tied weights, the largest first, for which a partition with all users in one stage is tried
 _MOST_IDEALS = 5_000  # of a graph; larger graphs are not searched for other layer orders
 
@@ -88,7 +88,7 @@ class StagePartitioner:
         return self.pins.stages(starts), found
 
     def evaluate(self, stages: Sequence[Sequence[str]], why: str = "the boundaries were given") -> Partition:
-        """The partition into these stages: its costs, the reason for it, and its distance from the optimum."""
+        """The partition into these stages, with its costs, the reason for it, and its distance from the optimum."""
         graph = self.graph()
         row = _in_a_row(graph)
         found = self._partition(row, {names[0]: stage for stage, names in enumerate(stages) if stage})
@@ -119,7 +119,7 @@ class StagePartitioner:
         return self._explained(graph, found, why)
 
     def _with_ties_together(self, graph: "nx.DiGraph[str]", row: "nx.DiGraph[str]") -> Partition:
-        """The best partition of a chain of layers. Users of a tied weight share a stage if that does not make the step
+        """The best partition of a chain of layers. All users of a tied weight share a stage unless that makes the step
         slower.
         """
         starts = self.pins.starts
@@ -137,8 +137,9 @@ class StagePartitioner:
 
     @cached_property
     def in_flight(self) -> list[int]:
-        """The peak number of micro-batches in flight on each stage. If two chains share weights, both stages of a pair
-        count.
+        """The peak number of micro-batches in flight on each stage.
+
+        If several chains share weights, it is summed over the stages with the same weights.
         """
         held = [0] * self.program.num_weights
         for part, peak in zip(self.program.weights, peaks_of_stages(self.program.columns).tolist(), strict=True):
@@ -153,7 +154,7 @@ class StagePartitioner:
 
     @property
     def _chunks(self) -> bool:
-        """Whether ranks have several stages, of one chain."""
+        """Whether ranks have several stages of the same chain."""
         return len({*self._ranks}) < len(self._ranks) and self.program.num_weights == self.program.num_stages
 
     def _partition(
@@ -198,7 +199,7 @@ class StagePartitioner:
         return (max(link.latency_s for link in both), 1 / slowest) if slowest else None
 
     def _cost(self, graph: "nx.DiGraph[str]", found: Partition) -> tuple[float, int]:
-        """A sort key: (step seconds as far as the split decides them, bytes sent for tied weights)."""
+        """Sort key: (the part of the step time that the split decides, bytes sent for tied weights)."""
         rank_of = {layer: rank for names, rank in zip(found.stages, self._ranks, strict=True) for layer in names}
         moved = sum(
             tied_traffic_bytes(parameter_bytes(graph, names), [rank_of[user] for user in users])

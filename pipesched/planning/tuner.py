@@ -44,7 +44,7 @@ _NEAR = (
     1.3  # times the fastest step: boundaries of candidates up to here are refined, each with half of the effort left
 )
 _A_MOVE = 500  # actions: the cost of adding up the costs of moved boundaries
-_TO_REFINE = 0.4  # of the effort, to refine boundaries
+_TO_REFINE = 0.4  # the share of the effort that is kept for refining boundaries
 _SHOWN = 8  # alternatives to list beside the baselines
 _BASELINES = ("1f1b", "gpipe")
 _ACTIONS = ("forward_s", "input_grad_s", "weight_grad_s", "backward_s")
@@ -156,7 +156,7 @@ class Tuner:
                 self._found.append(self._simulated(found))
                 continue
             if self._effort.left <= until and fits:
-                continue  # candidates that have stages are still simulated
+                continue  # candidates that already have stages are still simulated
             if candidate.schedule.searches and IN_ORDER_SEARCH * candidate.num_actions > self._effort.left / 4:
                 continue
             del rest[id(candidate)]
@@ -178,16 +178,16 @@ class Tuner:
                 self._found += [self._simulated(found) for found in self._chooser.choices(candidate)]
 
     def _is_usual(self, candidate: Candidate) -> bool:
-        """Whether it is a standard choice: one rank, or 1F1B on all ranks. These are evaluated first."""
+        """Whether the candidate is a standard choice (one rank, or 1F1B on all ranks). These are evaluated first."""
         own = candidate.schedule.name == _BASELINES[0] and candidate.num_ranks == self._search.num_ranks
         return own or candidate.num_ranks == 1
 
     def _least_s(self, candidate: Candidate) -> float:
         """A lower bound of the step time for any partition: the work in equal shares, or the heaviest layer.
 
-        With one stage per rank and whole backwards, a rank does its share of each micro-batch, before and after the
-        work of earlier ranks for one micro-batch. The longest of these sums is shortest if shares fall by a factor of 1
-        - 1/count from rank to rank.
+        With one stage per rank and whole backwards, a rank does its share of each micro-batch, and in addition waits
+        for the work of earlier ranks on one micro-batch. The longest of these sums is shortest if shares fall by a
+        factor of 1 - 1/count from rank to rank.
         """
         count = candidate.num_microbatches
         if count not in self._work:
@@ -206,11 +206,11 @@ class Tuner:
         return bound_s >= best.step_s * (1 + WORTH if simpler else 1 - WORTH)
 
     def simulated(self, candidate: Candidate, stages: StageLayers) -> EvaluatedCandidate:
-        """The candidate with these stages, evaluated."""
+        """Evaluate the candidate with these stages."""
         return self._simulated(self._chooser.evaluated(candidate, stages))
 
     def _simulated(self, found: EvaluatedCandidate) -> EvaluatedCandidate:
-        """The candidate unchanged, after subtracting the effort of its simulation."""
+        """Subtract the effort of a candidate's simulation, and return the candidate unchanged."""
         per_action = IN_ORDER_SEARCH if found.candidate.schedule.searches else 2  # to make the program, and simulate it
         self._effort.spend(AT_LEAST + len(found.runs.columns) * per_action)
         return found
@@ -302,10 +302,10 @@ class Tuner:
 
 
 def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
-    """Three times of one micro-batch, in seconds.
+    """Returns three times of one micro-batch, in seconds.
 
-    They are the sum over all layers, taking the faster of a whole and a split backward for each; the same sum with
-    whole backwards only; and the time of the slowest layer, with its faster backward.
+    The first is the sum over all layers, each with the faster of a whole and a split backward. The second is the same
+    sum with whole backwards only. The third is the time of the slowest layer, with its faster backward.
     """
     layers = [costs_of(graph, name) for name in graph]
     each = [own.forward_s + min(own.backward_s, own.input_grad_s + own.weight_grad_s) for own in layers]
@@ -313,7 +313,7 @@ def _work(graph: "nx.DiGraph[str]") -> tuple[float, float, float]:
 
 
 def _speed(found: EvaluatedCandidate) -> tuple[Any, ...]:
-    """A sort key: the fastest first, then the simplest."""
+    """Sort key: the fastest first; of equally fast candidates, the simplest."""
     return found.step_s, found.candidate.order
 
 
@@ -329,7 +329,10 @@ def _bound_s(found: EvaluatedCandidate) -> float:
 
 
 def _quickest(costs: Costs, placement: Placement) -> Costs:
-    """The costs for bounds, which have no links and overheads: the least of each is added to actions and messages."""
+    """The costs for bounds, which know no links and overheads.
+
+    The smallest overhead of an action is added to all actions, and the smallest latency to all messages.
+    """
     overheads = costs.overheads
     links = costs.links or (Links(overheads.link) if overheads else None)
     ways = {way for way in pairwise(placement) if way[0] != way[1]}

@@ -44,7 +44,7 @@ class Columns:
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> "Columns":
-        """Convert actions to columns. Raises ScheduleError for anything but actions with integers below 2**31."""
+        """Convert actions to columns. Raises ScheduleError for values other than actions with integers below 2**31."""
         try:
             rows: list[tuple[Any, ...]] = [
                 (stage, CODES[kind], mb, -1 if peer is None else peer) for stage, kind, mb, peer in actions
@@ -127,20 +127,21 @@ class Columns:
         pair: Ints = self.stage.astype(np.int64) * width + self.microbatch
         if pair.max(initial=0) <= MOST_SLOTS * (len(pair) + 1024):
             return pair
-        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # dense: a table of all fits in memory
+        return np.unique(pair, return_inverse=True)[1].reshape(-1)  # small, so that a table of all fits in memory
 
     @staticmethod
     def joined_up(parts: Sequence["Columns"]) -> "Columns":
-        """Concatenate the rows of all parts."""
+        """Concatenate columns: the rows of the first part, then those of the next, and so on."""
         if not parts:
             return Columns.of(())
         return Columns(*(np.concatenate(columns) for columns in zip(*(part._all() for part in parts), strict=True)))
 
 
 class Orders(Sequence[tuple[Action, ...]]):
-    """The orders of all ranks: a sequence of tuples of actions, stored as columns, rank after rank.
+    """The orders of all ranks, as a sequence of tuples of actions. They are stored as columns, rank after rank.
 
-    The rows of rank r are ``offsets[r]`` to ``offsets[r + 1]``. Compares equal to a tuple or list of such tuples.
+    The rows of rank r are ``offsets[r]`` to ``offsets[r + 1]``. An object equals a tuple or list of the same
+    tuples of actions.
     """
 
     __slots__ = ("_shown", "columns", "offsets")
@@ -184,12 +185,12 @@ class Orders(Sequence[tuple[Action, ...]]):
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def place(self, row: int) -> tuple[int, int]:
-        """The rank and the position of a row."""
+        """The rank of a row, and its position in that rank's order."""
         rank = int(np.searchsorted(self.offsets, row, side="right")) - 1
         return rank, row - int(self.offsets[rank])
 
     def where(self, rows: Mask) -> "Orders":
-        """Keep only the rows of a mask. An overlapping action no longer overlaps if its partner is not kept."""
+        """Keep the rows that a mask selects. An overlapping action no longer overlaps if its partner is not kept."""
         kept = np.concatenate([[0], np.cumsum(rows)])
         columns = self.columns[rows]
         columns.joined[:] &= np.concatenate([rows[1:], [False]])[rows]

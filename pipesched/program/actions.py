@@ -43,15 +43,15 @@ class Kind(StrEnum):
 class Holding(StrEnum):
     """A kind of memory that a rank holds for one (stage, micro-batch) pair."""
 
-    INPUT = "input"  # the stage's input, which is everything that a checkpointed forward keeps
+    INPUT = "input"  # the stage's input; a checkpointed forward keeps nothing else
     ACTIVATIONS = "activations"  # the tensors saved for the backward
     OFFLOADED = "offloaded"  # the part of the activations that is on the host between FREE and FETCH
     WEIGHT_GRAD = "weight_grad"  # the tensors that W needs, from I to W
-    WEIGHTS = "weights"  # an older version of a stage's weights that micro-batches in flight still use
+    WEIGHTS = "weights"  # an old version of a stage's weights, still used by micro-batches in flight
 
 
 class _KindRow(NamedTuple):
-    """A row of `KINDS`: the lane, the memory taken at the start of an action, and the memory freed at its end."""
+    """The properties of a kind: its lane, the memory taken when an action starts, and the memory freed at its end."""
 
     lane: Lane
     takes: Holding | None = None
@@ -61,7 +61,7 @@ class _KindRow(NamedTuple):
 _EVERYTHING = (Holding.INPUT, Holding.ACTIVATIONS, Holding.WEIGHT_GRAD)
 
 #: The table of kinds. F takes INPUT instead of ACTIVATIONS if the program has an R for its (stage, micro-batch) pair.
-#: UPDATE takes WEIGHTS if micro-batches still use the version before it, until the last of them has used it.
+#: UPDATE takes WEIGHTS if micro-batches still use the version that it replaces, until the last of them has ended.
 KINDS: dict[Kind, _KindRow] = {
     Kind.F: _KindRow(Lane.COMPUTE, takes=Holding.ACTIVATIONS),
     Kind.B: _KindRow(Lane.COMPUTE, gives=_EVERYTHING),

@@ -56,12 +56,12 @@ def as_checkpoint(checkpoint: Any, layers: Iterable[str]) -> Checkpoint:
 
 
 def checkpoint_by_layer(checkpoint: Checkpoint) -> Mapping[str, LayerCheckpoint]:
-    """The option of each named layer; empty if the checkpoint option is a mode for whole stages."""
+    """The option of each named layer. Empty if ``checkpoint`` is a mode for whole stages."""
     return checkpoint if isinstance(checkpoint, Mapping) else {}
 
 
 def offloading(checkpoint: Checkpoint, stages: Iterable[Iterable[str]]) -> frozenset[int]:
-    """The numbers of the stages with a layer that is offloaded. stages: the layers of each stage."""
+    """The stages that have an offloaded layer, as numbers. stages: the layers of each stage."""
     keep = checkpoint_by_layer(checkpoint)
     return frozenset(
         stage for stage, layers in enumerate(stages) if any(keep.get(layer) == "offload" for layer in layers)

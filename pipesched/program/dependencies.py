@@ -58,13 +58,13 @@ class StageGraph:
 
 @cache
 def chain(num_stages: int, num_chains: int = 1) -> StageGraph:
-    """The default graph: every stage feeds the next one. With several chains of equal length, each is separate."""
+    """The default graph: every stage feeds the next. With several chains, they are separate and of equal length."""
     length = num_stages // num_chains
     return StageGraph.of(num_stages, [(s, s + 1) for s in range(num_stages - 1) if (s + 1) % length])
 
 
 class _At(Enum):
-    """The stages of a needed action: the stage itself, its producers, its consumers, or the peer of a transfer."""
+    """Where a needed action is: on the same stage, on its producers, on its consumers, or on the peer of a transfer."""
 
     OWN = auto()
     PRODUCERS = auto()
@@ -73,10 +73,11 @@ class _At(Enum):
 
 
 class _Need(NamedTuple):
-    """One dependency: an action at these stages, of the first of these kinds that the program has.
+    """One dependency: an action on the stages ``at``, of the first kind in ``kinds`` that the program has.
 
     The kinds are alternatives. A backward may be split (I) or whole (B), a stage may be recomputed (R), and an edge may
-    be a transfer (RECV) or lie inside one rank. If the program has none of the kinds, the last one is missing.
+    be a transfer (RECV) or lie inside one rank. If the program has none of the kinds, an action of the last kind is
+    missing.
     """
 
     at: _At
@@ -106,7 +107,8 @@ NEEDS: dict[Kind, tuple[_Need, ...]] = {
 def needs(action: Action, graph: StageGraph, present: Container[Action]) -> Iterator[Action]:
     """Yield the actions that must have ended before ``action`` starts.
 
-    ``present`` contains the program's actions. If the program has no form of a needed action, its last form is yielded.
+    ``present`` contains the program's actions. A needed action has several forms, such as I and B; if the program has
+    none of them, the last one is yielded.
     """
     for need in NEEDS.get(action.kind, ()):
         for end in _ends_of(action, need.at, graph):
@@ -126,7 +128,7 @@ def _ends_of(action: Action, at: _At, graph: StageGraph) -> tuple[int, ...]:
 
 
 def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
-    """Build a needed action: the other end of a transfer, a transfer of this stage, or a compute action."""
+    """Build one form of a needed action: the other end of a transfer, a receive on this stage, or a compute action."""
     if at is _At.PEER:
         return Action(end, kind, action.microbatch, action.stage)
     if kind in OTHER_END:
@@ -137,7 +139,7 @@ def _form(action: Action, at: _At, kind: Kind, end: int) -> Action:
 class Index:
     """Finds the row of an action in a program's columns, or -1 if the program does not have it.
 
-    It is a table with a slot for each (kind, stage, micro-batch), and for transfers (kind, edge, micro-batch).
+    The table has a slot for each (kind, stage, micro-batch), and for transfers for each (kind, edge, micro-batch).
     """
 
     def __init__(self, columns: Columns, graph: StageGraph, num_microbatches: int) -> None:
@@ -177,7 +179,7 @@ class Index:
         return np.where(good & (self._bases[kind] >= 0), slots, len(self._table) - 1)
 
     def _edges(self, kind: Ints, stage: Ints, peer: Ints) -> tuple[Ints, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-        """The number of each transfer's edge, and a mask of the transfers that have one."""
+        """Returns the number of each transfer's edge, and a mask of the transfers whose edge is in the graph."""
         codes = self._graph.edge_codes
         outward = _CODE_IS_OUTWARD[kind]  # the action's stage is the edge's producer
         wanted = np.where(outward, stage * self._num_stages + peer, peer * self._num_stages + stage)
@@ -215,7 +217,7 @@ class Index:
         return self._table[base : base + shape[0] * shape[1]].reshape(shape)
 
     def repeated(self) -> Ints:
-        """The rows of repeated actions, all but the last of each, and of actions without a slot in the table."""
+        """The rows of actions that occur again in a later row, and of actions without a slot in the table."""
         return np.flatnonzero(self._table[self.slots] != np.arange(len(self.slots)))
 
 
@@ -224,7 +226,7 @@ _CODE_IS_OUTWARD = np.array([kind in (Kind.SEND_F, Kind.RECV_B) for kind in Kind
 
 
 class Requirements(NamedTuple):
-    """Pairs of rows: ``needed[i]`` must have ended before ``row[i]`` starts; -1 if the program does not have it."""
+    """Pairs of rows: ``needed[i]`` must have ended before ``row[i]`` starts. -1 if a needed action is missing."""
 
     row: Ints
     needed: Ints

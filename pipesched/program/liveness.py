@@ -17,14 +17,14 @@ _TAKERS = {Holding.WEIGHT_GRAD: Kind.I, Holding.ACTIVATIONS: Kind.F, Holding.INP
 
 
 class Held(NamedTuple):
-    """The amount held while each action runs, and after it."""
+    """For each action, the amount of memory held while it runs, and after it."""
 
     during: Ints
     after: Ints
 
     @classmethod
     def of(cls, takes: Ints, gives: Ints) -> "Held":
-        """Add up the amount that each action takes at its start and frees at its end."""
+        """Compute the held amounts from what each action takes at its start and frees at its end."""
         after = np.cumsum(takes - gives)
         return cls(after + gives, after)
 
@@ -76,7 +76,7 @@ def peaks_of_stages(columns: Columns) -> Ints:
 
 
 def rank_limits(max_in_flight: object, num_ranks: int) -> list[int]:
-    """One limit for each rank: a single number is repeated. Raises ScheduleError unless all are whole numbers."""
+    """One limit for each rank; a single number is repeated. Raises ScheduleError if a limit is not a whole number."""
     limits = list(max_in_flight if isinstance(max_in_flight, Iterable) else [max_in_flight] * num_ranks)
     wrong = [limit for limit in limits if not isinstance(limit, Integral)]
     if wrong:
@@ -132,14 +132,14 @@ def versions_held(columns: Columns, versions: tuple[tuple[int, ...], ...] = ()) 
 
 
 def _most_at_once(intervals: list[tuple[int, int]]) -> int:
-    """The largest number of intervals, ends included, that contain the same row."""
+    """The largest number of intervals that contain the same row. An interval includes both its ends."""
     begins, ends = np.sort(np.array(intervals, np.int64).reshape(-1, 2), axis=0).T
     begun = np.arange(1, len(begins) + 1)
     return int((begun - np.searchsorted(ends, begins)).max(initial=0))
 
 
 def _stashes(columns: Columns, versions: tuple[tuple[int, ...], ...]) -> list[tuple[int, int, int]]:
-    """The old weight versions to keep: (stage, row of the update that replaces it, row of its last use)."""
+    """The old weight versions to keep, each as (stage, row of the update that replaces it, row of its last use)."""
     stashes: list[tuple[int, int, int]] = []
     for stage in np.unique(columns.stage[columns.are(Kind.UPDATE)]).tolist():
         of_stage = columns.stage == stage
@@ -170,7 +170,7 @@ def _any_of(pair: Ints, rows: Mask) -> Mask:
 
 
 def _firsts(pair: Ints, rows: Mask) -> Mask:
-    """A mask of the first of the given rows of each pair."""
+    """A mask that selects, for each pair, the first of its given rows."""
     chosen = np.zeros(len(pair), np.bool_)
     candidates = np.flatnonzero(rows)
     chosen[candidates[np.unique(pair[candidates], return_index=True)[1]]] = True

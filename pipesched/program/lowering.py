@@ -102,21 +102,27 @@ class _Messages(NamedTuple):
 
 
 def _places(program: Program, messages: _Messages) -> Ints:
-    """The row to receive each message before: the first row that consumes it or a later message of its channel."""
+    """For each message, the row before which to receive it.
+
+    This is the first row that consumes the message or a later message of the same channel.
+    """
     rank_of = program.orders.rank_of
     ends = rank_of[messages.sender] * program.num_ranks + rank_of[messages.consumer]
     channel = ends * 2 + (messages.send == CODES[Kind.SEND_B])
     order = np.lexsort((messages.sender, channel))[::-1]  # each channel's last message first
     _, segment = np.unique(-channel[order], return_inverse=True)
     step = len(program.columns) + 1
-    lowered = messages.consumer[order] - segment.reshape(-1) * step  # below all values of the channel before
+    lowered = messages.consumer[order] - segment.reshape(-1) * step  # below all values of the previous channel
     places = np.empty(len(order), np.int64)
     places[order] = np.minimum.accumulate(lowered) + segment.reshape(-1) * step
     return places
 
 
 def _inserted(orders: Orders, parts: Sequence[tuple[Ints, Columns, int]]) -> Orders:
-    """Merge actions into the orders. Each part: the rows to insert at, the actions, and their turn at the same row."""
+    """Merge actions into the orders.
+
+    Each part is (rows to insert at, actions, turn). At the same row, lower turns come first.
+    """
     turns = 4
     keys = np.concatenate([rows * turns + turn for rows, _, turn in parts])
     merged = Columns.joined_up([columns for _, columns, _ in parts])
@@ -130,10 +136,10 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
 
     Args:
         program: the program.
-        mode: "never", "always" or "except_last"; or options for named layers, which add no R because such layers are
-            recomputed inside their backward. "except_last" skips pairs with no other B, I, W or R between their F and
-            their backward: nothing is freed in between, so recomputing them would not lower the peak. In 1F1B these
-            are all pairs of the last rank, and the first pair of every other rank.
+        mode: "never", "always", "except_last", or options for named layers. These options add no R, because such
+            layers are recomputed inside their backward. "except_last" skips pairs with no other B, I, W or R between
+            their F and their backward: nothing is freed in between, so recomputing them would not lower the peak. In
+            1F1B these are all pairs of the last rank, and the first pair of every other rank.
 
     Raises:
         ScheduleError: the mode is unknown.
@@ -154,7 +160,7 @@ def add_recompute(program: Program, mode: Checkpoint) -> Program:
 
 
 def _next_back(program: Program) -> Mask:
-    """A mask of the backwards with no other B, I, W or R between their forward and themselves."""
+    """A mask of the backwards that have no other B, I, W or R between their forward and themselves."""
     columns = program.columns
     rows = np.flatnonzero(columns.are(*BACKWARDS, Kind.W, Kind.R))
     forwards = program.index.rows(Kind.F, columns.stage[rows], columns.microbatch[rows])
@@ -173,7 +179,7 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
 
     Args:
         program: the program.
-        stages: the stages to offload. If several chains share weights, their numbers in the first chain.
+        stages: the stages to offload. If several chains share weights, the stage numbers of the first chain.
         ahead: how many compute actions before the backward the copy back starts.
 
     """
@@ -207,7 +213,7 @@ def add_offloading(program: Program, stages: Collection[int], *, ahead: int = 1)
 
 
 def add_updates(program: Program) -> Program:
-    """Append an UPDATE of each stage to its rank's order. A program that has updates is returned unchanged."""
+    """Append an UPDATE of each stage to its rank's order. A program that already has updates is returned unchanged."""
     if program.has_updates or program.forward_only:
         return program
     stages = sorted(range(program.num_stages), key=lambda stage: (program.placement[stage], stage))

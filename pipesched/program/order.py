@@ -70,7 +70,7 @@ class Shape:
         return range(first, first + shares[nth_chain])
 
     def exactly(self, count: int, rank: int) -> tuple[int, ...]:
-        """The chunks of a rank, which must be ``count``. Raises ScheduleError for another number of chunks a rank."""
+        """The chunks of a rank, after checking that there are ``count``. Raises ScheduleError otherwise."""
         if self.chunks_per_rank != count:
             raise ScheduleError(
                 f"this schedule needs {count} stages on each rank; got chunks_per_rank={self.chunks_per_rank}; cut the "
@@ -91,7 +91,7 @@ class Shape:
         return forwards, backwards
 
     def even_ranks(self) -> int:
-        """The number of ranks, for schedules in two directions. Raises ScheduleError if it is odd."""
+        """The number of ranks, for bidirectional schedules. Raises ScheduleError if it is odd."""
         if self.num_ranks % 2:
             near = [str(count) for count in (self.num_ranks - 1, self.num_ranks + 1) if count]
             raise ScheduleError(
@@ -101,7 +101,10 @@ class Shape:
         return self.num_ranks
 
     def groups(self) -> list[int]:
-        """The sizes of groups for interleaving: as many near-equal groups of at least p as fit (Megatron-LM: p)."""
+        """The sizes of the groups of micro-batches for interleaving.
+
+        There are as many near-equal groups of at least p micro-batches as possible (in Megatron-LM all have size p).
+        """
         return near_equal_parts(self.num_microbatches, max(1, self.num_microbatches // self.num_ranks))
 
 
@@ -136,12 +139,12 @@ class Order:
         self._versions: dict[tuple[int, int], int] = {}
 
     def F(self, stage: int, *, version: int | None = None) -> None:
-        """Append a forward. version: the number of updates behind the weights that it uses. Default: the newest."""
+        """Append a forward. version: the number of updates that its weights have had. Default: the newest weights."""
         if self._add(stage, _F) and version is not None:
             self._versions[stage, self._numbers[-1] % self._limit] = version
 
     def B(self, stage: int) -> None:
-        """Append a full backward. B and I count together: each takes the next micro-batch without a backward."""
+        """Append a full backward. Both B and I take the next micro-batch that has neither a B nor an I yet."""
         self._add(stage, _B)
 
     def I(self, stage: int) -> None:  # noqa: E743
@@ -165,7 +168,7 @@ class Order:
         self._add(stage, _UPDATE)
 
     def overlap(self, forward: int, backward: int) -> None:
-        """Append a forward and a full backward of another micro-batch that overlap: both end when both are done."""
+        """Append an overlapping forward and full backward of two micro-batches. They start and end together."""
         first = self._add(forward, _F)
         if self._add(backward, _B) and first:
             self._joined.append(len(self._numbers) - 2)
@@ -207,7 +210,7 @@ class Order:
         return columns
 
     def _last_slice_first(self, numbers: Ints) -> Ints:
-        """Reverse the slices of each micro-batch: backwards start with the last slice, which depends on the others."""
+        """Reverse the slices of each micro-batch: backwards start with the last, which depends on the others."""
         whole, part = np.divmod(numbers, self._shape.slices_per_microbatch)
         slices: Ints = (whole + 1) * self._shape.slices_per_microbatch - 1 - part
         return slices
@@ -275,7 +278,7 @@ class Schedule:
         """Return the schedule with other values of its options.
 
         Args:
-            options: new values by name, such as ``chunks_per_rank=4``. Other options keep theirs.
+            options: new values by name, such as ``chunks_per_rank=4``. Other options keep their values.
 
         Raises:
             ScheduleError: the schedule has no such option.
@@ -376,7 +379,7 @@ def _required(function: OrderFunction) -> list[str]:
 
 
 def _versions(orders: Sequence[Order], shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """The weight versions that the orders were written with, by stage and micro-batch; () for a stage without any."""
+    """The weight versions given in the orders, by stage and micro-batch; () for a stage without given versions."""
     written = {pair: version for order in orders for pair, version in order.versions.items()}
     stages = {stage for stage, _ in written}
     return tuple(
@@ -396,7 +399,7 @@ def _with_chains(program: Program, shape: Shape) -> Program:
     return replace(program, weights=tuple(range(length)) * shape.num_chains, routes=tuple(routes))
 
 
-_MOST_PAIRS = 10**8  # their program takes about 10 GB of memory
+_MOST_PAIRS = 10**8  # a program with so many pairs takes about 10 GB of memory
 #: Options that reach the function through the shape.
 _OF_THE_SHAPE = ("chunks_per_rank", "slices_per_microbatch")
 
@@ -421,11 +424,11 @@ def schedule(
             return order
 
     Args:
-        name: the schedule's name, in kebab case.
+        name: the schedule's name, in kebab-case.
         placement: the rule that places stages on ranks: linear, loop or v, or a function (num_ranks, chunks_per_rank)
             -> the rank of each stage. Default: linear.
-        chunks_per_rank: the default number of stages a rank holds, which becomes an option of the schedule. Default:
-            None, always one stage a rank.
+        chunks_per_rank: the default number of stages that a rank holds. It becomes an option of the schedule. Default:
+            None, always one stage per rank.
         num_chains: the number of pipelines that run at once over the same weights, each with its share of the
             micro-batches. Stage s of the second of two chains of p stages has the number p + s. Default: 1.
         slices_per_microbatch: the default number of token slices, for schedules of causal models that run slice by

@@ -29,7 +29,7 @@ def v(num_ranks: int, chunks_per_rank: int) -> Placement:
 
 
 def table(ranks: Sequence[int], num_ranks: int) -> Placement:
-    """A placement from any sequence of ranks, indexed by stage. Raises ScheduleError if a rank does not exist."""
+    """Make a placement from any sequence of ranks, indexed by stage. Raises ScheduleError if a rank does not exist."""
     for stage, rank in enumerate(ranks):
         if not 0 <= rank < num_ranks:
             raise ScheduleError(

@@ -55,8 +55,9 @@ class Program:
         weights: the weight copy of each stage. Stages with the same copy hold the same layers. Default: one copy for
             each stage.
         routes: the stages that each micro-batch visits, a whole chain of the graph. Default: all stages.
-        versions: for each stage, the number of updates behind the weights that each micro-batch uses, forward and
-            backward; () for the newest weights when its F runs. Default: () for all stages.
+        versions: for each stage, the weight version that each micro-batch uses in its forward and its backward, as the
+            number of updates that those weights have had; () for the newest weights when its F runs. Default: () for
+            all stages.
         slices_per_microbatch: the number of token slices of a micro-batch. Actions then count slices, and the slices of
             a micro-batch have consecutive numbers. Default: 1.
 
@@ -133,7 +134,7 @@ class Program:
 
     @property
     def num_weights(self) -> int:
-        """The number of weight copies, which is the number of parts that the model is cut into."""
+        """The number of weight copies. It is also the number of parts that the model is cut into."""
         return len(set(self.weights))
 
     @property
@@ -198,7 +199,7 @@ class Program:
         return needs(action, self.graph, self.index)
 
     def place(self, action: Action) -> tuple[int, int]:
-        """The rank and the position of an action. Raises KeyError if the program does not have it."""
+        """The rank of an action, and its position in that rank's order. Raises KeyError for a missing action."""
         row = self.index.row(action)
         if row < 0:
             raise KeyError(str(action))
@@ -299,7 +300,7 @@ def check_program(program: Any) -> None:
 
 
 def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:
-    """Among the rows of some kinds, those that run a micro-batch after a later micro-batch of the same stage."""
+    """The rows of the kinds in ``family`` that directly follow a higher micro-batch on their stage."""
     rows = np.flatnonzero(columns.are(*family))
     rows = rows[np.argsort(columns.stage[rows], kind="stable")]
     stage = columns.stage[rows]
@@ -309,7 +310,7 @@ def _descents(columns: Columns, family: tuple[Kind, ...]) -> Ints:
 
 
 def marked_grid(program: Program, marks: Mapping[int, int]) -> str:
-    """The orders as a grid with ``>action<`` at position ``marks[rank]``, cut to a few positions around the marks."""
+    """The orders as a grid, cut to a few positions around the marks: ``>action<`` at position ``marks[rank]``."""
     reach = range(
         max(0, min(marks.values(), default=0) - _GRID_REACH), max(marks.values(), default=0) + _GRID_REACH + 1
     )

@@ -19,13 +19,13 @@ from pipesched.program.weight_versions import Uses, update_groups, used_versions
 
 __all__ = ["Orders", "Segments", "enough_steps"]
 
-_FORMS = (Kind.R, Kind.I)  # a forward runs differently if one of these follows
+_FORMS = (Kind.R, Kind.I)  # a forward runs differently if its pair has one of these actions
 #: A part of every rank's order.
 Orders = tuple[tuple[Action, ...], ...]
 
 
 def enough_steps(num_ranks: int, num_microbatches: int) -> int:
-    """The number of steps to write: the warm-up, two steps that repeat, and one that ends the second of them."""
+    """The number of steps to write: the warm-up, two equal steps, and one more that marks the end of the second."""
     return 4 + -(-2 * num_ranks // num_microbatches)
 
 
@@ -99,7 +99,7 @@ class Segments:
         return microbatch - max(0, over) * self.num_microbatches
 
     def _cut(self, rank: int) -> list[int]:
-        """For each step after the first, the number of actions of a rank before its first action."""
+        """For each step after the first, the number of a rank's actions before the first action of that step."""
         columns = self.program.orders.rank(rank)
         step = np.where(columns.are(Kind.UPDATE), 0, columns.microbatch // self.num_microbatches)
         begun: Ints = np.maximum.accumulate(step)
@@ -147,7 +147,7 @@ class Segments:
         self._check_losses(segment)
 
     def _check_losses(self, segment: Ints) -> None:
-        """Check that the last stage's forwards of a step are in its segment, so that its loss is known after it."""
+        """Check that a step's segment has all its forwards of the last stage, so that the loss is then known."""
         columns = self.program.columns
         last = self.program.num_stages - 1
         late = columns.are(Kind.F) & (columns.stage == last) & (segment > columns.microbatch // self.num_microbatches)

@@ -1,6 +1,6 @@
 """Traversal: runs a program on a virtual clock, with or without times.
 
-Every rank runs its order until an action waits for another rank. Actions that never run are in a deadlock.
+Every rank runs its order until an action waits for another rank. If some actions never run, the program has a deadlock.
 """
 
 from collections.abc import Sequence
@@ -59,8 +59,8 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
     """Run a program on a virtual clock. Without ``timing`` every action takes no time.
 
     An action starts when its rank is free and the results that it needs have arrived. Only compute actions keep a rank
-    busy, and FREE, which waits for a copy to the host. A transfer to another rank or to the host starts at its position
-    in the order and does not block its rank. Overlapping actions start together and end together.
+    busy, and FREE, because it waits for a copy to the host. A transfer to another rank or to the host starts at its
+    position in the order and does not block its rank. Overlapping actions start together and end together.
     """
     orders = program.orders
     total = len(program.columns)
@@ -119,7 +119,7 @@ def walk(program: Program, timing: Timing | None = None) -> Walked:  # noqa: PLR
 
 
 class _Links:
-    """The times at which the occupied links become free."""
+    """The time at which each occupied link becomes free."""
 
     def __init__(self, timing: Timing | None) -> None:
         self._link: list[int] = [] if timing is None or timing.links is None else timing.links.tolist()
@@ -127,7 +127,7 @@ class _Links:
         self._free: dict[int, Any] = {}
 
     def send(self, row: int, start: Any) -> tuple[Any, Any]:
-        """The start and the end of a transfer that is ready at ``start``, after earlier transfers on its link."""
+        """Returns the start and end of a transfer that is ready at ``start``, after earlier transfers on its link."""
         link = self._link[row] if self._link else -1
         if link < 0:
             return start, start
@@ -137,7 +137,7 @@ class _Links:
 
 
 def _arrivals(waits: list[tuple[int, Any]], ends: list[Any]) -> list[Any] | int:
-    """The arrival time of each awaited result; or, if one has not run yet, its row."""
+    """The arrival time of each awaited result. If a needed action has not run yet, the row of that action instead."""
     for need, _ in waits:
         if ends[need] is None:
             return need
@@ -153,9 +153,9 @@ def _roles(columns: Columns) -> bytes:
 
 
 def _waits(program: Program, timing: Timing | None) -> _Waits:
-    """The dependencies that a rank's own order does not already guarantee: on other ranks and on copies.
+    """The dependencies that a rank's own order does not guarantee: those on other ranks and on copies.
 
-    Of two overlapping actions, the first waits for the needs of both.
+    Of two overlapping actions, the first waits for everything that either needs.
     """
     columns = program.columns
     row, needed = program.requirements

@@ -1,8 +1,8 @@
-"""Validation: proves that a program is complete, ordered and free of deadlock, with one function per rule.
+"""Validation: proves that a program is complete, ordered and free of deadlock, with one function for each rule.
 
 Rules are checked in this order: places, routes, complete, slices, overlaps, offloads, dependencies, transfers,
-versions, deadlock, and on request memory and exactness. Errors have the rank, the position, the action and a grid of
-the orders with the action marked.
+versions, deadlock, and on request memory and exactness. Errors name the rank, the position and the action, and show a
+grid of the orders with the action marked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -142,7 +142,10 @@ def check_routes(program: Program) -> None:
 
 
 def check_complete(program: Program) -> None:
-    """Check that stages run each micro-batch that visits them once: F, and B or both I and W; only F in evaluation."""
+    """Check that every stage runs each micro-batch that visits it exactly once.
+
+    That is one F, and one B or both I and W. A forward-only program has the F alone.
+    """
     index = program.index
     columns = program.columns
     for row in index.repeated().tolist():
@@ -216,7 +219,7 @@ def check_slices(program: Program) -> None:
     backward = np.maximum(program.index.grid(Kind.B), program.index.grid(Kind.I))[:, ::-1]
     for rows, direction in ((forward, "first to the last"), (backward, "last to the first")):
         grid = rows.reshape(program.num_stages, -1, slices)
-        in_order = (np.diff(grid, axis=2) > 0) | (grid[:, :, 1:] < 0)  # or the stage is not visited
+        in_order = (np.diff(grid, axis=2) > 0) | (grid[:, :, 1:] < 0)  # < 0: stage not visited
         if program.forward_only and direction.startswith("last"):
             continue
         if not in_order.all():
@@ -268,7 +271,7 @@ def check_offloads(program: Program) -> None:
 
 
 def check_dependencies(program: Program) -> None:
-    """Check that needed actions are in the program, and come first if they are on the same rank."""
+    """Check that every needed action is in the program, and on the same rank comes before the action that needs it."""
     row, needed = program.requirements
     rank_of = program.orders.rank_of
     late = (needed < 0) | ((rank_of[row] == rank_of[needed]) & (needed > row))
@@ -359,7 +362,7 @@ def _check_channels(program: Program, send: Kind) -> None:
 
 
 def check_deadlock(program: Program) -> None:
-    """Check that the orders of all ranks together run to their ends."""
+    """Check that all ranks together can run their orders to the end."""
     reached = walk(program).reached
     if sum(reached) < len(program.columns):
         raise deadlock_error(program, reached)

@@ -26,7 +26,7 @@ class Uses:
     #: The version, by micro-batch.
     used: tuple[int, ...]
     #: (micro-batches, updates) of a step if steps repeat without end: later micro-batches continue the last step of
-    #: ``used``, each step with versions higher by its updates. None: there are no later micro-batches.
+    #: ``used``, and each such step adds its number of updates to the versions. None: there are no later micro-batches.
     period: tuple[int, int] | None = None
 
     def version(self, microbatch: int) -> int:
@@ -51,7 +51,7 @@ class Uses:
 
 
 def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
-    """The version that each micro-batch uses, by stage: as given in the program, else the newest when its F runs."""
+    """The version that each micro-batch uses, by stage: that given in the program, else the newest when its F runs."""
     of_stages: list[tuple[int, ...]] = []
     for stage, rank in enumerate(program.placement):
         written = program.versions[stage] if program.versions else ()
@@ -65,7 +65,7 @@ def used_versions(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def update_groups(program: Program) -> tuple[tuple[int, ...], ...]:
-    """The micro-batches whose gradients each update applies, ascending. A valid program has the same on all stages."""
+    """The micro-batches whose gradients each update applies, ascending; the same on all stages of a valid program."""
     groups: list[tuple[int, ...]] = []
     waiting: list[int] = []
     last = program.num_stages - 1

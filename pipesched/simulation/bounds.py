@@ -1,10 +1,10 @@
 """Bounds: step times that no schedule can beat, to measure how far a schedule is from the optimum.
 
-Three arguments, each applied to every rank. They are the relaxations behind zero-bubble scheduling (Qi et al. 2023,
+Three arguments are applied to every rank. They are the relaxations behind zero-bubble scheduling (Qi et al. 2023,
 arXiv:2401.10241), generalised to any placement:
 
 - One machine: earliest start + work + shortest time to the end, for any part of a rank's work (Carlier 1982).
-- In turns: if a stage may hold n micro-batches, forward n + 1 waits until one of the first n is released.
+- In turns: if a stage may hold n micro-batches, forward number n + 1 waits until one of the first n is released.
 - Little's law: pairs in flight = rate x lifetime, so long lifetimes under a limit take long in total.
 """
 
@@ -46,11 +46,11 @@ def lower_bound(
         costs: the costs of each stage.
         num_microbatches: the number of micro-batches, at least 1.
         placement: the rank of each stage. Default: one rank per stage.
-        max_in_flight: the most (stage, micro-batch) pairs that a rank holds at once, from their F on: one number, or
+        max_in_flight: the most (stage, micro-batch) pairs that a rank holds at once, from their F on; one number, or
             one per rank. Default: no limit. A recomputed pair counts only from its R; bound programs with recompute
             without a limit.
-        split: whether a backward may be one B or an I and a W, whichever is faster, also mixed in one program. False:
-            every backward is a B. Default: True.
+        split: whether each backward may be either one B or an I and a W, whichever is faster. False: every backward is
+            a B. Default: True.
 
     Returns:
         The bound in seconds.
@@ -96,7 +96,7 @@ def program_bound(program: Program, costs: Costs) -> float | None:
 
 
 def _of_graph(program: Program, costs: Costs) -> float:
-    """A lower bound for any stage graph, also if micro-batches skip stages.
+    """A lower bound for any stage graph, even if micro-batches skip stages.
 
     Only forwards can run on a rank before its first gradient arrives, and after a rank's last gradient the earlier
     stages still have to run.
@@ -148,7 +148,7 @@ def _check(costs: Costs, num_microbatches: int, placement: Placement) -> None:
 
 
 def _limits(given: int | Sequence[int] | None, chunks: dict[int, int], num_microbatches: int) -> dict[int, int]:
-    """The most pairs that each rank may hold, at most the pairs that it has."""
+    """The number of pairs that each rank may hold, capped at the number of pairs that it has."""
     most = {rank: count * num_microbatches for rank, count in chunks.items()}
     if given is None:
         return most
@@ -173,7 +173,7 @@ class _Stage:
     """Times of one micro-batch on one stage, in seconds: durations, earliest starts, and the least time that must
     follow.
 
-    A backward consists of ``gradient``, which the stage below waits for, and ``rest``.
+    A backward consists of ``gradient`` and ``rest``; the previous stage waits for the gradient alone.
     """
 
     forward: float
@@ -184,7 +184,7 @@ class _Stage:
     rest_start: float
     after_forward: float  # from the end of F to the end of all work that follows it
     after_gradient: float
-    down: float  # from the end of the gradient to the end of the work that follows on the stages below
+    down: float  # from the end of the gradient to the end of the work that follows on earlier stages
     release: float  # the shortest action that releases a pair
 
     @property
@@ -258,7 +258,7 @@ def _one_machine(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float, float]]:
-    """The parts of one micro-batch that cannot start before a moment: (time that must follow, duration)."""
+    """The parts of one micro-batch that cannot start before a moment, as (time that must follow, duration)."""
     for stage in chunks:
         if stage.start >= moment:
             yield stage.after_forward, stage.forward
@@ -269,7 +269,10 @@ def _tasks_from(moment: float, chunks: Sequence[_Stage]) -> Iterable[tuple[float
 
 
 def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> list[tuple[float, float]]:
-    """The forwards of these stages that must wait until a pair is released, because the limit is reached."""
+    """The forwards that must wait for the release of a pair because of the limit.
+
+    They are one part, as (time that must follow, duration), or none.
+    """
     left: float = 0
     room = limit
     for stage in sorted(
@@ -281,18 +284,19 @@ def _held_back(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> l
 
 
 def _in_turns(stage: _Stage, num_microbatches: int, limit: int) -> float:
-    """The bound for a limit on one stage: F number 1 + limit starts a lifetime after F number 1, and so on; the
-    remaining F follow back to back.
+    """The bound for a limit on one stage.
+
+    F number 1 + limit starts one lifetime after F number 1, and so on. The remaining F follow back to back.
     """
     rounds, left = divmod(num_microbatches - 1, limit)
     return stage.start + rounds * stage.life + (left + 1) * stage.forward + stage.after_forward
 
 
 def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) -> float:
-    """The bound from packing all lifetimes, at most ``limit`` at a time; F start, and pairs end, one by one.
+    """The bound from packing all lifetimes, at most ``limit`` at a time. F start, and pairs are released, one by one.
 
-    Evaluated with lifetimes up to the release of the pair, and with lifetimes up to its gradient, after which the
-    stages below follow.
+    The larger of two results is used: with lifetimes up to the release of the pair, and with lifetimes up to its
+    gradient, after which the work of earlier stages follows.
     """
     start = min(stage.start for stage in chunks)
     lives = sum(stage.life for stage in chunks)
@@ -309,6 +313,6 @@ def _littles_law(chunks: Sequence[_Stage], num_microbatches: int, limit: int) ->
 
 
 def _ratio(seconds: Any, count: int) -> float:
-    """A quotient that is exact if the time is."""
+    """The time divided by the count; exact if the time is an exact number."""
     quotient: Any = Fraction(seconds) / count if isinstance(seconds, Rational) else seconds / count
     return quotient  # type: ignore[no-any-return]  # mypy does not accept a Fraction as a float

@@ -102,10 +102,11 @@ def compared(predicted: Trace, measured: Trace) -> Comparison:
 
 
 def measured_costs(traces: Sequence[Trace], num_stages: int, profiled: Costs | None = None) -> Costs:
-    """The costs from measured traces: medians of the times of each stage's actions; sizes are copied from ``profiled``.
+    """Costs from measured traces: times are medians over each stage's actions, sizes are copied from ``profiled``.
 
-    If a stage ran only whole backwards, they are divided as in ``profiled``; without it the whole time counts as input
-    gradients. If it ran only split backwards, the whole one is their sum. Kinds that did not run cost 0.
+    If a stage ran only whole backwards, they are divided as in ``profiled``; without ``profiled`` the whole time counts
+    as that of the input gradients. If a stage ran only split backwards, a whole backward is the sum of both parts.
+    Kinds that did not run cost 0.
 
     Args:
         traces: the measured steps.
@@ -148,7 +149,7 @@ def quote_off(share: float | None) -> str:
 
 
 def _durations(*traces: Trace) -> dict[tuple[int, Kind], list[float]]:
-    """The times of the actions, by stage and kind."""
+    """The times of the actions in all traces, by stage and kind."""
     seen: dict[tuple[int, Kind], list[float]] = {}
     for row in chain.from_iterable(trace.by_rank for trace in traces):
         for span in row:

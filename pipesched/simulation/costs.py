@@ -35,7 +35,7 @@ class Costs:
         recompute_s: time of a recompute (R). Default: ``forward_s``.
         transfer_s: latency of a message between two ranks, a single number; ``links`` add to it.
         activation_bytes: memory held from F to the backward, without the model's inputs, which belong to the batch.
-        input_bytes: size of the stage's input, which is all that a checkpointed F holds.
+        input_bytes: size of the stage's input. A checkpointed F holds nothing else.
         weight_grad_bytes: memory held from I to W.
         update_s: time of the optimizer's step.
         weight_bytes: size of the weights, for each version of them.
@@ -144,7 +144,7 @@ class Costs:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """For each stage, the share of its time in which it computes and does not wait."""
+        """For each stage, the share of its time in which it computes instead of waiting."""
         times = zip(self.forward_s, self.backward_s, self.waiting_s, strict=True)
         return tuple(max(0.0, 1 - wait / (forward + backward)) if wait else 1 for forward, backward, wait in times)
 

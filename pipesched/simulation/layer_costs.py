@@ -73,14 +73,14 @@ class LayerCosts:
     loss: LossMemory = field(default_factory=LossMemory)
 
     def __add__(self, other: "LayerCosts") -> "LayerCosts":
-        """Two layers in sequence. The loss is that of the second."""
+        """The costs of two layers in sequence, with the loss of the second."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*_SUMS, "crowded_s", "parameter_bytes")}
         spread = max(self.spread, other.spread)
         return replace(other, **sums, spread=spread, memory=self.memory + other.memory)
 
     @property
     def loss_layer(self) -> LayerMemory:
-        """The memory of a loss on this layer's output, in the form of another layer."""
+        """The memory of a loss computed on this layer's output, modelled as one more layer after it."""
         return self.loss.as_layer(self.memory.output_bytes)
 
     def figures(self) -> dict[str, Any]:
@@ -191,8 +191,9 @@ _SUMS = (
 
 
 def messages(graph: "nx.DiGraph[str]", stages: Stages) -> dict[tuple[int, int], int]:
-    """The bytes of a micro-batch that each stage sends to each later one. A tensor with several users is passed on from
-    one to the next.
+    """The bytes of a micro-batch that each stage sends to each later one.
+
+    A tensor with several users is passed on from one user to the next.
     """
     home = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     ways: dict[tuple[int, str], tuple[int, set[int]]] = {}  # (stage, tensor): its bytes, and the stages that use it

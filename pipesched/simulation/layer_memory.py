@@ -70,7 +70,9 @@ class LayerMemory:
     offloads: int = 0
 
     def __add__(self, other: "LayerMemory") -> "LayerMemory":
-        """Two layers in sequence. Memory that the first holds as its output and the second as its input counts once.
+        """The memory of two layers in sequence.
+
+        What the first holds as its output and the second as its input counts once.
 
         While one layer runs, the other holds its activations; so transients combine by their maximum, not by their sum.
         """
@@ -148,7 +150,7 @@ class LossMemory:
     backward_bytes: int = 0
 
     def as_layer(self, output_bytes: int) -> LayerMemory:
-        """The loss as a layer after an output of this size. Includes the scalars of a step.
+        """The loss modelled as a layer after an output of this size, including the scalars of a step.
 
         A loss that was not measured counts as cross entropy: it holds as much as the output, and its backward makes two
         gradients of that size.
@@ -201,8 +203,8 @@ def _forward(layers: Sequence[LayerMemory]) -> int:
 def offloaded_bytes(layers: Sequence[LayerMemory]) -> int:
     """The bytes that are copied to the host and back.
 
-    Of consecutive offloaded layers, memory shared with the first one's input and the last one's output stays, because
-    other layers may hold it.
+    Of consecutive offloaded layers, the memory shared with the input of the first or the output of the last stays on
+    the device, because other layers may hold it.
     """
     copied = 0
     for offloads, run in groupby(layers, lambda layer: layer.offloads):
@@ -223,8 +225,8 @@ def dropping_bytes(layers: Sequence[LayerMemory]) -> int:
 def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
     """Transients of the stage's backwards, beyond its activations.
 
-    An input of a matrix product that W needs is held twice until the layer before, which holds it as its output, has
-    run.
+    W needs the inputs of matrix products. If the previous layer holds such an input as its output, it is held twice
+    until that layer's backward has run.
     """
     freed = made = left = whole = first = split = twice = received = 0
     for layer, shared in zip(reversed(layers), reversed(_shared(layers)), strict=True):
@@ -245,7 +247,7 @@ def _backwards(layers: Sequence[LayerMemory]) -> dict[str, int]:
 
 
 def _delivered(layers: Sequence[LayerMemory]) -> int:
-    """The peak size of a group of weight gradients, minus the output gradients that W has freed while it made them."""
+    """The peak size of a group of weight gradients, minus the output gradients that W freed while it made the group."""
     most = group = gone = 0
     for layer in reversed(layers):
         most = max(most, group - gone + layer.weight_grad_transient_bytes)

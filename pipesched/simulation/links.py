@@ -18,7 +18,7 @@ __all__ = ["Link", "Links", "check_speed", "check_times", "plain"]
 
 
 def plain(value: Any) -> Any:
-    """A numpy scalar as a Python number, which JSON accepts and which has no integer overflow."""
+    """Convert a numpy scalar to a Python number, because JSON accepts it and its integers do not overflow."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -67,7 +67,7 @@ class Link:
 
     @property
     def byte_s(self) -> float:
-        """Seconds that a byte occupies the link."""
+        """The seconds for which one byte occupies the link."""
         return 0 if self.bytes_per_s is None else 1 / self.bytes_per_s
 
 

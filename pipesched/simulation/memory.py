@@ -56,7 +56,7 @@ class RankMemory:
 
 
 class Message(NamedTuple):
-    """The value that one stage sends to another for a micro-batch, in bytes."""
+    """The sizes of the value that one stage sends to another for a micro-batch, in bytes."""
 
     #: Size at the receiver.
     arriving: int
@@ -64,7 +64,7 @@ class Message(NamedTuple):
     made: int
     #: The part of `made` that shares memory with the sender's activations.
     kept: int
-    #: Size of the gradients that come back.
+    #: Size of the gradient that the receiver sends back.
     back: int
 
 
@@ -124,14 +124,14 @@ class _Around(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, change: Ints) -> "_Around":
-        """From the change at each action. Each rank begins with 0 bytes."""
+        """Add up the changes at each action. Each rank begins with 0 bytes."""
         total = np.concatenate([[0], np.cumsum(change)])
         begins = program.orders.offsets[:-1][program.orders.rank_of]
         return cls(total[:-1] - total[begins], total[1:] - total[begins])
 
     @property
     def either(self) -> Ints:
-        """The larger of both."""
+        """The larger of ``before`` and ``after``."""
         return np.maximum(self.before, self.after)
 
 
@@ -201,7 +201,7 @@ class _Gradients(NamedTuple):
     """The gradients of parameters, held from a stage's first backward to its update or to the end of the step."""
 
     around: _Around
-    #: Marks the actions that allocate them.
+    #: A mask of the actions that allocate the gradients.
     first: Mask
 
     @classmethod
@@ -253,14 +253,14 @@ def _transients(columns: Columns, sizes: Mapping[str, Ints], gradients: _Gradien
     first = columns.are(Kind.W) & gradients.first
     found[first] = np.maximum(found[first], sizes["deferred_gradient_bytes"][stage[first]])
     late = columns.are(Kind.W) & versioned
-    found[late] += whole[stage[late]]  # of the version, until they are moved to the live weights
+    found[late] += whole[stage[late]]  # gradients of the version, until they are moved to the live weights
     dropping = columns.are(Kind.F) & np.isin(columns.pair, columns.pair[columns.are(Kind.R)])
     found[dropping] = sizes["dropping_transient_bytes"][stage[dropping]]
     return found
 
 
 def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
-    """The bytes of outputs and gradients until they are received, of early values, and of posted receives."""
+    """The bytes of outputs and gradients that are not yet received or used, and of posted receives."""
     change = np.zeros(len(program.columns) + 1, np.int64)
     received = _Received.of(program, sizes)
     early = (received.place, received.taker, received.size)
@@ -277,7 +277,7 @@ def _waiting(program: Program, sizes: _Sizes, posted: int) -> Ints:
 class _Received(NamedTuple):
     """The receives of all ranks, in the order of the ranks' programs."""
 
-    #: Row of the program's next action.
+    #: Row of the next action of the program.
     place: Ints
     #: Row of the action that uses the value.
     taker: Ints
@@ -308,8 +308,9 @@ class _Received(NamedTuple):
         return cls(place=place, taker=taker, size=size, channel=ends * 2 + forward)
 
     def ahead(self, posted: int) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """Early buffers, in the form of ``_waits``: a message's buffer exists from the receive ``posted`` places
-        earlier.
+        """The buffers of posted receives, in the form that ``_waits`` yields.
+
+        The buffer of a message exists from the receive that is ``posted`` places earlier in the channel.
         """
         for channel in np.unique(self.channel).tolist() if posted else ():
             own = self.channel == channel
@@ -321,7 +322,7 @@ class _Received(NamedTuple):
 
 
 def _waits(program: Program, sizes: _Sizes) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Values that pass between stages: (row from which it is held, row before which it is freed, bytes).
+    """Yields the values that pass between stages: (row from which held, row before which freed, bytes).
 
     On its own rank a value is freed by the action that uses it. A value sent to another rank counts as held until that
     rank sends something back that was made after it received the value.

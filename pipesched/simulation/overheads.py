@@ -31,7 +31,7 @@ class Overheads:
     #: Seconds for each action.
     action_s: float = 0
     #: Additional seconds for an action that only waits, for example for a device: waking up, with cold caches. Actions
-    #: that wait for part of their time get that part. W has none, because it waits for no message.
+    #: that wait for part of their time get the same part of it. W has none, because it waits for no message.
     waking_s: float = 0
     #: Time for each message to another rank, by its size. It blocks the rank.
     send: Link = field(default_factory=Link)
@@ -39,8 +39,8 @@ class Overheads:
     receive: Link = field(default_factory=Link)
     #: Link between two ranks, if ``Costs.links`` is None.
     link: Link = field(default_factory=Link)
-    #: Slowdown of ranks while 1, 2, ... of them compute on one host, because they share memory and cores. If there are
-    #: more ranks than entries, they take turns. (): no slowdown.
+    #: Slowdown of ranks while 1, 2, ... of them compute on one host, because they share memory and cores. If more ranks
+    #: compute than there are entries, they take turns. (): no slowdown.
     crowding: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Overheads:
             )
 
     def slower(self, load: Floats) -> Floats:
-        """The slowdown of an action while this many ranks of its host compute. Fractions of ranks count."""
+        """The slowdown of an action while ``load`` ranks of its host compute. Fractions of ranks are allowed."""
         if not self.crowding:
             return np.ones_like(load)
         most = len(self.crowding)
@@ -64,7 +64,7 @@ class Overheads:
         return within * np.maximum(load / most, 1)
 
     def beside(self, crowding: float) -> "Overheads":
-        """A copy with the slowdown of these layers, if it is the larger one.
+        """A copy with the larger of two slowdowns: its own, and the one measured with the layers.
 
         Args:
             crowding: the measured slowdown with one other rank; each further rank is assumed to add the same.
@@ -160,7 +160,10 @@ class Machine:
         return replace(self, threads=usual) if ranks_are == "threads" else replace(self, processes=usual)
 
     def between(self, ranks_are: RanksAre, crowding: float = 1.0) -> dict[str, Any]:
-        """The ``links`` and ``overheads`` fields of `Costs`. For ``crowding`` see `Overheads.beside`."""
+        """The ``links`` and ``overheads`` to pass to `Costs`, for ranks that are threads or processes.
+
+        ``crowding`` is the measured slowdown with one other rank (see `Overheads.beside`).
+        """
         threads = ranks_are == "threads"
         overheads = self.threads if threads else self.processes
         return {"links": None if threads else self.links, "overheads": overheads and overheads.beside(crowding)}

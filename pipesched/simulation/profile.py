@@ -130,7 +130,7 @@ class Profile:
     def _stage(
         self, rows: int, names: tuple[str, ...], keep: Mapping[str, LayerCheckpoint], ends: bool
     ) -> Mapping[str, Any]:
-        """The costs of one stage, by the field names of `Costs`. Cached, because searches repeat stages."""
+        """The costs of one stage, by the field names of `Costs`. Cached, because a search often repeats stages."""
         key = rows, names, tuple((name, keep[name]) for name in names if name in keep), ends
         known = self._stages.get(key)
         if known is None:

@@ -51,7 +51,7 @@ def check_graphs(graphs: Mapping[int, "nx.DiGraph[str]"]) -> None:
 
 
 def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) -> None:
-    """Raise ScheduleError if a figure of a layer or an edge is a number for only one of two sizes."""
+    """Raise ScheduleError if a figure of a layer or an edge is a number for only one of two micro-batch sizes."""
     pairs: list[tuple[Any, Mapping[str, Any], Mapping[str, Any]]] = [
         *((layer, one.nodes[layer], other.nodes[layer]) for layer in one),
         *((edge, one.edges[edge], other.edges[edge]) for edge in one.edges),
@@ -67,7 +67,7 @@ def _check_alike(one: "nx.DiGraph[str]", other: "nx.DiGraph[str]", rows: str) ->
 
 
 def _figures(value: Any) -> Any:
-    """The keys of a mapping; for another value, whether it is a number."""
+    """The keys if the value is a mapping; otherwise whether it is a number."""
     return {*value} if isinstance(value, Mapping) else isinstance(value, int | float)
 
 

@@ -134,7 +134,8 @@ def _overheads(program: Program, costs: Costs, overheads: Overheads, messages: "
     """The time of each compute action besides its stage's work, including receiving inputs and sending outputs."""
     columns = program.columns
     backward = columns.are(Kind.B, Kind.I, Kind.SEND_B, Kind.RECV_B)
-    value = (columns.stage * program.num_microbatches + columns.microbatch) * 2 + backward  # and its two ends
+    # A number for each stage, micro-batch and direction.
+    value = (columns.stage * program.num_microbatches + columns.microbatch) * 2 + backward
     spent = np.zeros(2 * program.num_stages * program.num_microbatches)
     for end, rows in ((overheads.receive, program.requirements.row[messages.at]), (overheads.send, messages.send)):
         np.add.at(spent, value[rows], end.latency_s + messages.size.astype(float) * end.byte_s)
@@ -176,7 +177,7 @@ class _Messages(NamedTuple):
 
     #: Index into the program's requirements.
     at: Ints
-    #: Row of the action that produces it.
+    #: Row of the action that produces the message.
     send: Ints
     #: Sending rank.
     sender: Ints

@@ -48,7 +48,7 @@ def _nearest(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
 
 
 def _on_line(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
-    """The line through all sizes that minimises the squares of relative errors."""
+    """The value at ``size`` on the line that minimises the squares of the relative errors at all sizes."""
     weights = [(min(values) / value) ** 2 for value in values]
     total = sum(weights)
     middle = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total

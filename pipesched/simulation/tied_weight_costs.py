@@ -19,7 +19,7 @@ __all__ = ["parameter_bytes", "stage_parameters", "tied_traffic_bytes", "tied_gr
 
 
 def tied_groups(graph: "nx.DiGraph[str]") -> dict[tuple[str, ...], list[str]]:
-    """The parameters that several layers use: layers -> names of parameters."""
+    """The parameters that several layers use, as a mapping: layers -> names of the parameters that they share."""
     users: dict[str, list[str]] = {}
     for layer, names in graph.nodes(data="parameters"):
         for name in names or ():

@@ -61,7 +61,7 @@ class Spans(Sequence[Span]):
 
     @classmethod
     def of(cls, spans: "Iterable[Span]") -> "Spans":
-        """Spans from an iterable of spans."""
+        """Store an iterable of spans as columns."""
         if isinstance(spans, Spans):
             return spans
         spans = tuple(as_list(spans, "a trace must have a list of Spans", "pass a list of Span(...)"))
@@ -328,7 +328,7 @@ class Trace:
 
         Args:
             label: text to add to each rank's name. Default: none.
-            pids: (process id of rank 0, step from rank to rank).
+            pids: (process id of rank 0, difference between the ids of consecutive ranks).
 
         """
         lanes = list(Lane)
@@ -360,7 +360,9 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Trace":
-        """Read a trace from a JSON file that ``to_dict`` or ``to_chrome`` has written. The latter contains spans only.
+        """Read a trace from a JSON file that ``to_dict`` or ``to_chrome`` has written.
+
+        A file from ``to_chrome`` contains spans only.
 
         Raises:
             ScheduleError: with the file's name, for an invalid trace.
@@ -464,7 +466,7 @@ def _in_time(spans: Spans) -> Spans:
 
 
 def _steps(row: Spans, held: Held) -> Iterator[tuple[float, int]]:
-    """(Time in seconds, held amount from then on) at each start and each end."""
+    """Yields (time in seconds, amount held from then on) at each start and each end."""
     lists = (values.tolist() for values in (row.start_s, row.end_s, held.during, held.after))
     for start_s, end_s, during, after in zip(*lists, strict=True):
         yield start_s, during

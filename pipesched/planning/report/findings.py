@@ -22,7 +22,7 @@ def findings(
     comparison: Comparison | None,
     notes: Sequence[str],
 ) -> list[str]:
-    """The sentences of a report.
+    """The sentences of a report, the most important first.
 
     Args:
         plan: the plan.
@@ -89,7 +89,7 @@ def _searched(plan: Plan, predicted: Trace | None) -> Iterator[str]:
 
 
 def _confirmed(plan: Plan) -> Iterator[str]:
-    """The result of the plan's trial run before it was chosen."""
+    """The result of the plan's trial run, if it ran before it was chosen."""
     own = taken(plan.alternatives)
     if own is not None and own.measured_s is not None and own.first_s:
         others = sum(other.measured_s is not None for other in plan.alternatives) - 1
@@ -101,7 +101,7 @@ def _confirmed(plan: Plan) -> Iterator[str]:
 
 
 def _bound(predicted: Trace | None) -> Iterator[str]:
-    """The lower bound, and the gap to the predicted step."""
+    """The lower bound of the step time, and how far the predicted step is above it."""
     if predicted is not None and predicted.bound_s is not None:
         yield (
             f"no schedule of these stages on these ranks can take less than {quote_time(predicted.bound_s)}; "
@@ -122,7 +122,7 @@ def _gains(plan: Plan) -> Iterator[str]:
 
 
 def step_times(own: Alternative, other: Alternative) -> tuple[float, float, str]:
-    """The step times of two plans in seconds, measured if both ran, else predicted; and which of the two, in words."""
+    """The step times of two plans in seconds, measured if both ran, else predicted; and a word that says which."""
     if own.measured_s and other.measured_s:
         return own.measured_s, other.measured_s, "measured"
     return own.step_s, other.step_s, "the search predicted"

@@ -1,4 +1,4 @@
-"""Report tables: the figures of a report."""
+"""Report tables: the figures of a report in rows and columns."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -108,7 +108,7 @@ def _differences(comparison: Comparison | None) -> Table | None:
 
 
 def _pair(name: str, pair: Pair, tone: Any = "") -> _Row:
-    """Two cells: predicted → measured time, and the error."""
+    """Two cells of a row: the predicted and the measured time, and the error of the prediction."""
     unit = time_unit(max(pair))
     both = " → ".join(f"{value * unit.per_one:.4g}" for value in pair)
     return {

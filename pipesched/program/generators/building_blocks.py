@@ -38,8 +38,9 @@ def repeated(
         shape: the ranks, micro-batches and placement.
         block: for each stage, the slots of the forward and of the input gradient of micro-batch 0.
         interval: the number of slots between micro-batches.
-        max_in_flight: the most (stage, micro-batch) pairs that a rank may hold at once.
-        early_forwards: whether forwards may overtake, too, if the passes they overtake still fit within the limit.
+        max_in_flight: the largest number of (stage, micro-batch) pairs that a rank may hold at once.
+        early_forwards: whether forwards may also overtake passes that are not ready, provided that these still fit
+            within the limit.
 
     Raises:
         ScheduleError: the block has a pass before its dependencies, or does not fit within the limit.
@@ -81,7 +82,7 @@ class _Rank:
         self._owed: list[int] = []  # stages of the weight gradients that can run, oldest first
 
     def run_slot(self, ended: Ended, early_forwards: bool) -> tuple[Pass, int] | None:
-        """Run one action, if any can run. Returns the pass with its micro-batch; None if it was no pass."""
+        """Run one action, if any can run. Returns the pass and its micro-batch; None if no pass ran."""
         position = self._choose(ended, early_forwards)
         if position is None or (self._held == self._limit and not self._passes[position].backward):
             self._run_weight_gradient()
@@ -113,7 +114,10 @@ class _Rank:
         return all((need, microbatch) in ended for need in needs)
 
     def _fits_before(self, position: int) -> bool:
-        """Whether all earlier passes still fit in memory after a forward, if weight gradients run at once."""
+        """Whether the passes before this position still fit in memory if a forward runs first.
+
+        Weight gradients are assumed to run at once.
+        """
         held = self._held - len(self._owed) + 1
         if held > self._limit:
             return False

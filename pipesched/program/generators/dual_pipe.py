@@ -17,7 +17,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
         near: the rank's stage that micro-batches reach first.
         far: the rank's other stage.
         depth: the number of ranks from an end of the pipeline to its turning point.
-        place: the position of this rank among them, from 0 at the end.
+        place: the position of this rank among those ranks, from 0 at the end of the pipeline.
         count: the number of micro-batches in each direction. Below 2 x depth the order is the same, with gaps.
 
     """
@@ -55,7 +55,7 @@ def eight_steps(order: Order, near: int, far: int, *, depth: int, place: int, co
 
 
 class _Left:
-    """A queue of the weight gradients of both stages, first in, first out."""
+    """A first-in, first-out queue of weight gradients that are still to be written, of both stages."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

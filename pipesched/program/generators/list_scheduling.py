@@ -1,7 +1,8 @@
 """List scheduling: writes the orders of all ranks while a virtual clock runs (Graham 1969).
 
 It serves placements for which no order in closed form is known. A free rank starts the ready action of the highest
-priority: backwards before forwards, and of either the one with the fewest stages to go.
+priority: backwards come before forwards, and of several backwards (or forwards) the one with the fewest stages to go
+comes first.
 
 With a memory limit this rule alone could deadlock: young micro-batches could fill a rank, so that the oldest one, which
 all others wait for, does not fit. Therefore a forward starts only if its rank could then finish all micro-batches that
@@ -20,7 +21,10 @@ __all__ = ["backward_first", "whole_waves"]
 
 
 def whole_waves(shape: Shape) -> int:
-    """The number of waves of a `v` placement, down the ranks and up again. Raises ScheduleError for half a wave."""
+    """The number of waves of a `v` placement; a wave goes down the ranks and up again.
+
+    Raises ScheduleError if the last wave is only a half.
+    """
     waves, half = divmod(shape.chunks_per_rank, 2)
     if half:
         even = 2 * max(1, waves)
@@ -40,8 +44,9 @@ def backward_first(
     Args:
         shape: the ranks, micro-batches and placement.
         max_in_flight: the most (stage, micro-batch) pairs on a rank, at least its number of chunks.
-        windows: limits to try on how many micro-batches a rank's forwards may be ahead of its oldest unfinished one;
-            the limit with the shortest makespan is taken. Running ahead as far as memory allows can be slower.
+        windows: the limits to try on how far a rank's forwards may be ahead of its oldest unfinished micro-batch, in
+            micro-batches. The limit with the shortest makespan is used: running ahead as far as memory allows can be
+            slower.
         forward_time: the time of a forward, equal for all stages, in any unit.
         backward_time: the time of a backward, in the same unit.
 
@@ -76,7 +81,7 @@ def _run(clock: "_Clock", ranks: list["_Rank"], forward_time: int, backward_time
 
 @dataclass
 class _Clock:
-    """The virtual clock: the time, and the ends of each stage's forwards and backwards, by micro-batch."""
+    """The virtual clock: the current time, and the end of each forward and backward, by stage and micro-batch."""
 
     shape: Shape
     now: int = 0
@@ -119,13 +124,13 @@ class _Rank:
         self._window = window
 
     def starts_backward(self, time: int) -> bool:
-        """Start a backward if one is ready: the one nearest to the first stage."""
+        """Of the backwards that are ready, start the one nearest to the first stage, if any."""
         clock = self._clock
         stage = next((stage for stage in self._chunks if clock.backward_is_ready(stage)), None)
         return stage is not None and self._start(self.order.B, stage, clock.backwards, time)
 
     def starts_forward(self, time: int) -> bool:
-        """Start a forward if one is ready and fits in memory: the one nearest to the last stage."""
+        """Of the forwards that are ready and fit in memory, start the one nearest to the last stage, if any."""
         clock = self._clock
         ready = (stage for stage in reversed(self._chunks) if clock.forward_is_ready(stage) and self._has_place(stage))
         stage = next(ready, None)

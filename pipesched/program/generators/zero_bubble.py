@@ -51,7 +51,7 @@ class _Equal(NamedTuple):
 
 
 class Switches(NamedTuple):
-    """The choices that the heuristic leaves open."""
+    """The three choices that the paper leaves open."""
 
     late_input_grad: bool  # a warm-up forward may delay the first input gradient
     input_grad_first: bool  # a forward that is not needed yet must not delay an input gradient
@@ -63,7 +63,7 @@ def zero_bubble(
 ) -> list[Order]:
     """Write the orders of all ranks, one stage each, with the shortest span that the heuristic finds.
 
-    ZB-H1 is also tried if the limit allows it, so the span is never longer than its span.
+    ZB-H1 is also tried if the limit allows it; the result's span is then at most that of ZB-H1.
 
     Args:
         shape: the ranks and micro-batches.
@@ -140,7 +140,7 @@ class _Rank:
 
     @property
     def held(self) -> float:
-        """The micro-batches in memory; those that wait for W count as their share."""
+        """The number of micro-batches in memory. One that waits for W counts as ``weight_grad_share``."""
         return self.forwards - self.input_grads + self._share * self.owed
 
     def run_forward(self, ready_s: float) -> None:
@@ -239,7 +239,7 @@ class _Pipeline:
         return self.ranks[rank.stage + 1].input_grad_ends[rank.input_grads] + self._transfer_s
 
     def _warm_up(self, rank: _Rank, switches: Switches) -> None:
-        """Run forwards until the first input gradient can start: fewer than the rank before, and within the limit."""
+        """Run forwards until the first input gradient can start, fewer than on the previous rank, within the limit."""
         behind = self.ranks[rank.stage + 1 :]
         needed = min(self._m, self._limit, len(behind) + 1)
         most = min(self._m, self._limit)
@@ -255,7 +255,10 @@ class _Pipeline:
             rank.run_forward(ready_s)
 
     def _needed_forwards(self) -> set[int]:
-        """The stages that need a forward to stay one ahead of the next rank; the last rank, of its input gradients."""
+        """The stages that must run a forward now, to stay one forward ahead of the next rank.
+
+        The last rank must stay one forward ahead of its own input gradients.
+        """
         needed: set[int] = set()
         wanted = self.ranks[-1].input_grads + 1
         for rank in reversed(self.ranks):
@@ -265,7 +268,7 @@ class _Pipeline:
         return needed
 
     def _run_optional_forward(self, rank: _Rank, input_grad_ready_s: float, switches: Switches) -> None:
-        """Run a forward before it is needed, unless it would delay an input gradient and the choices forbid that."""
+        """Run a forward before it is needed, unless that delays an input gradient and ``input_grad_first`` is set."""
         if rank.forwards < self._m and self._has_input(rank):
             end_s = max(rank.end_s, self._forward_ready_s(rank)) + rank.forward_s
             if end_s <= input_grad_ready_s or not switches.input_grad_first:
@@ -287,7 +290,8 @@ class _Pipeline:
     def _fill(self, rank: _Rank, ready_s: float, switches: Switches) -> None:
         """Run weight gradients until ``ready_s``.
 
-        One longer than the gap still runs if waiting would give this rank the most idle time, or in ``fill_every_gap``.
+        A weight gradient that is longer than the gap runs only if waiting would give this rank the most idle time, or
+        if ``fill_every_gap`` is set.
         """
         while rank.owed and (gap_s := ready_s - rank.end_s) > 0:
             waits_s = max(other.idle_s for other in self.ranks) - rank.idle_s
