@@ -138,8 +138,8 @@ class Shells(_Copies):
         model: the user's module.
         layers: layer name -> layer.
         call: the function to call in place of each layer.
-        called: layer name -> the module that runs here. An attribute set on this module or on the layer's stand-in
-            in the containers is set on both.
+        called: layer name -> the module that is called for the layer. An attribute set on this module is also set
+            on the layer's stand-in in the copied containers, and the other way round.
 
     """
 

@@ -160,7 +160,7 @@ def _restore_class(kind: type, content: dict[str, Any]) -> None:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Like ``memory_of``, but also 0 for wrappers and uninitialised tensors, because they have no own memory."""
+    """Like ``memory_of``, but returns 0 for wrappers and uninitialised tensors, which have no memory of their own."""
     try:
         return memory_of(tensor)
     except (RuntimeError, ValueError):

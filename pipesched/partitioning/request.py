@@ -161,7 +161,9 @@ class Request:
 
     @cached_property
     def ranks(self) -> list[Rank]:
-        """The ranks. If all are alike and some may stay empty, at most one for each layer."""
+        """The ranks of the problem. If all ranks are alike and some may stay empty, ranks beyond the number of layers are
+        left out.
+        """
         ranks = [Rank(speed, limit) for speed, limit in zip(self.speeds_of_ranks, self.limits, strict=True)]
         spare = self.placement is None and self.in_flight is None and set(ranks) == {Rank()}
         return ranks[: len(self.layers)] if spare else ranks
