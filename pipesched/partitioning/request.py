@@ -161,8 +161,8 @@ class Request:
 
     @cached_property
     def ranks(self) -> list[Rank]:
-        """The ranks of the problem. If all ranks are alike and some may stay empty, ranks beyond the number of layers are
-        left out.
+        """The ranks of the problem. If all ranks are alike and some may stay empty, ranks beyond the number of layers
+        are left out.
         """
         ranks = [Rank(speed, limit) for speed, limit in zip(self.speeds_of_ranks, self.limits, strict=True)]
         spare = self.placement is None and self.in_flight is None and set(ranks) == {Rank()}

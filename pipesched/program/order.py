@@ -261,8 +261,8 @@ class Schedule:
 
     @property
     def searches(self) -> bool:
-        """Whether the function returns the orders of all ranks at once. Such a schedule usually searches for them, which
-        takes longer.
+        """Whether the function returns the orders of all ranks at once. Such a schedule usually searches for them,
+        which takes longer.
         """
         return len(_required(self.function)) == 1
 

@@ -247,8 +247,8 @@ class MessageLayout:
         return Payload(leaves, places, spec, needs_grad)
 
     def _plain_leaves(self) -> list[Any]:
-        """The leaves that are not tensors. Immutable leaves are decoded once and shared by all calls; otherwise each call
-        decodes new objects.
+        """The leaves that are not tensors. Immutable leaves are decoded once and shared by all calls; otherwise each
+        call decodes new objects.
         """
         if self._immutable_leaves is not None:
             return self._immutable_leaves
