@@ -131,9 +131,8 @@ class StepRunner:
 
         running.flush()
         call = self._called("forward", (args, kwargs, None), make)
-        if not differentiated or not isinstance(
-            host, ThreadRanks
-        ):  # over a mesh make() raises an error instead, by rank 0's settings
+        # Over a mesh make() raises an error instead, by rank 0's settings.
+        if not differentiated or not isinstance(host, ThreadRanks):
             return self._outputs(call, self._infer(call))
         return self._differentiable(call, host)
 

@@ -14,7 +14,6 @@ import pipesched
 from pipesched.cli.main import main
 from pipesched.errors import InputError, ScheduleError
 from pipesched.pipeline import plan_trials as trial
-from pipesched.profiling import profile_model
 from pipesched.runtime.rank_host import host_for
 from pipesched.simulation.profile import Profile
 from tests.support.branching_models import ROWS, inputs_of, made
@@ -42,16 +41,9 @@ def tried_out(model: nn.Module) -> trial.Trial:
     return trial.Trial(model, X, None, None, 0, {"devices": devices}, host_for(devices, None, 1, None, "all"), 8)
 
 
-@pytest.fixture
-def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_ROUNDS", 2)
-    monkeypatch.setattr(profile_model, "_PASSES", 1)
-
-
 X, Y = torch.randn(2, 4), torch.randn(2, 4)
 
 
-@pytest.mark.usefixtures("few_rounds")
 def test_a_profile_that_lies_is_found_out_by_running() -> None:
     """The last layer sleeps five times as long as is told: all but it belong on the other rank."""
     model = sleepers(0.01, 0.01, 0.01, 0.05)
@@ -85,7 +77,6 @@ class Hooked(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:BatchNorm sees")
-@pytest.mark.usefixtures("few_rounds")
 def test_the_model_is_as_it_was() -> None:
     """To the bit, and the same objects: parameters, gradients, buffers, the optimizer's state, random numbers, modes;
     an optimizer that steps in a hook of its parameters is not called.
@@ -126,7 +117,6 @@ def test_the_model_is_as_it_was() -> None:
 
 @pytest.mark.filterwarnings("ignore:layer times should add up")  # of the profile, on a busy machine
 @pytest.mark.parametrize("name", ["tied", "towers", "unet"])
-@pytest.mark.usefixtures("few_rounds")
 def test_any_model_runs_with_its_own_loss_or_without_one(name: str) -> None:
     model, (args, kwargs, _) = made(name)[0], inputs_of(name, ROWS)
     plan = pipesched.tune(
@@ -136,7 +126,6 @@ def test_any_model_runs_with_its_own_loss_or_without_one(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:layer times should add up", "ignore:layer times must be measured on an idle")
-@pytest.mark.usefixtures("few_rounds")
 @pytest.mark.parametrize(
     "setting", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
 )
@@ -148,7 +137,6 @@ def test_plans_run_as_they_train_whatever_the_caller_has_set(setting: Any) -> No
     assert not any(parameter.is_inference() for parameter in model.parameters())
 
 
-@pytest.mark.usefixtures("few_rounds")
 def test_plans_run_in_turn_each_after_a_step_that_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     real = pipesched.Pipeline.step
@@ -180,7 +168,6 @@ class Large(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.usefixtures("few_rounds")
 def test_a_plan_without_room_has_no_steps() -> None:
     model = nn.Sequential(Large(4, 4), Large(4, 4))
     known = told(model, X, [1.0, 1.0])
@@ -271,7 +258,6 @@ def made():
 """
 
 
-@pytest.mark.usefixtures("few_rounds")
 def test_the_command_runs_plans(tmp_path: Any) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = ["tune", f"{tmp_path / 'script.py'}:made", "--ranks", "2", "--batch", "8", "--confirm", "2"]
