@@ -56,10 +56,9 @@ def doubt_of_sum(layers: Mapping[str, LayerCosts], whole: LayerCosts) -> str:
     for column, name in (("forward_s", "forward"), ("backward_s", "backward")):
         took = getattr(whole, column)
         together = sum(getattr(costs, column) for costs in layers.values())
-        noise = whole.spread
-        if together:
-            noise = max(noise, sum(costs.spread * getattr(costs, column) for costs in layers.values()) / together)
-        if abs(together - took) > max(_LEAST_S, (_SUM + noise) * took):
+        noise_s = sum(costs.spread * getattr(costs, column) for costs in layers.values())
+        noise_s = max(noise_s, whole.spread * took)
+        if abs(together - took) > max(_LEAST_S, _SUM * took + noise_s):
             return (
                 f"the {name}s of all layers add up to {together * 1e3:.3g} ms but the model's {name} takes "
                 f"{took * 1e3:.3g} ms ({together / took - 1:+.0%})"

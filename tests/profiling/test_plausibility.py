@@ -51,6 +51,7 @@ def test_layers_that_do_not_add_up_to_the_model():
     assert "the forwards of all layers add up to 2e+03 ms but the model's forward takes 1e+03 ms (+100%)" in found
     assert "backwards" in doubt_of_sum(layers, layer_costs(2.0, 6.0))
     assert not doubt_of_sum({"a": layer_costs(1.0, 2.0, spread=0.8)}, layer_costs(1.5, 3.0))  # a noisy machine
+    assert doubt_of_sum({"a": layer_costs(1.0, 2.0, spread=3.0)}, layer_costs(100.0, 2.0))  # too short to explain it
 
 
 class SlowBackward(torch.autograd.Function):
@@ -85,7 +86,7 @@ class Sleepy(nn.Module):
 
     def forward(self, x):
         x = self.blocks[0](x)
-        time.sleep(0.005)
+        time.sleep(0.03)
         return self.blocks[1](x)
 
 
