@@ -2,7 +2,7 @@
 
 import copy
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -49,7 +49,7 @@ def _held_by(roots: Iterable[Any], *, functions: bool = True) -> list[Any]:
     left = list(roots)
     while left:
         one = left.pop()
-        if isinstance(one, kinds) and id(one) not in found:
+        if type(one) not in _PLAIN and id(one) not in found and isinstance(one, kinds):
             found[id(one)] = one
             left += _parts(one)
     return list(found.values())
@@ -65,11 +65,15 @@ def attributes_of(kind: type) -> dict[str, Any]:
     return {key: value for key, value in vars(kind).items() if not key.startswith("__")}
 
 
+#: The most frequent types that hold nothing; a lookup is faster than isinstance, which torch overrides for Tensor.
+_PLAIN = frozenset([bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size])
 _FUNCTIONS = types.FunctionType, types.MethodType, partial
 _HOLDERS = (nn.Module, tuple, Tensor, torch.Generator, *GROWING)
 
 
 def _parts(one: Any) -> Iterable[Any]:
+    if type(one) is OrderedDict or type(one) is dict:
+        return one.values()
     if isinstance(one, nn.Module):  # scripted modules store their attributes in separate tables
         scripted = [*one.parameters(False), *one.buffers(False), *one.children()]
         return [*one.__dict__.values(), *scripted, *filter(is_of_user, type(one).__mro__)]
@@ -109,7 +113,12 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     Afterwards attributes of modules and classes are the same objects as before. Lists, dicts and sets have the same
     items, objects such as configurations the same attributes, and random generators the same state.
     """
-    held = _held_by(modules)
+    with _attributes_kept(_held_by(modules)):
+        yield
+
+
+@contextmanager
+def _attributes_kept(held: list[Any]) -> Iterator[None]:
     tables: list[Any] = [one.__dict__ for one in held if isinstance(one, nn.Module)]
     classes = [(one, attributes_of(one)) for one in held if isinstance(one, type) and is_of_user(one)]
     known = [*tables, *(own for _, own in classes)]
@@ -130,6 +139,8 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def has_attributes(value: Any) -> bool:
     """Whether an object of a user's or library's class stores its attributes in a ``__dict__``."""
+    if type(value) in _PLAIN:
+        return False
     inner = isinstance(value, (*_HOLDERS, *_FUNCTIONS, type, types.ModuleType))
     return not inner and hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] != "torch"
 
@@ -139,6 +150,8 @@ def _content(table: Any) -> Any:
 
 
 def _restore(table: Any, content: Any) -> None:
+    if not table and not content:  # such as most tables of hooks
+        return
     now = _content(table)
     parts = [(*one.keys(), *one.values()) if isinstance(one, dict) else tuple(one) for one in (now, content)]
     alike = now == content if isinstance(now, set) else len(now) == len(content) and all(map(is_, *parts))
@@ -296,7 +309,7 @@ def untouched(model: nn.Module, mode: bool) -> Iterator[list[Tensor]]:
         torch.random.fork_rng(),
         outside_kept(),
         _bits_kept(tensors, {id(buffer): buffer for *_, buffer in places}.values()) as written,
-        attributes_kept([model]),
+        _attributes_kept(held),
     ):
         if mode != model.training:
             model.train(mode)

@@ -46,7 +46,8 @@ def test_a_second_pipeline_works_or_is_refused_by_name(ranks: Ranks) -> None:
     for found in ranks.run(2, jobs.several):
         assert "a second pipeline; " not in found
         for name, text in found.items():
-            assert text.startswith("ExecutionError: over a mesh"), name
+            assert text.startswith("ExecutionError"), name
+            assert "over a mesh" in text, name  # a rank may read the other one's error before it makes its own
             assert "gather_model()" in text
         assert "a pipeline with another placement of layers was used" in found["step"]
         assert "used in a second pipeline" in found["new"]
