@@ -37,12 +37,12 @@ _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank'
 
 
 class Stopped(Exception):  # noqa: N818  not an error: ends a rank's loop
-    """Another rank failed."""
+    """Raised in a rank that must stop because another rank has failed."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run: a lowered program, its stages, and functions to call before and after."""
+    """The description of a run: a lowered program, its stages, and functions to call before and after the run."""
 
     program: Program
     stages: Mapping[int, StageLike]
@@ -53,7 +53,7 @@ class RunSpec:
     orders: tuple[tuple[Action, ...], ...] | None = None
     #: Called after the ranks have ended, with whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
-    #: Maps a micro-batch of a stream to the micro-batch of the program with the same actions.
+    #: Maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: itself.
     pair: Callable[[int], int] = lambda microbatch: microbatch
     #: The number of micro-batches in a step of a stream.
     period: int = 1
@@ -75,7 +75,7 @@ class BoundProgram:
 
 
 class ThreadRun:
-    """A run in progress: its ranks and its first error. Its orders arrive in one part or in several."""
+    """A run in progress: its ranks and its first error. Its orders are handed over in one part or in several."""
 
     ahead = 1  # parts that may be queued while an earlier part runs
 
@@ -86,7 +86,7 @@ class ThreadRun:
         self.error: BaseException | None = None
         self.stopping = threading.Event()
         self.deserted = False  # True in a forked child: the threads exist only in the parent
-        #: The part that was queued last; it references this run.
+        #: The part that was queued last. It references this run, so ``end`` resets it.
         self.last: RunSegment | None = None
         self.start_s = time.perf_counter()
         self._jobs = jobs
@@ -125,7 +125,10 @@ class ThreadRun:
             self.last.finished.wait()
 
     def finish(self, segment: "RunSegment") -> "Timeline":
-        """Wait until every rank has ended a part; return its timeline. Raises a stage's exception, once."""
+        """Wait until every rank has ended a part; return its timeline.
+
+        Raises the first exception of a stage; a later call does not raise it again.
+        """
         segment.finished.wait()
         if self.error is not None:
             error = self.error
@@ -213,7 +216,7 @@ def _channels(program: Program) -> _Channels:
 
 
 class _QueueTransport:
-    """One rank's ends of the channels."""
+    """The interpreter's transport: one rank's ends of the queues between the ranks."""
 
     def __init__(self, program: Program, channels: _Channels, streams: DeviceStreams) -> None:
         self._placement = program.placement
@@ -260,7 +263,7 @@ class ThreadExecutor:
         end_in_children(self)
 
     def end_in_child(self) -> None:
-        """Detach in a forked child process, so that nothing waits for the threads: they exist only in the parent."""
+        """Disable the executor in a forked child process, because its threads exist only in the parent process."""
         self._forked.here = True
         self._finalizer.detach()
         if self._last is not None:
@@ -302,13 +305,13 @@ class ThreadExecutor:
         return timeline
 
     def caller(self, *, grad: bool) -> Caller:
-        """The settings of this thread, with ``grad`` as grad mode."""
+        """The inference mode and the autocast settings of this thread, with ``grad`` as grad mode."""
         return Caller.here(self._device_types, grad=grad)
 
     def begin(self, run_spec: RunSpec, caller: Caller, bound: BoundProgram | None = None) -> ThreadRun:
-        """Begin a run whose orders come in parts. No other run starts before ``end``. Raises the errors of ``run``.
+        """Begin a run whose orders are handed over in parts. No other run may begin before ``end``.
 
-        ``bound`` is the program already bound to its stages. Default: bind it now.
+        Raises the errors of ``run``. ``bound`` is the program already bound to its stages. Default: bind it now.
         """
         self.check_open("this step")
         if not self._busy.acquire(blocking=False):

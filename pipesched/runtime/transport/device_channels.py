@@ -6,14 +6,14 @@ transfers and never wait for them; streams wait for each other.
 
 A receive is posted only after its header has arrived, although its size is often predicted, because a posted NCCL
 receive cannot be cancelled. If it were posted before its header, the sender would have to send useless bytes whenever a
-layout changes, and the receive would remain on the device after a failed step. Waiting for
-the header costs nothing when the devices are the bottleneck: the hosts are ahead of the devices, so the receive is
-posted before the data is computed, and data is transferred while both devices compute.
+layout changes, and the receive would remain on the device after a failed step. Waiting for the
+header costs nothing when the devices are the bottleneck: the hosts are ahead of the devices, so the receive is posted
+before the data is computed, and data is transferred while both devices compute.
 
 Why it cannot hang. There is one link for each (from, to, kind): a communicator of two ranks with a stream of its own,
 in which messages wait only for earlier messages. Both ends post in the channel's order. A send is posted before its
-header is sent, so a host that has a header will find the send. Hosts wait only for headers, and a header waits for no
-device; so, as in the proof of the process executor, hosts never wait in a cycle. On a device, a send waits for the
+header is sent, so when a header arrives, its send has been posted. Hosts wait only for headers, and a header waits for
+no device; so, as in the proof of the process executor, hosts never wait in a cycle. On a device, a send waits for the
 computation posted before it and for its receive, a receive waits for its send, and a computation waits for the receives
 posted before it. A computation never waits for a send, not even to reuse its memory: memory is reused only if a query
 finds the send complete, otherwise new memory is allocated. A receive that a computation waits for has been posted, and
