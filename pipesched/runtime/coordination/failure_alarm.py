@@ -28,7 +28,7 @@ from pipesched.runtime.coordination.stuck_collectives import Stuck
 
 __all__ = ["Alarm"]
 
-_PATIENCE_S = 2.0  # for replies, and for another rank's conclusion from them
+_PATIENCE_S = 2.0  # for replies, and for another rank's decision from its replies
 _GRACE_S = 0.5  # for a message that may still arrive although a rank has ended
 _LOOK_S = 0.2  # after a fault, the interval of checks whether this rank is stuck
 _WORD_BYTES = 32
@@ -39,7 +39,7 @@ _LONGEST_TEXT = 8000  # characters; a message has at most LONGEST bytes
 _CALLERS = 256  # most connections at the same time
 _MAKING = "making a pipeline"  # the activity that other ranks see
 _PEOPLE = "pipesched/alarms"  # in the job's store: the number of addresses
-_SIGNED_OFF = "signed off"  # in the job's store, appended to an address's key: its rank has closed the pipeline
+_SIGNED_OFF = "signed off"  # in the job's store, after the key of an address: its rank has closed the pipeline
 
 
 class Bell:
@@ -73,7 +73,10 @@ class _Listener:
         self._gone = ""  # the rank that has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
-        """Record a fault; the first settled fault counts. ``own``: this rank's state if this rank reports the fault."""
+        """Record a fault. The first settled fault replaces a guess and is never replaced.
+
+        ``own`` is this rank's state if this rank reports the fault. Default: the current state.
+        """
         with self._lock:
             if self.state is None or own is not None:
                 self.state = own or self._activity.state()
@@ -91,7 +94,7 @@ class _Listener:
             hang_up()
 
     def listen(self) -> None:
-        """The main loop of the thread."""
+        """The main loop of the listening thread."""
         with selectors.DefaultSelector() as selector, self.server, self.inside:
             selector.register(self.inside, selectors.EVENT_READ)
             selector.register(self.server, selectors.EVENT_READ)
@@ -123,7 +126,7 @@ class _Listener:
             self.watched[0].close()
 
     def _watch(self, selector: selectors.BaseSelector, watched: socket.socket, name: str) -> None:
-        """Handle the end of the watched rank's connection: the rank has left, or has ended without a message."""
+        """Handle the end of the watched rank's connection: the rank has closed its pipeline, or has died."""
         selector.unregister(watched)
         with suppress(OSError):
             if watched.recv(len(_LEFT)):
@@ -131,7 +134,7 @@ class _Listener:
         self._gone = name
 
     def _check_gone(self, name: str) -> None:
-        """Report an ended process as a fault, once this rank has waited long enough for a message still in transit."""
+        """Report the end of a rank's process as a fault, once this rank has waited for at least ``_GRACE_S``."""
         state = self._activity.state()
         if not self.bell.rung and state.what and state.doing == "waits" and state.seconds >= _GRACE_S:
             fault = Fault(name, "its process has ended without a message: it was killed, or it crashed", True)
@@ -155,7 +158,7 @@ class _Listener:
         self._watchers.discard(caller)
 
     def _serve(self, selector: selectors.BaseSelector, caller: Any) -> None:
-        """Read from a connection. A fault is recorded and answered; then the connection is closed."""
+        """Read from a connection. Once a fault is complete, record it, reply with this rank's state and close."""
         said = self._callers[caller]
         try:
             part = caller.recv(LONGEST)
@@ -270,7 +273,7 @@ class Alarm:
                 asked(lambda: job.set(f"{key}/{_SIGNED_OFF}", ""), _PATIENCE_S / (8 if self.bell.rung else 2))
 
     def _awaited(self, store: Store) -> list[Address]:
-        """The addresses of all ranks of this pipeline."""
+        """Publish this rank's address; wait for the addresses of all ranks of this pipeline, and return them."""
         keys = [f"alarm/{rank}" for rank in range(len(self._names))]
         asked(lambda: store.set(keys[self.rank], json.dumps(self._own)), self._timeout_s)
         if absent := missing(store, keys, self._timeout_s):
@@ -278,7 +281,7 @@ class Alarm:
         return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
 
     def look_around(self) -> None:
-        """Read the addresses of the ranks of other pipelines from the job's store, before any failure."""
+        """Read the addresses of other pipelines' ranks from the job's store, to notify these ranks of a failure."""
         if self._job is None or self._store_is_lost:
             return
         try:
@@ -322,11 +325,11 @@ class Alarm:
     # ---- a fault ----------------------------------------------------------------------------------------------
 
     def ring(self, text: str, doing: Doing, ended: int | None = None) -> Fault:
-        """Notify all ranks that this one has failed, and end its waits. Takes some seconds if ranks do not reply.
+        """Notify all ranks that this rank has failed, and end its waits. Takes some seconds if ranks do not reply.
 
         Args:
             text: the description of the failure.
-            doing: "raised" if the cause is an error of this rank; otherwise the alarm searches for the cause.
+            doing: "raised" if the cause is an error of this rank; otherwise the alarm searches for the rank to blame.
             ended: the rank of this pipeline that ended its connection with this rank, if known.
 
         Returns:
@@ -374,7 +377,8 @@ class Alarm:
     def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
         """The ranks to blame if all replying ranks wait, and the reason; None if unknown.
 
-        These are the store's host if the store is lost, otherwise the ranks that have not made their pipeline.
+        The store's host is to blame if the store is lost. Otherwise, if a replying rank is making its pipeline, the
+        ranks that have not announced a pipeline in the job's store are to blame.
         """
         if self._job is None:
             return None

@@ -26,7 +26,7 @@ class Store(Protocol):
         """Wait for a key; return its value."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number; return the sum."""
+        """Add ``amount`` to the number at a key (0 if there is none); return the sum."""
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys exist."""
@@ -51,8 +51,8 @@ def asked(ask: Callable[[], T], limit_s: float, given_up: threading.Event | None
     wait.
 
     Args:
-        ask: the function to call; its exceptions are raised here.
-        limit_s: the time limit.
+        ask: the function to call; its exceptions are raised in the caller's thread.
+        limit_s: the time limit in seconds.
         given_up: an event that ends the wait early, with a RuntimeError.
 
     Raises:
