@@ -2,6 +2,8 @@
 
 Their docstrings use p, m and v for the numbers of ranks, micro-batches and chunks a rank, and F, B, I and W for the
 times of a forward, a full backward, the input gradients and the weight gradients on a rank (lower case: of one chunk).
+F&B is the time of an overlapping forward and backward. The bubble is the idle time of a rank in a step; the span bubble
+counts only idle time between a rank's first start and last end.
 
 Installed packages can add schedules through entry points of the group ``pipesched.schedules``. Each entry point names a
 Schedule, or a module that holds Schedules. In the package's pyproject.toml:

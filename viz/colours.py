@@ -13,7 +13,7 @@ BUBBLE = "#e6e6e6"
 HATCH = "#c2c2c2"
 
 _COLOURS = {Kind.F: "#56b4e9", Kind.B: "#e69f00", Kind.I: "#d55e00", Kind.W: "#009e73", Kind.R: "#cc79a7"}
-_LIGHTEST = 0.55  # how far the last chunk's colour is mixed towards white
+_LIGHTEST = 0.55  # share of white in the last chunk's colour
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:

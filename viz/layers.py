@@ -27,8 +27,8 @@ _LIGHTEST = 0.86  # share of white in the bands' colour
 def plot_layers(graph: "nx.DiGraph[str]", stages: Sequence[Sequence[str]], ax: "Axes | None" = None) -> "Axes":
     """Draw a model's layers in one band for each stage, with lines for the tensors that layers pass to each other.
 
-    Each box shows the layer's share of the total layer time, as a number and as a bar. A line between two
-    stages shows the bytes sent for one micro-batch. Dashed lines join layers that share parameters.
+    Each box shows the layer's share of the total layer time, as a number and as a bar. A line between two stages shows
+    the bytes sent for one micro-batch. Dashed lines join layers that share parameters.
 
         graph = pipesched.graph_of(model, sample)
         pipesched.viz.plot_layers(graph, pipe.plan.stages).figure.savefig("layers.png")

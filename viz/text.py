@@ -31,7 +31,7 @@ class _Scale(NamedTuple):
 
 
 def text_timeline(trace: Trace, width: int = 120) -> str:
-    """Draw a trace as plain text: one line for each rank, then one line with the figures.
+    """Draw a trace as plain text: one line for each rank, then one line with the key figures.
 
     ``F3`` is the forward of micro-batch 3, ``2F3`` the same in stage 2 (if ranks have several stages), ``F4&B2`` an
     overlapping pair (shortened to ``F4`` if it does not fit), and ``.`` is bubble. If all times are multiples of one

@@ -34,9 +34,9 @@ _LOOK_S = 0.2  # after a fault, the interval of checks whether this rank is stuc
 _WORD_BYTES = 32
 # Messages other than faults.
 _WATCH = b"watch\n"  # the sender watches the receiver
-_LEFT = b"left\n"  # the sender has closed its pipeline regularly
+_LEFT = b"left\n"  # the sender has closed its pipeline without a failure
 _LONGEST_TEXT = 8000  # characters; a message has at most LONGEST bytes
-_CALLERS = 256  # most connections at the same time
+_CALLERS = 256  # the largest number of open connections
 _MAKING = "making a pipeline"  # the activity that other ranks see
 _PEOPLE = "pipesched/alarms"  # in the job's store: the number of addresses
 _SIGNED_OFF = "signed off"  # in the job's store, after the key of an address: its rank has closed the pipeline
@@ -49,7 +49,7 @@ class Bell:
 
 
 class _Listener:
-    """The state shared by the listening thread and the alarm. It does not keep the alarm alive."""
+    """The state shared by the listening thread and the alarm. It holds no reference to the alarm."""
 
     def __init__(self, host: str, activity: Activity, name: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -57,7 +57,7 @@ class _Listener:
         self.server.setblocking(False)
         self.word = secrets.token_hex(_WORD_BYTES // 2).encode()
         self.inside, self.outside = socket.socketpair()  # a byte makes the thread watch ``watched``, or end
-        self.watched: tuple[socket.socket, str] | None = None  # the rank that this one watches, and its name
+        self.watched: tuple[socket.socket, str] | None = None  # (connection, name) of the watched rank
         self.addresses: list[Address] = []  # of the other ranks
         self.bell = Bell()
         self.settled = threading.Event()
@@ -70,7 +70,7 @@ class _Listener:
         self._stuck: Stuck | None = None
         self._callers: dict[Any, bytearray] = {}  # connections, with the bytes received so far
         self._watchers: set[Any] = set()
-        self._gone = ""  # the rank that has ended without a message
+        self._gone = ""  # the name of the watched rank if it has ended without a message
 
     def hear(self, fault: Fault, own: State | None = None) -> None:
         """Record a fault. The first settled fault replaces a guess and is never replaced.
@@ -158,7 +158,7 @@ class _Listener:
         self._watchers.discard(caller)
 
     def _serve(self, selector: selectors.BaseSelector, caller: Any) -> None:
-        """Read from a connection. Once a fault is complete, record it, reply with this rank's state and close."""
+        """Read from a connection. Once a fault is complete, record it, reply with this rank's state, and close."""
         said = self._callers[caller]
         try:
             part = caller.recv(LONGEST)
@@ -185,8 +185,8 @@ class _Listener:
 class Alarm:
     """One rank's failure alarm.
 
-    Ranks of other pipelines can reach it from construction on, and ranks of its own pipeline after ``meet``. Dropping
-    the alarm ends its thread, as ``end`` does.
+    The ranks of other pipelines can reach the alarm once it exists; the ranks of its own pipeline, after ``meet``.
+    Dropping the alarm ends its thread, as ``end`` does.
 
     Args:
         group: the process group of the pipeline's ranks.
@@ -243,7 +243,7 @@ class Alarm:
         return self._listener.bell
 
     def on_fault(self, hang_up: Callable[[], None]) -> None:
-        """Register a function that ends waits of this rank. It is called after a failure, from any thread."""
+        """Register a function that ends waits of this rank. Any thread may call the function, after a failure."""
         self._listener.hang_ups.append(hang_up)
         if self.bell.rung:
             self._listener.hang_up()
@@ -375,7 +375,7 @@ class Alarm:
         told(fault, listeners, _PATIENCE_S / 4)
 
     def _suspect(self, states: Mapping[str, State | str]) -> tuple[list[str], str] | None:
-        """The ranks to blame if all replying ranks wait, and the reason; None if unknown.
+        """The names of the ranks to blame if all replying ranks wait, and the reason; None if unknown.
 
         The store's host is to blame if the store is lost. Otherwise, if a replying rank is making its pipeline, the
         ranks that have not announced a pipeline in the job's store are to blame.

@@ -114,7 +114,7 @@ class Activity:
         return (id(frame), frame.f_lasti) if frame is not None else (0, 0)
 
     def stack(self) -> str:
-        """The traceback of the rank's thread."""
+        """The current traceback of the rank's thread as text; "" if the thread has ended."""
         frame = sys._current_frames().get(self._thread)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 

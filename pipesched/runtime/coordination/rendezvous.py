@@ -73,7 +73,9 @@ def names_of(group: Any) -> list[str]:
 
 
 class Rendezvous:
-    """One rank's side of a rendezvous. Keys contain torchelastic's restart count, so restarts do not collide.
+    """One rank's side of a rendezvous.
+
+    Keys contain torchelastic's restart count, so a restarted job does not read keys from before the restart.
 
     Args:
         store: the store of the group.
@@ -239,9 +241,9 @@ class Rendezvous:
 
 
 def collective(function: _Function) -> _Function:
-    """Decorate a function with an argument ``mesh`` that all ranks of the mesh must call.
+    """Decorate a function that all ranks of its argument ``mesh`` must call.
 
-    An error of the function before its rendezvous is reported to all ranks.
+    An error that the function raises before its rendezvous is reported to all ranks.
     """
 
     @wraps(function)

@@ -34,7 +34,7 @@ class DeviceStreams(Protocol):
         """In the caller's thread: make the rank's later work wait for everything that the caller has launched."""
 
     def catch_up(self, stamp: Any) -> None:
-        """In the caller's thread: make the caller's later work wait for a stamp."""
+        """In the caller's thread: make the caller's later work wait until the device has reached a stamp of ``now``."""
 
     def end(self) -> None:
         """In the caller's thread: make the caller's later work wait for the end of the step."""
@@ -49,7 +49,7 @@ class DeviceStreams(Protocol):
         """A function that converts a stamp of the current step to seconds since the host time ``start_s``."""
 
     def pack(self, value: Any) -> Message:
-        """Prepare a value of this device for sending."""
+        """Return the Message that sends a value of this device, with the event after which the value is computed."""
 
     def unpack(self, message: Message) -> Any:
         """Copy a received value to this device. Later work on the rank's stream may use the returned value."""

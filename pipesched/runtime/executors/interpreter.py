@@ -131,7 +131,8 @@ class Rank:
         program: the lowered program.
         stages: the stages by number; only the stages of this rank are used.
         transport: sends values to other ranks and receives them.
-        pair: maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: itself.
+        pair: maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: the
+            same number.
 
     """
 
@@ -161,7 +162,7 @@ class Rank:
         return self._bound[1]
 
     def _edge(self, *ends: Any) -> _Edge:
-        """The edge between two actions: created when the first of them is bound, returned for the second."""
+        """The edge between two actions: created when the first action is bound, returned when the second is bound."""
         known = self._edges.pop(ends, None)
         if known is None:
             known = self._edges[ends] = _Edge(ends[0])

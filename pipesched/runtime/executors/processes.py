@@ -144,8 +144,9 @@ class ProcessExecutor:
             looks: the key of each micro-batch, from ``look``; the layouts of messages are predicted from it.
 
         Raises:
-            ExecutionError: if another rank failed, naming it; if ranks run different programs or steps; and after
-                ``close``. An exception of a stage of this rank is raised unchanged, with a note that names the action.
+            ExecutionError: if another rank failed (the message names it), if ranks run different programs or steps, and
+                after ``close``. An exception of a stage of this rank is raised unchanged, with a note that names the
+                action.
 
         """
         with self._one_at_a_time("a step"):
@@ -203,7 +204,7 @@ class ProcessExecutor:
             return run
 
     def continue_run(self, run: RankRun, order: tuple[Action, ...]) -> RankTimeline:
-        """Run the next part of a stream."""
+        """Run the next part of a stream, and return its timeline."""
         with self._one_at_a_time("a step"):
             run.failed = True
             self._open_wire().extend(OrderMessages(run.run_spec.program, order).repeated(run.run_spec.period))
@@ -309,7 +310,10 @@ class ProcessExecutor:
 
     @contextmanager
     def collective(self, call: str) -> Iterator[None]:
-        """A context for torch.distributed collectives: an error in it stops all ranks and names the cause."""
+        """A context for calling torch.distributed collectives. An error inside the context stops all ranks.
+
+        ``call`` names the call in error messages.
+        """
         with self._one_at_a_time(call):
             yield
 

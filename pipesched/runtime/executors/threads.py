@@ -31,7 +31,7 @@ from pipesched.tensors.caller_context import Caller
 __all__ = ["RunSegment", "RunSpec", "Stopped", "ThreadExecutor", "ThreadRun", "Timeline"]
 
 _STOP = Message("stop")
-_REMEMBERED = 64  # programs
+_REMEMBERED = 64  # bound programs to keep
 _PATIENCE_S = 60  # wait this long for a thread's current action when the pipeline is dropped or the process exits
 _Jobs = list["SimpleQueue[Callable[[], None] | None]"]  # a queue for each rank's thread
 
@@ -53,7 +53,7 @@ class RunSpec:
     orders: tuple[tuple[Action, ...], ...] | None = None
     #: Called after the ranks have ended, with whether the run failed.
     finish: Callable[[bool], None] = lambda failed: None
-    #: Maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: itself.
+    #: Maps a micro-batch of a stream to the micro-batch of the program with the same actions. Default: the same number.
     pair: Callable[[int], int] = lambda microbatch: microbatch
     #: The number of micro-batches in a step of a stream.
     period: int = 1
@@ -160,7 +160,7 @@ class RunSegment:
         self._lock = threading.Lock()
 
     def run_rank(self, index: int) -> None:
-        """In the rank's thread: run its part to the end, or until another rank fails."""
+        """In the rank's thread: run the rank's part to the end, or until another rank fails."""
         run = self._run
         rank = run.bound.ranks[index]
         streams = run.bound.streams_of_rank[index]
@@ -275,7 +275,7 @@ class ThreadExecutor:
         return not self._finalizer.alive
 
     def run(self, run_spec: RunSpec, *, grad: bool) -> Timeline:
-        """Run a lowered program until every rank has ended. An interrupt stops the ranks first.
+        """Run a lowered program until every rank has ended. After an interrupt, all ranks stop before it is raised.
 
         Args:
             run_spec: the program, its stages and its hooks.
@@ -289,7 +289,7 @@ class ThreadExecutor:
         if len(self._kept) >= _REMEMBERED:
             self._kept.clear()
         program = run_spec.program
-        bound = self._kept.pop(id(program), None)  # from the previous run, if it succeeded
+        bound = self._kept.pop(id(program), None)  # of an earlier run that succeeded
         if bound is None or bound.program is not program or bound.stages is not run_spec.stages or run_spec.orders:
             bound = BoundProgram(run_spec, self.streams_of_rank)
         run = self.begin(run_spec, Caller.here(self._device_types, grad=grad), bound)
@@ -401,7 +401,7 @@ def _start_threads(jobs: _Jobs, intra_op_threads: int) -> list[threading.Thread]
 
 
 def _serve(jobs: "SimpleQueue[Callable[[], None] | None]", intra_op_threads: int, started: threading.Barrier) -> None:
-    """The main loop of a rank's thread. It does not reference the executor, so dropping the executor ends it."""
+    """The main loop of a rank's thread. It holds no reference to the executor, so that the executor can be dropped."""
     torch.get_num_threads()  # the first use sets the process's default, so read it before setting
     torch.set_num_threads(intra_op_threads)
     started.wait()

@@ -112,7 +112,7 @@ class Outgoing:
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Add messages to the run."""
+        """Add messages with these layout keys to the run."""
         self.book.extend(keys, self._position)
 
     def send(self, value: Any) -> None:
@@ -180,7 +180,7 @@ class Outgoing:
         self._sent.append(_Sent(self._position, work, packed, spare))
 
     def _retire(self, count: int) -> None:
-        """Release messages after the other end has received ``count`` messages of this run."""
+        """Wait until the first ``count`` messages of this run are sent, and release their buffers."""
         for queue in (self._sent, self._aside):
             while queue and queue[0].position < count:
                 sent = queue.popleft()
@@ -238,7 +238,7 @@ class Incoming:
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Add messages to the run."""
+        """Add messages with these layout keys to the run."""
         self.book.extend(keys, self.taken)
 
     def post(self, ahead: int = AHEAD) -> None:
@@ -358,7 +358,7 @@ class _Neighbour:
         self.due = b"" if all(outgoing for outgoing, _ in keys) else self._words(identity, self.incoming)
 
     def extend(self, keys: Mapping[tuple[bool, bool], Sequence[Hashable]]) -> None:
-        """Add messages to the run."""
+        """Add messages with these layout keys to the run."""
         for (outgoing, backward), own in keys.items():
             (self.outgoing if outgoing else self.incoming)[backward].extend(own)
 

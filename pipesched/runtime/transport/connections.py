@@ -24,9 +24,8 @@ _PATIENCE_S = 2.0  # added to the timeout, for a store that does not answer
 class Connections:
     """A rank's sockets, its gloo port and, on an accelerator, its device links.
 
-    The constructor and ``connect`` are collective.
-    Only the store of ``group``, the ranks' process group, is used. The constructor raises ExecutionError if a rank does
-    not join, and StoreLostError if the store does not reply.
+    The constructor and ``connect`` are collective. Only the store of ``group``, the ranks' process group, is used. The
+    constructor raises ExecutionError if a rank does not join, and StoreLostError if the store does not reply.
     """
 
     def __init__(self, group: Any, device: torch.device, timeout_s: float) -> None:

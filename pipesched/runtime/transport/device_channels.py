@@ -95,7 +95,7 @@ class _Maker(Protocol):
     device: torch.device
 
     def link(self, store: Any, *, sends: bool) -> Link:
-        """Create one end of a link; both ends use the same store."""
+        """Create the sending or the receiving end of a link; both ends must pass the same store."""
 
     def begin(self) -> None:
         """Begin a run: later receives wait for earlier work on the current stream."""
@@ -225,9 +225,9 @@ class Links:
             link.drain()
 
     def close(self) -> None:
-        """Close all links after ``drain``. First waits a few seconds for the connected ranks to call ``close``, too.
+        """Close all links. ``drain`` must have been called before.
 
-        So no transfer is cut off if all ranks close.
+        First waits up to 5 s for the connected ranks to call ``close``, so that no transfer is cut off.
         """
         if self._links:
             peers = {rank for channel in self._links for rank in channel[:2]}
@@ -273,12 +273,12 @@ class DeviceOutgoing:
         self._sent: deque[_Sent] = deque()
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. `keys` holds the keys of the run's messages."""
+        """Begin a run. ``keys`` holds a layout key for each message of the run, in order."""
         self._position = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Add messages to the run."""
+        """Add messages with these layout keys to the run."""
         self.book.extend(keys, self._position)
 
     def send(self, value: Any) -> None:
@@ -331,12 +331,12 @@ class DeviceIncoming:
         self._reader = port.reader(channel.giver, tag)
 
     def open(self, keys: Sequence[Hashable]) -> None:
-        """Begin a run. `keys` holds the keys of the run's messages."""
+        """Begin a run. ``keys`` holds a layout key for each message of the run, in order."""
         self.taken = 0
         self.book.open(keys)
 
     def extend(self, keys: Sequence[Hashable]) -> None:
-        """Add messages to the run."""
+        """Add messages with these layout keys to the run."""
         self.book.extend(keys, self.taken)
 
     def post(self) -> None:

@@ -19,8 +19,8 @@ from pipesched.tensors.payload import Payload
 
 __all__ = ["MessageLayout", "Packed", "describe"]
 
-_ALIGNMENT = 64  # bytes, as in torch's allocator: kernels may sum in another order at another alignment
-_STORAGE_ALIGNMENT = 16  # bytes; the largest element
+_ALIGNMENT = 64  # bytes, as in torch's allocator; with another alignment, kernels may add numbers in another order
+_STORAGE_ALIGNMENT = 16  # bytes of the largest element
 _LONG = 1 << 14  # bytes; a shorter tensor is copied in less time than in_place() takes
 _GRADIENTS = "gradients"
 _SINGLE = "single"
@@ -93,7 +93,7 @@ def _taken_apart(value: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _arrived(leaf: Any) -> Any:
-    """A leaf; an asynchronous tensor of a functional collective is awaited first."""
+    """Return a leaf. If it is the asynchronous result of a functional collective, wait for it first."""
     if type(leaf) is Tensor or not isinstance(leaf, Tensor):
         return leaf
     wait = getattr(leaf, "wait", None)
@@ -232,7 +232,7 @@ class MessageLayout:
 
     @cached_property
     def lies_as_sent(self) -> bool:
-        """Whether all tensors are views of the message, so that the value can be rebuilt before the bytes arrive."""
+        """Whether all received tensors are views of the message, so that the value can be built before bytes arrive."""
         return not any(one is not None and one.gapped for one in self._layout[1])
 
     def restore(self, message: Tensor, start: int) -> Any:
@@ -255,8 +255,10 @@ class MessageLayout:
         return Payload(leaves, places, spec, needs_grad)
 
     def _plain_leaves(self) -> list[Any]:
-        """The leaves that are not tensors. Immutable leaves are decoded once and shared by all calls; otherwise each
-        call decodes new objects.
+        """The leaves that are not tensors.
+
+        If all of them are immutable, they are decoded once and shared by all calls. Otherwise each call decodes new
+        objects.
         """
         if self._immutable_leaves is not None:
             return self._immutable_leaves
@@ -349,7 +351,7 @@ def _laid_out(description: Description) -> tuple[list[_Piece], list[_Restored | 
 
 
 def _own_piece(leaf: int, dtype: torch.dtype, shape: _Sizes, stride: _Sizes, offset: int) -> tuple[_Piece, bool]:
-    """The piece of a tensor that shares no memory, and whether the tensor is restored with gaps between elements."""
+    """Returns the piece of a tensor that shares no memory, and whether the received tensor has gaps (``gapped``)."""
     if 0 in shape:
         return _Piece(offset, 0, leaf, dtype, shape, stride), False
     # An expanded dim is sent once.

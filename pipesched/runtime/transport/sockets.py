@@ -110,8 +110,8 @@ class _Sender:
     def send(self, parts: Sequence[Any], nbytes: int) -> _Pending | None:
         """Send buffers as ``SocketPort.sender`` describes.
 
-        Bytes that a dead receiver never reads are lost without an error: a rank fails when it waits for a dead rank,
-        and may otherwise finish.
+        Bytes that a dead receiver never reads are lost without an error, because a rank must fail only if it waits for
+        a dead rank.
         """
         try:
             if self._behind:
