@@ -6,7 +6,7 @@ from pipesched.program.generators.building_blocks import repeated
 
 @schedule("v-half", placement=v, chunks_per_rank=2)
 def v_half(shape: Shape) -> list[Order]:
-    """Two chunks a rank in a V; repeats the time slots of one micro-batch. V-Half, Qi et al. 2024.
+    """Two chunks a rank in a V; repeats one micro-batch's time slots. V-Half, Qi et al. 2024.
 
     Stages go down the ranks and up again. The forwards of a micro-batch are planned two slots apart on the way down,
     and one slot apart on the way up.

@@ -6,7 +6,7 @@ from pipesched.program.generators.building_blocks import repeated
 
 @schedule("v-min", placement=v, chunks_per_rank=2)
 def v_min(shape: Shape) -> list[Order]:
-    """Two chunks a rank in a V; repeats the shortest possible time slots of one micro-batch. V-Min, Qi et al. 2024.
+    """Two chunks a rank in a V; repeats one micro-batch's passes, packed as tightly as possible. V-Min, Qi et al. 2024.
 
     Stages go down the ranks and up again. The forwards of a micro-batch are planned in consecutive slots, and so are
     its backwards.

@@ -169,7 +169,7 @@ class _Picture:
         self.ax.add_patch(Rectangle((x + 0.06, y + HEIGHT - 0.09), length, 0.045, fc=colour, ec="none", zorder=6))
 
     def line(self, before: str, behind: str, size: int) -> None:
-        """Draw the tensors that one layer passes to another, ``size`` bytes for a micro-batch."""
+        """Draw a line for the tensors that one layer passes to another, ``size`` bytes for a micro-batch."""
         crosses = self._stage_of[before] != self._stage_of[behind]
         colour = stage_colour(self._stage_of[before]) if crosses else GREY
         way = self._layout.way(before, behind)
@@ -197,7 +197,7 @@ class _Picture:
 
         (x, y), (to_x, _) = way
         ends = (x - 0.4 * WIDTH, y - HEIGHT / 2), (to_x + 0.4 * WIDTH, y - HEIGHT / 2)
-        style = f"arc3,rad={-1.7 * ARCH / (ends[1][0] - ends[0][0])}"  # the arc is half as high
+        style = f"arc3,rad={-1.7 * ARCH / (ends[1][0] - ends[0][0])}"  # the arc reaches half this height
         self.ax.add_patch(
             FancyArrowPatch(*ends, connectionstyle=style, arrowstyle="-|>", mutation_scale=6, color=colour, lw=0.9)
         )

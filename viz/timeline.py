@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["DPI", "draw_timeline", "plot_timeline", "rows_inches"]
 
 DPI = 150  # keeps the bars of thousands of spans apart
-_HEIGHT = 0.84  # of a bar; a row is 1
+_HEIGHT = 0.84  # of a bar, as a share of a row
 _EDGE_PT = 3  # if any bar is narrower, no bar has a white edge, which would hide it
 _FONT_PT = (9, 8, 7, 6)
 _DIGIT = 0.64  # width of a digit, as a share of the font size

@@ -281,7 +281,7 @@ class Alarm:
         return asked(lambda: [Address(*json.loads(store.get(key))) for key in keys], self._timeout_s)
 
     def look_around(self) -> None:
-        """Read the addresses of other pipelines' ranks from the job's store, to notify these ranks of a failure."""
+        """Read the addresses of other pipelines' ranks from the job's store, for notices of later failures."""
         if self._job is None or self._store_is_lost:
             return
         try:
@@ -399,7 +399,7 @@ class Alarm:
         return [address for rank, address in enumerate(self._addresses) if rank != self.rank]
 
     def end(self) -> None:
-        """End the listening thread."""
+        """Record that this rank no longer listens, and end the listening thread."""
         self._sign_off()
         self._finalizer()
 
@@ -416,7 +416,7 @@ def _end(outside: socket.socket, thread: threading.Thread) -> None:
 
 
 def _job_of(group: Any) -> tuple[Store | None, list[int]]:
-    """The job's store (None if the group is the whole job, or is in no job), and the group's ranks in the job."""
+    """The job's store (None if the group is the whole job, or is in no job), and the global ranks of the group."""
     size = group.size()
     ranks = ranks_of(group)
     if not distributed.is_initialized() or ranks is None:

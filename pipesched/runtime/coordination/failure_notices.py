@@ -1,4 +1,4 @@
-"""Failure notices: tell other ranks of a fault and collect their replies, from many ranks at the same time."""
+"""Failure notices: report a fault to many ranks at the same time, and collect their replies."""
 
 import json
 import selectors

@@ -29,7 +29,7 @@ class Forked:
         self.here = False
 
     def check(self) -> None:
-        """Raise ExecutionError in a child."""
+        """Raise ExecutionError in a forked child process."""
         if self.here:
             raise ExecutionError(
                 f"a pipeline may only be used in the process that made it, which holds its threads and connections; "

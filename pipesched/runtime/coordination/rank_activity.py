@@ -1,4 +1,4 @@
-"""Rank activity: tracks what a rank is doing, and decides from all ranks' activities which one is to blame."""
+"""Rank activity: tracks what a rank is doing, and decides from all ranks' activities which rank is to blame."""
 
 import os
 import sys

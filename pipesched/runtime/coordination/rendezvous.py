@@ -1,4 +1,4 @@
-"""Rendezvous: brings the ranks of a group together to make one pipeline, regardless of earlier attempts.
+"""Rendezvous: brings the ranks of a group together to make one pipeline, also after failed attempts.
 
 Each rank announces its arrival. Once all ranks have arrived, rank 0 answers each with the same new token, a prefix for
 keys in the group's store. A rank that raises before its arrival announces its error instead, and the other ranks

@@ -46,7 +46,7 @@ class DeviceStreams(Protocol):
         """A stamp of the current time: seconds as a float on a CPU, otherwise an event that is read after the step."""
 
     def reader(self, start_s: float) -> Callable[[Any], float]:
-        """A function that converts a stamp of the current step to seconds since the host time ``start_s``."""
+        """Return a function that converts a stamp of the current step to seconds since the host time ``start_s``."""
 
     def pack(self, value: Any) -> Message:
         """Return the Message that sends a value of this device, with the event after which the value is computed."""

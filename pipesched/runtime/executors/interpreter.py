@@ -53,7 +53,7 @@ class StageLike(Protocol):
 
 
 class Transport(Protocol):
-    """The transport of values between ranks: first in, first out for each (from, to, kind)."""
+    """The transport of values between ranks: first in, first out for each sender, receiver and kind of send."""
 
     def sender(self, action: Action) -> Callable[[Any], None]:
         """Return a function that sends this action's value without waiting for the receiver."""

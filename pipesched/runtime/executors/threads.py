@@ -1,7 +1,7 @@
 """Threads: runs all ranks in this process, with one thread per rank and, on CUDA devices, separate streams per rank.
 
-Messages pass through one queue for each (from, to, kind). When a rank fails, the others stop: each rank checks before
-every action, and a rank that waits for a message receives a stop message.
+Messages pass through one queue for each sending rank, receiving rank and kind of send. When a rank fails, the other
+ranks stop: each rank checks before every action, and a rank that waits for a message receives a stop message.
 
 A RunSpec describes a run. A BoundProgram is its program bound to stages and channels; it is reused by later steps of
 the same program. A ThreadRun is one run: a step, or a stream of steps. A RunSegment is a part of every rank's order:

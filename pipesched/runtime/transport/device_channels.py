@@ -10,17 +10,17 @@ layout changes, and the receive would remain on the device after a failed step. 
 header costs nothing when the devices are the bottleneck: the hosts are ahead of the devices, so the receive is posted
 before the data is computed, and data is transferred while both devices compute.
 
-Why it cannot hang. There is one link for each (from, to, kind): a communicator of two ranks with a stream of its own,
-in which messages wait only for earlier messages. Both ends post in the channel's order. A send is posted before its
-header is sent, so when a header arrives, its send has been posted. Hosts wait only for headers, and a header waits for
-no device; so, as in the proof of the process executor, hosts never wait in a cycle. On a device, a send waits for the
-computation posted before it and for its receive, a receive waits for its send, and a computation waits for the receives
-posted before it. A computation never waits for a send, not even to reuse its memory: memory is reused only if a query
-finds the send complete, otherwise new memory is allocated. A receive that a computation waits for has been posted, and
-so has its send. So devices wait only along the edges of the program, which have no cycle. The first use of a
-communicator blocks the hosts until both ranks use it. Therefore, before a program first runs, all ranks create its
-communicators and use each once. They do so in one common order, in which both ranks of the next communicator can always
-proceed.
+Why it cannot hang. Each channel (the forward or the backward messages from one rank to another) has its own link: a
+communicator of two ranks with its own stream, in which messages wait only for earlier messages. Both ends post in the
+channel's order. A send is posted before its header is sent, so when a header arrives, its send has been posted. Hosts
+wait only for headers, and a header waits for no device; so, as in the proof of the process executor, hosts never wait
+in a cycle. On a device, a send waits for the computation posted before it and for its receive, a receive waits for its
+send, and a computation waits for the receives posted before it. A computation never waits for a send, not even to reuse
+its memory: memory is reused only if a query finds the send complete, otherwise new memory is allocated. A receive that
+a computation waits for has been posted, and so has its send. So devices wait only along the edges of the program, which
+have no cycle. The first use of a communicator blocks the hosts until both ranks use it. Therefore, before a program
+first runs, all ranks create its communicators and use each once. They do so in one common order, in which both ranks of
+the next communicator can always proceed.
 
 Memory. A message is copied into a buffer of the channel on the compute stream, so that the layers may change their
 tensors afterwards. The copy takes about a thousandth of the time of the stage that computed the message. Memory for
@@ -47,7 +47,7 @@ from pipesched.runtime.transport.ports import ShortPort, lost
 
 __all__ = ["Channel", "Link", "Links", "ends_over", "links_for"]
 
-_LENGTH = Struct("<q")  # the bytes of the layout after a header; 0: the layout is as predicted
+_LENGTH = Struct("<q")  # a header: the bytes of the layout that follows; 0 if the layout is the predicted one
 _AS_FORESEEN = _LENGTH.pack(0)
 _MOST_LINKS = 32  # per rank; torch has this many streams of one priority, and two links on one stream could deadlock
 _TORCH_WATCHES_S = 600  # torch's default: torch ends a process whose device waits this long
@@ -161,7 +161,7 @@ class Nccl:
             return NcclLink(store, sends, self.device, self._arrivals, self._timeout_s)
 
     def begin(self) -> None:
-        # other streams, such as the caller's, may still read memory freed there
+        # other streams, such as the caller's, may still read memory that was freed on the arrivals stream
         self._arrivals.wait_stream(torch.cuda.current_stream(self.device))
 
 

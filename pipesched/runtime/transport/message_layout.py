@@ -236,7 +236,7 @@ class MessageLayout:
         return not any(one is not None and one.gapped for one in self._layout[1])
 
     def restore(self, message: Tensor, start: int) -> Any:
-        """Rebuild the value from a message. ``start`` is the position of the first byte after the header.
+        """Rebuild the value from a message. ``start`` is the size of the header in bytes.
 
         Tensors that are views of the message keep its memory alive.
         """

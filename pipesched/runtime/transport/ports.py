@@ -1,4 +1,4 @@
-"""Ports: the two ways to send bytes between ranks, sockets for short messages and a process group for long ones."""
+"""Ports: send bytes between ranks, through sockets for short messages and a process group for long messages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol

@@ -27,7 +27,7 @@ _FIRST_TRADE = 30  # the first tag; each kind of trade uses two tags
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's side of exchanges over its channels. Values are pytrees of tensors and plain values."""
+    """Exchanges values with other ranks over this rank's channels. Values are pytrees of tensors and plain values."""
 
     wire: Channels
     rank: int

@@ -1,4 +1,4 @@
-"""Sockets: send short messages between processes, over one connection for each (from, to, tag).
+"""Sockets: send short messages between processes, over one connection for each sender, receiver and tag.
 
 gloo passes every message to threads of its own, at both ends. On few cores such a thread spins on a lock whose holder
 waits for a core (0.3 ms of processor time a message, measured with two ranks on two cores). Here the rank's own thread
