@@ -60,7 +60,7 @@ class Exchange:
         return arrived.map_tensors(moved).value
 
     def trade(self, what: str, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send ``given[rank]`` to each of its ranks, then wait for a value from each rank in ``sources``.
+        """Send ``given[rank]`` to each rank in ``given``, then wait for a value from each rank in ``sources``.
 
         Returns the received values by sending rank. ``what`` is the kind of the values, one of _TRADES.
         """
